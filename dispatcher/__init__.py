@@ -1,0 +1,3 @@
+"""Batch dispatcher: fills the slack of LLM inference pools with batch requests."""
+
+__version__ = "0.1.0"

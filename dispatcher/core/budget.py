@@ -1,0 +1,175 @@
+"""One reading of the pool, and what it leaves for batch work: D = 1 − (F_SYS + F_EPP + B).
+
+A reading speaks of one signal and one sample. The budget is arithmetic on it: no memory, no clock. What
+becomes of a budget (how far it moves the limit, and when) is the limiter's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+SLACK = 1e-6
+"""In requests: sums of fractions such as 0.1 + 0.2 come out a hair off, and must not cost or win a slot."""
+
+
+class Signal(StrEnum):
+    """What a reading measures."""
+
+    SATURATION = "saturation"
+    """The EPP's pool saturation and its queue."""
+    REQUESTS = "requests"
+    """Running and waiting requests, counted."""
+
+
+class Reason(StrEnum):
+    """Why the limit is what it is; the first that holds is shown (declared in that order)."""
+
+    DRAINING = "draining"
+    PAUSED = "paused"
+    QUEUE_UNREACHABLE = "queue-unreachable"
+    STARTING = "starting"
+    UNREADABLE = "unreadable"
+    STALE = "stale"
+    NO_ENDPOINTS = "no-endpoints"
+    IMPLAUSIBLE = "implausible"
+    GATEWAY_UNREACHABLE = "gateway-unreachable"
+    BACKPRESSURE = "backpressure"
+    NO_ROOM = "no-room"
+    # Closed above this line (the limit is 0), open below.
+    SATURATED = "saturated"
+    FULL = "full"
+    IDLE = "idle"
+    OPEN = "open"
+
+    @property
+    def closed(self) -> bool:
+        return _RANK[self] <= _RANK[Reason.NO_ROOM]
+
+    @property
+    def rank(self) -> int:
+        return _RANK[self]
+
+
+_RANK = {reason: rank for rank, reason in enumerate(Reason)}
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the operator decided about the budget."""
+
+    reserve: float = 0.05
+    """B: the share of the pool that batch work never takes."""
+    upper: float | None = None
+    """u: a budget above it is not believed; None: 1 − reserve."""
+    max_sys: float | None = None
+    """Capacity in requests; None: ready endpoints × per_endpoint."""
+    per_endpoint: float = 100.0
+    max_in_flight: int | None = None
+    """Hard cap on our requests, whatever the readings say."""
+    overload_backoff: float = 0.7
+    """β: a refusal lowers the ceiling to this share of what was in flight."""
+    max_age_s: float = 10.0
+    """A sample older than this is not acted upon."""
+    retry_after_max_s: float = 60.0
+    """A longer Retry-After is cut to this."""
+
+    @property
+    def ceiling_d(self) -> float:
+        return 1.0 - self.reserve if self.upper is None else self.upper
+
+    def most(self, max_sys: float) -> int:
+        """The limit no reading can raise: floor(max_SYS × (1 − B)), and the operator's own cap."""
+        room = whole(max_sys * (1.0 - self.reserve))
+        return room if self.max_in_flight is None else min(room, self.max_in_flight)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One sample of one signal, taken somewhere in [opened_at, closed_at] on the process clock."""
+
+    signal: Signal
+    opened_at: float
+    closed_at: float
+    f_sys: float
+    """cur_SYS / max_SYS; above 1: oversubscribed."""
+    f_epp: float
+    """cur_EPP / max_SYS."""
+    max_sys: float
+    """Capacity in requests, of the same sample."""
+    source: str = ""
+    """Where it came from: `epp`, `prometheus`."""
+    raw: Mapping[str, float] = field(default_factory=dict)
+    """The values it was made of, by series, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A reading under a policy, every term of it."""
+
+    signal: Signal
+    f_sys: float
+    f_epp: float
+    reserve: float
+    d: float
+    headroom: int
+    """H = floor(max_SYS × D), in requests; negative when the pool is over-full."""
+    max_sys: float
+    fault: Reason | None = None
+    """Why it must not be acted upon: NO_ENDPOINTS or IMPLAUSIBLE; None when it may."""
+    because: str = ""
+    """The fault in words."""
+
+
+def whole(requests: float) -> int:
+    """The whole requests in a number of them, forgiving what floats lose."""
+    return math.floor(requests + SLACK)
+
+
+def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> Budget:
+    """The budget that a reading leaves under a policy.
+
+    `capacity`: what the pool can take as known from elsewhere (the Kubernetes watch). A smaller one than the
+    sample's counts at once, with the sample's load rescaled to it; a larger one is not believed yet.
+    """
+    f_sys, f_epp, max_sys = reading.f_sys, reading.f_epp, reading.max_sys
+    if not (math.isfinite(f_sys) and math.isfinite(f_epp) and math.isfinite(max_sys)):
+        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a value that is not a finite number")
+    if f_sys < 0 or f_epp < 0 or max_sys < 0:
+        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a negative load or capacity")
+    if capacity is not None and capacity < max_sys:
+        if capacity > 0:
+            f_sys, f_epp = f_sys * max_sys / capacity, f_epp * max_sys / capacity
+        max_sys = capacity
+    if max_sys <= 0:
+        return _faulty(reading, policy, Reason.NO_ENDPOINTS, "no endpoint is ready")
+    d = 1.0 - (f_sys + f_epp + policy.reserve)
+    budget = Budget(
+        signal=reading.signal,
+        f_sys=f_sys,
+        f_epp=f_epp,
+        reserve=policy.reserve,
+        d=d,
+        headroom=whole(max_sys * d),
+        max_sys=max_sys,
+    )
+    if (d - policy.ceiling_d) * max_sys > SLACK:
+        why = f"D {d:.3f} is above {policy.ceiling_d:.3f}, more room than an idle pool has"
+        return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)
+    return budget
+
+
+def _faulty(reading: Reading, policy: Policy, fault: Reason, because: str) -> Budget:
+    return Budget(
+        signal=reading.signal,
+        f_sys=reading.f_sys,
+        f_epp=reading.f_epp,
+        reserve=policy.reserve,
+        d=float("nan"),
+        headroom=0,
+        max_sys=reading.max_sys,
+        fault=fault,
+        because=because,
+    )
