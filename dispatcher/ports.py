@@ -76,8 +76,10 @@ class Leases:
     at: float
     live: int
     """Live leases of all owners."""
+    others: int
+    """Those among them held by other owners than the caller."""
     young: int
-    """Those among them claimed or renewed within the last 20 ms: not surely sent yet."""
+    """Those of `others` claimed or renewed within the last 20 ms: not surely sent yet."""
     lost: int
     """Leases that ever ended without an answer because their time ran out (a counter)."""
 
