@@ -99,6 +99,9 @@ class Reading:
     """cur_EPP / max_SYS."""
     max_sys: float
     """Capacity in requests, of the same sample."""
+    exact: bool = True
+    """It counts requests, so our own must show in it. The default saturation detector is a pressure score
+    and does not."""
     source: str = ""
     """Where it came from: `epp`, `prometheus`."""
     raw: Mapping[str, float] = field(default_factory=dict)

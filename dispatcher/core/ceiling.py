@@ -1,0 +1,58 @@
+"""The ceiling that refusals teach.
+
+A pool can be smaller than its configuration says, and then readings promise room that is not there; the
+only witness is a refusal for lack of capacity. The first one sets a ceiling C on our requests in flight:
+
+    C = max(1, β × I)            I: our requests in flight when the refusal came
+
+Every reading without another refusal raises it again, along the curve of CUBIC congestion control: fast at
+first, flat around the place W of the last refusal, then ever faster, until it no longer binds.
+
+    C(k) = W + RISE × W × ((k − K) / K)³     k readings after the refusal, K = PLATEAU readings to W
+
+At k = 0 that is W × (1 − RISE) with RISE = 1 − β.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLATEAU = 20
+"""Readings until the ceiling is back where the last refusal came."""
+
+
+@dataclass(slots=True)
+class Ceiling:
+    """C, and where it stands on its curve. Infinite (None) until the first refusal."""
+
+    value: float | None = None
+    _refused_at: float = 0.0
+    """W."""
+    _rise: float = 0.3
+    _readings: int = 0
+    """k."""
+    _fresh: bool = True
+    """A reading has come since the last cut: the next refusal may cut again."""
+
+    def refused(self, in_flight: int, backoff: float) -> None:
+        """A refusal for lack of capacity with `in_flight` of ours out there. Cuts once per reading."""
+        if not self._fresh:
+            return
+        self._fresh = False
+        self._refused_at = max(1.0, float(in_flight))
+        self._rise = 1.0 - backoff
+        self._readings = 0
+        cut = max(1.0, backoff * self._refused_at)
+        self.value = cut if self.value is None else min(cut, self.value)
+
+    def reading(self, unbound: int) -> None:
+        """A reading came without a refusal; `unbound`: the limit there would be without a ceiling at its
+        highest. Past that the ceiling has nothing left to say and is forgotten."""
+        self._fresh = True
+        if self.value is None:
+            return
+        self._readings += 1
+        step = (self._readings - PLATEAU) / PLATEAU
+        self.value = max(self.value, self._refused_at * (1.0 + self._rise * step * step * step))
+        if self.value >= max(1, unbound):
+            self.value = None

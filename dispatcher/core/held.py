@@ -1,0 +1,172 @@
+"""How many of our requests the gateway held, as far as we can know it.
+
+A reading of the pool contains our own load, but nobody can tell exactly how much of it: a request counts
+somewhere between our sending it and its arrival, an answer leaves before it reaches us, and the sample was
+taken somewhere in a window. What can be known are two bounds over that window [a, b]:
+
+    least(a, b)  the fewest the gateway surely held at any moment of it: each request from δ after it was
+                 sent until δ before its answer came
+    most(a, b)   the most it may have held at any moment of it: each request from sending to answer
+
+Other owners' requests are known by counts of their leases, taken now and then. The bounds take all counts
+within the window and the nearest on both sides of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+DELTA_S = 0.02
+"""δ: no request takes longer between us and the gateway, either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Bounds on the number of our requests (all replicas) that a reading may contain."""
+
+    lo: int
+    hi: int
+    own_lo: int
+    """The part of `lo` that is this process's own: known from memory, not from leases."""
+
+
+@dataclass(slots=True)
+class _Count:
+    at: float
+    surely: int
+    maybe: int
+
+
+_at = attrgetter("at")
+
+
+@dataclass(slots=True)
+class Held:
+    """The ledger behind those bounds. `horizon_s`: windows opening longer ago than this are not asked for."""
+
+    horizon_s: float
+    _live: dict[Hashable, float] = field(default_factory=dict)
+    _ends: list[float] = field(default_factory=list)
+    """When answered requests ended, ascending; `_starts` has when each was sent."""
+    _starts: list[float] = field(default_factory=list)
+    _others: list[_Count] = field(default_factory=list)
+
+    def sent(self, key: Hashable, at: float) -> None:
+        self._live[key] = at
+
+    def answered(self, key: Hashable, at: float) -> None:
+        """The request left the gateway, however: answered, cut, or given up."""
+        start = self._live.pop(key, None)
+        if start is None:
+            return
+        ends = self._ends
+        if ends and at < ends[-1]:
+            at = ends[-1]
+        ends.append(at)
+        self._starts.append(start)
+        if len(ends) > 1024 and ends[len(ends) // 2] < at - self.horizon_s:
+            self._forget(at)
+
+    def counted(self, at: float, others: int, young: int) -> None:
+        """Other owners held `others` leases, of which `young` may not have been sent yet."""
+        others = max(0, others)
+        surely = max(0, others - max(0, young))
+        if self._others and at < self._others[-1].at:
+            at = self._others[-1].at
+        last_two = self._others[-2:]
+        if len(last_two) == 2 and all(c.surely == surely and c.maybe == others for c in last_two):
+            last_two[1].at = at  # a run of equal counts is kept as its two ends
+            return
+        self._others.append(_Count(at, surely, others))
+        if len(self._others) > 1024 and self._others[512].at < at - self.horizon_s:
+            del self._others[:512]
+
+    @property
+    def own(self) -> int:
+        return len(self._live)
+
+    @property
+    def others(self) -> int:
+        return self._others[-1].maybe if self._others else 0
+
+    def between(self, a: float, b: float) -> Interval:
+        least_others, most_others = self._others_between(a, b)
+        own_lo = self._least_own(a, b)
+        return Interval(own_lo + least_others, self._most_own(a, b) + most_others, own_lo)
+
+    def _least_own(self, a: float, b: float) -> int:
+        first = bisect_left(self._ends, a + DELTA_S)
+        starts: list[float] = []
+        ends: list[float] = []
+        held = 0
+        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
+            begins, stops = start + DELTA_S, end - DELTA_S
+            if begins > b or begins > stops:
+                continue
+            if begins <= a:
+                held += 1
+            else:
+                starts.append(begins)
+            if stops < b:
+                ends.append(stops)
+        for start in self._live.values():
+            begins = start + DELTA_S
+            if begins <= a:
+                held += 1
+            elif begins <= b:
+                starts.append(begins)
+        ends.sort()
+        starts.sort()
+        least, begun = held, 0
+        for end in ends:
+            while begun < len(starts) and starts[begun] < end:
+                held += 1
+                begun += 1
+            held -= 1
+            least = min(least, held)
+        return least
+
+    def _most_own(self, a: float, b: float) -> int:
+        first = bisect_left(self._ends, a)
+        starts: list[float] = []
+        ends: list[float] = []
+        held = 0
+        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
+            if start > b:
+                continue
+            if start <= a:
+                held += 1
+            else:
+                starts.append(start)
+            ends.append(end)
+        for start in self._live.values():
+            if start <= a:
+                held += 1
+            elif start <= b:
+                starts.append(start)
+        starts.sort()
+        most, ended = held, 0
+        for start in starts:
+            while ended < len(ends) and ends[ended] < start:
+                held -= 1
+                ended += 1
+            held += 1
+            most = max(most, held)
+        return most
+
+    def _others_between(self, a: float, b: float) -> tuple[int, int]:
+        counts = self._others
+        if not counts:
+            return 0, 0
+        first = max(0, bisect_right(counts, a, key=_at) - 1)
+        last = max(first, bisect_left(counts, b, key=_at))
+        seen = counts[first : last + 1]
+        return min(c.surely for c in seen), max(c.maybe for c in seen)
+
+    def _forget(self, now: float) -> None:
+        old = bisect_left(self._ends, now - self.horizon_s)
+        del self._ends[:old]
+        del self._starts[:old]

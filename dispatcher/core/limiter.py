@@ -1,0 +1,513 @@
+"""The control law: from what is known of the pool, the limit on our requests in flight.
+
+A reading that shows headroom H, taken while between `lo` and `hi` of our own requests were inside it, proves
+that the limit lies between lo + H and hi + H (our own are added back). The limit moves only as far as that
+proves:
+
+    L = clamp(L_before, lo + H, hi + H),   L ≤ floor(max_SYS × (1 − B)), max_in_flight, the ceiling C
+
+Each signal keeps a limit of its own; the smallest wins. A lease that ends without an answer lowers L by one
+until a reading taken after that. Everything else closes the gate, and the first reason that holds is the one
+shown (`Reason`, in order).
+
+The limiter is a state machine without clock, randomness or I/O: every method is an event with its time, and
+`allowance(now)` says what may be in flight now and until when that answer stands. Events may come in any
+order and twice; none raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
+from dispatcher.core.ceiling import Ceiling
+from dispatcher.core.held import DELTA_S, Held, Interval
+
+PROBE_FIRST_S = 0.1
+PROBE_MOST_S = 1.0
+"""Pauses between probes of an unreachable gateway double from the first to the most."""
+NOBODY_HOME = 3
+"""So many answers in a row that no gateway gave mean that there is none."""
+WINDOW_MOST_S = 10.0
+"""No reading's window is longer than this (averages are flushed every 5 s)."""
+DISBELIEF = 2
+"""So many readings in a row without the requests we surely had running mean: not our pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What may be in flight now, why, and how long that answer stands."""
+
+    limit: int
+    """Of our requests in flight, all replicas together. 0 in every closed state."""
+    reason: Reason
+    because: str
+    """The reason's particulars in words; may be empty."""
+    signal: Signal | None
+    """The signal whose limit is the smallest."""
+    budget: Budget | None
+    """That signal's newest budget."""
+    read_at: float
+    """When the newest reading behind the limit was taken (its window's start)."""
+    lost: int
+    """Leases lost so far that the limit already allows for."""
+    ceiling: float | None
+    next_check_at: float | None
+    """Ask again then, though nothing happened; None: only when something does."""
+    probe: bool = False
+    """One request may be sent to see whether the gateway is back."""
+
+
+@dataclass(slots=True)
+class _Track:
+    """One signal: its newest reading and the limit of its own."""
+
+    waiting: list[Reading] = field(default_factory=list)
+    """Taken, but not yet older than δ."""
+    reading: Reading | None = None
+    interval: Interval = field(default=Interval(0, 0, 0))
+    before: int = 0
+    """The limit before this reading."""
+    limit: int = 0
+    lost_before: int = 0
+    """Leases lost before the reading's window opened: the limit already knows of them."""
+    capacity: float | None = None
+    """The smallest capacity known from elsewhere since the reading."""
+    budget: Budget | None = None
+    disbelieved: int = 0
+    """Readings in a row that showed less than we surely had running."""
+
+
+@dataclass(slots=True)
+class _Closure:
+    """A stretch without a gateway."""
+
+    since: float
+    why: str
+    next_probe_at: float
+    pause_s: float = PROBE_FIRST_S
+
+
+class Limiter:
+    """The law of the module, over a stream of events. One per process."""
+
+    def __init__(self, policy: Policy, uses: Iterable[Signal]) -> None:
+        self._policy = policy
+        self._tracks = {signal: _Track() for signal in uses}
+        self._held = self._ledger()
+        self._ceiling = Ceiling()
+        self._capacity: float | None = None
+        self._losses: list[tuple[float, int]] = []
+        self._waiting: int | None = None
+        self._failure: tuple[Reason, str] | None = None
+        self._draining = self._paused = False
+        self._queue_problem: str | None = None
+        self._overload_at: float | None = None
+        self._overload_until = 0.0
+        self._unreachable: _Closure | None = None
+        self._nobody_home = 0
+        self._nobody_since = 0.0
+        self._newest_sample_at: float | None = None
+        self._standing: Allowance | None = None
+
+    # ── events: the pool ────────────────────────────────────────────────────────────────────────────────
+
+    def reading(self, reading: Reading, now: float) -> None:
+        """A sample of one signal. It is applied once δ has passed after its window."""
+        track = self._tracks.get(reading.signal)
+        if track is None:
+            return
+        track.waiting.append(reading)
+        self._standing = None
+
+    def reading_failed(self, reason: Reason, why: str, now: float) -> None:
+        """The signals could not be read: nothing is known until they can."""
+        self._failure = (reason if reason.closed else Reason.UNREADABLE, why)
+        self._standing = None
+
+    def uses(self, signals: Iterable[Signal]) -> None:
+        """Which signals count from now on; one that is new has to be read first."""
+        wanted = set(signals)
+        if wanted != set(self._tracks):
+            self._tracks = {signal: self._tracks.get(signal, _Track()) for signal in sorted(wanted)}
+            self._standing = None
+
+    def capacity(self, max_requests: float | None, now: float) -> None:
+        """What the pool can take as seen elsewhere. Less counts at once, more with the next reading."""
+        self._capacity = max_requests
+        for track in self._tracks.values():
+            if max_requests is not None and (track.capacity is None or max_requests < track.capacity):
+                track.capacity = max_requests
+            self._reassess(track)
+        self._standing = None
+
+    def settings(self, policy: Policy, now: float) -> None:
+        """The operator changed the policy: it holds at once, for the readings at hand too."""
+        smaller = policy.max_sys if policy.max_sys != self._policy.max_sys else None
+        stretched = policy.max_age_s > self._policy.max_age_s
+        self._policy = policy
+        if stretched:
+            self._held.horizon_s = _horizon(policy)
+        for track in self._tracks.values():
+            if smaller is not None and (track.capacity is None or smaller < track.capacity):
+                track.capacity = smaller
+            self._reassess(track)
+        self._standing = None
+
+    # ── events: our own load ────────────────────────────────────────────────────────────────────────────
+
+    def sent(self, key: Hashable, now: float) -> None:
+        self._held.sent(key, now)
+
+    def answered(self, key: Hashable, now: float) -> None:
+        """The request is no longer at the gateway: answered, failed, cut or given up."""
+        self._held.answered(key, now)
+
+    def leases(self, now: float, *, others: int, young: int, lost: int) -> None:
+        """Counted in the queue: other owners' live leases, and leases ever lost without an answer."""
+        self._held.counted(now, others, young)
+        if not self._losses:
+            for track in self._tracks.values():
+                track.lost_before = lost
+        if not self._losses or lost > self._losses[-1][1]:
+            self._losses.append((now, lost))
+            self._standing = None
+            if len(self._losses) > 1024:
+                del self._losses[:512]
+
+    def waiting(self, count: int, now: float) -> None:
+        """How many requests could be claimed now."""
+        self._waiting = count
+
+    # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
+
+    def overloaded(self, now: float, *, until: float, capacity: bool, in_flight: int) -> None:
+        """The gateway refused a request (ours or another replica's) at `now`; closed until a reading
+        taken after that and until `until`."""
+        if self._overload_at is not None and now <= self._overload_at:
+            return
+        self._overload_at = now
+        longest = now + self._policy.retry_after_max_s
+        self._overload_until = max(self._overload_until, min(until, longest))
+        if capacity:
+            self._ceiling.refused(in_flight, self._policy.overload_backoff)
+        self._standing = None
+
+    def nobody_home(self, now: float, why: str) -> bool:
+        """An answer that no gateway gave (an empty 500, a bare 502/503/504). True: there is none."""
+        if self._unreachable is None:
+            if self._nobody_home == 0:
+                self._nobody_since = now
+            self._nobody_home += 1
+            if self._nobody_home >= NOBODY_HOME:
+                self.unreachable(now, why)
+        return self._unreachable is not None
+
+    def unreachable(self, now: float, why: str) -> None:
+        """There is no gateway: closed until something answers."""
+        closure = self._unreachable
+        if closure is None:
+            self._unreachable = _Closure(now, why, now + PROBE_FIRST_S)
+        else:
+            closure.why = why
+        self._standing = None
+
+    def probed(self, now: float) -> None:
+        """A probe was sent, or could not be: the next one waits longer."""
+        closure = self._unreachable
+        if closure is not None:
+            closure.next_probe_at = now + closure.pause_s
+            closure.pause_s = min(PROBE_MOST_S, closure.pause_s * 2)
+            self._standing = None
+
+    def reached(self, now: float, sent_at: float) -> None:
+        """The gateway answered a request sent at `sent_at` (or kept it connected for 2 s). What was sent
+        before the trouble began proves nothing about the gateway since."""
+        closure = self._unreachable
+        if closure is not None:
+            if sent_at < closure.since:
+                return
+            self._unreachable = None
+            self._standing = None
+            self._nobody_home = 0
+        elif self._nobody_home and sent_at >= self._nobody_since:
+            self._nobody_home = 0
+
+    # ── events: the operator and the queue ──────────────────────────────────────────────────────────────
+
+    def pause(self, paused: bool, now: float) -> None:
+        if paused != self._paused:
+            self._paused = paused
+            self._standing = None
+
+    def drain(self, now: float) -> None:
+        self._draining = True
+        self._standing = None
+
+    def queue(self, problem: str | None, now: float) -> None:
+        """The queue cannot be reached (why), or can again (None)."""
+        if problem != self._queue_problem:
+            self._queue_problem = problem
+            self._standing = None
+
+    # ── the answer ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def in_flight(self) -> int:
+        """Our requests that the gateway may hold now, all replicas together."""
+        return self._held.own + self._held.others
+
+    def allowance(self, now: float) -> Allowance:
+        """What may be in flight now."""
+        standing = self._standing
+        if standing is None or (standing.next_check_at is not None and now >= standing.next_check_at):
+            standing = self._standing = self._decide(now)
+        if standing.reason.closed:
+            return standing
+        reason = self._open_reason(standing)
+        if reason is not standing.reason:
+            standing = self._standing = _with_reason(standing, reason)
+        return standing
+
+    def _decide(self, now: float) -> Allowance:
+        self._apply_due(now)
+        checks = [r.closed_at + DELTA_S for t in self._tracks.values() for r in t.waiting]
+        read_at = self._read_at()
+        lost = self._losses[-1][1] if self._losses else 0
+        signal, limit = self._smallest()
+        budget = self._tracks[signal].budget if signal is not None else None
+        closed = self._closed_without_room(now, read_at, checks)
+        probe = False
+        if self._ceiling.value is not None:
+            limit = min(limit, whole(self._ceiling.value))
+        if closed is None:
+            closed, probe = self._closed_to_sending(now, read_at, limit, checks)
+        reason, because = closed if closed is not None else (Reason.OPEN, "")
+        return Allowance(
+            limit=0 if reason.closed else limit,
+            reason=reason,
+            because=because,
+            signal=signal,
+            budget=budget,
+            read_at=read_at,
+            lost=lost,
+            ceiling=self._ceiling.value,
+            next_check_at=min(checks) if checks else None,
+            probe=probe,
+        )
+
+    def _closed_without_room(
+        self, now: float, read_at: float, checks: list[float]
+    ) -> tuple[Reason, str] | None:
+        """Why nothing is known, or nothing wanted; appends the times at which that may change."""
+        if self._draining:
+            return Reason.DRAINING, "shutting down"
+        if self._paused:
+            return Reason.PAUSED, "paused by an operator"
+        if self._queue_problem is not None:
+            return Reason.QUEUE_UNREACHABLE, self._queue_problem
+        if self._failure is not None:
+            return self._failure
+        unread = [signal for signal, track in self._tracks.items() if track.reading is None]
+        if unread or not self._tracks:
+            return Reason.STARTING, f"no reading yet of {' and '.join(unread) or 'any signal'}"
+        for signal, track in self._tracks.items():
+            assert track.reading is not None
+            stale_at = track.reading.closed_at + self._policy.max_age_s
+            if now > stale_at:
+                age = now - track.reading.closed_at
+                return Reason.STALE, f"the newest sample of {signal} is {age:.1f} s old"
+            # A hair past it: at the very moment the reading still holds, and asking again must make headway.
+            checks.append(stale_at + 1e-6)
+        faults = [
+            t.budget for t in self._tracks.values() if t.budget is not None and t.budget.fault is not None
+        ]
+        if faults:
+            worst = min(faults, key=lambda b: b.fault.rank if b.fault is not None else 0)
+            assert worst.fault is not None
+            return worst.fault, f"{worst.signal}: {worst.because}"
+        for signal, track in self._tracks.items():
+            if track.disbelieved >= DISBELIEF:
+                return Reason.IMPLAUSIBLE, f"{signal} does not show the requests that we have running"
+        return None
+
+    def _closed_to_sending(
+        self, now: float, read_at: float, limit: int, checks: list[float]
+    ) -> tuple[tuple[Reason, str] | None, bool]:
+        """Why the pool may not be sent to though it was read well, and whether to probe the gateway."""
+        refused = self._refused(now, read_at, checks)
+        closure = self._unreachable
+        if closure is not None:
+            probe = now >= closure.next_probe_at and refused is None and limit > 0
+            if not probe and closure.next_probe_at > now:
+                checks.append(closure.next_probe_at)
+            return (Reason.GATEWAY_UNREACHABLE, closure.why), probe
+        if refused is not None:
+            return refused, False
+        if limit <= 0:
+            return (Reason.NO_ROOM, "realtime alone takes everything but the reserve"), False
+        return None, False
+
+    def _refused(self, now: float, read_at: float, checks: list[float]) -> tuple[Reason, str] | None:
+        if self._overload_at is None:
+            return None
+        if now < self._overload_until:
+            checks.append(self._overload_until)
+            return Reason.BACKPRESSURE, f"asked to wait another {self._overload_until - now:.1f} s"
+        if read_at <= self._overload_at:
+            return Reason.BACKPRESSURE, "refused; waiting for a reading taken after that"
+        return None
+
+    def _open_reason(self, standing: Allowance) -> Reason:
+        in_flight = self.in_flight
+        if in_flight > standing.limit and standing.budget is not None and standing.budget.headroom < 0:
+            return Reason.SATURATED
+        if in_flight >= standing.limit:
+            return Reason.FULL
+        if self._waiting == 0:
+            return Reason.IDLE
+        return Reason.OPEN
+
+    def _smallest(self) -> tuple[Signal | None, int]:
+        """The signal with the smallest limit, and that limit, lowered by the leases lost since its reading."""
+        smallest: tuple[Signal | None, int] = (None, 0)
+        for signal, track in self._tracks.items():
+            limit = track.limit - self._lost_since(track)
+            if smallest[0] is None or limit < smallest[1]:
+                smallest = (signal, limit)
+        return smallest
+
+    def _read_at(self) -> float:
+        """When the newest reading was taken, whichever signal it was of."""
+        opened = [t.reading.opened_at for t in self._tracks.values() if t.reading is not None]
+        return max(opened, default=float("-inf"))
+
+    # ── readings ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _apply_due(self, now: float) -> None:
+        applied = False
+        for track in self._tracks.values():
+            due = [r for r in track.waiting if r.closed_at + DELTA_S <= now]
+            if not due:
+                continue
+            track.waiting = [r for r in track.waiting if r.closed_at + DELTA_S > now]
+            for reading in sorted(due, key=lambda r: r.closed_at):
+                if track.reading is None or reading.closed_at > track.reading.closed_at:
+                    self._apply(track, reading)
+                    applied = True
+        if applied:
+            self._failure = None
+            self._teach_ceiling()
+
+    def _apply(self, track: _Track, reading: Reading) -> None:
+        lost_before = self._lost_at(reading.opened_at)
+        track.before = track.limit - max(0, lost_before - track.lost_before)
+        track.lost_before = max(track.lost_before, lost_before)
+        track.reading = reading
+        track.capacity = self._capacity
+        track.interval = self._held.between(reading.opened_at, reading.closed_at)
+        self._reassess(track)
+        shown = (reading.f_sys + reading.f_epp) * reading.max_sys
+        if reading.exact and shown + 0.5 < track.interval.own_lo:
+            track.disbelieved += 1
+            track.limit = min(track.limit, track.before)  # it cannot have seen us: it proves no room
+        else:
+            track.disbelieved = 0
+
+    def _reassess(self, track: _Track) -> None:
+        """The track's budget and limit, from its newest reading under the policy and capacity of now."""
+        if track.reading is None:
+            return
+        budget = track.budget = assess(track.reading, self._policy, track.capacity)
+        if budget.fault is None:
+            interval = track.interval
+            limit = max(interval.lo + budget.headroom, min(track.before, interval.hi + budget.headroom))
+            track.limit = min(limit, self._policy.most(budget.max_sys))
+
+    def _teach_ceiling(self) -> None:
+        """Once per sample, however many signals it was of."""
+        newest = max(t.reading.closed_at for t in self._tracks.values() if t.reading is not None)
+        if self._newest_sample_at is not None and newest <= self._newest_sample_at:
+            return
+        self._newest_sample_at = newest
+        if self._overload_at is None or self._read_at() > self._overload_at:
+            rooms = [
+                self._policy.most(t.budget.max_sys) for t in self._tracks.values() if t.budget is not None
+            ]
+            self._ceiling.reading(min(rooms, default=0))
+
+    # ── leases lost ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _lost_at(self, at: float) -> int:
+        """Leases known to be lost by `at`."""
+        lost = self._losses[0][1] if self._losses else 0
+        for when, count in self._losses:
+            if when > at:
+                break
+            lost = count
+        return lost
+
+    def _lost_since(self, track: _Track) -> int:
+        return max(0, self._losses[-1][1] - track.lost_before) if self._losses else 0
+
+    # ── for people ──────────────────────────────────────────────────────────────────────────────────────
+
+    def explain(self, now: float) -> str:
+        """One sentence: why nothing, or only so much, is being sent."""
+        return explain(self.allowance(now), self.in_flight, now)
+
+    def _ledger(self) -> Held:
+        return Held(horizon_s=_horizon(self._policy))
+
+    def __repr__(self) -> str:
+        standing = self._standing
+        shown = f"{standing.reason}, limit {standing.limit}" if standing else "undecided"
+        return f"<Limiter {shown}, in flight {self.in_flight}>"
+
+
+def explain(allowance: Allowance, in_flight: int, now: float) -> str:
+    """One sentence from an allowance: what is sent, and why not more."""
+    terms = ""
+    budget = allowance.budget
+    if budget is not None and budget.fault is None:
+        terms = (
+            f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, reserve "
+            f"{budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:g}, headroom {budget.headroom})"
+        )
+    if allowance.reason.closed:
+        return f"Nothing is sent: {allowance.reason}, {allowance.because}{terms}."
+    limited = f"limit {allowance.limit}"
+    if allowance.ceiling is not None and allowance.limit >= whole(allowance.ceiling):
+        limited += f" by a ceiling of {allowance.ceiling:.1f} that refusals taught"
+    match allowance.reason:
+        case Reason.SATURATED:
+            told = (
+                f"{in_flight} in flight over a {limited}: realtime has grown, so completions are not replaced"
+            )
+        case Reason.FULL:
+            told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
+        case Reason.IDLE:
+            told = f"nothing waits to be sent, {in_flight} in flight under a {limited}"
+        case _:
+            told = f"{in_flight} in flight under a {limited}: sending {allowance.limit - in_flight} more"
+    return f"{told[0].upper()}{told[1:]}{terms}."
+
+
+def _horizon(policy: Policy) -> float:
+    return policy.max_age_s + WINDOW_MOST_S + 2 * DELTA_S
+
+
+def _with_reason(allowance: Allowance, reason: Reason) -> Allowance:
+    return Allowance(
+        limit=allowance.limit,
+        reason=reason,
+        because=allowance.because,
+        signal=allowance.signal,
+        budget=allowance.budget,
+        read_at=allowance.read_at,
+        lost=allowance.lost,
+        ceiling=allowance.ceiling,
+        next_check_at=allowance.next_check_at,
+        probe=allowance.probe,
+    )
