@@ -18,8 +18,9 @@ order and twice; none raises.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
 from dispatcher.core.ceiling import Ceiling
 from dispatcher.core.held import DELTA_S, Held, Interval
@@ -31,32 +32,12 @@ NOBODY_HOME = 3
 """So many answers in a row that no gateway gave mean that there is none."""
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
+KEPT_READINGS = 16
+KEPT_LOSSES = 1024
+HEARD_SLOP_S = 0.05
+"""How far apart two replicas' ideas of one moment may lie, by the queue's clock."""
 DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class Allowance:
-    """What may be in flight now, why, and how long that answer stands."""
-
-    limit: int
-    """Of our requests in flight, all replicas together. 0 in every closed state."""
-    reason: Reason
-    because: str
-    """The reason's particulars in words; may be empty."""
-    signal: Signal | None
-    """The signal whose limit is the smallest."""
-    budget: Budget | None
-    """That signal's newest budget."""
-    read_at: float
-    """When the newest reading behind the limit was taken (its window's start)."""
-    lost: int
-    """Leases lost so far that the limit already allows for."""
-    ceiling: float | None
-    next_check_at: float | None
-    """Ask again then, though nothing happened; None: only when something does."""
-    probe: bool = False
-    """One request may be sent to see whether the gateway is back."""
 
 
 @dataclass(slots=True)
@@ -100,7 +81,7 @@ class Limiter:
         self._capacity: float | None = None
         self._losses: list[tuple[float, int]] = []
         self._waiting: int | None = None
-        self._failure: tuple[Reason, str] | None = None
+        self._failure: tuple[Reason, str, float] | None = None
         self._draining = self._paused = False
         self._queue_problem: str | None = None
         self._overload_at: float | None = None
@@ -108,7 +89,7 @@ class Limiter:
         self._unreachable: _Closure | None = None
         self._nobody_home = 0
         self._nobody_since = 0.0
-        self._newest_sample_at: float | None = None
+        self._newest_sample_at = float("-inf")
         self._standing: Allowance | None = None
 
     # ── events: the pool ────────────────────────────────────────────────────────────────────────────────
@@ -119,11 +100,12 @@ class Limiter:
         if track is None:
             return
         track.waiting.append(reading)
+        del track.waiting[:-KEPT_READINGS]
         self._standing = None
 
     def reading_failed(self, reason: Reason, why: str, now: float) -> None:
         """The signals could not be read: nothing is known until they can."""
-        self._failure = (reason if reason.closed else Reason.UNREADABLE, why)
+        self._failure = (reason if reason.closed else Reason.UNREADABLE, why, now)
         self._standing = None
 
     def uses(self, signals: Iterable[Signal]) -> None:
@@ -144,14 +126,9 @@ class Limiter:
 
     def settings(self, policy: Policy, now: float) -> None:
         """The operator changed the policy: it holds at once, for the readings at hand too."""
-        smaller = policy.max_sys if policy.max_sys != self._policy.max_sys else None
-        stretched = policy.max_age_s > self._policy.max_age_s
         self._policy = policy
-        if stretched:
-            self._held.horizon_s = _horizon(policy)
+        self._held.horizon_s = max(self._held.horizon_s, _horizon(policy))
         for track in self._tracks.values():
-            if smaller is not None and (track.capacity is None or smaller < track.capacity):
-                track.capacity = smaller
             self._reassess(track)
         self._standing = None
 
@@ -167,14 +144,16 @@ class Limiter:
     def leases(self, now: float, *, others: int, young: int, lost: int) -> None:
         """Counted in the queue: other owners' live leases, and leases ever lost without an answer."""
         self._held.counted(now, others, young)
-        if not self._losses:
+        known = self._losses[-1][1] if self._losses else None
+        if known is None or lost < known:  # the first count, or a queue that was emptied: a new beginning
+            self._losses = [(now, lost)]
             for track in self._tracks.values():
                 track.lost_before = lost
-        if not self._losses or lost > self._losses[-1][1]:
+        elif lost > known:
             self._losses.append((now, lost))
+            del self._losses[:-KEPT_LOSSES]
+        if lost != known:
             self._standing = None
-            if len(self._losses) > 1024:
-                del self._losses[:512]
 
     def waiting(self, count: int, now: float) -> None:
         """How many requests could be claimed now."""
@@ -182,10 +161,16 @@ class Limiter:
 
     # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
 
-    def overloaded(self, now: float, *, until: float, capacity: bool, in_flight: int) -> None:
-        """The gateway refused a request (ours or another replica's) at `now`; closed until a reading
-        taken after that and until `until`."""
-        if self._overload_at is not None and now <= self._overload_at:
+    def overloaded(
+        self, now: float, *, until: float, capacity: bool, in_flight: int, heard: bool = False
+    ) -> None:
+        """The gateway refused a request at `now`; closed until a reading taken after that and until `until`.
+
+        `heard`: told by another replica, through a clock that is known to HEARD_SLOP_S only; the same
+        refusal is told again and again.
+        """
+        slop = HEARD_SLOP_S if heard else 0.0
+        if self._overload_at is not None and now <= self._overload_at + slop:
             return
         self._overload_at = now
         longest = now + self._policy.retry_after_max_s
@@ -267,7 +252,7 @@ class Limiter:
             return standing
         reason = self._open_reason(standing)
         if reason is not standing.reason:
-            standing = self._standing = _with_reason(standing, reason)
+            standing = self._standing = replace(standing, reason=reason)
         return standing
 
     def _decide(self, now: float) -> Allowance:
@@ -307,29 +292,34 @@ class Limiter:
             return Reason.PAUSED, "paused by an operator"
         if self._queue_problem is not None:
             return Reason.QUEUE_UNREACHABLE, self._queue_problem
-        if self._failure is not None:
-            return self._failure
         unread = [signal for signal, track in self._tracks.items() if track.reading is None]
         if unread or not self._tracks:
-            return Reason.STARTING, f"no reading yet of {' and '.join(unread) or 'any signal'}"
+            why = f"no reading yet of {' and '.join(unread) or 'any signal'}"
+            return Reason.STARTING, why if self._failure is None else f"{why}: {self._failure[1]}"
+        if self._failure is not None:
+            return self._failure[:2]
+        stale = self._stale(now, checks)
+        if stale is not None:
+            return stale
+        budgets = [t.budget for t in self._tracks.values() if t.budget is not None]
+        faults = [(b.fault, f"{b.signal}: {b.because}") for b in budgets if b.fault is not None]
+        if faults:
+            return min(faults, key=lambda fault: fault[0].rank)
         for signal, track in self._tracks.items():
-            assert track.reading is not None
+            if track.disbelieved >= DISBELIEF:
+                return Reason.IMPLAUSIBLE, f"{signal} does not show the requests that we have running"
+        return None
+
+    def _stale(self, now: float, checks: list[float]) -> tuple[Reason, str] | None:
+        for signal, track in self._tracks.items():
+            if track.reading is None:
+                continue
             stale_at = track.reading.closed_at + self._policy.max_age_s
             if now > stale_at:
                 age = now - track.reading.closed_at
                 return Reason.STALE, f"the newest sample of {signal} is {age:.1f} s old"
             # A hair past it: at the very moment the reading still holds, and asking again must make headway.
             checks.append(stale_at + 1e-6)
-        faults = [
-            t.budget for t in self._tracks.values() if t.budget is not None and t.budget.fault is not None
-        ]
-        if faults:
-            worst = min(faults, key=lambda b: b.fault.rank if b.fault is not None else 0)
-            assert worst.fault is not None
-            return worst.fault, f"{worst.signal}: {worst.because}"
-        for signal, track in self._tracks.items():
-            if track.disbelieved >= DISBELIEF:
-                return Reason.IMPLAUSIBLE, f"{signal} does not show the requests that we have running"
         return None
 
     def _closed_to_sending(
@@ -370,7 +360,7 @@ class Limiter:
         return Reason.OPEN
 
     def _smallest(self) -> tuple[Signal | None, int]:
-        """The signal with the smallest limit, and that limit, lowered by the leases lost since its reading."""
+        """The signal with the smallest limit, and that limit less the leases lost since its reading."""
         smallest: tuple[Signal | None, int] = (None, 0)
         for signal, track in self._tracks.items():
             limit = track.limit - self._lost_since(track)
@@ -386,7 +376,7 @@ class Limiter:
     # ── readings ────────────────────────────────────────────────────────────────────────────────────────
 
     def _apply_due(self, now: float) -> None:
-        applied = False
+        applied_to = float("-inf")
         for track in self._tracks.values():
             due = [r for r in track.waiting if r.closed_at + DELTA_S <= now]
             if not due:
@@ -395,9 +385,11 @@ class Limiter:
             for reading in sorted(due, key=lambda r: r.closed_at):
                 if track.reading is None or reading.closed_at > track.reading.closed_at:
                     self._apply(track, reading)
-                    applied = True
-        if applied:
+                    applied_to = max(applied_to, reading.closed_at)
+        if self._failure is not None and applied_to > self._failure[2]:
             self._failure = None
+        if applied_to > self._newest_sample_at:
+            self._newest_sample_at = applied_to  # once per sample, however many signals it was of
             self._teach_ceiling()
 
     def _apply(self, track: _Track, reading: Reading) -> None:
@@ -419,18 +411,14 @@ class Limiter:
         """The track's budget and limit, from its newest reading under the policy and capacity of now."""
         if track.reading is None:
             return
-        budget = track.budget = assess(track.reading, self._policy, track.capacity)
+        capacities = [c for c in (track.capacity, self._policy.max_sys) if c is not None]
+        budget = track.budget = assess(track.reading, self._policy, min(capacities, default=None))
         if budget.fault is None:
             interval = track.interval
             limit = max(interval.lo + budget.headroom, min(track.before, interval.hi + budget.headroom))
             track.limit = min(limit, self._policy.most(budget.max_sys))
 
     def _teach_ceiling(self) -> None:
-        """Once per sample, however many signals it was of."""
-        newest = max(t.reading.closed_at for t in self._tracks.values() if t.reading is not None)
-        if self._newest_sample_at is not None and newest <= self._newest_sample_at:
-            return
-        self._newest_sample_at = newest
         if self._overload_at is None or self._read_at() > self._overload_at:
             rooms = [
                 self._policy.most(t.budget.max_sys) for t in self._tracks.values() if t.budget is not None
@@ -455,7 +443,7 @@ class Limiter:
 
     def explain(self, now: float) -> str:
         """One sentence: why nothing, or only so much, is being sent."""
-        return explain(self.allowance(now), self.in_flight, now)
+        return explain(self.allowance(now), self.in_flight)
 
     def _ledger(self) -> Held:
         return Held(horizon_s=_horizon(self._policy))
@@ -466,48 +454,5 @@ class Limiter:
         return f"<Limiter {shown}, in flight {self.in_flight}>"
 
 
-def explain(allowance: Allowance, in_flight: int, now: float) -> str:
-    """One sentence from an allowance: what is sent, and why not more."""
-    terms = ""
-    budget = allowance.budget
-    if budget is not None and budget.fault is None:
-        terms = (
-            f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, reserve "
-            f"{budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:g}, headroom {budget.headroom})"
-        )
-    if allowance.reason.closed:
-        return f"Nothing is sent: {allowance.reason}, {allowance.because}{terms}."
-    limited = f"limit {allowance.limit}"
-    if allowance.ceiling is not None and allowance.limit >= whole(allowance.ceiling):
-        limited += f" by a ceiling of {allowance.ceiling:.1f} that refusals taught"
-    match allowance.reason:
-        case Reason.SATURATED:
-            told = (
-                f"{in_flight} in flight over a {limited}: realtime has grown, so completions are not replaced"
-            )
-        case Reason.FULL:
-            told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
-        case Reason.IDLE:
-            told = f"nothing waits to be sent, {in_flight} in flight under a {limited}"
-        case _:
-            told = f"{in_flight} in flight under a {limited}: sending {allowance.limit - in_flight} more"
-    return f"{told[0].upper()}{told[1:]}{terms}."
-
-
 def _horizon(policy: Policy) -> float:
     return policy.max_age_s + WINDOW_MOST_S + 2 * DELTA_S
-
-
-def _with_reason(allowance: Allowance, reason: Reason) -> Allowance:
-    return Allowance(
-        limit=allowance.limit,
-        reason=reason,
-        because=allowance.because,
-        signal=allowance.signal,
-        budget=allowance.budget,
-        read_at=allowance.read_at,
-        lost=allowance.lost,
-        ceiling=allowance.ceiling,
-        next_check_at=allowance.next_check_at,
-        probe=allowance.probe,
-    )

@@ -1,0 +1,60 @@
+"""What the limiter answers, and how to say it to a person."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dispatcher.core.budget import Budget, Reason, Signal, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What may be in flight now, why, and how long that answer stands."""
+
+    limit: int
+    """Of our requests in flight, all replicas together. 0 in every closed state."""
+    reason: Reason
+    because: str
+    """The reason's particulars in words; may be empty."""
+    signal: Signal | None
+    """The signal whose limit is the smallest."""
+    budget: Budget | None
+    """That signal's newest budget."""
+    read_at: float
+    """When the newest reading behind the limit was taken (its window's start)."""
+    lost: int
+    """Leases lost so far that the limit already allows for."""
+    ceiling: float | None
+    next_check_at: float | None
+    """Ask again then, though nothing happened; None: only when something does."""
+    probe: bool = False
+    """One request may be sent to see whether the gateway is back."""
+
+
+def explain(allowance: Allowance, in_flight: int) -> str:
+    """One sentence from an allowance: what is sent, and why not more."""
+    terms = ""
+    budget = allowance.budget
+    if budget is not None and budget.fault is None:
+        terms = (
+            f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
+            f"reserve {budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:g} requests, "
+            f"headroom {budget.headroom})"
+        )
+    if allowance.reason.closed:
+        return f"Nothing is sent: {allowance.reason}, {allowance.because}{terms}."
+    limited = f"limit {allowance.limit}"
+    if allowance.ceiling is not None and allowance.limit >= whole(allowance.ceiling):
+        limited += f" by a ceiling of {allowance.ceiling:.1f} that refusals taught"
+    match allowance.reason:
+        case Reason.SATURATED:
+            told = (
+                f"{in_flight} in flight over a {limited}: realtime has grown, so completions are not replaced"
+            )
+        case Reason.FULL:
+            told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
+        case Reason.IDLE:
+            told = f"nothing waits to be sent, {in_flight} in flight under a {limited}"
+        case _:
+            told = f"{in_flight} in flight under a {limited}: sending {allowance.limit - in_flight} more"
+    return f"{told[0].upper()}{told[1:]}{terms}."
