@@ -104,7 +104,8 @@ class Claimed:
     count: Leases
     shared: Shared
     waiting: int
-    """Requests that could be claimed now, were there room (pending and returned)."""
+    """Requests that the next claim could lease, were there room (pending and returned; suspects only where
+    this call was allowed more of them than it took)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,16 +117,17 @@ class Settlement:
     """The result list; empty: the queue's default."""
     request_id: str = ""
     request_token: str = ""
-    """Both given: request-active/request-cancel of the id are deleted afterwards where they hold this token."""
+    """Both given: request-active/request-cancel of the id are deleted later where they hold this token."""
 
 
 class Settled(StrEnum):
     DONE = "done"
     LOST = "lost"
-    """The lease was another's by then: nothing was written."""
+    """The lease had ended by then, or is another's: nothing was written. A repetition after a lost reply says
+    this too, unless the adapter remembers."""
     BAD_LIST = "bad-list"
     """The named list has the wrong type, or is one of the queue's own keys: an INVALID_REQUEST result went
-    to the default list and the lease ended."""
+    to the default list and the lease ended (a burial is dead all the same)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +171,17 @@ class Expired:
 @dataclass(frozen=True, slots=True)
 class Swept:
     reclaimed: int
+    """Leases that ran out and were taken back; each is one of Leases.lost."""
     due: int
+    """Delayed requests that went back to their place."""
     next_due_at: float | None
+    """When the next delayed request is due."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     pending: int
-    """Including those returned to their place."""
+    """Including those returned to their place, suspects among them."""
     leased: int
     delayed: int
     dead: int
@@ -197,19 +202,38 @@ class Queue(Protocol):
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         """Lease up to `most` requests, best score first, never past the permit.
 
-        The same nonce again returns the same leases. `suspects`: how many requests whose owners died
-        twice or more may be among them.
+        The same nonce again returns the same leases, those that still are the caller's, and claims nothing.
+
+        Room: a permit whose reading is no older than the shared one becomes the shared one, and its limit
+        holds; by an older permit the smaller of both limits holds. Each is lowered by the leases lost since
+        it was computed. A lease counts as live until it is settled, released, buried or reclaimed, however
+        long its time has run out. No room at all while paused, before Overload.until, or when the newest
+        overload is no older than the permit's reading.
+
+        `suspects`: how many requests whose owners died twice or more (their leases ran out) may be among
+        them. Such a request keeps its place in the order, and is passed over where it may not be claimed.
+        Members are read in order until they sum to 1 MB (2**20 bytes); the one that passes it is left, but
+        a first one is always taken. Equal score and bytes: the one claimed before goes first.
         """
         ...
 
     async def probe(self, nonce: str) -> Claimed:
-        """Lease one request to probe an unreachable gateway; none while another owner probes."""
+        """Lease one request to probe an unreachable gateway; none while a probe runs, or while paused.
+
+        The probe runs until its lease ends, however it ends; its owner is Shared.prober until then. The same
+        nonce again returns the same lease. The limit is not asked: one request, as in a claim of one.
+        """
         ...
 
-    async def renew(self, leases: Sequence[Lease]) -> Renewed: ...
+    async def renew(self, leases: Sequence[Lease]) -> Renewed:
+        """Give the leases lease_s from now, those too that ran out but were not reclaimed yet."""
+        ...
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
-        """Tell the others the newest limit and overload, and learn theirs. `lost` is empty."""
+        """Tell the others the newest limit and overload, and learn theirs. `lost` is empty.
+
+        The overload with the newest `at` is kept; `until` never moves back.
+        """
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]: ...
@@ -223,11 +247,21 @@ class Queue(Protocol):
         ...
 
     async def sweep(self) -> Swept:
-        """Return leases that ran out to their old place, and delayed requests that are due to pending."""
+        """Return leases that ran out to their old place, and delayed requests that are due to pending.
+
+        A sweep that comes more than lease_s/3 after the last one (the queue was away, or all owners were)
+        reclaims nothing, nor does any other for lease_s/3 from then: living owners renew first. What is
+        reclaimed then and there is not blamed: only a loss under steady sweeps makes a suspect or counts in
+        Lease.losses; Leases.lost counts every one.
+        """
         ...
 
     async def expired(self, most: int) -> Sequence[Expired]:
-        """Unleased requests that may be past their deadline (by score; the caller verifies by parsing)."""
+        """Unleased requests that may be past their deadline (by score; the caller verifies by parsing).
+
+        Each call goes on where the last one ended, and starts over at the end, so that scores which are no
+        deadlines hide no other request for ever.
+        """
         ...
 
     async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
@@ -237,7 +271,76 @@ class Queue(Protocol):
     async def counts(self) -> Counts: ...
 
     async def wait_for_work(self) -> None:
-        """Return when work may have arrived: a producer woke us, or poll_s has passed and there is some."""
+        """Return when work may have arrived: a producer woke us, or poll_s has passed and there is some.
+
+        A wake-up since the last call is not missed: then it returns at once.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as a producer hands it in."""
+
+    member: bytes
+    score: float
+    request_id: str = ""
+    request_token: str = ""
+    deadline: int = 0
+    """Unix seconds. All three given: the request can be cancelled (request-active is set until then)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A request that was put aside."""
+
+    entry: int
+    member: bytes
+    score: float
+    reason: str
+    died_at: float
+    """Unix seconds."""
+    deliveries: int
+    attempts: int
+    refusals: int
+    losses: int
+
+
+class Desk(Protocol):
+    """The queue as producers and operators see it. Raises QueueUnavailableError like Queue."""
+
+    async def submit(self, submissions: Sequence[Submission]) -> int:
+        """Put them into the queue and wake the dispatchers; how many were not pending already."""
+        ...
+
+    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+        """Set the cancel marker; False where the id is not active (or not with that token)."""
+        ...
+
+    async def pause(self, by: str, why: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def paused(self) -> tuple[str, str] | None:
+        """Who paused it and why; None when nobody did."""
+        ...
+
+    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+        """Score and member of the first that a claim would take, suspects included, in order."""
+        ...
+
+    async def counts(self) -> Counts: ...
+
+    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+        """The dead with an entry above `after`, by entry."""
+        ...
+
+    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+        """Accept them anew with this deadline (in the member and in the score, the priority kept)."""
+        ...
+
+    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+        """Forget them; None: all."""
         ...
 
 
