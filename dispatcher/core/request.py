@@ -1,0 +1,442 @@
+"""The queue's envelope: a member parsed into a Request or refused with a Rejection, and results.
+
+`docs/queue-contract.md` has the shapes. Two rules shape this module. The payload is never decoded: it
+leaves as the bytes it came in. And parsing never raises, whatever a producer wrote, because one member that
+raises would stop every other request in the queue.
+
+A member that names a field we read twice is refused: JSON parsers disagree on which one counts, and a
+request must not be cancelled under one id and answered under another. Inside `headers`, `metadata` and
+`labels` the last one counts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, Literal
+
+import msgspec
+
+PRIORITY_STEP = 10**11
+"""Score = priority × this + deadline, so that score mod this is the deadline."""
+PRIORITIES = range(10)
+MAX_ID_BYTES = 1024
+"""An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
+
+_MAX_TOKENS = 50_000
+_MESSAGE_CHARS = 200
+
+
+class ErrorCode(StrEnum):
+    """Why a request has no answer of the gateway: `error_code` of its result."""
+
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    GATE_DROPPED = "GATE_DROPPED"
+    GATE_ERROR = "GATE_ERROR"
+    INFERENCE_ERROR = "INFERENCE_ERROR"
+    INVALID_REQUEST = "INVALID_REQUEST"
+    RETRIES_EXHAUSTED = "RETRIES_EXHAUSTED"
+    DELIVERIES_EXHAUSTED = "DELIVERIES_EXHAUSTED"
+    TOO_LARGE = "TOO_LARGE"
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One accepted request. Absent optional fields are empty, never None."""
+
+    id: str
+    deadline: int
+    """Unix seconds, 0 < deadline < 10^11."""
+    payload: bytes
+    """A JSON object, byte for byte as it stood in the member."""
+    created: int = 0
+    endpoint: str = ""
+    """Path to send it to; empty: the gateway's default. Not validated here: what is allowed is settings."""
+    headers: Mapping[str, str] = {}
+    """Names are RFC 9110 tokens, values hold no control characters."""
+    metadata: Mapping[str, str] = {}
+    token: str = ""
+    """Fences cancelling; empty: cannot be cancelled."""
+    results: str = ""
+    """Result list; empty: the queue's default."""
+    labels: Mapping[str, str] = {}
+    kind: str = "redis"
+    queue: str = ""
+    queue_id: str = ""
+    correlation_id: str = ""
+    retry_count: int = 0
+    """As the producer wrote it; attempts are counted elsewhere."""
+
+
+class Rejection(msgspec.Struct, frozen=True):
+    """A member that can never be served. With an id it gets a result, without one it goes to the dead."""
+
+    code: ErrorCode
+    message: str
+    """One sentence: what is wrong, and where in the member."""
+    id: str | None = None
+    token: str = ""
+    results: str = ""
+
+
+class Result(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a consumer pops from a result list: `status_code` when the gateway answered, else `error_code`."""
+
+    id: str
+    payload: str
+    """The response body as a string, or `{"error": …}`."""
+    status_code: int | None = None
+    error_code: str | None = None
+    """An ErrorCode, kept as a string: other dispatchers may know further ones."""
+    error_message: str | None = None
+    payload_note: str | None = None
+    """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
+
+
+class _Internal(msgspec.Struct):
+    retry_count: int | None = None
+    request_token: str | None = None
+    request_queue_name: str | None = None
+    result_queue_name: str | None = None
+    queue_id: str | None = None
+    transport_correlation_id: str | None = None
+    labels: dict[str, str] | None = None
+
+
+class _Data(msgspec.Struct):
+    id: str
+    deadline: int
+    payload: msgspec.Raw
+    created: int | None = None
+    endpoint: str | None = None
+    headers: dict[str, str] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class _Member(msgspec.Struct):
+    request_kind: Literal["plain", "redis", "pubsub"]
+    data: _Data
+    internal: _Internal | None = None
+
+
+class _OutlineData(msgspec.Struct):
+    payload: msgspec.Raw
+
+
+class _Outline(msgspec.Struct):
+    """Any member that is JSON and has a payload, right or wrong in everything else."""
+
+    data: _OutlineData
+
+
+class _Invalid(Exception):  # noqa: N818 - never leaves this module
+    """The member is refused; the message says why."""
+
+
+_NONE = _Internal()
+_EMPTY: Mapping[str, str] = {}
+_decode = msgspec.json.Decoder(_Member).decode
+_decode_outline = msgspec.json.Decoder(_Outline).decode
+_decode_result = msgspec.json.Decoder(Result).decode
+_encode = msgspec.json.Encoder().encode
+
+_FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
+_READ = frozenset((section, name) for section, kind in _FIELDS.items() for name in kind.__struct_fields__)
+_QUOTED = tuple({f'"{name}"'.encode() for _, name in _READ})
+
+_PAYLOAD = (2, "data", "payload")
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
+_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
+"""A string, or one structural character; a lone quote is a string that never ends."""
+_ESCAPE = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+"""An escape; group 1 holds where it is a surrogate without its other half."""
+
+
+def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
+    """The request in a queue member, or why it is none. Never raises."""
+    try:
+        request = _parse(member)
+    except _Invalid as error:
+        return _reject(member, str(error))
+    except msgspec.ValidationError as error:
+        return _reject(member, _readable(error))
+    except msgspec.DecodeError as error:
+        return _reject(member, f"not JSON: {error}")
+    except UnicodeDecodeError:
+        return _reject(member, "not UTF-8")
+    except RecursionError:
+        return _reject(member, "nested too deeply")
+    if max_payload_bytes is not None and len(request.payload) > max_payload_bytes:
+        why = f"data.payload: {len(request.payload)} bytes, at most {max_payload_bytes} are accepted"
+        return Rejection(ErrorCode.TOO_LARGE, why, request.id, request.token, request.results)
+    return request
+
+
+def _parse(member: bytes) -> Request:
+    if not member.isascii():
+        member.decode()  # msgspec leaves the inside of a Raw unchecked
+    try:
+        decoded = _decode(member)
+        payload = bytes(decoded.data.payload)
+        envelope = _without_payload(member, payload)
+    except msgspec.DecodeError as error:
+        if isinstance(error, msgspec.ValidationError):
+            raise
+        decoded, payload, envelope = _with_lone_surrogates(member, error)
+    if b"\\" in envelope or any(envelope.count(name) > 1 for name in _QUOTED):
+        _refuse_duplicates(member, payload)
+    data, internal = decoded.data, decoded.internal or _NONE
+    if payload[:1] != b"{":
+        raise _Invalid("data.payload: must be a JSON object")
+    if not data.id:
+        raise _Invalid("data.id: must not be empty")
+    if len(data.id) > MAX_ID_BYTES or len(data.id.encode()) > MAX_ID_BYTES:
+        raise _Invalid(f"data.id: longer than {MAX_ID_BYTES} bytes")
+    if not 0 < data.deadline < PRIORITY_STEP:
+        raise _Invalid("data.deadline: must be Unix seconds above 0 and below 10^11")
+    if data.headers:
+        _check_headers(data.headers)
+    return Request(
+        data.id,
+        data.deadline,
+        payload,
+        data.created or 0,
+        data.endpoint or "",
+        data.headers or _EMPTY,
+        data.metadata or _EMPTY,
+        internal.request_token or "",
+        internal.result_queue_name or "",
+        internal.labels or _EMPTY,
+        decoded.request_kind,
+        internal.request_queue_name or "",
+        internal.queue_id or "",
+        internal.transport_correlation_id or "",
+        internal.retry_count or 0,
+    )
+
+
+def _without_payload(member: bytes, payload: bytes) -> bytes:
+    """The member less the text of its payload (where that stands elsewhere too, less that): to count in."""
+    start = member.find(b"{", member.find(b'"payload"') + 9)
+    if start < 0 or not member.startswith(payload, start):
+        start = member.find(payload)  # the key is escaped, or the payload no object
+    return member[:start] + member[start + len(payload) :]
+
+
+def _with_lone_surrogates(member: bytes, error: msgspec.DecodeError) -> tuple[_Member, bytes, bytes]:
+    """Decode a member whose payload holds `\\ud800` alone: the grammar allows it, the decoder does not.
+
+    They are masked by an escape of the same length, so that the payload can be cut from the original.
+    """
+    masked = _ESCAPE.sub(lambda escape: b"\\ufffd" if escape[1] else escape[0], member)
+    if masked == member:
+        raise error
+    decoded = _decode(masked)
+    payload = bytes(decoded.data.payload)
+    envelope = _without_payload(masked, payload)
+    start = masked.find(payload)
+    original = member[start : start + len(payload)]
+    if member[:start] + member[start + len(payload) :] != envelope:
+        raise _Invalid("a lone surrogate outside data.payload")
+    return decoded, original, envelope
+
+
+def _check_headers(headers: Mapping[str, str]) -> None:
+    for name, value in headers.items():
+        if not _HEADER_NAME.fullmatch(name):
+            raise _Invalid(f"data.headers: {name!r} is no header name")
+        if not _HEADER_VALUE.fullmatch(value):
+            raise _Invalid(f"data.headers: the value of {name} holds a control character")
+
+
+def _refuse_duplicates(member: bytes, payload: bytes) -> None:
+    for (section, name), values in _scan(member, payload).items():
+        if len(values) > 1 and (section, name) in _READ:
+            raise _Invalid(f"{section + '.' if section else ''}{name}: given twice")
+
+
+def _scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]:
+    """Every key of the two outer levels of an object, by (section, name), with its string values.
+
+    A value that is no string is None. `payload`: passed over where it stands. Reads as far as the text makes
+    sense, at most 50,000 tokens and without recursion, so that it serves for broken members too.
+    """
+    found: dict[tuple[str, str], list[str | None]] = {}
+    depth, section, name, is_value, keyed = 0, "", "", False, True
+    at = 0
+    for _ in range(_MAX_TOKENS):
+        match = _TOKEN.search(text, at)
+        if match is None or (token := match[0]) == b'"':
+            break
+        at = match.end()
+        if token in b"[{":
+            if payload and (depth, section, name) == _PAYLOAD and text.startswith(payload, match.start()):
+                at = match.start() + len(payload)
+                continue
+            depth += 1
+            if depth <= 2:
+                section, keyed, is_value = name, token == b"{", False
+        elif token in b"]}":
+            depth -= 1
+            if depth == 1:
+                section, keyed = "", True
+            elif depth <= 0:
+                break
+        elif depth > 2 or not keyed:
+            continue
+        elif token in b":,":
+            is_value = token == b":"
+        elif is_value:
+            found.setdefault((section, name), [None])[-1] = _string(token)
+        else:
+            name = _string(token) or ""
+            found.setdefault((section, name), []).append(None)
+    return found
+
+
+def _string(token: bytes) -> str | None:
+    try:
+        return msgspec.json.decode(token, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _reject(member: bytes, why: str) -> Rejection:
+    """INVALID_REQUEST, with id, token and result list as far as each can be read beyond doubt."""
+    try:
+        payload = bytes(_decode_outline(member).data.payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        payload = b""
+    found = _scan(member, payload)
+
+    def read(section: str, name: str) -> str:
+        values = found.get((section, name), [])
+        return (values[0] or "") if len(set(values)) == 1 else ""
+
+    return Rejection(
+        ErrorCode.INVALID_REQUEST,
+        why if len(why) <= _MESSAGE_CHARS else why[: _MESSAGE_CHARS - 1] + "…",
+        read("data", "id") or None,
+        read("internal", "request_token"),
+        read("internal", "result_queue_name"),
+    )
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    """msgspec's "Expected `int`, got `float` - at `$.data.deadline`" with the place first."""
+    what, _, where = str(error).replace("`", "").rpartition(" - at $")
+    return f"{where.lstrip('.') or 'member'}: {what}" if what else str(error).replace("`", "")
+
+
+def encode_member(
+    request_id: str,
+    payload: bytes | Mapping[str, Any],
+    deadline: int,
+    *,
+    created: int | None = None,
+    endpoint: str = "",
+    headers: Mapping[str, str] = _EMPTY,
+    metadata: Mapping[str, str] = _EMPTY,
+    token: str = "",
+    results: str = "",
+    labels: Mapping[str, str] = _EMPTY,
+    kind: str = "redis",
+    queue: str = "",
+    queue_id: str = "",
+    correlation_id: str = "",
+) -> bytes:
+    """The member for a request. Raises ValueError where `parse` would refuse it.
+
+    A payload of bytes goes in as it is; a mapping is encoded.
+    """
+    internal = {
+        "retry_count": 0,
+        "request_token": token,
+        "request_queue_name": queue,
+        "result_queue_name": results,
+        "queue_id": queue_id,
+        "transport_correlation_id": correlation_id,
+        "labels": labels,
+    }
+    data: dict[str, Any] = {
+        "id": request_id,
+        "created": created,
+        "deadline": deadline,
+        "payload": msgspec.Raw(payload) if isinstance(payload, bytes) else payload,
+        "metadata": metadata,
+        "headers": headers,
+        "endpoint": endpoint,
+    }
+    member = _encode(
+        {
+            "internal": {name: value for name, value in internal.items() if value or name == "retry_count"},
+            "request_kind": kind,
+            "data": {
+                name: value for name, value in data.items() if value or name in ("id", "payload", "deadline")
+            },
+        }
+    )
+    parsed = parse(member)
+    if isinstance(parsed, Rejection):
+        raise ValueError(f"request {request_id!r}: {parsed.message}")  # noqa: TRY004 - a value, not a type
+    return member
+
+
+def answered(request_id: str, status: int, body: bytes) -> bytes:
+    """The result of a request that the gateway answered: the body as a string.
+
+    A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
+    a field that other consumers ignore, says so.
+    """
+    text, note = _text(body)
+    return _encode(Result(request_id, text, status, payload_note=note))
+
+
+def failed(
+    request_id: str, code: ErrorCode, message: str, status: int | None = None, body: bytes | None = None
+) -> bytes:
+    """The result of a request without a final answer; with the last status and body where there were any."""
+    if body:
+        text, note = _text(body)
+    else:
+        text, note = _encode({"error": message}).decode(), None
+    return _encode(Result(request_id, text, status, code, message, note))
+
+
+def _text(body: bytes) -> tuple[str, str | None]:
+    try:
+        return body.decode(), None
+    except UnicodeDecodeError as error:
+        return body.decode(errors="replace"), f"not UTF-8 from byte {error.start} on: invalid bytes replaced"
+
+
+def decode_result(result: bytes) -> Result:
+    """A result as popped from its list. Raises ValueError on anything else."""
+    return _decode_result(result)
+
+
+def score_of(deadline: int, priority: int | None = None) -> float:
+    """The score our producers give: the deadline, after all more urgent priorities (0 first, to 9).
+
+    Raises ValueError for another priority.
+    """
+    if priority is None:
+        return float(deadline)
+    if priority not in PRIORITIES:
+        raise ValueError(f"priority {priority}: must be 0 (first) to 9")
+    return float(priority * PRIORITY_STEP + deadline)
+
+
+def deadline_of_score(score: float) -> int:
+    """The deadline that a score tells where its producer kept to `score_of`; 0 where it cannot tell any.
+
+    Foreign producers may use any number: read the member before acting on it.
+    """
+    return int(score % PRIORITY_STEP) if 0 <= score < math.inf else 0
