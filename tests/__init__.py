@@ -1,0 +1,1 @@
+"""Tests mirror the package; what they share is in tests.support."""

@@ -1,0 +1,16 @@
+"""Settings of every test run; fixtures live beside the tests they serve."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+from tests.support import free_port, require_tool, running, wait_until, wait_until_sync
+
+__all__ = ["free_port", "require_tool", "running", "wait_until", "wait_until_sync"]
+
+# A shared machine makes any single example slow now and then: that is not a finding.
+settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("long", parent=settings.get_profile("default"), max_examples=5_000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -1,0 +1,107 @@
+"""What tests share: tools that may be missing, waiting without sleeping, free ports, child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import random
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+def require_tool(name: str) -> str:
+    """The path of a program the test needs. Missing: the test is skipped, or fails where CI=true.
+
+    A skipped test proves nothing, so the environment that decides about a merge must have every tool.
+    """
+    found = shutil.which(
+        name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    )
+    if found is not None:
+        return found
+    reason = f"{name} is not installed"
+    if os.environ.get("CI") == "true":
+        pytest.fail(f"{reason}, and CI=true promises that it is")
+    pytest.skip(reason)
+
+
+async def wait_until(
+    condition: Callable[[], T | Awaitable[T]],
+    timeout_s: float = 10.0,
+    *,
+    what: str = "",
+    every_s: float = 0.01,
+) -> T:
+    """Poll until the condition (sync or async) is truthy, and return what it gave; fail at the deadline."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        if time.monotonic() >= give_up_at:
+            pytest.fail(f"not within {timeout_s:g} s: {what or condition}")
+        await asyncio.sleep(every_s)
+
+
+def wait_until_sync(
+    condition: Callable[[], T], timeout_s: float = 10.0, *, what: str = "", every_s: float = 0.01
+) -> T:
+    """`wait_until` for tests without an event loop."""
+    give_up_at = time.monotonic() + timeout_s
+    while not (value := condition()):
+        if time.monotonic() >= give_up_at:
+            pytest.fail(f"not within {timeout_s:g} s: {what or condition}")
+        time.sleep(every_s)
+    return value
+
+
+def free_port() -> int:
+    """A port on 127.0.0.1 that nobody listens on, for programs that cannot bind to 0 and tell.
+
+    Chosen below the kernel's ephemeral range, so that no outgoing connection of a test that runs at the
+    same time takes it before the program does. 10000 above it is a valid port too (Redis Cluster's bus).
+    """
+    for _ in range(100):
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no free port in 100 tries")
+
+
+@contextlib.contextmanager
+def running(*command: str | Path, stop_s: float = 5.0, **popen: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A child process for the length of the block: then SIGTERM, and SIGKILL after `stop_s`, by its own pid.
+
+    Its output goes nowhere unless `stdout`/`stderr` say otherwise.
+    """
+    popen.setdefault("stdin", subprocess.DEVNULL)
+    popen.setdefault("stdout", subprocess.DEVNULL)
+    popen.setdefault("stderr", subprocess.DEVNULL)
+    process = subprocess.Popen([str(part) for part in command], **popen)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(stop_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
