@@ -146,7 +146,7 @@ class Release:
 @dataclass(frozen=True, slots=True)
 class Burial:
     settlement: Settlement
-    """The error result that the consumer sees."""
+    """The error result that the consumer sees; empty where no id could be read: none is written."""
     reason: str
     """One sentence for the operator."""
 
@@ -250,9 +250,8 @@ class Queue(Protocol):
         """Return leases that ran out to their old place, and delayed requests that are due to pending.
 
         A sweep that comes more than lease_s/3 after the last one (the queue was away, or all owners were)
-        reclaims nothing, nor does any other for lease_s/3 from then: living owners renew first. What is
-        reclaimed then and there is not blamed: only a loss under steady sweeps makes a suspect or counts in
-        Lease.losses; Leases.lost counts every one.
+        reclaims nothing, nor does any other for lease_s/3 from then: living owners renew first, so that
+        only what dead ones held counts as lost.
         """
         ...
 
@@ -265,7 +264,10 @@ class Queue(Protocol):
         ...
 
     async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
-        """Write their results and remove them, those that still lie where they lay; how many that were."""
+        """Write their results and remove them, those that still lie where they lay; how many that were.
+
+        The lease of such a settlement is not looked at.
+        """
         ...
 
     async def counts(self) -> Counts: ...
