@@ -1,0 +1,147 @@
+"""What an endpoint picker shows of a pool: its /metrics page, with the delays and blind spots of the real one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from dispatcher.sim.pool import Pool
+
+WAITING_AT_FULL = 5
+"""The utilization detector calls a model server full that has so many requests waiting,"""
+KV_AT_FULL = 0.8
+"""or so much of its KV cache in use."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """The pool as the picker knows it at one moment."""
+
+    at: float
+    running: int
+    waiting: int
+    """In the model servers."""
+    queued: int
+    """In the picker."""
+    endpoints: int
+    slots: int
+
+
+class Epp:
+    """The picker before a pool, and its page.
+
+    `declared`: how many requests it believes all endpoints take together (the concurrency detector's
+    maxConcurrency × endpoints). It sends no more than that to the model servers and queues the rest itself;
+    when it believes too much, the surplus waits in the model servers, where its queue does not show it.
+    `lag_s`: the page tells the state of so long ago. Averages are rewritten every `flush_s`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoints: int,
+        declared: int,
+        *,
+        flow_control: bool,
+        detector: Literal["concurrency", "utilization"],
+        lag_s: float,
+        flush_s: float,
+        kv_at_full: float,
+    ) -> None:
+        self.endpoints = endpoints
+        self.declared = declared
+        self.lag_s = lag_s
+        self._name = name
+        self._flow_control = flow_control
+        self._detector = detector
+        self._flush_s = flush_s
+        self._kv_at_full = kv_at_full
+        self._history: deque[_View] = deque()
+        self._averages = (0.0, 0.0, 0.0)
+        self._seen_flow = False
+
+    def watch(self, pool: Pool) -> None:
+        """Note the pool's state; called at each change of it."""
+        if self.lag_s <= 0:
+            self._history.clear()
+        now = time.monotonic()
+        while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
+            self._history.popleft()
+        in_system = pool.running + pool.waiting
+        if not self._flow_control:
+            sent = in_system
+        elif self._detector == "concurrency":
+            sent = max(pool.running, min(in_system, self.declared))
+        else:
+            sent = min(in_system, pool.running + WAITING_AT_FULL * self.endpoints)
+        self._seen_flow = self._seen_flow or in_system > 0
+        self._history.append(
+            _View(now, pool.running, sent - pool.running, in_system - sent, self.endpoints, pool.slots)
+        )
+
+    async def flush_averages(self) -> None:
+        """Rewrite the averages every `flush_s`, until cancelled. With no endpoint left they freeze."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self.flush()
+            due += self._flush_s
+            await asyncio.sleep(due - loop.time())
+
+    def flush(self) -> None:
+        view = self._view()
+        if view.endpoints > 0:
+            self._averages = (
+                view.running / view.endpoints,
+                view.waiting / view.endpoints,
+                self._kv_share(view),
+            )
+
+    def page(self) -> bytes:
+        """The page as text, under the newest names."""
+        view = self._view()
+        name = f'name="{self._name}"'
+        running, waiting, kv = self._averages
+        gauges = [
+            ("average_running_requests", "The average number of running requests", name, running),
+            ("average_queue_size", "The average number of requests pending in the model servers", name, waiting),
+            ("average_kv_cache_utilization", "The average kv cache utilization", name, kv),
+            ("ready_endpoints", "The number of ready endpoints", name, view.endpoints),
+            ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
+        ]
+        if self._flow_control:
+            pool = f'inference_pool="{self._name}"'
+            plugin = f'detector="{self._detector}-detector"'
+            effective = f'{pool},stage="effective"'
+            gauges += [
+                ("flow_control_pool_saturation", "Saturation that gates dispatch", effective, self._saturation(view)),
+                ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0),
+            ]
+            if self._seen_flow:  # the picker makes a flow's series with its first request
+                flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
+                gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
+        return "".join(
+            f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge\n"
+            f"llm_d_epp_{series}{{{labels}}} {value:.17g}\n"
+            for series, text, labels, value in sorted(gauges)
+        ).encode()
+
+    def _view(self) -> _View:
+        """The newest state that is old enough to be seen."""
+        visible_at = time.monotonic() - self.lag_s
+        while len(self._history) > 1 and self._history[1].at <= visible_at:
+            self._history.popleft()
+        return self._history[0]
+
+    def _kv_share(self, view: _View) -> float:
+        return min(1.0, self._kv_at_full * view.running / view.slots) if view.slots else 1.0
+
+    def _saturation(self, view: _View) -> float:
+        if view.endpoints <= 0:
+            return 1.0
+        if self._detector == "concurrency":
+            return (view.running + view.waiting) / self.declared if self.declared else 1.0
+        return max(view.waiting / view.endpoints / WAITING_AT_FULL, self._kv_share(view) / KV_AT_FULL)

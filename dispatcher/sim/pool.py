@@ -1,0 +1,215 @@
+"""The pool of `world.py` on the real clock, and what an observer who sees everything writes down.
+
+The arithmetic of service times is the simulator's. What is apart is who moves time on: here the event loop
+does, capacity and limits change while requests run, and clients go away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from dispatcher.sim.world import slowdown
+
+
+_KEPT = 20_000
+"""So many of the newest times are kept for quantiles."""
+
+
+class Level:
+    """A number of things over time: now, at most, and on average since the last `restart`."""
+
+    __slots__ = ("_area", "_changed_at", "_since", "now", "peak")
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.restart()
+
+    def restart(self) -> None:
+        self.peak = self.now
+        self._area = 0.0
+        self._since = self._changed_at = time.monotonic()
+
+    def add(self, by: int, at: float) -> None:
+        self._area += self.now * (at - self._changed_at)
+        self._changed_at = at
+        self.now += by
+        if self.now > self.peak:
+            self.peak = self.now
+
+    def report(self) -> dict[str, float]:
+        at = time.monotonic()
+        self.add(0, at)
+        passed = at - self._since
+        return {"now": self.now, "peak": self.peak, "mean": self._area / passed if passed > 0 else self.now}
+
+
+class Job:
+    """A request as the pool sees it."""
+
+    __slots__ = (
+        "arrived_at",
+        "batch",
+        "finished_at",
+        "on_finish",
+        "seconds",
+        "started_at",
+        "timer",
+        "tokens",
+        "work_s",
+    )
+
+    def __init__(
+        self, *, batch: bool, work_s: float, seconds: float | None, tokens: int, on_finish: Callable[[], None]
+    ) -> None:
+        self.batch = batch
+        self.work_s = work_s
+        """How long it runs in an empty pool."""
+        self.seconds = seconds
+        """How long it runs, whatever the pool does; None: work_s × slowdown."""
+        self.tokens = tokens
+        self.on_finish = on_finish
+        self.arrived_at: float | None = None
+        self.started_at: float | None = None
+        self.finished_at: float | None = None
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Pool:
+    """M slots, and a queue of bounded length before them; realtime waits before batch, each in order."""
+
+    def __init__(self, slots: int, queue_limit: int | None, on_change: Callable[[], None]) -> None:
+        self.slots = slots
+        self.queue_limit = queue_limit
+        self.running = 0
+        self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
+        """Requests in the pool, running or waiting."""
+        self.queue = Level()
+        """Those that wait."""
+        self.tokens = {"batch": 0, "realtime": 0}
+        """Of finished requests."""
+        self.finished = {"batch": 0, "realtime": 0}
+        self.refused = {"batch": 0, "realtime": 0}
+        self.waits: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
+        """How long the finished ones had waited for a slot."""
+        self.times: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
+        """How long they took, waiting included."""
+        self._on_change = on_change
+        self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}
+        self._loop = asyncio.get_running_loop()
+
+    def __repr__(self) -> str:
+        return f"<Pool {self.running} of {self.slots} running, {self.waiting} waiting>"
+
+    @property
+    def waiting(self) -> int:
+        return self.queue.now
+
+    def submit(self, job: Job) -> bool:
+        """Take a request in; False: there is no slot and the queue is full."""
+        kind = "batch" if job.batch else "realtime"
+        free = self.running < self.slots
+        if not free and self.queue_limit is not None and self.waiting >= self.queue_limit:
+            self.refused[kind] += 1
+            return False
+        now = job.arrived_at = time.monotonic()
+        self.levels[kind].add(1, now)
+        self.levels["all"].add(1, now)
+        if free:
+            self._start(job, now)
+        else:
+            self.queue.add(1, now)
+            self._waiting[job.batch].append(job)
+        self._on_change()
+        return True
+
+    def leave(self, job: Job) -> None:
+        """The client has gone: the request stops running, or waiting. Nothing when it is not in the pool."""
+        if job.arrived_at is None or job.finished_at is not None:
+            return
+        now = time.monotonic()
+        if job.timer is None:
+            self._waiting[job.batch].remove(job)
+            self.queue.add(-1, now)
+        else:
+            job.timer.cancel()
+            self.running -= 1
+        self._depart(job, now)
+
+    def resize(self, slots: int) -> None:
+        """What runs on slots that go away runs on to its end."""
+        self.slots = slots
+        self._fill(time.monotonic())
+        self._on_change()
+
+    def restart(self) -> None:
+        """Begin a new measurement."""
+        for level in (*self.levels.values(), self.queue):
+            level.restart()
+        for kind in self.finished:
+            self.finished[kind] = self.refused[kind] = self.tokens[kind] = 0
+            self.waits[kind].clear()
+            self.times[kind].clear()
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "slots": self.slots,
+            "running": self.running,
+            "waiting": self.queue.report(),
+            **{kind: level.report() for kind, level in self.levels.items()},
+            "finished": dict(self.finished),
+            "refused": dict(self.refused),
+            "tokens": dict(self.tokens),
+            "wait_s": {kind: _quantiles(values) for kind, values in self.waits.items()},
+            "time_s": {kind: _quantiles(values) for kind, values in self.times.items()},
+        }
+
+    def _start(self, job: Job, now: float) -> None:
+        self.running += 1
+        job.started_at = now
+        seconds = job.work_s * slowdown(self.running, self.slots) if job.seconds is None else job.seconds
+        job.timer = self._loop.call_later(seconds, self._finish, job)
+
+    def _finish(self, job: Job) -> None:
+        now = time.monotonic()
+        kind = "batch" if job.batch else "realtime"
+        assert job.arrived_at is not None
+        assert job.started_at is not None
+        self.running -= 1
+        self.finished[kind] += 1
+        self.tokens[kind] += job.tokens
+        self.waits[kind].append(job.started_at - job.arrived_at)
+        self.times[kind].append(now - job.arrived_at)
+        self._depart(job, now)
+        job.on_finish()
+
+    def _depart(self, job: Job, now: float) -> None:
+        job.finished_at = now
+        self.levels["batch" if job.batch else "realtime"].add(-1, now)
+        self.levels["all"].add(-1, now)
+        self._fill(now)
+        self._on_change()
+
+    def _fill(self, now: float) -> None:
+        while self.running < self.slots:
+            queue = self._waiting[False] or self._waiting[True]
+            if not queue:
+                return
+            self.queue.add(-1, now)
+            self._start(queue.popleft(), now)
+
+
+def _quantiles(values: deque[float]) -> dict[str, float | None]:
+    if not values:
+        return {"mean": None, "p50": None, "p99": None, "max": None}
+    ordered = sorted(values)
+    last = len(ordered) - 1
+    return {
+        "mean": sum(ordered) / len(ordered),
+        "p50": ordered[round(last * 0.5)],
+        "p99": ordered[round(last * 0.99)],
+        "max": ordered[-1],
+    }
