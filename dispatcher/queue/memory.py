@@ -1,0 +1,340 @@
+"""The queue in memory: what the Redis scripts do, without Redis, on a clock that is passed in.
+
+For simulation in virtual time and for fast tests. `MemoryStore` is what would be in Redis, and the side of
+producers and operators (`ports.Desk`); each dispatcher attaches to it with a `MemoryQueue` of its own
+(`ports.Queue`). Both pass the conformance suite that the Redis queue passes, so the promises stand in
+`ports.py` and only what is peculiar to this form is said here. No step awaits, so each is atomic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from dispatcher.ports import (
+    Burial,
+    Claimed,
+    Counts,
+    Expired,
+    Lease,
+    Leases,
+    Overload,
+    Permit,
+    Release,
+    Renewed,
+    Settled,
+    Settlement,
+    Shared,
+    Swept,
+)
+from dispatcher.queue.store import NEVER_CLAIMED, Held, MemoryStore, Place
+
+__all__ = ["MemoryQueue", "MemoryStore"]
+
+YOUNG_S = 0.02
+"""A lease touched within this is young: its request is not surely sent yet."""
+CLAIM_BYTES = 2**20
+"""A claim stops before its members sum to more than this."""
+NONCE_TTL_S = 120.0
+"""How long a claim can be repeated."""
+
+
+class MemoryQueue:
+    """One owner's door to a MemoryStore.
+
+    `clock`: the owner's own, where it stands apart from the store's.
+    """
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        owner: str,
+        *,
+        clock: Callable[[], float] | None = None,
+        poll_s: float = 0.2,
+    ) -> None:
+        self.store = store
+        self.owner = owner
+        self._clock = clock
+        self._poll_s = poll_s
+        self._woken = asyncio.Event()
+        store._wakers.append(self._woken)
+
+    def __repr__(self) -> str:
+        return f"<MemoryQueue {self.owner} of {self.store!r}>"
+
+    def close(self) -> None:
+        """Leave: what it holds runs out, as if the process were gone."""
+        if self._woken in self.store._wakers:
+            self.store._wakers.remove(self._woken)
+
+    def unix_now(self) -> float:
+        return self.store.unix_now()
+
+    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
+        now = self._begin()
+        store = self.store
+        held = self._claimed_before(nonce)
+        if held is None:
+            room = self._room(permit, now)
+            held = self._take(min(most, room), suspects, now)
+            self._remember(nonce, held, now)
+            suspects -= sum(each.entry.suspect for each in held)
+        waiting = store._counts().pending - (store._suspects if suspects <= 0 else 0)
+        return Claimed([_lease(each) for each in held], self._leases(now), self._shared(), waiting)
+
+    async def probe(self, nonce: str) -> Claimed:
+        now = self._begin()
+        store = self.store
+        held = self._claimed_before(nonce)
+        if held is None:
+            free = store._probe is None and store._pause is None
+            held = self._take(1 if free else 0, 1, now)
+            self._remember(nonce, held, now)
+            if held:
+                store._probe = held[0].entry.id
+        return Claimed(
+            [_lease(each) for each in held], self._leases(now), self._shared(), store._counts().pending
+        )
+
+    async def renew(self, leases: Sequence[Lease]) -> Renewed:
+        now = self._begin()
+        lost = []
+        for lease in leases:
+            held = self.store._held_as(lease)
+            if held is None:
+                lost.append(lease.entry)
+                continue
+            held.touched_at = now
+            held.expires_at = now + self.store.lease_s
+            self.store._touched.append((now, lease.entry))
+        return Renewed(lost, self._leases(now), self._shared())
+
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
+        now = self._begin()
+        self._believe(permit)
+        known = self.store._overload
+        if overload is not None:
+            mine = replace(overload, at=self._theirs(overload.at), until=self._theirs(overload.until))
+            if known is not None:
+                newest = mine if mine.at >= known.at else known
+                mine = replace(newest, until=max(mine.until, known.until))
+            self.store._overload = mine
+        return Renewed((), self._leases(now), self._shared())
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]:
+        self._begin()
+        return [self._settle(each) for each in settlements]
+
+    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
+        now = self._begin()
+        said = []
+        for release in releases:
+            held = self.store._held_as(release.lease)
+            if held is None:
+                said.append(Settled.LOST)
+                continue
+            entry = held.entry
+            entry.attempts += release.attempt
+            entry.refusals += release.refusal
+            entry.deliveries -= release.undelivered
+            self.store._end(held)
+            if release.delay_s > 0:
+                self.store._move(entry, Place.DELAYED, now + release.delay_s)
+            else:
+                self.store._move(entry, Place.RETURNED)
+            said.append(Settled.DONE)
+        return said
+
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]:
+        self._begin()
+        return [self._settle(each.settlement, bury=each.reason) for each in burials]
+
+    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        self._begin()
+        store = self.store
+        return [token != "" and store._value(store._cancel, name) == token for name, token in requests]
+
+    async def sweep(self) -> Swept:
+        now = self._begin()
+        store = self.store
+        pause_s = store.lease_s / 3
+        if store._tick is not None and now - store._tick > pause_s:
+            store._quiet_until = now + pause_s
+        store._tick = now
+        reclaimed = store._reclaim(now) if now >= store._quiet_until else 0
+        due = 0
+        while (due_at := store._delayed.key()) is not None and due_at <= now:
+            store._move(store._delayed.pop(), Place.RETURNED)
+            due += 1
+        store._deadlines.tidy(sum(store._count.values()))
+        return Swept(reclaimed, due, None if due_at is None else self._mine(due_at))
+
+    async def expired(self, most: int) -> Sequence[Expired]:
+        self._begin()
+        store = self.store
+        now = store.unix_now()
+        while (deadline := store._deadlines.key()) is not None and deadline <= now:
+            entry = store._deadlines.pop()
+            store._overdue.append((entry.moves, entry))
+        found: list[Expired] = []
+        for _ in range(len(store._overdue)):
+            if len(found) == most:
+                break
+            moves, entry = store._overdue.popleft()
+            if entry.moves == moves:
+                store._overdue.append((moves, entry))
+                found.append(Expired(entry.where, entry.member))
+        return found
+
+    async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
+        self._begin()
+        store = self.store
+        done = 0
+        for item, settlement in items:
+            entry_id = int(item.place.partition(":")[0])
+            never_claimed = entry_id == NEVER_CLAIMED
+            entry = store._pending.get(item.member) if never_claimed else store._entries.get(entry_id)
+            if entry is not None and entry.where == item.place:
+                store._write(settlement)
+                store._forget(entry)
+                done += 1
+        return done
+
+    async def counts(self) -> Counts:
+        return await self.store.counts()
+
+    async def wait_for_work(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._poll_s):
+                    await self._woken.wait()
+            except TimeoutError:
+                self._begin()
+                if self.store._counts().pending:
+                    return
+            else:
+                self._woken.clear()
+                return
+
+    def _begin(self) -> float:
+        """The store's time of this step, if there is a store to reach."""
+        self.store._check_up()
+        return self.store.clock()
+
+    def _apart_by(self) -> float:
+        return 0.0 if self._clock is None else self._clock() - self.store.clock()
+
+    def _mine(self, at: float) -> float:
+        return at + self._apart_by()
+
+    def _theirs(self, at: float) -> float:
+        return at - self._apart_by()
+
+    def _believe(self, permit: Permit) -> Permit:
+        """Take a permit for the shared one if its reading is no older; the shared one by then."""
+        mine = replace(permit, read_at=self._theirs(permit.read_at))
+        known = self.store._permit
+        if known is None or mine.read_at >= known.read_at:
+            self.store._permit = known = mine
+        return known
+
+    def _room(self, permit: Permit, now: float) -> int:
+        store = self.store
+        shared = self._believe(permit)
+        if store._pause is not None:
+            return 0
+        overload = store._overload
+        if overload is not None and (now < overload.until or self._theirs(permit.read_at) <= overload.at):
+            return 0
+        limit = min(each.limit - (store._lost - each.lost) for each in (permit, shared))
+        return limit - len(store._held)
+
+    def _take(self, most: int, suspects: int, now: float) -> list[Held]:
+        store = self.store
+        taken: list[Held] = []
+        size = 0
+        while len(taken) < most:
+            line = store._next(suspects)
+            entry = None if line is None else line.first()
+            if line is None or entry is None:
+                break
+            size += len(entry.member)
+            if taken and size > CLAIM_BYTES:
+                break
+            suspects -= entry.suspect
+            taken.append(store._lease(line.pop(), self.owner, now))
+        return taken
+
+    def _claimed_before(self, nonce: str) -> list[Held] | None:
+        known = self.store._nonces.get((self.owner, nonce))
+        if known is None:
+            return None
+        held = (self.store._held.get(entry) for entry in known[2])
+        return [each for each in held if each is not None and each.token in known[1]]
+
+    def _remember(self, nonce: str, held: list[Held], now: float) -> None:
+        nonces = self.store._nonces
+        nonces[self.owner, nonce] = (
+            now,
+            tuple(each.token for each in held),
+            tuple(each.entry.id for each in held),
+        )
+        while nonces[oldest := next(iter(nonces))][0] < now - NONCE_TTL_S:
+            del nonces[oldest]
+
+    def _settle(self, settlement: Settlement, bury: str | None = None) -> Settled:
+        store = self.store
+        held = store._held_as(settlement.lease)
+        if held is None:
+            return Settled.LOST
+        said = store._write(settlement)
+        store._end(held)
+        if bury is None:
+            store._forget(held.entry)
+        else:
+            store._bury(held.entry, bury)
+        return said
+
+    def _leases(self, now: float) -> Leases:
+        store = self.store
+        touched = store._touched
+        while touched and touched[0][0] < now - YOUNG_S:
+            touched.popleft()
+        young = set()
+        for at, entry in touched:
+            held = store._held.get(entry)
+            if held is not None and held.touched_at == at and held.owner != self.owner:
+                young.add(entry)
+        live = len(store._held)
+        others = live - store._held_by[self.owner]
+        return Leases(self._mine(now), live, others, len(young), store._lost)
+
+    def _shared(self) -> Shared:
+        store = self.store
+        overload = store._overload
+        if overload is not None and self._clock is not None:
+            overload = replace(overload, at=self._mine(overload.at), until=self._mine(overload.until))
+        permit = store._permit
+        return Shared(
+            limit=None if permit is None else permit.limit,
+            read_at=0.0 if permit is None else self._mine(permit.read_at),
+            overload=overload,
+            prober=None if store._probe is None else store._held[store._probe].owner,
+            paused=store._pause is not None,
+        )
+
+
+def _lease(held: Held) -> Lease:
+    entry = held.entry
+    return Lease(
+        entry.id,
+        held.token,
+        entry.member,
+        entry.score,
+        entry.deliveries,
+        entry.attempts,
+        entry.refusals,
+        entry.losses,
+    )
