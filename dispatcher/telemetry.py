@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Literal
 
 import structlog
+from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, ProcessCollector
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
 
 class Event(Enum):
     """Every log event: its name, its level, what it means. The name is a promise to log searches."""
 
     # Adapters add theirs here, a line each: NAME = ("event-name", logging.LEVEL, "What it means")
+    SIGNALS_SOURCE = ("signals-source", logging.INFO, "Another source tells how full the pool is")
+    SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "Other signals decide than before")
+    SIGNALS_UNREADABLE = ("signals-unreadable", logging.WARNING, "The gate closes: a signal cannot be read")
+    SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
+
+    STARTED = ("started", logging.INFO, "The dispatcher is up: version, pool, queue, gateway, owner")
+    DRAINING = ("draining", logging.INFO, "A signal asked to stop; nothing more is claimed")
+    STOPPED = ("stopped", logging.INFO, "Everything held was handed in or given back")
+    LEFT_BEHIND = ("left-behind", logging.ERROR, "Stopped with leases that the queue could not be told of")
+    GATE = (
+        "gate",
+        logging.INFO,
+        "The gate's reason changed: reason, limit, and the sentence that explains it",
+    )
+    QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
+    QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
+    LEASE_LOST = (
+        "lease-lost",
+        logging.WARNING,
+        "A lease of ours ran out; its request was cut and is another's",
+    )
+    SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
+    RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
+    RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
 
     def __init__(self, event: str, level: int, meaning: str) -> None:
         self.event = event
@@ -47,3 +77,138 @@ def configure_logging(level: str, style: Literal["auto", "console", "json"]) -> 
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+
+
+PREFIX = "batch_dispatcher_"
+TRY_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the dispatcher knows of itself at one moment: /status as it stands, and every gauge."""
+
+    version: str
+    pool: str
+    owner: str
+    observe: bool
+    reason: str
+    open: bool
+    explanation: str
+    limit: int
+    in_flight: int
+    """Of all replicas together."""
+    running: int
+    """Of this process."""
+    signal: str | None
+    f_sys: float | None
+    f_epp: float | None
+    reserve: float | None
+    budget: float | None
+    """D."""
+    headroom: int | None
+    max_sys: float | None
+    ceiling: float | None
+    reading_age_s: float | None
+    source: str | None
+    readings: list[dict[str, Any]] = field(default_factory=list)
+    """The newest reading of each signal with the raw values it came from."""
+    pending: int | None = None
+    leased: int | None = None
+    delayed: int | None = None
+    dead: int | None = None
+    paused: bool = False
+    queue_problem: str | None = None
+    config_generation: int = 1
+    config_problem: str | None = None
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+_GAUGES = (
+    ("limit", "Our requests that may be in flight, all replicas together"),
+    ("in_flight", "Our requests in flight, all replicas together"),
+    ("running", "Requests in flight in this process"),
+    ("f_sys", "Saturation of the pool: cur_SYS / max_SYS of the binding signal"),
+    ("f_epp", "What waits in the endpoint picker: cur_EPP / max_SYS"),
+    ("reserve", "B, the share that batch work never takes"),
+    ("budget", "D = 1 - (F_SYS + F_EPP + B)"),
+    ("headroom", "floor(max_SYS x D), in requests"),
+    ("max_sys", "Capacity of the pool, in requests"),
+    ("ceiling", "What refusals taught; absent while none is in force"),
+    ("reading_age_seconds", "Age of the newest sample"),
+    ("pending", "Requests waiting for their first or next delivery"),
+    ("leased", "Live leases of all replicas"),
+    ("delayed", "Requests waiting for a retry"),
+    ("dead", "Requests put aside for an operator"),
+    ("config_generation", "Counts the configurations that were in force"),
+)
+_GAUGE_FIELDS = {"reading_age_seconds": "reading_age_s"}
+
+
+class _Gauges(Collector):
+    """Reads the status when it is scraped: the hot path sets no gauge."""
+
+    def __init__(self, status: Callable[[], Status], reasons: tuple[str, ...]) -> None:
+        self._status = status
+        self._reasons = reasons
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        for name, meaning in _GAUGES:
+            value = getattr(status, _GAUGE_FIELDS.get(name, name))
+            if value is not None:
+                yield GaugeMetricFamily(PREFIX + name, meaning, value=float(value))
+        gate = GaugeMetricFamily(
+            PREFIX + "gate", "1 for the gate's reason, 0 for all others", labels=["reason"]
+        )
+        for reason in self._reasons:
+            gate.add_metric([reason], float(reason == status.reason))
+        yield gate
+        refused = GaugeMetricFamily(PREFIX + "config_refused", "1 while the newest configuration file is bad")
+        refused.add_metric([], float(status.config_problem is not None))
+        yield refused
+
+
+class Metrics:
+    """The process's series, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        GCCollector(registry=self.registry)
+        tries = Counter(PREFIX + "tries", "Tries by outcome", ["outcome"], registry=self.registry)
+        ended = Counter(PREFIX + "leases_ended", "Leases ended", ["how", "answer"], registry=self.registry)
+        self._tries: dict[str, Counter] = {}
+        self._ended: dict[tuple[str, str], Counter] = {}
+        self._bind_try, self._bind_end = tries.labels, ended.labels
+        self._seconds = Histogram(
+            PREFIX + "try_seconds", "From sending to the outcome", buckets=TRY_SECONDS, registry=self.registry
+        )
+        self._expired = Counter(
+            PREFIX + "expired", "Requests that passed their deadline waiting", registry=self.registry
+        )
+
+    def tried(self, outcome: str, seconds: float) -> None:
+        counter = self._tries.get(outcome)
+        if counter is None:
+            counter = self._tries[outcome] = self._bind_try(outcome.lower())
+        counter.inc()
+        self._seconds.observe(seconds)
+
+    def ended(self, how: str, answer: str) -> None:
+        counter = self._ended.get((how, answer))
+        if counter is None:
+            counter = self._ended[how, answer] = self._bind_end(how.lower(), answer)
+        counter.inc()
+
+    def expired(self, count: int) -> None:
+        self._expired.inc(count)
+
+    def show(self, status: Callable[[], Status], reasons: tuple[str, ...]) -> None:
+        """Export the status as gauges."""
+        self.registry.register(_Gauges(status, reasons))
+
+    def page(self) -> tuple[bytes, str]:
+        """The /metrics page and its content type."""
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST

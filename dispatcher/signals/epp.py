@@ -1,0 +1,301 @@
+"""Direct scrape: the freshest way to the EPP's series, one page per replica and poll.
+
+Flow control is a matter of each replica, so every one is asked, and one that does not answer hides its queue:
+then nothing is known, until it answers or leaves the list of endpoints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import ssl
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+from dispatcher.core.budget import Reason
+from dispatcher.signals.errand import Errand, StillRunningError
+from dispatcher.signals.exposition import MalformedPageError, Page, Sample
+from dispatcher.signals.series import NAMES, Unread, View, view
+
+SLICE_BYTES = 64 * 1024
+"""Parsed in one piece before the event loop has its turn again."""
+PAGE_MAX_BYTES = 32 * 1024 * 1024
+SERVICE_ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105 -- a path
+_ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Which EPP replicas to ask. The first that is given counts: urls, service, what the watch found."""
+
+    urls: tuple[str, ...] = ()
+    """Whole URLs, one per replica; without a path: /metrics."""
+    service: str = ""
+    """A DNS name; every address behind it is a replica, so it should be a headless Service."""
+    namespace: str = "default"
+    port: int = 9090
+    secure: bool = False
+    """https for addresses that were found by name or by the watch; a URL says so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    url: str
+    label: str
+    """For people: host and port, without what may be secret in a URL."""
+    server_name: str = ""
+    """The name in the certificate, where the URL holds an address."""
+
+
+class EppSource:
+    """Scrapes every EPP replica of a pool. Start nothing twice: one poll at a time."""
+
+    name = "epp"
+
+    def __init__(
+        self,
+        pool: str,
+        targets: Targets,
+        *,
+        timeout_s: float,
+        token_file: str = "",
+        tls: ssl.SSLContext | None = None,
+        page_max_bytes: int = PAGE_MAX_BYTES,
+    ) -> None:
+        self._pool = pool
+        self._targets = targets
+        self._timeout_s = timeout_s
+        self._token_file = token_file
+        self._tls = tls
+        self._page_max_bytes = page_max_bytes
+        self._found: tuple[str, ...] | None = None
+        self._resolver = Errand("epp-dns")
+        self._client: httpx.AsyncClient | None = None
+
+    @property
+    def configured(self) -> bool:
+        """Whether there is anything to ask; the watch may change it."""
+        return bool(self._targets.urls or self._targets.service or self._found is not None)
+
+    @property
+    def replicas(self) -> int | None:
+        """How many replicas the watch knows of; None without a watch."""
+        return None if self._found is None else len(self._found)
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """What the Kubernetes watch found: the replicas' addresses, with or without a port."""
+        self._found = addresses
+
+    async def poll(self) -> tuple[View, ...] | Unread:
+        """Ask every replica now. What can go wrong with a network is an Unread, never an exception."""
+        token = self._token()
+        if isinstance(token, Unread):
+            return token
+        targets = await self._resolve()
+        if isinstance(targets, Unread):
+            return targets
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._scrape(target, token)) for target in targets]
+        views: list[View] = []
+        for answer in asked:
+            seen = answer.result()
+            if isinstance(seen, Unread):
+                return seen
+            views.append(seen)
+        return tuple(views)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _token(self) -> str | Unread:
+        """The bearer token, read anew: a projected token is replaced while we run."""
+        if not self._token_file:
+            return ""
+        try:
+            token = Path(self._token_file).read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            why = f"the token file {self._token_file} cannot be read: {_words(error)}"
+            return Unread(Reason.UNREADABLE, why, "signals.epp.token_file")
+        if not token or not token.isprintable() or " " in token:
+            why = f"the token file {self._token_file} holds no bearer token"
+            return Unread(Reason.UNREADABLE, why, "signals.epp.token_file")
+        return token
+
+    async def _resolve(self) -> Sequence[_Target] | Unread:
+        if self._targets.urls:
+            return [_of_url(url) for url in self._targets.urls]
+        if self._targets.service:
+            return await self._resolve_service()
+        if self._found is None:
+            return Unread(
+                Reason.UNREADABLE,
+                "no endpoint picker is known",
+                "signals.epp.urls or signals.epp.service; or run where the Kubernetes watch works",
+            )
+        if not self._found:
+            return Unread(Reason.UNREADABLE, "the Kubernetes watch sees no ready pod of the endpoint picker")
+        return [self._of_address(address) for address in self._found]
+
+    async def _resolve_service(self) -> Sequence[_Target] | Unread:
+        service, port = self._targets.service, self._targets.port
+        names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
+
+        def look_up() -> tuple[str, list[str]] | str:
+            failure = ""
+            for name in names:
+                try:
+                    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+                except OSError as error:  # gaierror is one
+                    failure = failure or _words(error)
+                else:
+                    # `localhost` and dual-stack names give one replica two addresses: take one family.
+                    families = [entry[0] for entry in found]
+                    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+                    return name, sorted({str(entry[4][0]) for entry in found if entry[0] == family})
+            return failure
+
+        try:
+            answer = await self._resolver.run(look_up, self._timeout_s)
+        except (TimeoutError, StillRunningError):
+            answer = f"no answer within {self._timeout_s:g} s"
+        if isinstance(answer, str):
+            return Unread(
+                Reason.UNREADABLE,
+                f"the service {service} cannot be resolved: {answer}",
+                "signals.epp.service",
+            )
+        name, addresses = answer
+        return [self._of_address(address, server_name=name) for address in addresses]
+
+    def _of_address(self, address: str, server_name: str = "") -> _Target:
+        scheme = "https" if self._targets.secure else "http"
+        if address.startswith("[") or address.count(":") == 1:
+            host = address
+        else:
+            host = f"[{address}]" if ":" in address else address
+        if host.endswith("]") or ":" not in host:
+            host = f"{host}:{self._targets.port}"
+        return _Target(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
+
+    async def _scrape(self, target: _Target, token: str) -> View | Unread:
+        loop = asyncio.get_running_loop()
+        opened_at = loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                samples = await self._page(target, token)
+        except TimeoutError:
+            why, hint = f"no whole answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
+            return _unread(target, why, hint)
+        except MalformedPageError as error:
+            return _unread(target, f"the page is malformed: {error}")
+        except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
+            return _unread(target, _words(error))
+        if isinstance(samples, Unread):
+            return samples
+        seen = view(samples, self._pool, opened_at, loop.time())
+        return _unread(target, seen.why, seen.hint) if isinstance(seen, Unread) else seen
+
+    async def _page(self, target: _Target, token: str) -> list[Sample] | Unread:
+        if self._client is None:
+            transport = AiohttpTransport(verify=self._tls or True, trust_env=False)
+            self._client = httpx.AsyncClient(
+                transport=transport, timeout=self._timeout_s, trust_env=False, follow_redirects=False
+            )
+        headers = {"Accept": _ACCEPT, "Accept-Encoding": "gzip"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        extensions = {"sni_hostname": target.server_name} if target.server_name else {}
+        async with self._client.stream("GET", target.url, headers=headers, extensions=extensions) as response:
+            if response.status_code != httpx.codes.OK:
+                return _refused(target, response.status_code, bool(token))
+            coding = response.headers.get("content-encoding", "identity").strip().lower()
+            if coding not in ("identity", "gzip"):
+                return _unread(target, f"the page comes in a coding we did not ask for: {coding}")
+            kind = response.headers.get("content-type", "")
+            page = Page(NAMES, open_metrics=kind.startswith("application/openmetrics-text"))
+            async with contextlib.aclosing(_pieces(response.aiter_raw(), gzip=coding == "gzip")) as pieces:
+                async for piece in pieces:
+                    page.feed(piece)
+                    if page.size_bytes > self._page_max_bytes:
+                        return _unread(target, f"the page is larger than {self._page_max_bytes} bytes")
+                    await asyncio.sleep(0)  # what has arrived already is handed out without giving way
+            return page.close()
+
+
+async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:
+    """The body, decoded, in pieces of at most SLICE_BYTES: a small page can hide a very large one."""
+    if not gzip:
+        async for chunk in body:
+            for piece in _cut(chunk):
+                yield piece
+        return
+    decoder = zlib.decompressobj(wbits=31)
+    try:
+        async for chunk in body:
+            while chunk:
+                yield decoder.decompress(chunk, SLICE_BYTES)
+                chunk = decoder.unconsumed_tail
+    except zlib.error as error:
+        raise MalformedPageError(f"broken gzip ({error})") from None
+    # What the decoder still holds is less than a slice unless the last input filled one exactly.
+    while piece := decoder.decompress(b"", SLICE_BYTES):
+        yield piece
+    if not decoder.eof:
+        raise MalformedPageError("the compressed page ends too early")
+
+
+def _cut(chunk: bytes) -> Iterator[bytes]:
+    if len(chunk) <= SLICE_BYTES:
+        yield chunk
+        return
+    for at in range(0, len(chunk), SLICE_BYTES):
+        yield chunk[at : at + SLICE_BYTES]
+
+
+def _of_url(url: str) -> _Target:
+    parsed = httpx.URL(url)
+    if parsed.path in ("", "/"):
+        parsed = parsed.copy_with(path="/metrics")
+    return _Target(str(parsed), parsed.netloc.decode("ascii", "replace"))
+
+
+def _refused(target: _Target, status: int, with_token: bool) -> Unread:
+    if status in (401, 403):
+        hint = (
+            "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
+            if with_token
+            else f"signals.epp.token_file (in a pod: {SERVICE_ACCOUNT_TOKEN})"
+        )
+        return _unread(target, f"HTTP {status}", hint)
+    if 300 <= status < 400:
+        return _unread(target, f"HTTP {status}: a redirect, which is not followed", "signals.epp.urls")
+    hint = "signals.epp.urls: the path is wrong" if status == httpx.codes.NOT_FOUND else ""
+    return _unread(target, f"HTTP {status}", hint)
+
+
+def _unread(target: _Target, why: str, hint: str = "") -> Unread:
+    return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)
+
+
+def _words(error: BaseException) -> str:
+    """What went wrong, in the operating system's or the TLS library's words where they are behind it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted: {cause.verify_message}"
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS failed: {cause.reason or cause}"
+        if isinstance(cause, OSError) and cause.errno is not None:
+            return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
+        cause = cause.__cause__
+    return str(error) or type(error).__name__

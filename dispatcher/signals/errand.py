@@ -1,0 +1,67 @@
+"""A blocking call that may never come back, kept where it can do no harm.
+
+An executor's threads are joined when the process ends, so that one hanging call would hold up the shutdown.
+An errand runs in a daemon thread that is simply left behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class StillRunningError(Exception):
+    """The call before has not come back; `since_s`: how long ago it was started."""
+
+    def __init__(self, since_s: float) -> None:
+        super().__init__(f"the call before has been hanging for {since_s:.0f} s")
+        self.since_s = since_s
+
+
+class Errand:
+    """One blocking call at a time, each in its own daemon thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._started_at: float | None = None
+
+    async def run(self, call: Callable[[], T], timeout_s: float) -> T:
+        """Run the call and return its result, or raise what it raised.
+
+        Raises TimeoutError when it takes longer than `timeout_s`: the thread goes on, and until it comes
+        back every further run raises StillRunningError, so that a hanging server is not asked twice.
+        """
+        loop = asyncio.get_running_loop()
+        if self._started_at is not None:
+            raise StillRunningError(loop.time() - self._started_at)
+        self._started_at = loop.time()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def back(result: T | None, error: BaseException | None) -> None:
+            self._started_at = None
+            if answer.done():
+                return  # nobody waits any more
+            if error is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(result)  # type: ignore[arg-type]
+
+        def work() -> None:
+            result: T | None = None
+            failure: BaseException | None = None
+            try:
+                result = call()
+            except BaseException as error:
+                failure = error
+            # The loop may be closed by now: then nobody is left to be told.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(back, result, failure)
+
+        threading.Thread(target=work, name=self._name, daemon=True).start()
+        async with asyncio.timeout(timeout_s):
+            return await answer

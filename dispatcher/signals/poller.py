@@ -1,0 +1,301 @@
+"""The loop that asks the sources, and decides whose word counts.
+
+Every source is followed by a loop of its own, so that a slow one delays nothing else, and each is asked
+again only when it has answered. In `auto` the direct scrape counts as long as it can be read; Prometheus,
+whose samples are older, stands in while it cannot. The way back is taken after RETURN_AFTER good scrapes in
+a row, so that an EPP that comes and goes does not make the budget jump between two ages of reading, or at
+once where Prometheus cannot be read either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.signals.series import Unread, Verdict, View, at_most, judge
+from dispatcher.telemetry import Event, emit
+
+RETURN_AFTER = 3
+JITTER = 0.1
+"""Cadence varies by this share, so that replicas do not all ask at one moment for ever."""
+MAX_AGE_S: Mapping[str, float] = {"epp": 10.0, "prometheus": 60.0}
+"""Where signals.max_age_s is null: a sample through Prometheus is a scrape interval old in good times."""
+
+
+class Source(Protocol):
+    """A way to the EPP's series."""
+
+    @property
+    def name(self) -> str:
+        """`epp` or `prometheus`."""
+        ...
+
+    async def poll(self) -> tuple[View, ...] | Unread:
+        """The newest samples, one view per EPP replica. Bounded in time; never raises for what a network
+        or a server can do."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """The EPP's pods as the Kubernetes watch sees them, for a source that asks them."""
+        ...
+
+
+class Polling(Protocol):
+    """The part of the `signals` settings that matters here."""
+
+    @property
+    def interval_s(self) -> float: ...
+    @property
+    def max_age_s(self) -> float | None: ...
+    @property
+    def use(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """What one poll told: for each of `signals` a reading, or a reason why there is none."""
+
+    at: float
+    """When it was known, on the loop's clock; no reading in it is of later."""
+    source: str
+    signals: tuple[Signal, ...]
+    """The signals that the limit must follow from now on."""
+    readings: tuple[Reading, ...]
+    unread: tuple[Unread, ...]
+    """Not empty: the gate must close, whatever `readings` say."""
+    max_age_s: float
+    """How old a sample of this source may grow before it is not acted upon."""
+    detector: str | None = None
+    """Which saturation detector the EPP runs, where it says so."""
+    raw: Mapping[str, float] = field(default_factory=dict)
+
+
+class Preference:
+    """Whose word counts: the preferred source's while it can be read, its stand-in's while not."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._preferred = names[0] if names else None
+        self._good_in_a_row: dict[str, int | None] = dict.fromkeys(names)
+        self.current: str | None = None
+        """The source that counts; None before the first answer that did."""
+
+    def needed(self, name: str) -> bool:
+        """Whether to ask a source now: a stand-in rests while it has nobody to stand in for."""
+        if name == self._preferred or self._preferred is None:
+            return True
+        preferred = self._good_in_a_row[self._preferred]
+        return preferred is not None and (preferred == 0 or self.current != self._preferred)
+
+    def heard(self, name: str, good: bool) -> bool:
+        """A source has answered. True: its word counts, be it that nothing can be read."""
+        before = self._good_in_a_row[name] or 0
+        self._good_in_a_row[name] = before + 1 if good else 0
+        others = [row for other, row in self._good_in_a_row.items() if other != name]
+        if name != self._preferred:
+            back = self._good_in_a_row[self._preferred] if self._preferred is not None else 0
+            counts = self.current != self._preferred or not back if good else not back
+        elif good:
+            alone = not any(others)
+            counts = alone or self.current in (None, name) or before + 1 >= RETURN_AFTER
+        else:
+            # Nothing is said before the stand-in has answered: a failure told now would close the gate
+            # until a sample newer than it, which through Prometheus takes a scrape interval.
+            counts = not others
+        if counts:
+            self.current = name
+        return counts
+
+
+class Poller:
+    """Polls until cancelled and hands every result that counts to `on_poll`.
+
+    `sources`: the preferred one first; a second one stands in. `policy` gives the capacity's terms.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        signals: Polling,
+        policy: Policy,
+        on_poll: Callable[[Poll], None],
+        *,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self._sources = self._next = tuple(sources)
+        self._signals = signals
+        self._policy = policy
+        self._on_poll = on_poll
+        self._jitter = jitter or random.Random()
+        self._preference = Preference([source.name for source in sources])
+        self._wakes: dict[str, asyncio.Event] = {}
+        self._failures: dict[str, tuple[Unread, ...]] = {}
+        self._replicas: tuple[str, ...] | None = None
+        self._in_use: tuple[Signal, ...] = ()
+        self._source: str | None = None
+        self._told: object = None
+        self._changed = asyncio.Event()
+
+    @property
+    def source(self) -> str | None:
+        """The source whose word counts now; None before the first answer."""
+        return self._source
+
+    def reconfigure(self, sources: Sequence[Source], signals: Polling, policy: Policy) -> None:
+        """Go on with other sources and settings, at once. The sources before are closed."""
+        self._next = tuple(sources)
+        self._signals = signals
+        self._policy = policy
+        self._changed.set()
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """The EPP's pods as the Kubernetes watch sees them; None: there is no watch, or it sees nothing."""
+        if addresses == self._replicas:
+            return
+        self._replicas = addresses
+        for source in self._next:
+            source.discovered(addresses)
+        self.poll_soon()
+
+    def poll_soon(self) -> None:
+        """Ask now instead of at the next turn."""
+        for wake in self._wakes.values():
+            wake.set()
+
+    async def run(self) -> None:
+        """Poll until cancelled, then close the sources."""
+        while True:
+            self._changed.clear()
+            sources = self._sources = self._next
+            self._preference = Preference([source.name for source in sources])
+            self._wakes = {source.name: asyncio.Event() for source in sources}
+            self._failures = {}
+            for source in sources:
+                source.discovered(self._replicas)
+            if not sources:
+                self._publish("", _nothing_to_ask(self._signals.use))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    followed = [group.create_task(self._follow(source)) for source in sources]
+                    await self._changed.wait()
+                    for task in followed:
+                        task.cancel()
+            finally:
+                for source in sources:
+                    await source.close()
+
+    async def _follow(self, source: Source) -> None:
+        loop = asyncio.get_running_loop()
+        wake = self._wakes[source.name]
+        while True:
+            began = loop.time()
+            wake.clear()
+            if self._preference.needed(source.name):
+                self._heard(source.name, await source.poll())
+            pause = self._signals.interval_s * self._jitter.uniform(1 - JITTER, 1 + JITTER)
+            # However long the poll took, the next one leaves it some rest.
+            rest = max(pause - (loop.time() - began), JITTER * pause)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(rest):
+                    await wake.wait()
+
+    def _heard(self, name: str, seen: tuple[View, ...] | Unread) -> None:
+        now = asyncio.get_running_loop().time()
+        verdict = self._judge(name, seen, now)
+        # No endpoint is a fact about the pool, not a failure of the source that tells it.
+        self._failures[name] = tuple(
+            each for each in verdict.unread if each.reason is not Reason.NO_ENDPOINTS
+        )
+        good = not self._failures[name]
+        if self._preference.heard(name, good):
+            if not good and len(self._sources) > 1:
+                verdict = replace(verdict, unread=self._all_failures())
+            self._publish(name, verdict, now)
+        elif not good:
+            for other, wake in self._wakes.items():
+                if other != name:
+                    wake.set()  # the stand-in's turn
+
+    def _all_failures(self) -> tuple[Unread, ...]:
+        """What every source failed with, each under its name."""
+        return tuple(
+            replace(failure, why=f"{source.name}: {failure.why}")
+            for source in self._sources
+            for failure in self._failures.get(source.name, ())
+        )
+
+    def _judge(self, name: str, seen: tuple[View, ...] | Unread, now: float) -> Verdict:
+        use = self._signals.use
+        if isinstance(seen, Unread):
+            return Verdict(self._in_use or at_most(use), (), (seen,), None, {})
+        verdict = judge(seen, use, self._policy, name)
+        age_s = now - min(view.opened_at for view in seen)
+        max_age_s = self._max_age_s(name)
+        if age_s > max_age_s:
+            why = f"the newest sample is {age_s:.1f} s old, more than {max_age_s:g} s"
+            stale = Unread(Reason.STALE, why, "signals.max_age_s, where the scrape interval is that long")
+            return replace(verdict, readings=(), unread=(stale,))
+        if self._replicas is not None and len(seen) < len(self._replicas):
+            why = f"{len(seen)} of the endpoint picker's {len(self._replicas)} replicas can be seen"
+            hint = "each EPP pod must be scraped by itself (a PodMonitor), not their Service"
+            return replace(verdict, readings=(), unread=(Unread(Reason.UNREADABLE, why, hint),))
+        return verdict
+
+    def _max_age_s(self, name: str) -> float:
+        given = self._signals.max_age_s
+        return MAX_AGE_S.get(name, max(MAX_AGE_S.values())) if given is None else given
+
+    def _publish(self, name: str, verdict: Verdict, now: float | None = None) -> None:
+        if now is None:
+            now = asyncio.get_running_loop().time()
+        if self._source != name:
+            before, self._source = self._source, name
+            emit(Event.SIGNALS_SOURCE, source=name or None, before=before or None)
+        if verdict.signals != self._in_use:
+            self._in_use = verdict.signals
+            emit(
+                Event.SIGNALS_IN_USE,
+                signals=[str(each) for each in verdict.signals],
+                detector=verdict.detector,
+            )
+        self._say(verdict)
+        self._on_poll(
+            Poll(
+                at=now,
+                source=name,
+                signals=verdict.signals,
+                readings=verdict.readings,
+                unread=verdict.unread,
+                max_age_s=self._max_age_s(name),
+                detector=verdict.detector,
+                raw=verdict.raw,
+            )
+        )
+
+    def _say(self, verdict: Verdict) -> None:
+        """Log what cannot be read, once as long as it stays the same but for its numbers."""
+        told = tuple((each.reason, each.signal, re.sub(r"[\d.]+", "#", each.why)) for each in verdict.unread)
+        if told == self._told:
+            return
+        if verdict.unread:
+            for each in verdict.unread:
+                emit(Event.SIGNALS_UNREADABLE, reason=str(each.reason), why=each.why, hint=each.hint)
+        elif self._told:
+            emit(Event.SIGNALS_READABLE, source=self._source)
+        self._told = told
+
+
+def _nothing_to_ask(use: str) -> Verdict:
+    unread = Unread(
+        Reason.UNREADABLE,
+        "there is no source to read the pool's signals from",
+        "signals.epp.urls, signals.epp.service or signals.prometheus.url",
+    )
+    return Verdict(at_most(use), (), (unread,), None, {})

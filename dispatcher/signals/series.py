@@ -1,0 +1,344 @@
+"""From the EPP's series to readings: which names, which labels, and what they add up to.
+
+Both ways to the series (direct scrape, Prometheus) end here, so that one set of rules decides what a value
+means. The rules, with their reasons, are written for operators in docs/signals.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.signals.exposition import Sample
+
+FLUSH_S = 5.0
+"""The EPP rewrites its averages this often: an average may be of any moment that far back."""
+
+
+class Family(Enum):
+    """One quantity under all its names, the newest first."""
+
+    SATURATION = (
+        "llm_d_epp_flow_control_pool_saturation",
+        "inference_extension_flow_control_pool_saturation",
+    )
+    QUEUED = ("llm_d_epp_flow_control_queue_size", "inference_extension_flow_control_queue_size")
+    RUNNING = ("llm_d_epp_average_running_requests", "inference_pool_average_running_requests")
+    WAITING = ("llm_d_epp_average_queue_size", "inference_pool_average_queue_size")
+    READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
+    IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
+    DETECTOR = ("llm_d_epp_flow_control_stale_endpoints",)
+
+    @property
+    def pool_label(self) -> str | None:
+        """The label that holds the pool's name; None: the series has none."""
+        return _POOL_LABEL.get(self)
+
+
+_POOL_LABEL = {
+    Family.SATURATION: "inference_pool",
+    Family.QUEUED: "inference_pool",
+    Family.RUNNING: "name",
+    Family.WAITING: "name",
+    Family.READY: "name",
+}
+
+NAMES = frozenset(name for family in Family for name in family.value)
+"""Every series that is looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """Why a signal (or, without one, the whole source) could not be read, and what mends it."""
+
+    reason: Reason
+    """UNREADABLE, STALE or NO_ENDPOINTS."""
+    why: str
+    hint: str = ""
+    """The setting or label that mends it; empty where only time or a repair does."""
+    signal: Signal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one EPP replica shows of the pool, in one sample. None: it has no such series."""
+
+    opened_at: float
+    closed_at: float
+    saturation: float | None = None
+    queued: float | None = None
+    """Requests that wait in this replica."""
+    running: float | None = None
+    """Mean per ready endpoint, flushed every FLUSH_S."""
+    waiting: float | None = None
+    """The same, waiting in the model servers."""
+    ready: float | None = None
+    in_flight: float | None = None
+    """Requests that this replica sent to a model server and that are unanswered."""
+    detectors: frozenset[str] = frozenset()
+    """Which saturation detectors it runs, where it says so."""
+    capacity: float | None = None
+    """max_SYS in requests, where the operator has an own query for it."""
+    own: bool = False
+    """The saturation is from the operator's own query."""
+    raw: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def flow_control(self) -> bool:
+        return self.saturation is not None or self.queued is not None or bool(self.detectors)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the views of one poll come to."""
+
+    signals: tuple[Signal, ...]
+    """The signals that the limit must follow now: each has a reading here, or is named in `unread`."""
+    readings: tuple[Reading, ...]
+    unread: tuple[Unread, ...]
+    detector: str | None
+    raw: Mapping[str, float]
+
+
+def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float) -> View | Unread:
+    """What one replica's samples say of a pool."""
+    by_name: dict[str, list[Sample]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample)
+    if not by_name:
+        return Unread(
+            Reason.UNREADABLE,
+            "none of the endpoint picker's series is there",
+            "the address must be the EPP's metrics port (9090 by default)",
+        )
+    chosen: dict[Family, list[Sample]] = {}
+    strangers: set[str] = set()
+    for family in Family:
+        for name in family.value:
+            mine, others = _of_pool(by_name.get(name, ()), family.pool_label, pool)
+            strangers |= others
+            if mine:
+                chosen[family] = mine
+                break
+    # One EPP serves one pool: with only another's series here, nothing on the page is ours.
+    if strangers and not any(family.pool_label for family in chosen):
+        names = ", ".join(sorted(strangers))
+        return Unread(Reason.UNREADABLE, f"the series are those of pool {names}, not of {pool}", "pool.name")
+    raw: dict[str, float] = {}
+
+    def value(family: Family) -> float | None:
+        found = chosen.get(family)
+        if found is None:
+            return None
+        combined = _combine(family, found)
+        raw[found[0].name] = combined
+        return combined
+
+    return View(
+        opened_at,
+        closed_at,
+        saturation=value(Family.SATURATION),
+        queued=value(Family.QUEUED),
+        running=value(Family.RUNNING),
+        waiting=value(Family.WAITING),
+        ready=value(Family.READY),
+        in_flight=value(Family.IN_FLIGHT),
+        detectors=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.DETECTOR, ())),
+        raw=raw,
+    )
+
+
+def _of_pool(samples: Sequence[Sample], label: str | None, pool: str) -> tuple[list[Sample], set[str]]:
+    """The samples of the pool, and the names of other pools among the rest."""
+    if label is None:
+        return list(samples), set()
+    mine = [sample for sample in samples if sample.labels.get(label) == pool]
+    # Where the EPP runs with an endpoint selector instead of a pool, the label is empty.
+    unnamed = [sample for sample in samples if not sample.labels.get(label)]
+    return mine or unnamed, {sample.labels[label] for sample in samples if sample.labels.get(label)} - {pool}
+
+
+def _combine(family: Family, samples: Sequence[Sample]) -> float:
+    if family is Family.SATURATION:
+        # `effective` is what the EPP gates by; without it, the fuller stage is.
+        effective = [sample.value for sample in samples if sample.labels.get("stage") == "effective"]
+        return largest(effective or [sample.value for sample in samples])
+    if family in (Family.QUEUED, Family.IN_FLIGHT):
+        # A flow that was deleted and came back may be counted below zero for a while. Not max(): it would
+        # make a zero of a NaN, and NaN must reach the limiter, which refuses it.
+        return math.fsum(0.0 if sample.value < 0 else sample.value for sample in samples)
+    if family is Family.READY:
+        return smallest(sample.value for sample in samples)
+    return largest(sample.value for sample in samples)
+
+
+def largest(values: Iterable[float]) -> float:
+    """max() that answers NaN when one of the values is."""
+    values = list(values)
+    return math.nan if any(math.isnan(value) for value in values) else max(values)
+
+
+def smallest(values: Iterable[float]) -> float:
+    """min() that answers NaN when one of the values is."""
+    return -largest(-value for value in values)
+
+
+def judge(views: Sequence[View], use: str, policy: Policy, source: str) -> Verdict:
+    """Make the readings that `signals.use` asks for out of the views of all EPP replicas.
+
+    Several replicas: flow control is a matter of each one, so the fullest counts and the queues add up. The
+    averages and the ready endpoints are the whole pool's in each replica's eyes: adding them up would count
+    the pool twice, so the most loaded view and the smallest capacity count.
+    """
+    detectors = frozenset[str]().union(*(each.detectors for each in views))
+    detector = ", ".join(sorted(detectors)) or None
+    raw = _raw(views)
+    ready = [each.ready for each in views if each.ready is not None]
+    if ready and smallest(ready) <= 0:
+        # With no fresh endpoint the averages freeze and the saturation reads 1: none of it means anything.
+        gone = Unread(Reason.NO_ENDPOINTS, "the endpoint picker sees no ready endpoint")
+        return Verdict(_wanted(views, use, detectors), (), (gone,), detector, raw)
+    wanted = _wanted(views, use, detectors)
+    capacity = _capacity(views, ready, policy)
+    readings: list[Reading] = []
+    unread: list[Unread] = []
+    for signal in wanted:
+        made = capacity if isinstance(capacity, Unread) else _reading(signal, views, capacity, source, raw)
+        if isinstance(made, Reading):
+            readings.append(made)
+        else:
+            unread.append(made)
+    return Verdict(wanted, tuple(readings), tuple(dict.fromkeys(unread)), detector, raw)
+
+
+def at_most(use: str) -> tuple[Signal, ...]:
+    """The signals that a setting may ask for, before anything is known of the EPP."""
+    both = (Signal.SATURATION, Signal.REQUESTS)
+    return both if use in ("auto", "both") else (Signal(use),)
+
+
+def _wanted(views: Sequence[View], use: str, detectors: frozenset[str]) -> tuple[Signal, ...]:
+    if use != "auto":
+        return at_most(use)
+    if any(each.own for each in views):
+        return (Signal.SATURATION,)  # the operator's own measure of how full the pool is
+    if all(each.saturation is None for each in views):
+        return (Signal.REQUESTS,)
+    # The default detector is a pressure score that can read near 0 with every slot taken; the concurrency
+    # detector counts requests, fresh and exactly. Where both run, the score may be what gates.
+    return (Signal.SATURATION,) if _counts(detectors) else at_most(use)
+
+
+def _counts(detectors: frozenset[str]) -> bool:
+    """Whether the saturation is a true count of requests."""
+    return bool(detectors) and all("concurrency" in name for name in detectors)
+
+
+def _capacity(views: Sequence[View], ready: Sequence[float], policy: Policy) -> float | Unread:
+    own = [each.capacity for each in views if each.capacity is not None]
+    if own and smallest(own) <= 0:
+        return Unread(Reason.NO_ENDPOINTS, "the capacity is 0", "signals.prometheus.queries.capacity")
+    if own:
+        return smallest(own)
+    if policy.max_sys is not None:
+        return policy.max_sys
+    if len(ready) < len(views) or not ready:
+        return Unread(
+            Reason.UNREADABLE,
+            f"the number of ready endpoints ({' or '.join(Family.READY.value)}) is not there",
+            "budget.max_sys says the capacity without it",
+        )
+    return smallest(ready) * policy.per_endpoint
+
+
+def _reading(
+    signal: Signal, views: Sequence[View], max_sys: float, source: str, raw: Mapping[str, float]
+) -> Reading | Unread:
+    opened_at = min(each.opened_at for each in views)
+    closed_at = max(each.closed_at for each in views)
+    # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
+    queued = math.fsum(each.queued for each in views if each.queued is not None)
+    if signal is Signal.SATURATION:
+        saturations = [each.saturation for each in views if each.saturation is not None]
+        if not saturations or len(saturations) < len(views):
+            return _no_saturation(views)
+        f_sys = largest(saturations)
+        exact = _counts(frozenset[str]().union(*(each.detectors for each in views)))
+    else:
+        counted = _requests(views)
+        if isinstance(counted, Unread):
+            return counted
+        requests, flushed = counted
+        f_sys, exact = requests / max_sys, True
+        opened_at -= FLUSH_S if flushed else 0.0
+    return Reading(
+        signal=signal,
+        opened_at=opened_at,
+        closed_at=closed_at,
+        f_sys=f_sys,
+        f_epp=queued / max_sys,
+        max_sys=max_sys,
+        source=source,
+        raw=raw,
+        exact=exact,
+    )
+
+
+def _requests(views: Sequence[View]) -> tuple[float, bool] | Unread:
+    """Requests in the model servers, and whether they come from flushed averages."""
+    averages = [
+        (each.running + each.waiting) * each.ready
+        for each in views
+        if each.running is not None and each.waiting is not None and each.ready is not None
+    ]
+    if len(averages) == len(views):
+        return largest(averages), True
+    # Before GIE 1.5 there is no average of running requests. What each replica has sent and not seen
+    # answered is the same count, so long as every request passes an EPP; it has no pool label, though,
+    # and so only a page that is one EPP's can tell. With no average at all the EPP has just started: its
+    # count leaves out what its predecessor sent, and the averages will be there in a moment.
+    in_flight = [
+        each.in_flight
+        for each in views
+        if each.in_flight is not None
+        and each.running is None
+        and each.waiting is not None
+        and each.ready is not None
+    ]
+    if len(in_flight) == len(views):
+        return math.fsum(in_flight), False
+    missing = [
+        family.value[0]
+        for family, there in (
+            (Family.RUNNING, all(each.running is not None for each in views)),
+            (Family.WAITING, all(each.waiting is not None for each in views)),
+            (Family.READY, all(each.ready is not None for each in views)),
+        )
+        if not there
+    ]
+    hint = "an EPP older than GIE 1.5 shows its running requests once the first has passed"
+    if any(each.saturation is not None for each in views):
+        hint = "signals.use: saturation does without the count (docs/signals.md says at what price); " + hint
+    return Unread(Reason.UNREADABLE, f"{', '.join(missing)} not there", hint, Signal.REQUESTS)
+
+
+def _no_saturation(views: Sequence[View]) -> Unread:
+    name = Family.SATURATION.value[0]
+    if any(each.flow_control for each in views):
+        why, hint = f"{name} is not there, though flow control is on", "signals.use: requests does without it"
+    else:
+        why = f"{name} is not there: flow control is off in the endpoint picker"
+        hint = "flow control is off: turn on the EPP's flowControl feature gate, or set signals.use: requests"
+    return Unread(Reason.UNREADABLE, why, hint, Signal.SATURATION)
+
+
+def _raw(views: Sequence[View]) -> dict[str, float]:
+    """The values of all replicas by series, each with the replica's number where there are several."""
+    if len(views) == 1:
+        return dict(views[0].raw)
+    return {
+        f"{name}#{number}": value for number, each in enumerate(views) for name, value in each.raw.items()
+    }
