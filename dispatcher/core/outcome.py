@@ -1,8 +1,25 @@
-"""What came of a try, and what happens to the request next."""
+"""What came of a try, and what happens to the request next.
+
+Two pure decisions: `classify` reads a complete answer of the gateway, `after` says what follows from an
+outcome. What is no answer at all (a refused connection, a cut body, a time-out) is translated in `forward`.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import assert_never
+
+from dispatcher.core.request import ErrorCode
+
+DROP_REASON = "x-llm-d-request-dropped-reason"
+RETRY_AFTER_CAP_S = 86400.0
+"""A longer Retry-After is taken for this much; policy cuts it further."""
+
+_TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+_NOT_ADMITTED = b"request cannot be admitted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +48,7 @@ class Failed:
 
     why: str
     status: int | None = None
-    """Set where the gateway answered."""
+    """Set where the gateway answered in full."""
     body: bytes = b""
     nobody_home: bool = False
     """An empty 500, or a 502/503/504 without drop reason: three in a row mean an unreachable gateway."""
@@ -66,3 +83,200 @@ class Expired:
 
 
 Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | Expired
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Settings `retry`."""
+
+    base_s: float = 2.0
+    """The first delay is drawn from [0, base_s]; its upper end doubles with each attempt."""
+    max_s: float = 60.0
+    """No delay is longer."""
+    max_attempts: int = 8
+    """Tries that may fail; after that many the request is dead."""
+    max_deliveries: int = 5
+    """Owners that may die with it while it runs apart from other suspects; one more and it is dead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """A result is written and the request is over."""
+
+    code: ErrorCode | None = None
+    """None: the gateway's answer is the result."""
+    message: str = ""
+    status: int | None = None
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The request returns to the queue. The fields are those of `ports.Release`."""
+
+    delay_s: float = 0.0
+    """0: to its place at once."""
+    attempt: bool = False
+    """The try counts as a failed attempt."""
+    refusal: bool = False
+    """The try counts as a refusal for overload."""
+    undelivered: bool = False
+    """Nothing was tried: the delivery is taken back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bury:
+    """An error result is written and the request is kept aside for an operator."""
+
+    code: ErrorCode
+    message: str
+    """One sentence, for the consumer and the operator."""
+    status: int | None = None
+    body: bytes = b""
+
+
+Decision = Finish | Retry | Bury
+
+_TOO_LATE = Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+
+
+def after(
+    outcome: Outcome,
+    *,
+    attempts: int,
+    refusals: int,
+    deadline: float,
+    now: float,
+    policy: RetryPolicy,
+    rand: float,
+) -> Decision:
+    """What happens to a request after a try. Total: every outcome gives exactly one decision.
+
+    `attempts` and `refusals` count those before this try; `deadline` and `now` are on one clock; `rand` is
+    uniform in [0, 1).
+
+    Failed number k waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up to max_s; number
+    max_attempts is the last. Overloaded is back at once the first time, number k + 1 waits
+    min(max_s, base_s × 2^(k − 1)). No delay passes the deadline, so that the sweep answers on time.
+    """
+    match outcome:
+        case Delivered(status, body):
+            return Finish(status=status, body=body)
+        case TooLarge(status, limit_bytes):
+            # Without the status: a consumer that looks at it first would take the error for the answer.
+            return Finish(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
+        case Refused(why):
+            return Finish(ErrorCode.INVALID_REQUEST, why)
+        case Expired():
+            return _TOO_LATE
+        case Failed() if attempts + 1 >= policy.max_attempts:
+            tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
+            message = f"no answer after {tries}, the last: {outcome.why}"
+            return Bury(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
+        case Failed():
+            delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
+            retry = Retry(delay, attempt=True)
+        case Overloaded():
+            retry = Retry(_doubled(refusals - 1, policy) if refusals > 0 else 0.0, refusal=True)
+        case Unreachable():
+            retry = Retry(undelivered=True)
+        case _:
+            assert_never(outcome)
+    left = deadline - now
+    if left <= 0:
+        return _TOO_LATE
+    if retry.delay_s > left:
+        return Retry(left, attempt=retry.attempt, refusal=retry.refusal)
+    return retry
+
+
+def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
+    """What happens to a request whose owners died `losses` times while no other suspect ran beside it.
+
+    Such a request kills dispatchers: after more than max_deliveries it is not given to another one.
+    """
+    if losses <= policy.max_deliveries:
+        return None
+    message = f"{losses} dispatchers died while they ran it alone"
+    return Bury(ErrorCode.DELIVERIES_EXHAUSTED, message)
+
+
+def _doubled(times: int, policy: RetryPolicy) -> float:
+    return float(min(policy.max_s, policy.base_s * 2.0 ** min(times, 64)))
+
+
+def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: float) -> Outcome:
+    """The outcome of a complete answer.
+
+    `headers`: names in lower case, or a mapping that does not care. `body`: decoded, in full; a stream of
+    events is a body like any other. The table is in docs/forwarding.md, checked by a test.
+    """
+    reason = headers.get(DROP_REASON, "").strip()
+    retry_after_s = _retry_after(headers, now_unix)
+    if status == 429 or (status in (500, 503) and reason):
+        return Overloaded(status, reason, not reason.startswith(_TEACHES_NOTHING), retry_after_s)
+    if status == 500 and _NOT_ADMITTED in body:
+        # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
+        return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)
+    if status in (401, 407):
+        return Unreachable(f"the gateway answered {status}: it does not accept our credentials")
+    if status == 404 and not body:
+        return Unreachable("the gateway answered 404 with an empty body: it has no such route")
+    if 300 <= status < 400:
+        # Not Unreachable: one request's own path may redirect, and must not close the gate for the others.
+        where = headers.get("location", "")[:200]
+        return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
+    if 200 <= status < 500 and status != 408:
+        return Delivered(status, body)
+    nobody_home = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
+    return Failed(f"the gateway answered {status}", status, body, nobody_home, retry_after_s)
+
+
+def _retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:
+    value = headers.get("retry-after")
+    if value is None:
+        return None
+    # A date is meant by the clock of who wrote it.
+    theirs = _http_date(headers.get("date", ""), now_unix)
+    return parse_retry_after(value, now_unix if theirs is None else theirs)
+
+
+def parse_retry_after(value: str, now_unix: float) -> float | None:
+    """Seconds to wait, from delta seconds or any of HTTP's three date formats; None when it is neither.
+
+    A date in the past is 0; nothing is longer than a day.
+    """
+    value = value.strip(" \t")
+    if value.isascii() and value.isdigit():
+        return RETRY_AFTER_CAP_S if len(value.lstrip("0")) > 5 else min(float(value), RETRY_AFTER_CAP_S)
+    at = _http_date(value, now_unix)
+    return None if at is None else min(max(at - now_unix, 0.0), RETRY_AFTER_CAP_S)
+
+
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_DATE = re.compile(
+    r"""[A-Z][a-z]{2,8}
+    (?: ,\ (?P<day>\d\d)([ -])(?P<month>[A-Z][a-z]{2})\2(?P<year>\d{4}|\d\d)\ (?P<time>\d\d:\d\d:\d\d)\ GMT
+      | \ (?P<month_>[A-Z][a-z]{2})\ (?P<day_>[ \d]\d)\ (?P<time_>\d\d:\d\d:\d\d)\ (?P<year_>\d{4}) )""",
+    re.VERBOSE | re.ASCII,
+)
+"""RFC 9110 5.6.7: `Sun, 06 Nov 1994 08:49:37 GMT`, `Sunday, 06-Nov-94 …`, `Sun Nov  6 08:49:37 1994`."""
+
+
+def _http_date(value: str, now_unix: float) -> float | None:
+    match = _DATE.fullmatch(value)
+    if match is None:
+        return None
+    day, month, year, time = (match[name] or match[name + "_"] for name in ("day", "month", "year", "time"))
+    hour, minute, second = map(int, time.split(":"))
+    try:
+        if len(year) == 2:
+            this = datetime.fromtimestamp(now_unix, UTC).year
+            full = this - this % 100 + int(year)
+            year = full - 100 if full > this + 50 else full
+        # A leap second is the second before, to whoever waits.
+        return datetime(
+            int(year), _MONTHS.index(month) + 1, int(day), hour, minute, min(second, 59), tzinfo=UTC
+        ).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
