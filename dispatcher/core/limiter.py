@@ -243,6 +243,11 @@ class Limiter:
         """Our requests that the gateway may hold now, all replicas together."""
         return self._held.own + self._held.others
 
+    @property
+    def others(self) -> int:
+        """The part of them that other replicas hold."""
+        return self._held.others
+
     def allowance(self, now: float) -> Allowance:
         """What may be in flight now."""
         standing = self._standing
