@@ -1,0 +1,78 @@
+"""How a lease ends: what is handed in to the queue for each way a request can go. Pure."""
+
+from __future__ import annotations
+
+from dispatcher.core.outcome import Bury, Decision, Finish, Retry
+from dispatcher.core.request import ErrorCode, Rejection, Request, answered, failed
+from dispatcher.ports import Burial, Lease, Release, Settlement
+
+Ending = Settlement | Release | Burial
+
+NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=0, refusals=0, losses=0)
+"""The lease of a request that expires without one."""
+
+
+def error(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
+    """The request ends with an error of ours as its result."""
+    return _settlement(lease, request, failed(request.id, code, message))
+
+
+def expired(lease: Lease, request: Request) -> Settlement:
+    return error(lease, request, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+
+
+def cancelled(lease: Lease, request: Request) -> Settlement:
+    return error(lease, request, ErrorCode.CANCELLED, "cancelled")
+
+
+def returned(lease: Lease) -> Release:
+    """Untouched, back to its place."""
+    return Release(lease, undelivered=True)
+
+
+def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
+    """A member that can never be served: a result where its id could be read, else dead, whole."""
+    if rejection.id is None:
+        nowhere = Settlement(lease, b"", "")
+        return Burial(nowhere, f"{rejection.code}: {rejection.message}")
+    return Settlement(
+        lease=lease,
+        result=failed(rejection.id, rejection.code, rejection.message),
+        results=rejection.results,
+        request_id=rejection.id,
+        request_token=rejection.token,
+    )
+
+
+def deadly(lease: Lease, request: Request, verdict: Bury) -> Burial:
+    """Its owners keep dying of it."""
+    return _burial(lease, request, verdict)
+
+
+def decided(lease: Lease, request: Request, decision: Decision) -> Ending:
+    """What a decision on an outcome hands in."""
+    match decision:
+        case Retry():
+            return Release(
+                lease,
+                delay_s=decision.delay_s,
+                attempt=decision.attempt,
+                refusal=decision.refusal,
+                undelivered=decision.undelivered,
+            )
+        case Bury():
+            return _burial(lease, request, decision)
+        case Finish(code=None, status=int(status)):
+            return _settlement(lease, request, answered(request.id, status, decision.body))
+        case Finish():
+            code = decision.code or ErrorCode.INFERENCE_ERROR
+            return error(lease, request, code, decision.message)
+
+
+def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:
+    result = failed(request.id, verdict.code, verdict.message, verdict.status, verdict.body)
+    return Burial(_settlement(lease, request, result), verdict.message)
+
+
+def _settlement(lease: Lease, request: Request, result: bytes) -> Settlement:
+    return Settlement(lease, result, request.results, request.id, request.token)
