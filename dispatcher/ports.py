@@ -352,6 +352,7 @@ class Forwarded:
 
     outcome: Outcome
     sent_at: float
+    """When the connection it went over was there; `ended_at` where none ever was."""
     ended_at: float
 
 
@@ -364,4 +365,8 @@ class Gateway(Protocol):
         Never raises for what a network or a server can do: that is an Outcome. Cancelling it closes the
         connection, which is the gateway's cue to stop.
         """
+        ...
+
+    def connected(self, request: Request) -> float | None:
+        """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
         ...
