@@ -1,4 +1,4 @@
-"""What an endpoint picker shows of a pool: its /metrics page, with the delays and blind spots of the real one."""
+"""What an endpoint picker shows of a pool on its /metrics page, as late and as blind as the real one."""
 
 from __future__ import annotations
 
@@ -107,7 +107,12 @@ class Epp:
         running, waiting, kv = self._averages
         gauges = [
             ("average_running_requests", "The average number of running requests", name, running),
-            ("average_queue_size", "The average number of requests pending in the model servers", name, waiting),
+            (
+                "average_queue_size",
+                "The average number of requests pending in the model servers",
+                name,
+                waiting,
+            ),
             ("average_kv_cache_utilization", "The average kv cache utilization", name, kv),
             ("ready_endpoints", "The number of ready endpoints", name, view.endpoints),
             ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
@@ -117,7 +122,12 @@ class Epp:
             plugin = f'detector="{self._detector}-detector"'
             effective = f'{pool},stage="effective"'
             gauges += [
-                ("flow_control_pool_saturation", "Saturation that gates dispatch", effective, self._saturation(view)),
+                (
+                    "flow_control_pool_saturation",
+                    "Saturation that gates dispatch",
+                    effective,
+                    self._saturation(view),
+                ),
                 ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0),
             ]
             if self._seen_flow:  # the picker makes a flow's series with its first request

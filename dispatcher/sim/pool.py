@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
+from math import isnan, nan
 from typing import Any
 
 from dispatcher.sim.world import slowdown
-
 
 _KEPT = 20_000
 """So many of the newest times are kept for quantiles."""
@@ -72,9 +72,9 @@ class Job:
         """How long it runs, whatever the pool does; None: work_s × slowdown."""
         self.tokens = tokens
         self.on_finish = on_finish
-        self.arrived_at: float | None = None
-        self.started_at: float | None = None
-        self.finished_at: float | None = None
+        self.arrived_at = nan
+        self.started_at = nan
+        self.finished_at = nan
         self.timer: asyncio.TimerHandle | None = None
 
 
@@ -128,7 +128,7 @@ class Pool:
 
     def leave(self, job: Job) -> None:
         """The client has gone: the request stops running, or waiting. Nothing when it is not in the pool."""
-        if job.arrived_at is None or job.finished_at is not None:
+        if isnan(job.arrived_at) or not isnan(job.finished_at):
             return
         now = time.monotonic()
         if job.timer is None:
@@ -176,8 +176,6 @@ class Pool:
     def _finish(self, job: Job) -> None:
         now = time.monotonic()
         kind = "batch" if job.batch else "realtime"
-        assert job.arrived_at is not None
-        assert job.started_at is not None
         self.running -= 1
         self.finished[kind] += 1
         self.tokens[kind] += job.tokens

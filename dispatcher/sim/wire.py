@@ -15,10 +15,12 @@ import socket
 import ssl
 from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
+from typing import cast
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _MAX_HEAD_BYTES = 65_536
 _FILLERS = 8
+_REBIND_S = 1.0
 
 
 def head(status: int, headers: Iterable[tuple[str, str]], length: int | None) -> bytes:
@@ -67,10 +69,16 @@ class Exchange:
             self._connection.next()
 
     def reset(self) -> None:
-        """End the connection now (RST where the kernel has unread or unsent bytes, or lingers not)."""
+        """Break the connection (RST); what was sent may be lost."""
         if self.open:
             self.open = False
             self._connection.reset()
+
+    def close(self) -> None:
+        """End the connection after what was sent, complete or not."""
+        if self.open:
+            self.open = False
+            self._connection.close()
 
 
 class _Connection(asyncio.Protocol):
@@ -87,8 +95,7 @@ class _Connection(asyncio.Protocol):
         self._busy = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast("asyncio.Transport", transport)
         self._server.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -107,6 +114,10 @@ class _Connection(asyncio.Protocol):
         self._exchange = None
         if self._buffer:
             self._read()
+
+    def close(self) -> None:
+        self._exchange = None
+        self.transport.close()
 
     def reset(self) -> None:
         self._exchange = None
@@ -204,9 +215,10 @@ class Server:
         """Listen; `plain`: without TLS, which a client that expects it takes for a broken gateway."""
         await self.close()
         loop = asyncio.get_running_loop()
-        for patience in range(100, -1, -1):
+        until = loop.time() + _REBIND_S
+        while True:
             try:
-                self._listener = await loop.create_server(
+                listener = await loop.create_server(
                     lambda: _Connection(self),
                     self.host,
                     self.port,
@@ -216,11 +228,11 @@ class Server:
                 break
             except OSError as error:
                 # The event loop closes a listener in a later turn: the address is free in a moment.
-                if error.errno != errno.EADDRINUSE or not patience:
+                if error.errno != errno.EADDRINUSE or loop.time() > until:
                     raise
                 await asyncio.sleep(0.01)
-        assert self._listener is not None
-        self.port = self._listener.sockets[0].getsockname()[1]
+        self._listener = listener
+        self.port = listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop listening (new connections are refused) and reset all that are there."""
@@ -244,7 +256,9 @@ class Server:
             self._listener.close()
             self._listener = None
             await asyncio.sleep(0)
-        for patience in range(100, -1, -1):
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _REBIND_S
+        while not self._hole:
             hole = socket.socket()
             hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -252,12 +266,11 @@ class Server:
                 hole.listen(0)
             except OSError:
                 hole.close()
-                if not patience:
+                if loop.time() > until:
                     raise
                 await asyncio.sleep(0.01)
             else:
                 self._hole.append(hole)
-                break
         for _ in range(_FILLERS):
             filler = socket.socket()
             filler.setblocking(False)

@@ -1,0 +1,341 @@
+"""The inference gateway of the live world: takes requests to the pool, answers, and breaks as told."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import random
+import ssl
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from math import isnan
+from typing import Any, Literal
+
+import msgspec
+
+from dispatcher.sim.pool import Job, Level, Pool
+from dispatcher.sim.wire import Exchange, Server, chunk, head
+from dispatcher.sim.world import work_s
+
+DROP_HEADER = "x-llm-d-request-dropped-reason"
+BATCH_CONTEXT = 500
+"""Tokens in a batch prompt: nobody can count them without a tokenizer, and they cost little."""
+
+
+class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a request is answered; as `"sim": {…}` in a payload, for that request alone."""
+
+    kind: Literal["ok", "status", "reset", "cut", "slow", "hang"] = "ok"
+    """`status`: at once, without the pool. `reset`: the connection ends when the request is there. `cut`: it
+    ends after half of the answer. `slow`: the answer's second half comes slow_s after the first. `hang`: the
+    request holds its slot and is never answered."""
+    status: int = 200
+    reason: str = ""
+    """The drop reason's header."""
+    retry_after: str = ""
+    body: str | None = None
+    slow_s: float = 1.0
+    seconds: float | None = None
+    """How long it runs in the pool."""
+    echo: bool = False
+    """The answer's body is the request's."""
+    answer_bytes: int = 0
+    """The generated text is so long."""
+    events: int = 0
+    """The answer is a stream of so many server-sent events, chunked."""
+    gzip: bool = False
+
+
+class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is wrong with the gateway: the way it answers, or the listener itself."""
+
+    listener: Literal["", "refuse", "blackhole", "plaintext"] = ""
+    """`refuse`: it stops listening and drops what is connected. `blackhole`: connections neither open nor
+    answer. `plaintext`: it stops speaking TLS."""
+    answer: Answer | None = None
+    match: str = ""
+    """Only for requests that have this in their body or fairness header."""
+    share: float = 1.0
+    """Only for this share of them (seeded)."""
+    times: int | None = None
+    """Only for so many of them."""
+
+
+class Entry(msgspec.Struct):
+    """One request, as it went. Times are of CLOCK_MONOTONIC, the same for all processes of a machine."""
+
+    number: int
+    id: str
+    batch: bool
+    tenant: str
+    """The fairness header."""
+    arrived_at: float
+    started_at: float | None = None
+    """When it got its slot."""
+    ended_at: float | None = None
+    """When its answer was sent, or its client was gone."""
+    status: int | None = None
+    """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
+
+
+class _Payload(msgspec.Struct):
+    sim: Answer = msgspec.field(default_factory=Answer)
+    max_tokens: int | None = None
+
+
+_HEALTHY = Answer()
+
+
+class Gateway:
+    """What is at the gateway's address.
+
+    A request is batch, unless its objective header says `realtime`. `seconds`: how long every request runs;
+    None: by its tokens and by how full the pool is. `path_s`: the way to the pool, and again the way back.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        *,
+        seconds: float | None,
+        path_s: float,
+        drop_reason: str,
+        seed: int,
+        log_max: int,
+    ) -> None:
+        self.seconds = seconds
+        self.path_s = path_s
+        self.endpoints = True
+        """False: the picker knows none, and says so."""
+        self.log: deque[Entry] = deque(maxlen=log_max)
+        """The newest requests in the order of their arrival."""
+        self.levels = {"batch": Level(), "realtime": Level()}
+        """Requests at the gateway, from the last byte of one to its answer: both ways included."""
+        self.server = Server(self._arrive, host, port, tls)
+        self._pool = pool
+        self._drop_reason = drop_reason
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._loop = asyncio.get_running_loop()
+        self._fault = Fault()
+        self._fault_left: int | None = None
+        self._number = 0
+        self._counts: Counter[str] = Counter()
+        self._arrivals: Counter[str] = Counter()
+        self._served: Counter[str] = Counter()
+
+    async def break_(self, fault: Fault | None) -> None:
+        """Be broken in this way from now on; None: whole again."""
+        was, self._fault = self._fault, fault or Fault()
+        self._fault_left = self._fault.times
+        if self._fault.listener == "refuse":
+            await self.server.close()
+        elif self._fault.listener == "blackhole":
+            await self.server.blackhole()
+        elif self._fault.listener == "plaintext" or was.listener:
+            await self.server.open(plain=self._fault.listener == "plaintext")
+
+    def restart(self) -> None:
+        """Begin a new measurement. The log and what is known of ids stay."""
+        for level in self.levels.values():
+            level.restart()
+        self._counts.clear()
+
+    def report(self) -> dict[str, Any]:
+        again = {id_: times for id_, times in self._arrivals.items() if times > 1}
+        served_again = {id_: times for id_, times in self._served.items() if times > 1}
+        return {
+            **{kind: level.report() for kind, level in self.levels.items()},
+            "arrived": self._counts["arrived"],
+            "answers": {key: count for key, count in sorted(self._counts.items()) if key.isdigit()},
+            "gone": self._counts["gone"],
+            "broken": self._counts["broken"],
+            "connections": len(self.server.connections),
+            "ids": {
+                "distinct": len(self._arrivals),
+                "served": len(self._served),
+                "arrived_again": len(again),
+                "served_again": len(served_again),
+                "examples": dict(list((served_again or again).items())[:20]),
+            },
+        }
+
+    def _arrive(self, exchange: Exchange) -> None:
+        headers = exchange.headers
+        objective = headers.get("x-llm-d-inference-objective") or headers.get("x-gateway-inference-objective")
+        tenant = headers.get("x-llm-d-inference-fairness-id") or headers.get(
+            "x-gateway-inference-fairness-id", ""
+        )
+        id_ = headers.get("x-request-id", "")
+        self._number += 1
+        entry = Entry(self._number, id_, objective != "realtime", tenant, time.monotonic())
+        self.log.append(entry)
+        self._counts["arrived"] += 1
+        if id_:
+            self._arrivals[id_] += 1
+        self._level(entry).add(1, entry.arrived_at)
+        exchange.on_gone = lambda: self._end(entry, 0)
+        try:
+            payload, how = self._how(exchange, tenant)
+        except msgspec.MsgspecError as error:
+            self._answer(exchange, entry, _text(400, f"inference error: BadRequest - {error}"))
+            return
+        if how.kind == "reset":
+            exchange.reset()
+            self._end(entry, -1)
+        else:
+            self._travel(self._enter, exchange, entry, payload, how)
+
+    def _travel(self, then: Callable[..., None], *what: Any) -> None:
+        if self.path_s > 0:
+            self._loop.call_later(self.path_s, then, *what)
+        else:
+            then(*what)
+
+    def _how(self, exchange: Exchange, tenant: str) -> tuple[_Payload | None, Answer]:
+        """How this request is to be answered: as the gateway's fault has it, or else as it asks itself."""
+        fault, payload = self._fault, None
+        if self.seconds is None or b'"sim"' in exchange.body:
+            payload = msgspec.json.decode(exchange.body, type=_Payload)
+        if (
+            fault.answer is not None
+            and self._fault_left != 0
+            and (not fault.match or fault.match in tenant or fault.match.encode() in exchange.body)
+            and (fault.share >= 1.0 or self._random.random() < fault.share)
+        ):
+            if self._fault_left is not None:
+                self._fault_left -= 1
+            return payload, fault.answer
+        return payload, payload.sim if payload is not None else _HEALTHY
+
+    def _enter(self, exchange: Exchange, entry: Entry, payload: _Payload | None, how: Answer) -> None:
+        """The request has come to the picker."""
+        if not exchange.open:
+            return
+        if how.kind == "status":
+            self._travel(self._answer, exchange, entry, how)
+        elif not self.endpoints:
+            reason = "rejected-no-endpoints"
+            refusal = _text(503, "inference error: ServiceUnavailable - no endpoint available", reason)
+            self._travel(self._answer, exchange, entry, refusal)
+        else:
+            self._submit(exchange, entry, payload, how)
+
+    def _submit(self, exchange: Exchange, entry: Entry, payload: _Payload | None, how: Answer) -> None:
+        seconds = self.seconds if how.seconds is None else how.seconds
+        generated = 0
+        if seconds is None:
+            generated = (
+                payload.max_tokens if payload is not None and payload.max_tokens else self._drawn(entry.id)
+            )
+
+        def finished() -> None:
+            entry.started_at = job.started_at
+            if how.kind != "hang":
+                self._travel(self._answer, exchange, entry, how)
+
+        job = Job(
+            batch=entry.batch,
+            work_s=work_s(BATCH_CONTEXT, generated),
+            seconds=86_400.0 if how.kind == "hang" else seconds,
+            tokens=generated,
+            on_finish=finished,
+        )
+        if not self._pool.submit(job):
+            refusal = _text(429, "inference error: ResourceExhausted - saturated", self._drop_reason)
+            self._travel(self._answer, exchange, entry, refusal)
+            return
+
+        def gone() -> None:
+            self._pool.leave(job)
+            entry.started_at = None if isnan(job.started_at) else job.started_at
+            self._end(entry, 0)
+
+        exchange.on_gone = gone
+
+    def _drawn(self, id_: str) -> int:
+        # By the id and not in turn: a request costs the same whoever came before it.
+        drawn = random.Random(f"{self._seed}:{id_}").lognormvariate(4.8, 0.6)
+        return max(8, round(drawn))
+
+    def _answer(self, exchange: Exchange, entry: Entry, how: Answer) -> None:
+        if not exchange.open or self._fault.listener == "blackhole":
+            return  # in the hole the connection stays as it is; it ends when the hole does
+        headers, body, stream = _content(exchange, entry, how)
+        start = head(how.status, headers, None if stream else len(body))
+        if how.kind in ("cut", "slow"):
+            half = len(body) // 2
+            exchange.send(start + body[:half])
+            if how.kind == "cut":
+                self._loop.call_later(0.01, self._cut, exchange, entry)
+            else:
+                self._loop.call_later(how.slow_s, self._complete, exchange, entry, body[half:], how.status)
+        else:
+            self._complete(exchange, entry, start + body, how.status)
+
+    def _complete(self, exchange: Exchange, entry: Entry, rest: bytes, status: int) -> None:
+        if exchange.open:
+            self._end(entry, status)
+            exchange.send(rest)
+            exchange.finish()
+
+    def _cut(self, exchange: Exchange, entry: Entry) -> None:
+        if exchange.open:
+            self._end(entry, -1)
+            exchange.close()
+
+    def _end(self, entry: Entry, status: int) -> None:
+        entry.status = status
+        entry.ended_at = time.monotonic()
+        self._level(entry).add(-1, entry.ended_at)
+        self._counts[{0: "gone", -1: "broken"}.get(status) or str(status)] += 1
+        if status == 200 and entry.id:
+            self._served[entry.id] += 1
+
+    def _level(self, entry: Entry) -> Level:
+        return self.levels["batch" if entry.batch else "realtime"]
+
+
+def _text(status: int, body: str, reason: str = "") -> Answer:
+    return Answer(kind="status", status=status, body=body, reason=reason)
+
+
+def _content(exchange: Exchange, entry: Entry, how: Answer) -> tuple[list[tuple[str, str]], bytes, bool]:
+    """Headers and body of an answer, and whether the body is chunked."""
+    headers = []
+    if how.reason:
+        headers.append((DROP_HEADER, how.reason))
+    if how.retry_after:
+        headers.append(("retry-after", how.retry_after))
+    if how.echo:
+        body, kind = exchange.body, "application/json"
+    elif how.body is not None or how.kind == "status":
+        body, kind = (how.body or "").encode(), "text/plain"
+    elif how.events:
+        parts = [f'data: {{"id":"{entry.id}","choices":[{{"text":"t{n}"}}]}}\n\n' for n in range(how.events)]
+        parts.append("data: [DONE]\n\n")
+        headers.append(("content-type", "text/event-stream"))
+        return headers, b"".join(chunk(part.encode()) for part in parts) + chunk(b""), True
+    else:
+        body, kind = _completion(entry.id, how.answer_bytes), "application/json"
+    if body:
+        headers.append(("content-type", kind))
+    if how.gzip:
+        headers.append(("content-encoding", "gzip"))
+        body = gzip.compress(body, mtime=0)
+    return headers, body, False
+
+
+def _completion(id_: str, length: int) -> bytes:
+    text = "x" * length or "ok"
+    return msgspec.json.encode(
+        {
+            "id": id_,
+            "object": "text_completion",
+            "choices": [{"index": 0, "text": text, "finish_reason": "stop"}],
+        }
+    )

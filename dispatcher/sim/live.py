@@ -1,0 +1,332 @@
+"""A gateway, an endpoint picker and a pool in one process, over HTTP on loopback.
+
+For the demo, the scenario tests and the benchmarks: what the dispatcher sees of a cluster, with realtime
+traffic, faults that are switched while it runs, and an observer who knows what really happened.
+
+    python -m dispatcher.sim.live --slots 32 --seconds 0.5 --queue-limit 8
+
+prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
+a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
+`GET <control>/log?after=N` each request. The three listeners fail apart from each other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hmac
+import signal
+import ssl
+import sys
+import time
+from collections import deque
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import parse_qs, urlsplit
+
+import msgspec
+
+from dispatcher.sim.epp import Epp
+from dispatcher.sim.gateway import Answer, Entry, Fault, Gateway
+from dispatcher.sim.pool import Pool
+from dispatcher.sim.traffic import Realtime, parse_steps
+from dispatcher.sim.wire import Exchange, Server
+
+__all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
+
+
+class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a world starts."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Of the gateway; 0: any."""
+    metrics_port: int = 0
+    control_port: int = 0
+    pool: str = "qwen"
+    slots: int = 32
+    """Requests that all endpoints together really run at once."""
+    endpoints: int = 1
+    declared: int | None = None
+    """Requests that the picker believes they run (maxConcurrency × endpoints); None: the truth."""
+    queue_limit: int | None = None
+    """Requests that may wait; one more is answered 429. None: any number."""
+    seconds: float | None = None
+    """How long every request runs; None: by its tokens and by how full the pool is."""
+    path_s: float = 0.0
+    """What the way to the pool takes, and again the way back."""
+    flow_control: bool = True
+    detector: Literal["concurrency", "utilization"] = "concurrency"
+    kv_at_full: float = 0.6
+    """KV cache in use while all slots are taken."""
+    lag_s: float = 0.0
+    """The page tells the state of so long ago."""
+    flush_s: float = 5.0
+    """Averages are rewritten so often."""
+    metrics_token: str = ""
+    """The bearer token that /metrics asks for."""
+    trace: str = ""
+    """Realtime traffic: a CSV of time, context tokens, generated tokens."""
+    trace_from_s: float = 0.0
+    trace_speed: float = 1.0
+    steps: str = ""
+    """Realtime traffic: so many held in the pool from then on, as 0:0,10:20,30:0 (seconds:level)."""
+    realtime_seconds: float | None = None
+    """How long a realtime request runs; None: by its tokens and by how full the pool is."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    seed: int = 0
+    log_max: int = 200_000
+    """The newest so many requests are kept in the log."""
+
+
+class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What can change while the world runs; what is absent stays as it is."""
+
+    gateway: Fault | msgspec.UnsetType | None = msgspec.UNSET
+    """null: whole again."""
+    metrics: (
+        Literal["ok", "gone", "hang", "garbage", "frozen", "empty", "error", "unauthorized"]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    slots: int | msgspec.UnsetType = msgspec.UNSET
+    """The truth; what the picker believes stays."""
+    declared: int | msgspec.UnsetType = msgspec.UNSET
+    endpoints: int | msgspec.UnsetType = msgspec.UNSET
+    """At 0 nothing runs, the gateway answers 503, and the averages freeze."""
+    queue_limit: int | msgspec.UnsetType | None = msgspec.UNSET
+    seconds: float | msgspec.UnsetType | None = msgspec.UNSET
+    path_s: float | msgspec.UnsetType = msgspec.UNSET
+    lag_s: float | msgspec.UnsetType = msgspec.UNSET
+    realtime: int | msgspec.UnsetType = msgspec.UNSET
+    """Realtime requests to hold in the pool from now on."""
+    restart: bool = False
+    """Begin a new measurement: peaks, means, counts, quantiles. The log and what is known of ids stay."""
+
+
+class LiveWorld:
+    """`async with LiveWorld(Config(…)) as world`: listens at `gateway_url`, `metrics_url`, `control_url`."""
+
+    gateway_url: str
+    metrics_url: str
+    control_url: str
+
+    def __init__(self, config: Config) -> None:
+        self.scraped_at: deque[float] = deque(maxlen=10_000)
+        """When the newest pages were handed out."""
+        self._config = config
+        self._slots = config.slots
+        declared = config.slots if config.declared is None else config.declared
+        self.epp = Epp(
+            config.pool,
+            config.endpoints,
+            declared,
+            flow_control=config.flow_control,
+            detector=config.detector,
+            lag_s=config.lag_s,
+            flush_s=config.flush_s,
+            kv_at_full=config.kv_at_full,
+        )
+        self.pool = Pool(config.slots, config.queue_limit, self._look)
+        self.gateway = Gateway(
+            self.pool,
+            config.host,
+            config.port,
+            _tls(config),
+            seconds=config.seconds,
+            path_s=config.path_s,
+            # With flow control off it is the model server that refuses, and it knows no such header.
+            drop_reason="rejected-saturated" if config.flow_control else "",
+            seed=config.seed,
+            log_max=config.log_max,
+        )
+        self.realtime = Realtime(self.pool, seconds=config.realtime_seconds, seed=config.seed)
+        self._metrics = "ok"
+        self._frozen = b""
+        self._exporter = Server(self._scrape, config.host, config.metrics_port)
+        self._desk = Server(self._command, config.host, config.control_port)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> LiveWorld:
+        config = self._config
+        for server in (self.gateway.server, self._exporter, self._desk):
+            await server.open()
+        scheme = "https" if config.tls_cert else "http"
+        self.gateway_url = f"{scheme}://{config.host}:{self.gateway.server.port}"
+        self.metrics_url = f"http://{config.host}:{self._exporter.port}/metrics"
+        self.control_url = f"http://{config.host}:{self._desk.port}"
+        self._resize()
+        self._spawn(self.epp.flush_averages())
+        if config.steps:
+            self._spawn(self.realtime.step(parse_steps(config.steps)))
+        if config.trace:
+            self._spawn(self.realtime.replay(Path(config.trace), config.trace_from_s, config.trace_speed))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.realtime.hold(0)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for server in (self.gateway.server, self._exporter, self._desk):
+            await server.close()
+
+    async def control(self, control: Control) -> None:
+        """Change the world; when this returns it is changed."""
+        unset = msgspec.UNSET
+        if control.slots is not unset:
+            self._slots = control.slots
+        if control.declared is not unset:
+            self.epp.declared = control.declared
+        if control.endpoints is not unset:
+            self.epp.endpoints = control.endpoints
+        if control.queue_limit is not unset:
+            self.pool.queue_limit = control.queue_limit
+        if control.seconds is not unset:
+            self.gateway.seconds = control.seconds
+        if control.path_s is not unset:
+            self.gateway.path_s = control.path_s
+        if control.lag_s is not unset:
+            self.epp.lag_s = control.lag_s
+        self._resize()
+        if control.realtime is not unset:
+            self.realtime.hold(control.realtime)
+        if control.metrics is not unset:
+            await self._break_metrics(control.metrics)
+        if control.gateway is not unset:
+            await self.gateway.break_(control.gateway)
+        if control.restart:
+            self.pool.restart()
+            self.gateway.restart()
+
+    def observed(self) -> dict[str, Any]:
+        """What happened, by one who saw all of it."""
+        return {
+            "at": time.monotonic(),
+            "gateway": self.gateway.report(),
+            "pool": self.pool.report(),
+            "scrapes": len(self.scraped_at),
+            "scraped_at": self.scraped_at[-1] if self.scraped_at else None,
+        }
+
+    def _look(self) -> None:
+        self.epp.watch(self.pool)
+
+    def _resize(self) -> None:
+        slots = self._slots if self.epp.endpoints > 0 else 0
+        if self._config.flow_control and self._config.detector == "concurrency":
+            slots = min(slots, self.epp.declared)  # the picker sends no more than it believes in
+        self.gateway.endpoints = self.epp.endpoints > 0
+        self.pool.resize(slots)
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+
+    async def _break_metrics(self, kind: str) -> None:
+        if kind == "frozen" and self._metrics != "frozen":
+            self._frozen = self.epp.page()
+        was, self._metrics = self._metrics, kind
+        if kind == "gone":
+            await self._exporter.close()
+        elif was == "gone":
+            await self._exporter.open()
+
+    def _scrape(self, exchange: Exchange) -> None:
+        self.scraped_at.append(time.monotonic())
+        bearer = f"Bearer {self._config.metrics_token}"
+        refused = bool(self._config.metrics_token) and not hmac.compare_digest(
+            exchange.headers.get("authorization", "").encode(), bearer.encode()
+        )
+        kind = "unauthorized" if refused else self._metrics
+        if exchange.target.partition("?")[0] != "/metrics":
+            exchange.answer(404, b"404 page not found\n")
+            return
+        if kind == "hang":
+            return
+        status, page = {
+            "ok": (200, self.epp.page),
+            "frozen": (200, lambda: self._frozen),
+            "garbage": (200, lambda: b"<html>\n{not metrics} 1 2 3 4\n</html>\n"),
+            "empty": (200, lambda: b""),
+            "error": (500, lambda: b"internal error\n"),
+            "unauthorized": (401, lambda: b"Unauthorized\n"),
+        }[kind]
+        exchange.answer(status, page(), [("content-type", "text/plain; version=0.0.4; charset=utf-8")])
+
+    def _command(self, exchange: Exchange) -> None:
+        """The control side. It must answer whatever is broken elsewhere."""
+        url = urlsplit(exchange.target)
+        if exchange.method == "POST" and url.path == "/control":
+            try:
+                control = msgspec.json.decode(exchange.body, type=Control)
+            except msgspec.MsgspecError as error:
+                exchange.answer(400, f"{error}\n".encode())
+                return
+            task = asyncio.create_task(self._change(control, exchange))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif url.path == "/observed":
+            _json(exchange, self.observed())
+        elif url.path == "/log":
+            after = int(parse_qs(url.query).get("after", ["0"])[0])
+            _json(exchange, [entry for entry in self.gateway.log if entry.number > after])
+        else:
+            exchange.answer(404, b"POST /control, GET /observed, GET /log?after=N\n")
+
+    async def _change(self, control: Control, exchange: Exchange) -> None:
+        try:
+            await self.control(control)
+        except OSError as error:
+            exchange.answer(500, f"{error}\n".encode())
+        else:
+            _json(exchange, self.observed())
+
+
+def _json(exchange: Exchange, value: object) -> None:
+    exchange.answer(200, msgspec.json.encode(value), [("content-type", "application/json")])
+
+
+def _tls(config: Config) -> ssl.SSLContext | None:
+    if not config.tls_cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(config.tls_cert, config.tls_key or None)
+    return context
+
+
+def _options(arguments: Sequence[str] | None) -> Config:
+    parser = argparse.ArgumentParser(prog="python -m dispatcher.sim.live", description=__doc__)
+    for field in msgspec.structs.fields(Config):
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}", default=None, help=f"default {field.default!r}"
+        )
+    given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
+    try:
+        return msgspec.convert(given, Config, strict=False)
+    except msgspec.ValidationError as error:
+        parser.error(str(error))
+
+
+async def serve(config: Config) -> None:
+    """Run a world until SIGTERM or SIGINT; one line of JSON on stdout says that it listens, and where."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with LiveWorld(config) as world:
+        urls = {"gateway": world.gateway_url, "metrics": world.metrics_url, "control": world.control_url}
+        sys.stdout.write(msgspec.json.encode(urls).decode() + "\n")
+        sys.stdout.flush()
+        await stop.wait()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    import uvloop  # a third of the cost per request
+
+    uvloop.run(serve(_options(arguments)))
+
+
+if __name__ == "__main__":
+    main()
