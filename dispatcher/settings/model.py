@@ -1,0 +1,443 @@
+"""Every setting: what it is for, its unit, its default, and what is refused.
+
+docs/configuration.md is made of this. Frozen: settings in use never change, a reload makes new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
+
+from dispatcher.core.budget import Policy
+from dispatcher.settings.values import (
+    CONTROL_HEADERS,
+    Headers,
+    HeaderValue,
+    Key,
+    Label,
+    SecretUrl,
+    Text,
+    UrlPath,
+    fault_of_braces,
+    mask_headers,
+    refuse,
+    url,
+)
+
+Source = Literal["epp", "prometheus"]
+HttpUrl = Annotated[SecretUrl, url("http", "https")]
+QueueUrl = Annotated[
+    SecretUrl,
+    url("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", hosts=64),
+]
+MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0}
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_all_defaults(cls, data: Any) -> Any:
+        """A section whose keys are all commented out reads as null."""
+        return {} if data is None else data
+
+
+class Pool(_Section):
+    """The InferencePool that this dispatcher fills. One dispatcher runs per pool."""
+
+    name: Label = Field(
+        "default", description="Name of the InferencePool. It selects the pool's series and names the queue."
+    )
+    namespace: Label = Field("default", description="Namespace of the InferencePool.")
+
+
+class Tls(_Section):
+    """How a TLS server is verified, and what it is shown."""
+
+    ca_file: Text = Field(
+        "", description="PEM file with the authorities to trust. Empty: those of the system."
+    )
+    cert_file: Text = Field(
+        "", description="PEM file with our certificate, where the server asks for one (mTLS)."
+    )
+    key_file: Text = Field("", description="PEM file with its key. Needed together with `cert_file`.")
+    insecure_skip_verify: bool = Field(False, description="Accept any certificate. For experiments only.")
+
+    @field_validator("key_file")
+    @classmethod
+    def _both_or_none(cls, key_file: str, info: ValidationInfo) -> str:
+        cert_file = info.data.get("cert_file", key_file)
+        if bool(cert_file) != bool(key_file):
+            raise refuse("cert_file and key_file are needed together")
+        return key_file
+
+
+class Gateway(_Section):
+    """The inference gateway that requests are forwarded to."""
+
+    url: HttpUrl = Field(
+        description="Where requests go: scheme, host, port and, if need be, a prefix of every path."
+    )
+    path: UrlPath = Field("/v1/completions", description="Path of a request that names none.")
+    allowed_paths: Annotated[tuple[UrlPath, ...], Field(strict=False)] = Field(
+        ("/v1/*",),
+        description="Paths that a request may name; `*` stands for any characters. Never another host.",
+    )
+    objective: HeaderValue = Field(
+        "",
+        description="InferenceObjective sent with every request: the only way to a priority, so name one "
+        "with a negative priority. Empty: none is sent, and batch work competes with everything"
+        " of priority 0.",
+    )
+    fairness_from: Text = Field(
+        "userid",
+        description="Metadata attribute of a request that is sent as the fairness id. Empty: none is sent.",
+    )
+    headers: Headers = Field(
+        default_factory=dict,
+        repr=False,
+        description="Headers sent with every request, for example `Host`. Values of names that sound like "
+        "credentials are not shown.",
+    )
+    timeout_s: float = Field(
+        300.0, gt=0, description="Seconds a try may take; the request's deadline bounds it too."
+    )
+    max_response_bytes: int = Field(
+        33_554_432, ge=1, description="Bytes of an answer that are kept; a longer one ends as TOO_LARGE."
+    )
+    token_file: Text = Field(
+        "", description="File with a bearer token, read again as it rotates. Empty: no Authorization header."
+    )
+    tls: Tls = Field(Tls(), description="For `https`.")
+
+    @field_validator("url")
+    @classmethod
+    def _plain(cls, value: SecretUrl) -> SecretUrl:
+        if not value:
+            raise refuse("is required: the URL of the inference gateway")
+        if any(mark in value.reveal() for mark in "?#"):
+            raise refuse("must not hold a query or a fragment")
+        return value
+
+    @field_validator("headers")
+    @classmethod
+    def _not_ours(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name in headers:
+            if (instead := CONTROL_HEADERS.get(name.lower())) is not None:
+                raise refuse(f"{name} cannot be set here: {instead}")
+        return headers
+
+    @field_validator("token_file")
+    @classmethod
+    def _one_authorization(cls, token_file: str, info: ValidationInfo) -> str:
+        if token_file and any(name.lower() == "authorization" for name in info.data.get("headers", ())):
+            raise refuse("the Authorization header is set in gateway.headers already")
+        return token_file
+
+    @field_serializer("headers")
+    def _masked(self, headers: dict[str, str]) -> dict[str, str]:
+        return mask_headers(headers)
+
+
+class Queue(_Section):
+    """The queue in Redis or Valkey."""
+
+    url: QueueUrl = Field(
+        SecretUrl(""),
+        description="`redis://`, `rediss://` (TLS), `redis+sentinel://`, `redis+cluster://`; several hosts "
+        "with commas. Empty: a Valkey server started beside this process, with its data in "
+        "`data_dir`. Give a password through the environment, not in a ConfigMap.",
+    )
+    data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
+    name: Key = Field(
+        "",
+        description="Key of the queue. Empty: `batch:{<pool>}:requests`; the braces keep all its keys in one "
+        "Redis Cluster slot. A name without braces is wrapped whole; stray braces are refused.",
+    )
+    results: Key = Field(
+        "", description="Result list of a request that names none. Empty: `batch:{<pool>}:results`."
+    )
+    lease_s: float = Field(
+        30.0,
+        ge=1,
+        le=86_400,
+        description="Seconds after which the requests of a dead dispatcher run again. Renewed every third "
+        "of it, so below some seconds a short pause of Redis makes requests run twice.",
+    )
+    poll_s: float = Field(
+        0.2,
+        ge=0.01,
+        le=60,
+        description="Seconds between looks at the queue, for producers that do not wake us.",
+    )
+    max_payload_bytes: int = Field(16_777_216, ge=1, description="A longer payload ends as TOO_LARGE.")
+    result_ttl_s: float = Field(
+        604_800.0, ge=0, description="Seconds a result list lives after its last push. 0: for ever."
+    )
+    dead_max: int = Field(
+        100_000, ge=1, description="Dead requests that are kept; the oldest go first, counted and logged."
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _one_slot(cls, name: str) -> str:
+        if (why := fault_of_braces(name)) is not None:
+            raise refuse(why)
+        return name
+
+
+class Prometheus(_Section):
+    """Signals read through a Prometheus server, or what speaks its API (Thanos, Mimir)."""
+
+    url: HttpUrl = Field(SecretUrl(""), description="Base URL of the server. Empty: not used.")
+    token_file: Text = Field("", description="File with a bearer token, read again for each query.")
+    headers: Headers = Field(
+        default_factory=dict, repr=False, description="Headers of each query, for example a tenant's name."
+    )
+    tls: Tls = Field(Tls(), description="For `https`.")
+    queries: dict[Literal["saturation", "queued", "capacity"], Text] = Field(
+        default_factory=dict,
+        description="Own PromQL in place of the known series: `saturation` (a fraction), `queued` and "
+        "`capacity` (requests).",
+    )
+
+    @field_serializer("headers")
+    def _masked(self, headers: dict[str, str]) -> dict[str, str]:
+        return mask_headers(headers)
+
+
+class Epp(_Section):
+    """Signals scraped from the endpoint picker itself.
+
+    With neither `urls` nor `service` its replicas are found through the InferencePool.
+    """
+
+    urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
+        (), description="Whole URLs, one per EPP replica; without a path: `/metrics`."
+    )
+    service: Text = Field("", description="Name of a Service whose endpoints are the EPP's replicas.")
+    port: int = Field(9090, ge=1, le=65535, description="Metrics port of the replicas that are found.")
+    token_file: Text = Field(
+        "",
+        description="File with a bearer token, read again for each scrape. Empty: the service account's, if"
+        " any.",
+    )
+
+
+class Signals(_Section):
+    """How it is known how full the pool is."""
+
+    source: Literal["auto", "prometheus", "epp"] = Field(
+        "auto",
+        description="`epp`: direct scrape. `prometheus`. `auto`: direct scrape, Prometheus as its stand-in.",
+    )
+    interval_s: float = Field(1.0, ge=0.05, le=3600, description="Seconds between readings.")
+    max_age_s: float | None = Field(
+        None,
+        gt=0,
+        description="A sample older than this many seconds closes the gate. At least two intervals. null: "
+        "10 for direct scrape, 60 through Prometheus.",
+    )
+    use: Literal["auto", "saturation", "requests", "both"] = Field(
+        "auto",
+        description="`saturation`: the EPP's pool saturation and queue. `requests`: running and waiting "
+        "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP shows "
+        "that it runs the concurrency detector; then saturation alone. The default detector can"
+        " read near 0 while every slot is taken, so `saturation` alone suits the concurrency "
+        "detector only.",
+    )
+    prometheus: Prometheus = Prometheus()
+    epp: Epp = Epp()
+
+    @field_validator("max_age_s")
+    @classmethod
+    def _two_intervals(cls, max_age_s: float | None, info: ValidationInfo) -> float | None:
+        interval_s = info.data.get("interval_s", 0.0)
+        if max_age_s is not None and max_age_s < 2 * interval_s:
+            raise refuse(
+                f"must be at least two intervals ({2 * interval_s:g} s), or every other reading is stale"
+            )
+        return max_age_s
+
+    @field_validator("prometheus")
+    @classmethod
+    def _reachable(cls, prometheus: Prometheus, info: ValidationInfo) -> Prometheus:
+        if info.data.get("source") == "prometheus" and not prometheus.url:
+            raise refuse("url is required when signals.source is prometheus")
+        return prometheus
+
+    def max_age_for(self, source: Source) -> float:
+        """Seconds after which a sample from this source is not acted upon."""
+        if self.max_age_s is not None:
+            return self.max_age_s
+        return max(MAX_AGE_S[source], 2 * self.interval_s)
+
+
+class Budget(_Section):
+    """How much of the pool's slack batch work takes."""
+
+    reserve: float = Field(
+        0.05,
+        ge=0,
+        lt=1,
+        description="B: share of the pool that batch work never takes, the price to realtime users.",
+    )
+    upper: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="u: a budget D above it is not believed. null: 1 − reserve, the room of an idle pool.",
+    )
+    max_sys: float | None = Field(
+        None, gt=0, description="Capacity of the pool in requests. null: ready endpoints × `per_endpoint`."
+    )
+    per_endpoint: float = Field(
+        100.0,
+        gt=0,
+        description="Requests that one endpoint runs at once. No series tells it: set it to the model "
+        "server's limit (and the EPP's `maxConcurrency`).",
+    )
+    max_in_flight: int | None = Field(
+        None, ge=1, description="Hard cap on our requests in flight, whatever the readings say."
+    )
+    overload_backoff: float = Field(
+        0.7,
+        gt=0,
+        lt=1,
+        description="β: a refusal for lack of capacity lowers the ceiling to this share of what was in "
+        "flight.",
+    )
+
+    @field_validator("upper")
+    @classmethod
+    def _room_of_an_idle_pool(cls, upper: float | None, info: ValidationInfo) -> float | None:
+        room = 1.0 - info.data.get("reserve", 1.0)
+        if upper is not None and upper < room - 1e-9:
+            raise refuse(f"must not be below 1 − reserve ({room:g}): an idle pool would never be believed")
+        return upper
+
+
+class Retry(_Section):
+    """What happens to requests whose tries fail."""
+
+    base_s: float = Field(
+        2.0, gt=0, le=3600, description="Seconds of the first pause; each further one is up to twice as long."
+    )
+    max_s: float = Field(
+        60.0,
+        gt=0,
+        le=86_400,
+        description="Longest pause in seconds, and the longest Retry-After that is kept to.",
+    )
+    max_attempts: int = Field(8, ge=1, description="Failed tries after which a request is dead.")
+    max_deliveries: int = Field(
+        5,
+        ge=1,
+        description="Dispatchers that may die with a suspect request running alone before it is dead.",
+    )
+
+    @field_validator("max_s")
+    @classmethod
+    def _not_below_base(cls, max_s: float, info: ValidationInfo) -> float:
+        if max_s < info.data.get("base_s", 0.0):
+            raise refuse("must not be below retry.base_s")
+        return max_s
+
+
+class Shutdown(_Section):
+    """How the process ends."""
+
+    drain_s: float = Field(
+        120.0,
+        ge=0,
+        description="Seconds that running requests have to finish after SIGTERM; the rest goes back to its "
+        "place. Keep it below the pod's terminationGracePeriodSeconds.",
+    )
+
+
+class Admin(_Section):
+    """The port with health, metrics and status."""
+
+    host: Text = Field("0.0.0.0", min_length=1, description="Address to listen on.")  # noqa: S104 -- probes and scrapes come from outside the pod
+    port: int = Field(
+        8080, ge=0, le=65535, description="Port to listen on. 0: any free one, logged at the start."
+    )
+    token_file: Text = Field(
+        "", description="File with a bearer token that changes (pause, resume) must show. Empty: none."
+    )
+
+
+class Log(_Section):
+    """Logging, to standard error."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least level that is logged."
+    )
+    format: Literal["auto", "console", "json"] = Field(
+        "auto", description="`auto`: console on a terminal, JSON otherwise."
+    )
+
+
+class Tracing(_Section):
+    """OpenTelemetry traces; needs the `otel` extra."""
+
+    endpoint: HttpUrl = Field(SecretUrl(""), description="OTLP/HTTP endpoint. Empty: no traces.")
+    sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests that are traced.")
+
+
+class Settings(_Section):
+    """The whole configuration of one dispatcher."""
+
+    pool: Pool = Pool()
+    gateway: Gateway
+    queue: Queue = Queue()
+    signals: Signals = Signals()
+    budget: Budget = Budget()
+    retry: Retry = Retry()
+    shutdown: Shutdown = Shutdown()
+    admin: Admin = Admin()
+    log: Log = Log()
+    tracing: Tracing = Tracing()
+
+    @model_validator(mode="after")
+    def _name_the_queue(self) -> Settings:
+        """Fill in the names that derive from the pool's, without marking them as set by the operator."""
+        queue = self.queue
+        values = {
+            **dict(queue),
+            "name": queue.name or f"batch:{{{self.pool.name}}}:requests",
+            "results": queue.results or f"batch:{{{self.pool.name}}}:results",
+        }
+        if values["results"] == values["name"]:
+            raise refuse("queue.results must not be queue.name: results would be taken for requests")
+        # Once, before anybody else sees the object: frozen from here on.
+        object.__setattr__(self, "queue", Queue.model_construct(_fields_set=queue.model_fields_set, **values))
+        return self
+
+    def policy(self, source: Source | None = None) -> Policy:
+        """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""
+        if source is None:
+            source = "prometheus" if self.signals.source == "prometheus" else "epp"
+        budget = self.budget
+        return Policy(
+            reserve=budget.reserve,
+            upper=budget.upper,
+            max_sys=budget.max_sys,
+            per_endpoint=budget.per_endpoint,
+            max_in_flight=budget.max_in_flight,
+            overload_backoff=budget.overload_backoff,
+            max_age_s=self.signals.max_age_for(source),
+            retry_after_max_s=self.retry.max_s,
+        )

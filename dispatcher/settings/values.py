@@ -1,0 +1,238 @@
+"""Values that need more than a type: URLs that may hold a password, headers, paths, names of keys.
+
+Each refuses with a sentence that never repeats the value: it may be a secret.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+from urllib.parse import unquote
+
+from pydantic import AfterValidator, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+MASK = "***"
+CONTROL_HEADERS = {
+    "x-llm-d-inference-objective": "set gateway.objective",
+    "x-gateway-inference-objective": "set gateway.objective",
+    "x-llm-d-inference-fairness-id": "set gateway.fairness_from",
+    "x-gateway-inference-fairness-id": "set gateway.fairness_from",
+    "x-request-id": "it is the request's id",
+    "content-length": "it follows from the payload",
+    "connection": "it belongs to the connection",
+    "keep-alive": "it belongs to the connection",
+    "proxy-authenticate": "it belongs to the connection",
+    "proxy-authorization": "it belongs to the connection",
+    "proxy-connection": "it belongs to the connection",
+    "te": "it belongs to the connection",
+    "trailer": "it belongs to the connection",
+    "transfer-encoding": "it belongs to the connection",
+    "upgrade": "it belongs to the connection",
+}
+"""Headers the dispatcher sets itself, or that no request may carry, and what to do instead."""
+
+_URL = re.compile(
+    r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<netloc>[^/?#]*)(?P<path>[^?#]*)"
+    r"(?:\?(?P<query>[^#]*))?(?:#(?P<fragment>.*))?",
+    re.DOTALL,
+)
+_HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?")
+_SECRET_NAME = re.compile(r"auth|token|key|secret|cookie|passw|credential", re.IGNORECASE)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+
+
+def refuse(why: str) -> PydanticCustomError:
+    """The error a validator raises: a whole sentence, shown as it is."""
+    return PydanticCustomError("refused", "{why}", {"why": why})
+
+
+def secret_name(name: str) -> bool:
+    """Is what goes by this name (a header, a query parameter) likely a credential?"""
+    return _SECRET_NAME.search(name) is not None
+
+
+class SecretUrl:
+    """A URL whose password shows only where it is asked for: `reveal()`. Empty is false."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def reveal(self) -> str:
+        return self._text
+
+    @property
+    def scheme(self) -> str:
+        return self._text.partition("://")[0].lower()
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Each with its port, where one is given."""
+        match = _URL.fullmatch(self._text)
+        return tuple(match["netloc"].rpartition("@")[2].split(",")) if match else ()
+
+    @property
+    def credentials(self) -> tuple[str, str] | None:
+        """User and password, decoded; None where the URL holds neither."""
+        match = _URL.fullmatch(self._text)
+        userinfo, at, _ = match["netloc"].rpartition("@") if match else ("", "", "")
+        user, _, password = userinfo.partition(":")
+        return (unquote(user), unquote(password)) if at else None
+
+    @property
+    def bare(self) -> str:
+        """The URL without user and password."""
+        match = _URL.fullmatch(self._text)
+        if match is None:
+            return self._text
+        hosts = match["netloc"].rpartition("@")[2]
+        return f"{match['scheme']}://{hosts}{self._text[match.end('netloc') :]}"
+
+    def __str__(self) -> str:
+        """The URL as it may be shown: `redis://:***@host`."""
+        scheme, there, rest = self._text.partition("://")
+        if not there:
+            return MASK if "@" in self._text else self._text
+        # Up to the last @, even where it stands after a slash: a password that was not encoded stays hidden.
+        userinfo, at, tail = rest.rpartition("@")
+        if at:
+            user, colon, _ = userinfo.partition(":")
+            named = colon and not re.search(r"[/?#]", user)
+            rest = f"{user}:{MASK}@{tail}" if named else f"{MASK}@{tail}"
+        path, mark, query = rest.partition("?")
+        if mark:
+            pairs = (pair.partition("=") for pair in query.split("&"))
+            query = "&".join(
+                f"{name}={MASK}" if secret_name(name) else name + eq + v for name, eq, v in pairs
+            )
+        return f"{scheme}://{path}{mark}{query}"
+
+    def __repr__(self) -> str:
+        return f"SecretUrl({str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SecretUrl) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        text = core_schema.no_info_after_validator_function(cls, core_schema.str_schema(strict=True))
+        return core_schema.union_schema(
+            [core_schema.is_instance_schema(cls), text],
+            mode="left_to_right",
+            custom_error_type="refused",
+            custom_error_message="{why}",
+            custom_error_context={"why": "a URL is expected"},
+            serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json"),
+        )
+
+
+def url(*schemes: str, hosts: int = 1) -> AfterValidator:
+    """A URL of one of the schemes with at most so many hosts; empty passes."""
+
+    def check(value: SecretUrl) -> SecretUrl:
+        if not value:
+            return value
+        if (why := _fault_of_url(value, schemes, hosts)) is not None:
+            raise refuse(why)
+        return value
+
+    return AfterValidator(check)
+
+
+def _fault_of_url(value: SecretUrl, schemes: tuple[str, ...], hosts: int) -> str | None:
+    match = _URL.fullmatch(value.reveal())
+    if match is None or value.scheme not in schemes:
+        return "must begin with " + " or ".join(f"{scheme}://" for scheme in schemes)
+    if re.search(r"[^\x21-\x7e]", value.reveal()):
+        return "holds blanks, control or non-ASCII characters: percent-encode them"
+    if "@" in match["path"]:
+        return "holds an @ after the host: percent-encode / ? # and @ in the password"
+    if len(value.hosts) > hosts:
+        return "names more than one host"
+    for host in value.hosts:
+        found = _HOST.fullmatch(host)
+        if found is None:
+            return "holds no valid host (percent-encode / ? # and @ in the password)"
+        if found["port"] is not None and not 1 <= int(found["port"]) <= 65535:
+            return "holds a port that is not between 1 and 65535"
+    return None
+
+
+def _without_controls(value: str) -> str:
+    if _CONTROL.search(value):
+        raise refuse("must not hold line breaks or other control characters")
+    return value
+
+
+def _header_name(value: str) -> str:
+    if _TOKEN.fullmatch(value) is None:
+        raise refuse("is not a header name")
+    return value
+
+
+def _header_value(value: str) -> str:
+    if _CONTROL.search(value) or value != value.strip():
+        raise refuse("must not hold control characters, nor blanks at its ends")
+    try:
+        value.encode("latin-1")
+    except UnicodeEncodeError:
+        raise refuse("holds characters that a header cannot carry") from None
+    return value
+
+
+def _label(value: str) -> str:
+    if _LABEL.fullmatch(value) is None:
+        raise refuse(
+            "must be a Kubernetes name: at most 63 of a-z, 0-9 and -, a letter or digit at both ends"
+        )
+    return value
+
+
+def _path(value: str) -> str:
+    if not value.startswith("/") or value.startswith("//"):
+        raise refuse("must begin with one /")
+    if re.search(r"[^\x21-\x7e]|[?#\\]", value) or ".." in value.split("/"):
+        raise refuse("must be a plain path: no blanks, ?, #, \\ or ..")
+    return value
+
+
+def _key(value: str) -> str:
+    if _CONTROL.search(value) or len(value) > 512:
+        raise refuse("must not hold control characters, nor more than 512 characters")
+    return value
+
+
+def fault_of_braces(name: str) -> str | None:
+    """Why a queue's name could not keep all its keys in one Redis Cluster slot; None when it can.
+
+    One `{tag}` is kept; a name without braces is wrapped whole. Anything else would be hashed in a way that
+    nobody meant.
+    """
+    if "{" not in name and "}" not in name:
+        return None
+    if name.count("{") != 1 or name.count("}") != 1 or re.search(r"\{[^{}]+\}", name) is None:
+        return "must hold one {tag} that is not empty, or no braces at all"
+    return None
+
+
+Text = Annotated[str, AfterValidator(_without_controls)]
+Label = Annotated[str, AfterValidator(_label)]
+UrlPath = Annotated[str, AfterValidator(_path)]
+Key = Annotated[str, AfterValidator(_key)]
+HeaderValue = Annotated[str, AfterValidator(_header_value)]
+Headers = dict[Annotated[str, AfterValidator(_header_name)], HeaderValue]
+
+
+def mask_headers(headers: dict[str, str]) -> dict[str, str]:
+    """The headers as they may be shown."""
+    return {name: MASK if secret_name(name) else value for name, value in headers.items()}
