@@ -1,0 +1,131 @@
+"""What of a request reaches the gateway: its path and its headers, or why it must not be sent.
+
+Producers are not trusted with more than their payload: no other host, no path that was not allowed, no
+header that belongs to the connection, carries credentials, or steers the gateway or the endpoint picker.
+A path that is not allowed refuses the request, for it can only be meant; a header is left out, for producers
+copy whole sets of them. docs/forwarding.md has the tables, checked by a test.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from urllib.parse import quote
+
+from dispatcher.core.outcome import Refused
+from dispatcher.core.request import Request
+
+# What a caller must not set: what belongs to the connection, to us, or steers gateway and picker.
+NOT_PASSED_ON = frozenset(
+    {
+        # The connection's (and those a Connection header names, and all of proxy-*).
+        *("connection", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "via"),
+        *("expect", "forwarded", "http2-settings"),
+        # Ours.
+        *("accept-encoding", "content-encoding", "content-length", "content-type", "x-request-id"),
+        # Credentials: those of whoever submits are not those of the dispatcher.
+        *("authorization", "cookie"),
+    }
+)
+PREFIXES_NOT_PASSED_ON = (
+    "proxy-",
+    "x-data-parallel-",
+    "x-encoder-",
+    "x-envoy-",
+    "x-forwarded-",
+    "x-gateway-",
+    "x-llm-d-",
+    "x-prefiller-",
+)
+OBJECTIVE = "x-llm-d-inference-objective"
+FAIRNESS_ID = "x-llm-d-inference-fairness-id"
+
+_PATH = re.compile(r"(?:/[A-Za-z0-9\-._~!$&'()*+,=:]+)+/?")
+_VISIBLE = re.compile(r"[!-~]+")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class RouteOptions(Protocol):
+    """Settings `gateway`, as far as they decide what is sent where."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def allowed_paths(self) -> Sequence[str]: ...
+    @property
+    def objective(self) -> str: ...
+    @property
+    def fairness_from(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+
+class Route:
+    """The rules under one set of options."""
+
+    def __init__(self, options: RouteOptions, *, user_agent: str) -> None:
+        self._path = options.path
+        self._allowed = re.compile("|".join(map(fnmatch.translate, options.allowed_paths)) or r"(?!)")
+        self._fairness_from = options.fairness_from
+        chosen = {name.lower(): value for name, value in options.headers.items()}
+        if options.objective:
+            chosen[OBJECTIVE] = options.objective
+        self._chosen = frozenset(chosen)
+        """What the operator set: a caller cannot change it."""
+        self._headers = {
+            "accept": "*/*",
+            "accept-encoding": "identity",
+            "content-type": "application/json",
+            "user-agent": user_agent,
+        } | chosen
+
+    def path(self, endpoint: str) -> str | Refused:
+        """The path for a request: the default, or its own when that is plain and allowed.
+
+        Plain: letters, digits and a few marks between single slashes; no dot segment, no escape, no query.
+        So there is nothing to normalise, which gateway and model server might do in two ways.
+        """
+        if not endpoint or endpoint == self._path:
+            return self._path
+        if not _PATH.fullmatch(endpoint) or not {".", ".."}.isdisjoint(endpoint.split("/")):
+            return Refused(f"data.endpoint: {endpoint[:100]!r} is not a plain path")
+        if not self._allowed.fullmatch(endpoint):
+            return Refused(f"data.endpoint: {endpoint[:100]!r} is not among gateway.allowed_paths")
+        return endpoint
+
+    def headers_for(self, request: Request, bearer: str) -> dict[str, str]:
+        """Names in lower case. `bearer`: the Authorization header, or empty."""
+        headers = self._headers.copy()
+        if request.headers:
+            headers.update(self._passed_on(request.headers))
+        if bearer:
+            headers["authorization"] = bearer
+        headers["x-request-id"] = _header_safe(request.id)
+        metadata = request.metadata
+        if metadata:
+            if fairness_id := metadata.get(self._fairness_from):
+                headers[FAIRNESS_ID] = _header_safe(fairness_id)
+            if _TRACEPARENT.fullmatch(trace := metadata.get("traceparent", "")):
+                headers["traceparent"] = trace
+        return headers
+
+    def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
+        """A caller's headers without those that are not the caller's to set; of equal names the last."""
+        lowered = {name.lower(): value for name, value in headers.items()}
+        named = {name.strip() for name in lowered.get("connection", "").lower().split(",")}
+        return {
+            name: value
+            for name, value in lowered.items()
+            # An underscore is a hyphen to some of the programs behind the gateway.
+            if (plain := name.replace("_", "-")) not in NOT_PASSED_ON
+            and not plain.startswith(PREFIXES_NOT_PASSED_ON)
+            and plain not in self._chosen
+            and name not in named
+        }
+
+
+def _header_safe(value: str) -> str:
+    """The value itself where it is visible ASCII, else percent-encoded."""
+    return value if _VISIBLE.fullmatch(value) else quote(value, safe="!#$&'()*+,/:;=?@[]~")

@@ -1,0 +1,470 @@
+"""One try of one request over HTTP, translated into an Outcome: the only place that knows HTTP errors.
+
+`docs/forwarding.md` has the tables: what is sent, what is refused, which answer leads to what.
+
+A prepared httpx.Request goes straight to the aiohttp transport; the client in between (redirects, cookies,
+proxies of the environment, decoding) is neither wanted nor free. Below it lies a connector of ours that
+knows, for each try, since when it holds a connection and whether that had been used before: a kept-alive
+connection that breaks before an answer says nothing but that the server had closed it, and such a request
+goes out once more on a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import socket
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import unquote_to_bytes
+from weakref import WeakSet
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+import dispatcher
+from dispatcher.core.outcome import (
+    Expired,
+    Failed,
+    Outcome,
+    Refused,
+    TooLarge,
+    Unreachable,
+    classify,
+)
+from dispatcher.core.request import Request
+from dispatcher.core.routing import Route, RouteOptions
+from dispatcher.ports import Forwarded
+
+CONNECT_S = 1.5
+"""From looking the name up to the end of the TLS handshake."""
+KEPT_ALIVE_S = 30.0
+"""An idle connection is closed after this."""
+UNACKNOWLEDGED_S = 10.0
+"""A peer that acknowledges nothing for so long is gone (TCP_USER_TIMEOUT, where the system has it)."""
+WATCH_S = 1.0
+"""Token and certificate files are looked at no more often."""
+STREAMED_BYTES = 262_144
+"""Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
+
+_TIMEOUTS = {"timeout": {"connect": CONNECT_S, "pool": CONNECT_S}}
+_VISIBLE = re.compile(r"[!-~]+")
+
+T = TypeVar("T")
+
+
+class TlsOptions(Protocol):
+    """Settings `gateway.tls`."""
+
+    @property
+    def ca_file(self) -> str: ...
+    @property
+    def cert_file(self) -> str: ...
+    @property
+    def key_file(self) -> str: ...
+    @property
+    def insecure_skip_verify(self) -> bool: ...
+
+
+class GatewayOptions(RouteOptions, Protocol):
+    """Settings `gateway`."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def max_response_bytes(self) -> int: ...
+    @property
+    def token_file(self) -> str: ...
+    @property
+    def tls(self) -> TlsOptions: ...
+
+
+@dataclass(slots=True)
+class _Try:
+    """What is known of a running try beside its outcome."""
+
+    connected_at: float | None = None
+    reused: bool = False
+    """The connection had carried a request before."""
+    fresh: bool = False
+    """Only a new connection will do."""
+
+
+_running: ContextVar[_Try] = ContextVar("try")
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections without a bound (the limit on requests is the bound), and each try told which it got."""
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        # Two addresses of one name are tried 0.25 s apart, well within CONNECT_S.
+        super().__init__(limit=0, ssl=tls, keepalive_timeout=KEPT_ALIVE_S, ttl_dns_cache=10)
+        self._used: WeakSet[Any] = WeakSet()
+
+    async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
+        current = _running.get()
+        if current.fresh:
+            self.close_idle(0)
+        connection = await super().connect(req, traces, timeout)
+        protocol = connection.protocol
+        current.reused = protocol in self._used
+        if not current.reused:
+            self._used.add(protocol)
+            _detect_dead_peer(connection.transport)
+        current.connected_at = self._loop.time()
+        return connection
+
+    def close_idle(self, keep: int) -> None:
+        """Close idle connections, the longest idle first, but for `keep` of them."""
+        idle = [protocol for kept in self._conns.values() for protocol, _ in kept]
+        for protocol in idle[: max(0, len(idle) - keep)]:
+            protocol.close()
+
+
+def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
+    """Have the system notice a peer that vanished, for which TCP alone waits a quarter of an hour."""
+    sock: socket.socket | None = transport.get_extra_info("socket") if transport is not None else None
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 15),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(UNACKNOWLEDGED_S * 1000)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Pieces(httpx.AsyncByteStream):
+    """A large payload, written in pieces; can be read again for a second send."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._payload), STREAMED_BYTES):
+            yield self._payload[start : start + STREAMED_BYTES]
+
+
+class _Watched(Generic[T]):
+    """What is made of files that others replace under us: made again when one has changed.
+
+    A change that cannot be read leaves the old value in force, and is tried again.
+    """
+
+    def __init__(self, paths: Sequence[str], make: Callable[[], T]) -> None:
+        self.paths = tuple(paths)
+        self.value: T | None = None
+        self.fault = ""
+        self._make = make
+        self._look_at = float("-inf")
+        self._seen: object = None
+
+    def refresh(self, now: float) -> bool:
+        """Look at the files, at most every WATCH_S; whether the value was made anew."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + WATCH_S
+        seen = [_identity(Path(path)) for path in self.paths if path]
+        if seen == self._seen and not self.fault:
+            return False
+        try:
+            self.value = self._make()
+        except (OSError, ValueError) as error:
+            self.fault = str(error)
+            return False
+        self._seen, self.fault = seen, ""
+        return True
+
+
+def _identity(path: Path) -> object:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+class _Line:
+    """A transport and its connections; replaced as a whole when TLS changes."""
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        self.connector = _Connector(tls)
+        session = aiohttp.ClientSession(connector=self.connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._transport = AiohttpTransport(verify=tls, trust_env=False, client=session)
+        self.send: Callable[[httpx.Request], Awaitable[httpx.Response]] = self._transport.handle_async_request
+        self.running = 0
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+class _Plan:
+    """Options prepared for use: everything that is the same for all requests."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        url = httpx.URL(options.url)
+        self.secure = url.scheme == "https"
+        self.timeout_s = options.timeout_s
+        self.max_response_bytes = options.max_response_bytes
+        self.route = Route(options, user_agent=f"batch-dispatcher/{dispatcher.__version__}")
+        self.basic = ""
+        if url.userinfo:
+            self.basic = "Basic " + base64.b64encode(unquote_to_bytes(url.userinfo)).decode()
+        self._base = str(url.copy_with(userinfo=b"", query=None, fragment=None)).rstrip("/")
+        self._urls: dict[str, httpx.URL] = {}
+
+    def url(self, endpoint: str) -> httpx.URL | Refused:
+        known = self._urls.get(endpoint)
+        if known is not None:
+            return known
+        path = self.route.path(endpoint)
+        if isinstance(path, Refused):
+            return path
+        if len(self._urls) >= 256:  # parsing is slow, and callers' paths are without end
+            self._urls.clear()
+        url = self._urls[endpoint] = httpx.URL(self._base + path)
+        return url
+
+
+class HttpGateway:
+    """`ports.Gateway` over HTTP/1.1.
+
+    Options may change at any time: running tries end as they began, the next one uses the new. Connections
+    are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
+    """
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._line: _Line | None = None
+        self._retired: list[_Line] = []
+        self._tries: dict[int, _Try] = {}
+        self._options: GatewayOptions | None = None
+        self.reconfigure(options)
+
+    def reconfigure(self, options: GatewayOptions) -> None:
+        """Use these options from the next request on. Raises ValueError on a URL that is none."""
+        try:
+            self._plan = _Plan(options)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"gateway.url: {error}") from error
+        before, self._options = self._options, options
+        if before is None or before.token_file != options.token_file:
+            self._bearer = _Watched([options.token_file], lambda: _bearer(options.token_file))
+        if before is None or (before.tls, before.url) != (options.tls, options.url):
+            tls, secure = options.tls, self._plan.secure
+            files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
+            self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
+
+    def resize(self, limit: int) -> None:
+        """Keep no more connections than `limit` requests can use at once."""
+        if self._line is not None:
+            self._line.connector.close_idle(max(0, limit - self._line.running))
+
+    def connected(self, request: Request) -> float | None:
+        """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
+        current = self._tries.get(id(request))
+        return None if current is None else current.connected_at
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        lines, self._line = [*self._retired, *([self._line] if self._line else [])], None
+        self._retired = []
+        for line in lines:
+            await line.aclose()
+
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        """Try once, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
+        now = asyncio.get_running_loop().time
+        started = now()
+        if deadline <= started:
+            return Forwarded(Expired(), started, started)
+        plan = self._plan
+        url = plan.url(request.endpoint)
+        if isinstance(url, Refused):
+            return Forwarded(url, started, started)
+        line = self._refresh(started)
+        if isinstance(line, Unreachable):
+            return Forwarded(line, started, started)
+        headers = plan.route.headers_for(request, self._bearer.value or plan.basic)
+        prepared = _prepared(request.payload, url, headers)
+        ends = min(deadline, started + plan.timeout_s)
+        current = self._tries[id(request)] = _Try()
+        _running.set(current)
+        line.running += 1
+        try:
+            async with asyncio.timeout_at(ends):
+                outcome = await _exchange(line, prepared, current, plan.max_response_bytes)
+        except TimeoutError:
+            outcome = Expired() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
+        finally:
+            line.running -= 1
+            self._tries.pop(id(request), None)
+        if self._retired:
+            await self._close_retired()
+        ended = now()
+        return Forwarded(outcome, ended if current.connected_at is None else current.connected_at, ended)
+
+    def _refresh(self, now: float) -> _Line | Unreachable:
+        """The line to use, after a look at the files that rotate: certificates and token."""
+        if self._tls.refresh(now) and self._tls.value is not None:
+            if self._line is not None:
+                self._retired.append(self._line)
+            self._line = _Line(self._tls.value)
+        self._bearer.refresh(now)
+        if self._line is None or self._tls.value is None:
+            return Unreachable(f"gateway.tls: {self._tls.fault}")
+        if self._bearer.value is None:
+            return Unreachable(f"gateway.token_file: {self._bearer.fault}")
+        return self._line
+
+    async def _close_retired(self) -> None:
+        done = [line for line in self._retired if not line.running]
+        self._retired = [line for line in self._retired if line.running]
+        for line in done:
+            await line.aclose()
+
+
+def _tls_context(options: TlsOptions, *, secure: bool) -> ssl.SSLContext:
+    """Raises OSError (ssl.SSLError is one) where a file is missing or wrong."""
+    if not secure:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
+    context = ssl.create_default_context(cafile=options.ca_file or None)
+    if options.cert_file:
+        context.load_cert_chain(options.cert_file, options.key_file or None)
+    if options.insecure_skip_verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _bearer(token_file: str) -> str:
+    """The Authorization header of a token file; empty without one."""
+    if not token_file:
+        return ""
+    token = Path(token_file).read_text().strip()
+    if not _VISIBLE.fullmatch(token):
+        raise ValueError(f"{token_file} is empty, or holds more than a token")
+    return f"Bearer {token}"
+
+
+def _prepared(payload: bytes, url: httpx.URL, headers: dict[str, str]) -> httpx.Request:
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    if len(payload) <= STREAMED_BYTES:
+        return httpx.Request("POST", url, headers=encoded, content=payload, extensions=_TIMEOUTS)
+    encoded.append((b"content-length", b"%d" % len(payload)))
+    return httpx.Request("POST", url, headers=encoded, stream=_Pieces(payload), extensions=_TIMEOUTS)
+
+
+async def _exchange(line: _Line, request: httpx.Request, current: _Try, limit_bytes: int) -> Outcome:
+    """Send and read the answer. The time limit is the caller's."""
+    while True:
+        try:
+            response = await line.send(request)
+            break
+        except _ERRORS as error:
+            cause = _cause(error)
+            if current.reused and isinstance(cause, _CLOSED_BY_PEER):
+                current.fresh, current.reused, current.connected_at = True, False, None
+                continue
+            if current.connected_at is None:
+                line.connector.close_idle(0)  # they lead to what is not there any more
+                return Unreachable(f"no connection: {_words(cause)}")
+            if _is_tls(cause):
+                return Unreachable(f"no connection: {_words(cause)}")
+            return Failed(f"no answer: {_words(cause)}")
+    stream = response.stream
+    assert isinstance(stream, httpx.AsyncByteStream)  # noqa: S101 - the transport's
+    try:
+        body = await _read(response, stream, limit_bytes)
+    except _ERRORS as error:
+        return Failed(f"the answer ({response.status_code}) broke off: {_words(_cause(error))}")
+    finally:
+        await stream.aclose()
+    if body is None:
+        return TooLarge(response.status_code, limit_bytes)
+    return classify(response.status_code, response.headers, body, time.time())
+
+
+async def _read(response: httpx.Response, stream: httpx.AsyncByteStream, limit_bytes: int) -> bytes | None:
+    """The body, decoded; None when it is larger than the limit."""
+    headers = response.headers
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit_bytes:
+        return None
+    chunks, size = [], 0
+    async for chunk in stream:
+        size += len(chunk)
+        if size > limit_bytes:
+            return None
+        chunks.append(chunk)
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if encodings := headers.get("content-encoding"):
+        # We ask for none; who sends one nevertheless may send a bomb, hence not on the loop's time.
+        for encoding in reversed(encodings.lower().split(",")):
+            decoded = await asyncio.to_thread(_decoded, body, encoding.strip(), limit_bytes)
+            if decoded is None:
+                return None
+            body = decoded
+    return body
+
+
+def _decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes | None:
+    """Undo one content coding; None when the result is too large. Raises OSError when it cannot be."""
+    if encoding in ("identity", "") or not body:
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise OSError(f"content-encoding {encoding[:40]!r}, which we did not ask for")
+    # "deflate" means zlib's format, but some send the bare one.
+    wbits = -15 if encoding == "deflate" and body[0] & 0x0F != 8 else 47
+    parts, size = [], 0
+    while body:
+        inflate = zlib.decompressobj(wbits)
+        try:
+            part = inflate.decompress(body, limit_bytes - size + 1)
+        except zlib.error as error:
+            raise OSError(f"content-encoding {encoding}: {error}") from error
+        parts.append(part)
+        size += len(part)
+        if size > limit_bytes:
+            return None
+        if not inflate.eof:
+            raise OSError(f"content-encoding {encoding}: cut short")
+        body = inflate.unused_data
+    return b"".join(parts)
+
+
+_ERRORS = (httpx.HTTPError, aiohttp.ClientError, OSError)
+"""All that a network or a server can do to us."""
+_CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What aiohttp raised: the transport's translation is lossy (a reset becomes a connect time-out)."""
+    return (error.__cause__ or error) if isinstance(error, httpx.HTTPError) else error
+
+
+def _is_tls(error: BaseException | None) -> bool:
+    """A refusal by TLS that comes after the connection, as TLS 1.3 has it for client certificates."""
+    seen = 0
+    while error is not None and seen < 5:
+        if isinstance(error, ssl.SSLError):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def _words(error: BaseException) -> str:
+    """One line that names the error, with no bytes of the peer's beyond 200."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")
