@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dispatcher.settings.load import Refusal, load, parse, read, reload
 from dispatcher.settings.model import (
     Admin,
     Budget,
@@ -19,6 +20,7 @@ from dispatcher.settings.model import (
     Tls,
     Tracing,
 )
+from dispatcher.settings.source import Problem
 from dispatcher.settings.values import SecretUrl
 
 __all__ = [
@@ -28,8 +30,10 @@ __all__ = [
     "Gateway",
     "Log",
     "Pool",
+    "Problem",
     "Prometheus",
     "Queue",
+    "Refusal",
     "Retry",
     "SecretUrl",
     "Settings",
@@ -38,4 +42,8 @@ __all__ = [
     "Source",
     "Tls",
     "Tracing",
+    "load",
+    "parse",
+    "read",
+    "reload",
 ]

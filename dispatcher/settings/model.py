@@ -44,7 +44,12 @@ MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0}
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        strict=True,  # "8080" is not a port, nor is true a number
+        allow_inf_nan=False,
+        validate_default=True,  # a default may be at odds with what is given beside it
+        hide_input_in_errors=True,  # it may be a secret
     )
 
     @model_validator(mode="before")
