@@ -1,0 +1,199 @@
+"""From a file and the environment to settings, or to all that is wrong with them; and from old to new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from dispatcher.settings.model import Settings
+from dispatcher.settings.source import ENVIRONMENT, MAX_BYTES, Node, Problem, nearest, overlay, read_yaml
+
+NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
+"""What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a new configuration is not taken. Nothing of it is applied."""
+
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons)
+
+
+def load(path: Path | str, environ: Mapping[str, str]) -> Settings | list[Problem]:
+    """The settings of a file with the environment's over them, or every problem of both."""
+    text = read(path)
+    return [text] if isinstance(text, Problem) else parse(text, environ, name=Path(path).name)
+
+
+def read(path: Path | str) -> str | Problem:
+    """The text of a configuration file."""
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8-sig")
+    except OSError as error:
+        return Problem(path.name, "", f"cannot be read: {error.strerror or error}")
+    except UnicodeDecodeError as error:
+        if len(raw) > MAX_BYTES and error.start >= MAX_BYTES - 3:  # cut inside a character
+            return Problem(path.name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")
+        return Problem(path.name, "", "is not valid UTF-8", raw.count(b"\n", 0, error.start) + 1)
+    return text
+
+
+def parse(text: str, environ: Mapping[str, str], *, name: str = "config.yaml") -> Settings | list[Problem]:
+    """The settings of a text with the environment's over them, or every problem of both.
+
+    `name`: the file's, for messages.
+    """
+    root, problems = read_yaml(text, name)
+    if any(not problem.where for problem in problems):
+        return problems  # nothing else can be said about a file that cannot be read
+    problems += overlay(root, environ, Settings)
+    if root.value.get("gateway") is None:
+        root.value["gateway"] = Node({}, None)  # so that what is missing is gateway.url, by name
+    try:
+        settings = Settings.model_validate(root.plain())
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=True)
+        problems += [_problem(details, root, name) for details in found]
+    else:
+        if not problems:
+            return settings
+    return sorted(
+        problems, key=lambda problem: (problem.source == ENVIRONMENT, problem.line or 0, problem.where)
+    )
+
+
+def reload(
+    old: Settings, new_text: str, environ: Mapping[str, str], *, name: str = "config.yaml"
+) -> Settings | Refusal:
+    """The settings to go on with, or why the old ones stay. Pure: applying them is the caller's."""
+    new = parse(new_text, environ, name=name)
+    if not isinstance(new, Settings):
+        return Refusal(tuple(str(problem) for problem in new))
+    stuck = [
+        f"{name}: {path}: needs a restart to change"
+        for section in NEEDS_RESTART
+        for path in _differences(_at(old, section), _at(new, section), section)
+    ]
+    return Refusal(tuple(stuck)) if stuck else new
+
+
+def _at(settings: Settings, path: str) -> Any:
+    value: Any = settings
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def _differences(old: Any, new: Any, path: str) -> Iterator[str]:
+    if isinstance(old, BaseModel):
+        # What neither file names can only differ by derivation, and what it derives from is told.
+        for name in (
+            name for name in type(old).model_fields if name in old.model_fields_set | new.model_fields_set
+        ):
+            yield from _differences(getattr(old, name), getattr(new, name), f"{path}.{name}")
+    elif old != new:
+        yield path
+
+
+def _problem(details: ErrorDetails, root: Node, name: str) -> Problem:
+    path = [part for part in details["loc"] if part != "[key]"]
+    node = _node(root, path)
+    if node is not None and node.variable:
+        return Problem(ENVIRONMENT, node.variable, _what(details, path))
+    return Problem(name, _dotted(path), _what(details, path), None if node is None else node.line)
+
+
+def _node(root: Node, path: Sequence[str | int]) -> Node | None:
+    """The node of a path, or the last on the way to it: where something is missing, its section."""
+    node = root
+    for part in path:
+        held = node.value
+        if node.variable or not isinstance(held, dict | list):
+            break
+        if isinstance(held, dict) and part in held:
+            node = held[str(part)]
+        elif isinstance(held, list) and isinstance(part, int) and part < len(held):
+            node = held[part]
+        else:
+            break
+    return None if node is root else node
+
+
+def _dotted(path: Sequence[str | int]) -> str:
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+_KINDS = {
+    "float_type": "a number is expected",
+    "int_type": "a whole number is expected",
+    "int_from_float": "a whole number is expected",
+    "string_type": "a text is expected: put it in quotes",
+    "bool_type": "true or false is expected",
+    "dict_type": "a map is expected",
+    "tuple_type": "a list is expected",
+    "model_type": "a section with keys is expected",
+    "model_attributes_type": "a section with keys is expected",
+    "finite_number": "must be a finite number",
+    "string_too_short": "must not be empty",
+    "missing": "is required",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "must be above"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be below"),
+    "less_than_equal": ("le", "must be at most"),
+}
+
+
+def _what(details: ErrorDetails, path: Sequence[str | int]) -> str:
+    """What was wrong, in our words. Only numbers are repeated, nothing that may be a secret."""
+    kind, context, given = details["type"], details.get("ctx", {}), details["input"]
+    if kind == "extra_forbidden":
+        return _unknown(path)
+    if kind in _BOUNDS:
+        bound, words = _BOUNDS[kind]
+        return f"{words} {context[bound]}, not {str(given)[:20]}"
+    if kind == "literal_error":
+        choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
+        if "[key]" in details["loc"]:
+            return f"unknown key{nearest(str(given), choices)}"
+        return f"must be one of {', '.join(choices)}{nearest(str(given), choices)}"
+    return _KINDS.get(kind, details["msg"])
+
+
+def _unknown(path: Sequence[str | int]) -> str:
+    """`unknown key`, with the nearest known one: of its section, else the same name in another."""
+    *parents, last = (str(part) for part in path)
+    siblings: type[BaseModel] = Settings
+    for parent in parents:
+        kind = siblings.model_fields[parent].annotation
+        assert isinstance(kind, type)  # noqa: S101 -- pydantic only refuses keys of models
+        siblings = kind
+    hint = nearest(last, siblings.model_fields)
+    if not hint:
+        same = [path for path in key_paths(Settings) if path.rpartition(".")[2] == last]
+        hint = f" (did you mean {same[0]}?)" if same else ""
+    return f"unknown key{hint}"
+
+
+def key_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """The path of every key, `gateway.tls.ca_file`, in the order of the reference."""
+    for name, info in model.model_fields.items():
+        if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
+            yield from key_paths(info.annotation, f"{prefix}{name}.")
+        else:
+            yield prefix + name

@@ -1,0 +1,275 @@
+"""Where settings come from: a YAML text and environment variables, read into one tree that knows its lines.
+
+The YAML is the plain kind: one document of mappings, lists and scalars, with the scalars of YAML 1.2 (`no` is
+a word, `1e-3` a number). Anchors, tags and duplicate keys are refused: they surprise more often than they help.
+Nothing here recurses over the input, and nothing raises for what a file can hold.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel
+
+from dispatcher.settings.values import SecretUrl
+
+ENVIRONMENT = "environment"
+PREFIX = "BATCH_DISPATCHER__"
+MAX_BYTES = 256 * 1024
+"""A configuration is a few kilobytes; what is larger is another file."""
+MAX_DEPTH = 16
+
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INT = re.compile(r"[-+]?[0-9]+")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+_WORDS: dict[str, Any] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".inf", "+.inf", ".Inf"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong with a configuration, and where. Never holds a value that may be a secret."""
+
+    source: str
+    """The file's name, or `environment`."""
+    where: str
+    """The path in the file (`budget.reserve`), or the variable's name; empty: the whole of it."""
+    what: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        line = f"line {self.line}" if self.line is not None else ""
+        return ": ".join(part for part in (self.source, line, self.where, self.what) if part)
+
+
+@dataclass(slots=True)
+class Node:
+    """A value with the line it stands on; `variable`: the environment variable it came from."""
+
+    value: Any
+    """A scalar, `dict[str, Node]` or `list[Node]`."""
+    line: int | None
+    variable: str = ""
+
+    def plain(self) -> Any:
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+
+class _RefusedError(Exception):
+    def __init__(self, what: str, line: int | None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.line = line
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean …?)` with the known name nearest to it, or nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def read_yaml(text: str, name: str) -> tuple[Node, list[Problem]]:
+    """The tree of a YAML text. With a problem in the list that has no `where`, the tree is empty."""
+    empty = Node({}, None)
+    fault: Problem
+    try:
+        if len(text.encode()) > MAX_BYTES:
+            return empty, [Problem(name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")]
+        builder = _Builder(name)
+        root = builder.build(yaml.parse(text, Loader=_Loader))
+    except _RefusedError as refused:
+        fault = Problem(name, "", refused.what, refused.line)
+    except yaml.reader.ReaderError:
+        fault = Problem(name, "", "holds characters that YAML does not allow (control characters)")
+    except yaml.YAMLError as error:
+        fault = _fault_of_syntax(error, text, name)
+    except UnicodeEncodeError:
+        fault = Problem(name, "", "is not valid Unicode")
+    else:
+        if root.value is None:
+            root = Node({}, None)
+        if isinstance(root.value, dict):
+            return root, builder.problems
+        fault = Problem(name, "", "must be a mapping of sections, such as `gateway:`", root.line)
+    return empty, [fault]
+
+
+def _fault_of_syntax(error: yaml.YAMLError, text: str, name: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or "cannot be read"
+    line = None if mark is None else mark.line + 1
+    lines = text.splitlines()
+    if line is not None and line <= len(lines) and re.match(r" *\t", lines[line - 1]):
+        what = "indented with a tab; use spaces"
+    return Problem(name, "", f"is not valid YAML: {what}", line)
+
+
+@dataclass(slots=True)
+class _Builder:
+    """Builds the tree from parse events, with a stack of its own instead of recursion."""
+
+    name: str
+    problems: list[Problem] = field(default_factory=list)
+    _open: list[tuple[Node, str]] = field(default_factory=list)
+    """Collections not yet closed, each with its path."""
+    _key: tuple[str, int] | None = None
+    """In a mapping: the key that waits for its value, and its line."""
+    _keys: list[tuple[str, int] | None] = field(default_factory=list)
+    _root: Node = field(default_factory=lambda: Node(None, None))
+    _documents: int = 0
+
+    def build(self, events: Iterator[Any]) -> Node:
+        for event in events:
+            line = event.start_mark.line + 1
+            if isinstance(event, yaml.DocumentStartEvent):
+                self._documents += 1
+                if self._documents > 1:
+                    raise _RefusedError("must be one document: take out the `---`", line)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                self._open.pop()
+                self._key = self._keys.pop()
+            elif isinstance(event, yaml.NodeEvent):
+                self._node(event, line)
+        return self._root
+
+    def _node(self, event: Any, line: int) -> None:
+        if event.anchor is not None:
+            raise _RefusedError("anchors and aliases are not supported: write the value out", line)
+        if event.tag not in (None, "!"):
+            raise _RefusedError("tags are not supported", line)
+        inside = self._open[-1][0].value if self._open else None
+        if isinstance(inside, dict) and self._key is None:
+            if not isinstance(event, yaml.ScalarEvent):
+                raise _RefusedError("a key must be a plain name", line)
+            self._key = (event.value, line)
+            return
+        if isinstance(event, yaml.ScalarEvent):
+            node = Node(_scalar(event), line)
+        else:
+            node = Node({} if isinstance(event, yaml.MappingStartEvent) else [], line)
+        path = self._place(node)
+        if not isinstance(event, yaml.ScalarEvent):
+            if len(self._open) == MAX_DEPTH:
+                raise _RefusedError("nests too deep", line)
+            self._open.append((node, path))
+            self._keys.append(None)
+
+    def _place(self, node: Node) -> str:
+        """Put a node where it belongs, and tell its path."""
+        if not self._open:
+            self._root = node
+            return ""
+        parent, path = self._open[-1]
+        if isinstance(parent.value, list):
+            parent.value.append(node)
+            return f"{path}[{len(parent.value) - 1}]"
+        assert self._key is not None  # noqa: S101 -- _node handed the key over
+        key, line = self._key
+        self._key = None
+        path = f"{path}.{key}" if path else key
+        if key in parent.value:
+            first = parent.value[key].line
+            self.problems.append(Problem(self.name, path, f"is given twice (first in line {first})", line))
+        else:
+            node.line = line  # the key's: a block's value begins below it
+            parent.value[key] = node
+        return path
+
+
+def _scalar(event: yaml.ScalarEvent) -> Any:
+    return resolve(event.value) if event.implicit[0] else event.value
+
+
+def resolve(text: str) -> Any:
+    """The value of an unquoted scalar, by YAML 1.2."""
+    if text in _WORDS:
+        return _WORDS[text]
+    try:
+        if _INT.fullmatch(text):
+            return int(text)
+        if _FLOAT.fullmatch(text):
+            return float(text)
+    except ValueError:  # more digits than Python reads
+        return text
+    return text
+
+
+def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> list[Problem]:
+    """Put the variables that begin with the prefix over the tree; tells those that fit no key."""
+    known = dict(_variables(model))
+    problems = []
+    for variable in sorted(name for name in environ if name.startswith(PREFIX)):
+        found = known.get(variable)
+        if found is None:
+            sections = [name for name in known if name.startswith(variable + "__")]
+            maps = [name for name, (_, many) in known.items() if many and variable.startswith(name + "__")]
+            if sections:
+                what = f"is a section; set its keys, such as {sections[0]}"
+            elif maps:
+                what = f'is inside a map; set it whole, as JSON: {maps[0]}={{"name": "value"}}'
+            else:
+                what = f"unknown key{nearest(variable, known)}"
+            problems.append(Problem(ENVIRONMENT, variable, what))
+            continue
+        path, text = found
+        node = Node(environ[variable], None) if text is None else _read_value(environ[variable])
+        if node is None:
+            what = "cannot be read: give a number, true, false, null, or JSON for a list or a map"
+            problems.append(Problem(ENVIRONMENT, variable, what))
+            continue
+        node.variable = variable
+        _set(root, path, node)
+    return problems
+
+
+def _read_value(text: str) -> Node | None:
+    """The value of a variable that is not just text."""
+    # A mapping around it, so that a scalar, a list and a map read alike.
+    tree, problems = read_yaml(f"value: {text}", ENVIRONMENT)
+    return None if problems or len(tree.value) != 1 else tree.value["value"]
+
+
+_Key = tuple[tuple[str, ...], bool | None]
+"""A key's path, and how a variable's text is read: None: as it is, else as YAML; True: it is a map."""
+
+
+def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, _Key]]:
+    for name, info in model.model_fields.items():
+        here = (*path, name)
+        kind: Any = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _variables(kind, here)
+            continue
+        choices = get_args(kind)
+        text = kind in (str, SecretUrl) or (
+            bool(choices) and all(isinstance(choice, str) for choice in choices)
+        )
+        many = getattr(kind, "__origin__", None) is dict
+        yield PREFIX + "__".join(here).upper(), (here, None if text else many)
+
+
+def _set(root: Node, path: tuple[str, ...], value: Node) -> None:
+    node = root
+    for name in path[:-1]:
+        child = node.value.get(name)
+        if child is None or not isinstance(child.value, dict):
+            if child is not None and child.value is not None:
+                return  # the file has something else than a section there, and that is reported
+            child = node.value[name] = Node({}, None if child is None else child.line)
+        node = child
+    node.value[path[-1]] = value
