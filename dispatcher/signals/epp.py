@@ -15,6 +15,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import aiohttp
 import httpx
@@ -58,7 +59,7 @@ class _Target:
 class EppSource:
     """Scrapes every EPP replica of a pool. Start nothing twice: one poll at a time."""
 
-    name = "epp"
+    name: Final = "epp"
 
     def __init__(
         self,

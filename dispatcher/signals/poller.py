@@ -18,23 +18,21 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.settings import Signals
+from dispatcher.settings import Source as SourceName
 from dispatcher.signals.series import Unread, Verdict, View, at_most, judge
 from dispatcher.telemetry import Event, emit
 
 RETURN_AFTER = 3
 JITTER = 0.1
 """Cadence varies by this share, so that replicas do not all ask at one moment for ever."""
-MAX_AGE_S: Mapping[str, float] = {"epp": 10.0, "prometheus": 60.0}
-"""Where signals.max_age_s is null: a sample through Prometheus is a scrape interval old in good times."""
 
 
 class Source(Protocol):
     """A way to the EPP's series."""
 
     @property
-    def name(self) -> str:
-        """`epp` or `prometheus`."""
-        ...
+    def name(self) -> SourceName: ...
 
     async def poll(self) -> tuple[View, ...] | Unread:
         """The newest samples, one view per EPP replica. Bounded in time; never raises for what a network
@@ -48,24 +46,13 @@ class Source(Protocol):
         ...
 
 
-class Polling(Protocol):
-    """The part of the `signals` settings that matters here."""
-
-    @property
-    def interval_s(self) -> float: ...
-    @property
-    def max_age_s(self) -> float | None: ...
-    @property
-    def use(self) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Poll:
     """What one poll told: for each of `signals` a reading, or a reason why there is none."""
 
     at: float
     """When it was known, on the loop's clock; no reading in it is of later."""
-    source: str
+    source: SourceName
     signals: tuple[Signal, ...]
     """The signals that the limit must follow from now on."""
     readings: tuple[Reading, ...]
@@ -82,14 +69,14 @@ class Preference:
     """Whose word counts: the preferred source's while it can be read, its stand-in's while not."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        self._preferred = names[0] if names else None
+        self._preferred = names[0]
         self._good_in_a_row: dict[str, int | None] = dict.fromkeys(names)
         self.current: str | None = None
         """The source that counts; None before the first answer that did."""
 
     def needed(self, name: str) -> bool:
         """Whether to ask a source now: a stand-in rests while it has nobody to stand in for."""
-        if name == self._preferred or self._preferred is None:
+        if name == self._preferred:
             return True
         preferred = self._good_in_a_row[self._preferred]
         return preferred is not None and (preferred == 0 or self.current != self._preferred)
@@ -100,11 +87,10 @@ class Preference:
         self._good_in_a_row[name] = before + 1 if good else 0
         others = [row for other, row in self._good_in_a_row.items() if other != name]
         if name != self._preferred:
-            back = self._good_in_a_row[self._preferred] if self._preferred is not None else 0
-            counts = self.current != self._preferred or not back if good else not back
+            back = bool(self._good_in_a_row[self._preferred])
+            counts = not back or (good and self.current == name)
         elif good:
-            alone = not any(others)
-            counts = alone or self.current in (None, name) or before + 1 >= RETURN_AFTER
+            counts = self.current in (None, name) or before + 1 >= RETURN_AFTER or not any(others)
         else:
             # Nothing is said before the stand-in has answered: a failure told now would close the gate
             # until a sample newer than it, which through Prometheus takes a scrape interval.
@@ -117,13 +103,14 @@ class Preference:
 class Poller:
     """Polls until cancelled and hands every result that counts to `on_poll`.
 
-    `sources`: the preferred one first; a second one stands in. `policy` gives the capacity's terms.
+    `sources`: one at least, the preferred one first; a second one stands in (`sources.sources` makes them).
+    `policy` gives the capacity's terms.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
-        signals: Polling,
+        signals: Signals,
         policy: Policy,
         on_poll: Callable[[Poll], None],
         *,
@@ -139,16 +126,16 @@ class Poller:
         self._failures: dict[str, tuple[Unread, ...]] = {}
         self._replicas: tuple[str, ...] | None = None
         self._in_use: tuple[Signal, ...] = ()
-        self._source: str | None = None
+        self._source: SourceName | None = None
         self._told: object = None
         self._changed = asyncio.Event()
 
     @property
-    def source(self) -> str | None:
+    def source(self) -> SourceName | None:
         """The source whose word counts now; None before the first answer."""
         return self._source
 
-    def reconfigure(self, sources: Sequence[Source], signals: Polling, policy: Policy) -> None:
+    def reconfigure(self, sources: Sequence[Source], signals: Signals, policy: Policy) -> None:
         """Go on with other sources and settings, at once. The sources before are closed."""
         self._next = tuple(sources)
         self._signals = signals
@@ -179,8 +166,6 @@ class Poller:
             self._failures = {}
             for source in sources:
                 source.discovered(self._replicas)
-            if not sources:
-                self._publish("", _nothing_to_ask(self._signals.use))
             try:
                 async with asyncio.TaskGroup() as group:
                     followed = [group.create_task(self._follow(source)) for source in sources]
@@ -206,7 +191,7 @@ class Poller:
                 async with asyncio.timeout(rest):
                     await wake.wait()
 
-    def _heard(self, name: str, seen: tuple[View, ...] | Unread) -> None:
+    def _heard(self, name: SourceName, seen: tuple[View, ...] | Unread) -> None:
         now = asyncio.get_running_loop().time()
         verdict = self._judge(name, seen, now)
         # No endpoint is a fact about the pool, not a failure of the source that tells it.
@@ -231,13 +216,13 @@ class Poller:
             for failure in self._failures.get(source.name, ())
         )
 
-    def _judge(self, name: str, seen: tuple[View, ...] | Unread, now: float) -> Verdict:
+    def _judge(self, name: SourceName, seen: tuple[View, ...] | Unread, now: float) -> Verdict:
         use = self._signals.use
         if isinstance(seen, Unread):
             return Verdict(self._in_use or at_most(use), (), (seen,), None, {})
         verdict = judge(seen, use, self._policy, name)
         age_s = now - min(view.opened_at for view in seen)
-        max_age_s = self._max_age_s(name)
+        max_age_s = self._signals.max_age_for(name)
         if age_s > max_age_s:
             why = f"the newest sample is {age_s:.1f} s old, more than {max_age_s:g} s"
             stale = Unread(Reason.STALE, why, "signals.max_age_s, where the scrape interval is that long")
@@ -248,16 +233,12 @@ class Poller:
             return replace(verdict, readings=(), unread=(Unread(Reason.UNREADABLE, why, hint),))
         return verdict
 
-    def _max_age_s(self, name: str) -> float:
-        given = self._signals.max_age_s
-        return MAX_AGE_S.get(name, max(MAX_AGE_S.values())) if given is None else given
-
-    def _publish(self, name: str, verdict: Verdict, now: float | None = None) -> None:
-        if now is None:
-            now = asyncio.get_running_loop().time()
+    def _publish(self, name: SourceName, verdict: Verdict, now: float) -> None:
         if self._source != name:
             before, self._source = self._source, name
-            emit(Event.SIGNALS_SOURCE, source=name or None, before=before or None)
+            failed = self._failures.get(before, ()) if before is not None else ()
+            why = failed[0].why if failed else None
+            emit(Event.SIGNALS_SOURCE, source=name, before=before, why=why)
         if verdict.signals != self._in_use:
             self._in_use = verdict.signals
             emit(
@@ -273,7 +254,7 @@ class Poller:
                 signals=verdict.signals,
                 readings=verdict.readings,
                 unread=verdict.unread,
-                max_age_s=self._max_age_s(name),
+                max_age_s=self._signals.max_age_for(name),
                 detector=verdict.detector,
                 raw=verdict.raw,
             )
@@ -290,12 +271,3 @@ class Poller:
         elif self._told:
             emit(Event.SIGNALS_READABLE, source=self._source)
         self._told = told
-
-
-def _nothing_to_ask(use: str) -> Verdict:
-    unread = Unread(
-        Reason.UNREADABLE,
-        "there is no source to read the pool's signals from",
-        "signals.epp.urls, signals.epp.service or signals.prometheus.url",
-    )
-    return Verdict(at_most(use), (), (unread,), None, {})

@@ -1,0 +1,429 @@
+"""The EPP's series by way of Prometheus: older by a scrape interval, but there when the EPP cannot be asked.
+
+One instant query brings every series and the age of each sample: `time() - timestamp(selector)` is reckoned
+by the server alone, so that its clock and ours need not agree. A reading's window is the moment of asking
+less that age.
+
+The client library is a blocking one. It works in a thread that may hang for good without holding up anything
+but its own next query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from dispatcher.core.budget import Reason
+from dispatcher.signals.errand import Errand, StillRunningError
+from dispatcher.signals.exposition import Sample
+from dispatcher.signals.series import Family, Unread, View, view
+
+ANSWER_MAX_BYTES = 8 * 1024 * 1024
+WINDOW_S = 10.0
+"""How long ago an own query's sample may have been taken, where no `age` query tells."""
+
+_ASKED = tuple(family for family in Family if family is not Family.IN_FLIGHT)
+"""Requests in flight have no pool label, so that here another pool's could be taken for ours."""
+_VALUE, _AGE, _OWN = "dispatcher_value", "dispatcher_age", "dispatcher_own"
+_FLOW_LABELS = "fairness_id, priority, model_name, target_model_name"
+_SERIES_LABELS = frozenset(
+    {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE}
+    | {label.strip() for label in _FLOW_LABELS.split(",")}
+)
+"""Labels that the EPP gives; all others are the scrape's and tell the replicas apart."""
+_ONE_EACH = ("cluster", "namespace", "job")
+"""Scrape labels that the replicas of one pool share."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How to reach Prometheus, or what speaks its API (Thanos, Mimir)."""
+
+    url: str
+    token_file: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Such as X-Scope-OrgID."""
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    insecure_skip_verify: bool = False
+
+
+class QueryError(Exception):
+    """The server refused a query or gave no usable answer; the message is a sentence."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
+
+
+class PrometheusSource:
+    """Asks Prometheus for a pool's series. One poll at a time, also while one hangs."""
+
+    name: Final = "prometheus"
+
+    def __init__(
+        self,
+        access: Access,
+        pool: str,
+        namespace: str,
+        *,
+        timeout_s: float,
+        max_age_s: float,
+        queries: Mapping[str, str] | None = None,
+    ) -> None:
+        self._access = access
+        self._pool = pool
+        self._namespace = namespace
+        self._timeout_s = timeout_s
+        self._own = {name: query for name, query in (queries or {}).items() if query.strip()}
+        self._own_query = own_query(self._own)
+        self._query = pool_query(pool, namespace)
+        # Older samples than this need not be looked for; servers that do not know the option ignore it.
+        self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
+        self._errand = Errand("prometheus")
+        self._session = _Session(access, timeout_s)
+        self._client: Any = None
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """Prometheus finds the EPP's pods by itself."""
+
+    async def poll(self) -> tuple[View, ...] | Unread:
+        """The newest samples that Prometheus has. What can go wrong is an Unread, never an exception."""
+        loop = asyncio.get_running_loop()
+        asked_at = loop.time()
+        try:
+            rows, own_rows = await self._errand.run(self._ask, self._timeout_s)
+        except StillRunningError as error:
+            return self._unread(f"{error}: it is not asked again before that returns")
+        except TimeoutError:
+            return self._unread(
+                f"no answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
+            )
+        except QueryError as error:
+            return self._unread(str(error), error.hint)
+        return self._views(rows, own_rows, asked_at, loop.time())
+
+    async def close(self) -> None:
+        self._session.close()
+
+    def _ask(self) -> tuple[list[Sample], list[Sample]]:
+        """Run the queries; in the errand's thread."""
+        if self._client is None:
+            from prometheus_api_client import PrometheusConnect  # 0.1 s, and not all need it
+            from urllib3.util.retry import Retry
+
+            self._client = PrometheusConnect(
+                url=self._access.url.rstrip("/"), session=self._session, retry=Retry(0, read=False)
+            )
+        self._client.headers = self._headers()
+        needs_series = {"saturation", "queued", "capacity"} - self._own.keys()
+        rows = self._rows(self._query, {}) if needs_series else []
+        return rows, self._rows(self._own_query, self._own_options) if self._own else []
+
+    def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
+        # Thanos answers with what it could get unless told that a part is no use.
+        params = {"timeout": f"{self._timeout_s:g}", "partial_response": "false", **options}
+        return _decode(self._client.custom_query(query, params=params))
+
+    def _headers(self) -> dict[str, str]:
+        headers = dict(self._access.headers)
+        if self._access.token_file:
+            try:
+                token = Path(self._access.token_file).read_text(encoding="ascii").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                why = f"the token file {self._access.token_file} cannot be read: {error}"
+                raise QueryError(why, "signals.prometheus.token_file") from None
+            if not token or not token.isprintable() or " " in token:
+                why = f"the token file {self._access.token_file} holds no bearer token"
+                raise QueryError(why, "signals.prometheus.token_file")
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+    def _views(
+        self, rows: Sequence[Sample], own_rows: Sequence[Sample], asked_at: float, answered_at: float
+    ) -> tuple[View, ...] | Unread:
+        views: list[View] = []
+        for replica in self._replicas(rows):
+            if isinstance(replica, Unread):
+                return replica
+            seen = replica.view(self._pool, asked_at, answered_at)
+            if isinstance(seen, Unread):
+                return self._unread(seen.why, seen.hint)
+            views.append(seen)
+        if self._own:
+            return self._with_own(views, own_rows, asked_at, answered_at)
+        if not views:
+            return self._unread(
+                f'no series with the label name="{self._pool}" (namespace {self._namespace})',
+                "pool.name and pool.namespace; or the EPP is not scraped (a PodMonitor for port 9090)",
+            )
+        return tuple(views)
+
+    def _replicas(self, rows: Sequence[Sample]) -> list[_Replica | Unread]:
+        """The rows by the target they were scraped from, those of our pool."""
+        named = any(row.labels.get("name") == self._pool for row in rows) or any(
+            row.labels.get("inference_pool") == self._pool for row in rows
+        )
+        replicas: dict[frozenset[tuple[str, str]], _Replica] = {}
+        for row in rows:
+            target = frozenset(item for item in row.labels.items() if item[0] not in _SERIES_LABELS)
+            replicas.setdefault(target, _Replica(dict(target))).rows.append(row)
+        found = [replica for replica in replicas.values() if replica.holds(self._pool if named else "")]
+        problem = self._collision([replica.target for replica in found])
+        return [problem] if problem is not None else list(found)
+
+    def _collision(self, targets: Sequence[Mapping[str, str]]) -> Unread | None:
+        """Why the targets cannot all be replicas of one EPP: two pools of one name, or one scraped twice."""
+        for label in _ONE_EACH:
+            values = sorted({target.get(label, "") for target in targets})
+            if len(values) > 1:
+                shown = ", ".join(f'{label}="{value}"' for value in values)
+                return self._unread(
+                    f"pool {self._pool} is there more than once: {shown}",
+                    "one scrape job for the EPP, with namespace as a label; or signals.prometheus.queries",
+                )
+        instances = [target.get("instance") or target.get("pod") for target in targets]
+        if len(targets) > 1 and (None in instances or len(set(instances)) < len(instances)):
+            return self._unread(
+                f"pool {self._pool} is there {len(targets)} times with one instance label or none",
+                "the replicas of Prometheus itself must be deduplicated before they are queried",
+            )
+        return None
+
+    def _with_own(
+        self, views: Sequence[View], rows: Sequence[Sample], asked_at: float, answered_at: float
+    ) -> tuple[View, ...] | Unread:
+        """The views with what the operator's own queries say put in the place of the EPP's series."""
+        values: dict[str, float] = {}
+        for name in self._own:
+            mine = [row.value for row in rows if row.labels.get(_OWN) == name]
+            if len(mine) != 1:
+                why = f"the query gives {len(mine)} series instead of one"
+                return self._unread(
+                    f"{name}: {why}", f"signals.prometheus.queries.{name}: sum(…) or vector(0)"
+                )
+            values[name] = mine[0]
+        if not views:
+            views = [View(asked_at - WINDOW_S, answered_at)]
+        if "age" in values:
+            age_s = max(0.0, values["age"])
+            views = [
+                replace(each, opened_at=asked_at - age_s, closed_at=answered_at - age_s) for each in views
+            ]
+        raw = {f"queries.{name}": value for name, value in values.items()}
+        own = [
+            replace(
+                each,
+                saturation=values.get("saturation", each.saturation),
+                # The queue adds up over the replicas, and this is the whole of it.
+                queued=(values["queued"] if number == 0 else 0.0) if "queued" in values else each.queued,
+                capacity=values.get("capacity"),
+                own="saturation" in values,
+                raw={**each.raw, **raw} if number == 0 else each.raw,
+            )
+            for number, each in enumerate(views)
+        ]
+        return tuple(own)
+
+    def _unread(self, why: str, hint: str = "") -> Unread:
+        host = urlsplit(self._access.url).hostname or self._access.url
+        return Unread(Reason.UNREADABLE, f"{host}: {why}", hint)
+
+
+@dataclass(slots=True)
+class _Replica:
+    """What was scraped from one target."""
+
+    target: dict[str, str]
+    rows: list[Sample] = field(default_factory=list)
+
+    def holds(self, pool: str) -> bool:
+        """Whether something here is of the pool (``""``: of a pool without a name)."""
+        return any(
+            row.labels.get(label, "") == pool
+            for row in self.rows
+            if _VALUE in row.labels and (label := Family[row.labels[_VALUE]].pool_label) is not None
+        )
+
+    def view(self, pool: str, asked_at: float, answered_at: float) -> View | Unread:
+        samples: list[Sample] = []
+        ages: list[float] = []
+        for row in self.rows:
+            if _AGE in row.labels:
+                ages.append(row.value)
+                continue
+            # An aggregation has dropped the name; the family's newest one stands for it.
+            name = row.labels.get("__name__", Family[row.labels[_VALUE]].value[0])
+            samples.append(Sample(name, row.labels, row.value))
+        if not ages or not all(math.isfinite(age) for age in ages):
+            return Unread(Reason.UNREADABLE, "the age of the samples is not known")
+        # A scrape is dated by its start, by the server's clock: below 0 is a rounding.
+        opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages))
+        return view(samples, pool, opened_at, closed_at)
+
+
+def pool_query(pool: str, namespace: str) -> str:
+    """One PromQL query for every series of a pool, and for the age of each.
+
+    Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages.
+    """
+    here = f'namespace=~"{_literal(namespace)}|"'
+    parts: list[str] = []
+    for family in _ASKED:
+        label = family.pool_label
+        matchers = f'{label}=~"{_literal(pool)}|",{here}' if label is not None else here
+        selectors = [f"{name}{{{matchers}}}" for name in family.value]
+        values = " or ".join(selectors)
+        if family is Family.QUEUED:
+            # A pool has as many of these as it has flows: only their sum travels.
+            values = " or ".join(f"sum without ({_FLOW_LABELS}) (clamp_min({each}, 0))" for each in selectors)
+        parts.append(f'label_replace({values}, "{_VALUE}", "{family.name}", "", "")')
+        if label is not None:
+            without = f" without ({_FLOW_LABELS})" if family is Family.QUEUED else ""
+            wrap = f"max{without} " if without else ""
+            ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
+            parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
+    return " or ".join(parts)
+
+
+def own_query(queries: Mapping[str, str]) -> str:
+    """The operator's own queries as one; the line ends keep a comment at a query's end from eating more."""
+    parts = [f'label_replace((\n{query}\n), "{_OWN}", "{name}", "", "")' for name, query in queries.items()]
+    return " or ".join(parts)
+
+
+def _literal(text: str) -> str:
+    """A text as it stands within a PromQL regular expression in double quotes."""
+    escaped = "".join(f"\\{char}" if char in r"\.+*?()|[]{}^$" else char for char in text)
+    return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _decode(result: Any) -> list[Sample]:
+    """The samples of an instant vector. Raises QueryError for any other shape."""
+    if not isinstance(result, list):
+        raise QueryError("the answer is not a list of samples")
+    rows: list[Sample] = []
+    for each in result:
+        try:
+            labels, (_, value) = each["metric"], each["value"]
+            rows.append(Sample(labels.get("__name__", ""), dict(labels), float(value)))
+        except (TypeError, ValueError, KeyError, AttributeError, IndexError):
+            shown = json.dumps(each)[:120]
+            raise QueryError(f"not an instant vector: {shown}", "signals.prometheus.queries") from None
+    return rows
+
+
+class _Session:
+    """What the client library needs of a requests.Session, with a bound on time and size.
+
+    requests bounds the wait for each piece of an answer, not the answer; and it would follow a redirect and
+    take the tenant's headers along.
+    """
+
+    def __init__(self, access: Access, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._session: Any = None
+        self._mounts: list[tuple[str, Any]] = []
+        self.verify: bool | str = access.ca_file or not access.insecure_skip_verify
+        self.cert = (access.cert_file, access.key_file or access.cert_file) if access.cert_file else None
+
+    def mount(self, prefix: str, adapter: Any) -> None:
+        self._mounts.append((prefix, adapter))
+
+    def request(self, method: str, url: str, **options: Any) -> Any:
+        import requests
+
+        if self._session is None:
+            self._session = requests.Session()
+            self._session.trust_env = False  # neither a proxy nor a .netrc of the environment
+            for prefix, adapter in self._mounts:
+                self._session.mount(prefix, adapter)
+        options |= {"timeout": self._timeout_s, "allow_redirects": False, "stream": True}
+        give_up_at = time.monotonic() + self._timeout_s
+        try:
+            with self._session.request(method, url, **options) as response:
+                body = _read(response.raw, give_up_at)
+                status, redirect = response.status_code, response.is_redirect
+        except (requests.RequestException, OSError, ValueError) as error:
+            raise QueryError(_words(error)) from None
+        return _Answer(status, _parsed(status, redirect, body))
+
+    def close(self) -> None:
+        if self._session is not None:
+            self._session.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What the client library needs of a requests.Response."""
+
+    status_code: int
+    document: Any
+
+    def json(self) -> Any:
+        return self.document
+
+
+def _read(raw: Any, give_up_at: float) -> bytes:
+    body = bytearray()
+    while piece := raw.read1(64 * 1024, decode_content=True):
+        body += piece
+        if len(body) > ANSWER_MAX_BYTES:
+            raise QueryError(f"the answer is larger than {ANSWER_MAX_BYTES} bytes")
+        if time.monotonic() > give_up_at:
+            raise QueryError("the answer did not end in time", "signals.interval_s allows more time")
+    return bytes(body)
+
+
+def _parsed(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
+    """The answer's JSON, where it is a whole and good one. Raises QueryError where not."""
+    if redirect:
+        raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
+    try:
+        document = json.loads(body)
+    except ValueError:
+        document = None
+    if status != 200:
+        why = document.get("error") if isinstance(document, dict) else None
+        raise QueryError(f"HTTP {status}" + (f": {str(why)[:300]}" if why else ""), _hint(status))
+    if not isinstance(document, dict) or document.get("status") != "success":
+        raise QueryError("the answer is not Prometheus' JSON", "signals.prometheus.url")
+    if document.get("warnings"):
+        raise QueryError(f"the answer may be partial: {str(document['warnings'][0])[:300]}")
+    data = document.get("data")
+    if not isinstance(data, dict) or data.get("resultType") != "vector":
+        kind = data.get("resultType") if isinstance(data, dict) else None
+        raise QueryError(f"the answer is a {kind}, not an instant vector", "signals.prometheus.queries")
+    return document
+
+
+def _hint(status: int) -> str:
+    if status in (401, 403):
+        return "signals.prometheus.token_file or signals.prometheus.headers (X-Scope-OrgID for a tenant)"
+    if status in (404, 405):
+        return "signals.prometheus.url: the address before /api/v1/query"
+    if status in (400, 422):
+        return "signals.prometheus.queries: each must be an instant vector; a number is vector(…)"
+    return ""
+
+
+def _words(error: BaseException) -> str:
+    """The innermost cause: the layers of requests and urllib3 repeat each other."""
+    seen: set[int] = set()
+    while id(error) not in seen:
+        seen.add(id(error))
+        inner = error.__cause__ or error.__context__
+        if inner is None:
+            break
+        error = inner
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)[:300] or type(error).__name__

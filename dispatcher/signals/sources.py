@@ -1,0 +1,180 @@
+"""The sources that the settings ask for, and what `batch-dispatcher check` finds when it tries each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dispatcher.core.budget import Policy, Reading, Reason, assess
+from dispatcher.settings import Settings
+from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource, Targets
+from dispatcher.signals.poller import Source
+from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.series import Family, Unread, Verdict, View, judge
+
+INTERVAL_LEAST_S = 1.0
+"""A poll may take nine tenths of its interval, but a short interval leaves it nine tenths of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was tried: what came of it, and what mends it."""
+
+    name: str
+    ok: bool
+    detail: str
+    hint: str = ""
+
+
+def sources(settings: Settings) -> tuple[Source, ...]:
+    """The sources of `signals.source`, the preferred one first; never none.
+
+    `auto`: the direct scrape, and Prometheus as its stand-in where it has a URL.
+    """
+    chosen = settings.signals.source
+    timeout_s = 0.9 * max(settings.signals.interval_s, INTERVAL_LEAST_S)
+    made: list[Source] = []
+    if chosen != "prometheus":
+        made.append(_epp(settings, timeout_s))
+    if chosen == "prometheus" or (chosen == "auto" and settings.signals.prometheus.url):
+        made.append(_prometheus(settings, timeout_s))
+    return tuple(made)
+
+
+def _epp(settings: Settings, timeout_s: float) -> EppSource:
+    epp = settings.signals.epp
+    token_file = epp.token_file
+    if not token_file and Path(SERVICE_ACCOUNT_TOKEN).exists():
+        token_file = SERVICE_ACCOUNT_TOKEN
+    targets = Targets(
+        urls=tuple(url.reveal() for url in epp.urls),
+        service=epp.service,
+        namespace=settings.pool.namespace,
+        port=epp.port,
+    )
+    return EppSource(settings.pool.name, targets, timeout_s=timeout_s, token_file=token_file)
+
+
+def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
+    prometheus = settings.signals.prometheus
+    access = Access(
+        url=prometheus.url.reveal(),
+        token_file=prometheus.token_file,
+        headers=prometheus.headers,
+        ca_file=prometheus.tls.ca_file,
+        cert_file=prometheus.tls.cert_file,
+        key_file=prometheus.tls.key_file,
+        insecure_skip_verify=prometheus.tls.insecure_skip_verify,
+    )
+    return PrometheusSource(
+        access,
+        settings.pool.name,
+        settings.pool.namespace,
+        timeout_s=timeout_s,
+        max_age_s=settings.signals.max_age_for("prometheus"),
+        queries={str(name): query for name, query in prometheus.queries.items()},
+    )
+
+
+async def probe(settings: Settings, epp_addresses: tuple[str, ...] | None = None) -> list[Finding]:
+    """Ask every source once and say what it shows: series, values, ages, and the budget that follows.
+
+    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them.
+    """
+    findings: list[Finding] = []
+    for source in sources(settings):
+        source.discovered(epp_addresses)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            seen = await source.poll()
+        finally:
+            await source.close()
+        now = loop.time()
+        name = f"signals.{source.name}"
+        if isinstance(seen, Unread):
+            findings.append(Finding(name, False, seen.why, seen.hint))
+            continue
+        detail = (
+            f"{_count(len(seen), 'replica')} of the endpoint picker, read in {(now - began) * 1000:.0f} ms"
+        )
+        findings.append(Finding(name, True, detail))
+        for number, view in enumerate(seen):
+            part = name if len(seen) == 1 else f"{name}[{number}]"
+            findings += _series(part, view, now)
+        policy = settings.policy(source.name)
+        verdict = judge(seen, settings.signals.use, policy, source.name)
+        findings += _verdict(name, verdict, policy, now)
+    return findings
+
+
+def _series(part: str, view: View, now: float) -> list[Finding]:
+    """Every series that was found with its value and age, and those that were not."""
+    shown = {family: [name for name in view.raw if name in family.value] for family in Family}
+    age_s = max(0.0, now - view.closed_at)
+    found = [
+        Finding(f"{part} {name}", True, f"{view.raw[name]:g}, {age_s:.1f} s old")
+        for names in shown.values()
+        for name in names
+    ]
+    own = [
+        Finding(f"{part} {name}", True, f"{value:g}")
+        for name, value in view.raw.items()
+        if name.startswith("queries.")
+    ]
+    absent = [
+        Finding(f"{part} {family.value[0]}", True, f"not there: {_ABSENT[family]}")
+        for family, names in shown.items()
+        if not names and family in _ABSENT
+    ]
+    return found + own + absent
+
+
+_ABSENT = {
+    Family.SATURATION: "flow control is off, or a saturation query of your own stands for it",
+    Family.QUEUED: "nothing waits in the endpoint picker, or flow control is off",
+    Family.RUNNING: "an endpoint picker older than GIE 1.5, or one that has just started",
+    Family.READY: "budget.max_sys has to say the capacity",
+    Family.DETECTOR: "the detector is not known, so that its saturation is not taken for a count",
+}
+
+
+def _verdict(name: str, verdict: Verdict, policy: Policy, now: float) -> list[Finding]:
+    """The signals that count, with the budget of each, and those that cannot be read."""
+    findings = [_budget(name, reading, policy) for reading in verdict.readings]
+    for unread in verdict.unread:
+        signal = f"{name} {unread.signal}" if unread.signal is not None else f"{name} {unread.reason}"
+        findings.append(Finding(signal, False, unread.why, unread.hint))
+    oldest = min((reading.closed_at for reading in verdict.readings), default=now)
+    if now - oldest > policy.max_age_s:
+        why = f"the sample is {now - oldest:.1f} s old, more than {policy.max_age_s:g} s"
+        findings.append(Finding(f"{name} {Reason.STALE}", False, why, "signals.max_age_s"))
+    return findings
+
+
+def _budget(name: str, reading: Reading, policy: Policy) -> Finding:
+    budget = assess(reading, policy)
+    detail = (
+        f"F_SYS {reading.f_sys:.3f} + F_EPP {reading.f_epp:.3f} + reserve {policy.reserve:g} of "
+        f"{reading.max_sys:g} requests"
+    )
+    if budget.fault is not None:
+        hint = "budget.per_endpoint, budget.max_sys" if budget.fault is Reason.IMPLAUSIBLE else ""
+        return Finding(f"{name} {reading.signal}", False, f"{detail}: {budget.because}", hint)
+    room = f"room for {budget.headroom} more" if budget.headroom > 0 else "no room now"
+    return Finding(f"{name} {reading.signal}", True, f"{detail}: D {budget.d:.3f}, {room}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def all_ok(findings: Sequence[Finding]) -> bool:
+    """Whether readings can be had: every finding of one source at least is good."""
+    names = {finding.name.split()[0].partition("[")[0] for finding in findings}
+    return any(
+        all(finding.ok for finding in findings if finding.name.split()[0].partition("[")[0] == name)
+        for name in names
+    )
