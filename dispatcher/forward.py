@@ -18,7 +18,7 @@ import socket
 import ssl
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from weakref import WeakSet
 import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
+from multidict import CIMultiDict
 
 import dispatcher
 from dispatcher.core.outcome import (
@@ -158,6 +159,30 @@ class _Pieces(httpx.AsyncByteStream):
             yield self._payload[start : start + STREAMED_BYTES]
 
 
+class _Prepared(httpx.Request):
+    """A POST that holds just what the transport reads.
+
+    Building a plain httpx.Request and its Headers costs as much as a third of the whole exchange, and the
+    transport would convert the headers to aiohttp's mapping anyway.
+    """
+
+    def __init__(self, url: str, headers: dict[str, str], payload: bytes) -> None:
+        self.method = "POST"
+        self.url = url  # type: ignore[assignment] # the transport wants its text
+        self.headers = CIMultiDict(headers)  # type: ignore[assignment]
+        self.extensions = _TIMEOUTS
+        self._payload = payload
+        if len(payload) > STREAMED_BYTES:
+            self.headers["content-length"] = str(len(payload))
+            self.stream = _Pieces(payload)
+
+    @property
+    def content(self) -> bytes:
+        if len(self._payload) > STREAMED_BYTES:
+            raise httpx.RequestNotRead  # makes the transport take the stream
+        return self._payload
+
+
 class _Watched(Generic[T]):
     """What is made of files that others replace under us: made again when one has changed.
 
@@ -224,19 +249,10 @@ class _Plan:
         if url.userinfo:
             self.basic = "Basic " + base64.b64encode(unquote_to_bytes(url.userinfo)).decode()
         self._base = str(url.copy_with(userinfo=b"", query=None, fragment=None)).rstrip("/")
-        self._urls: dict[str, httpx.URL] = {}
 
-    def url(self, endpoint: str) -> httpx.URL | Refused:
-        known = self._urls.get(endpoint)
-        if known is not None:
-            return known
+    def url(self, endpoint: str) -> str | Refused:
         path = self.route.path(endpoint)
-        if isinstance(path, Refused):
-            return path
-        if len(self._urls) >= 256:  # parsing is slow, and callers' paths are without end
-            self._urls.clear()
-        url = self._urls[endpoint] = httpx.URL(self._base + path)
-        return url
+        return path if isinstance(path, Refused) else self._base + path
 
 
 class HttpGateway:
@@ -298,7 +314,7 @@ class HttpGateway:
         if isinstance(line, Unreachable):
             return Forwarded(line, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic)
-        prepared = _prepared(request.payload, url, headers)
+        prepared = _Prepared(url, headers, request.payload)
         ends = min(deadline, started + plan.timeout_s)
         current = self._tries[id(request)] = _Try()
         _running.set(current)
@@ -359,14 +375,6 @@ def _bearer(token_file: str) -> str:
     return f"Bearer {token}"
 
 
-def _prepared(payload: bytes, url: httpx.URL, headers: dict[str, str]) -> httpx.Request:
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    if len(payload) <= STREAMED_BYTES:
-        return httpx.Request("POST", url, headers=encoded, content=payload, extensions=_TIMEOUTS)
-    encoded.append((b"content-length", b"%d" % len(payload)))
-    return httpx.Request("POST", url, headers=encoded, stream=_Pieces(payload), extensions=_TIMEOUTS)
-
-
 async def _exchange(line: _Line, request: httpx.Request, current: _Try, limit_bytes: int) -> Outcome:
     """Send and read the answer. The time limit is the caller's."""
     while True:
@@ -384,22 +392,30 @@ async def _exchange(line: _Line, request: httpx.Request, current: _Try, limit_by
             if _is_tls(cause):
                 return Unreachable(f"no connection: {_words(cause)}")
             return Failed(f"no answer: {_words(cause)}")
-    stream = response.stream
+    stream, headers = response.stream, _plain(response.headers)
     assert isinstance(stream, httpx.AsyncByteStream)  # noqa: S101 - the transport's
     try:
-        body = await _read(response, stream, limit_bytes)
+        body = await _read(headers, stream, limit_bytes)
     except _ERRORS as error:
         return Failed(f"the answer ({response.status_code}) broke off: {_words(_cause(error))}")
     finally:
         await stream.aclose()
     if body is None:
         return TooLarge(response.status_code, limit_bytes)
-    return classify(response.status_code, response.headers, body, time.time())
+    return classify(response.status_code, headers, body, time.time())
 
 
-async def _read(response: httpx.Response, stream: httpx.AsyncByteStream, limit_bytes: int) -> bytes | None:
+def _plain(headers: httpx.Headers) -> dict[str, str]:
+    """Names in lower case; looked up several times, which httpx.Headers is slow at."""
+    plain: dict[str, str] = {}
+    for raw_name, raw_value in headers.raw:
+        name, value = raw_name.lower().decode("latin-1"), raw_value.decode("latin-1")
+        plain[name] = f"{plain[name]}, {value}" if name in plain else value
+    return plain
+
+
+async def _read(headers: Mapping[str, str], stream: httpx.AsyncByteStream, limit_bytes: int) -> bytes | None:
     """The body, decoded; None when it is larger than the limit."""
-    headers = response.headers
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit_bytes:
         return None
