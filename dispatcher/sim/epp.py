@@ -62,6 +62,8 @@ class Epp:
         self._history: deque[_View] = deque()
         self._averages = (0.0, 0.0, 0.0)
         self._seen_flow = False
+        self.flushed_at: float | None = None
+        """When the averages were last rewritten."""
 
     def watch(self, pool: Pool) -> None:
         """Note the pool's state; called at each change of it."""
@@ -93,6 +95,7 @@ class Epp:
 
     def flush(self) -> None:
         view = self._view()
+        self.flushed_at = time.monotonic()
         if view.endpoints > 0:
             self._averages = (
                 view.running / view.endpoints,

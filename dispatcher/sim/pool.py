@@ -84,9 +84,10 @@ class Pool:
     def __init__(self, slots: int, queue_limit: int | None, on_change: Callable[[], None]) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
-        self.running = 0
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
         """Requests in the pool, running or waiting."""
+        self.busy = Level()
+        """Those that run."""
         self.queue = Level()
         """Those that wait."""
         self.tokens = {"batch": 0, "realtime": 0}
@@ -103,6 +104,10 @@ class Pool:
 
     def __repr__(self) -> str:
         return f"<Pool {self.running} of {self.slots} running, {self.waiting} waiting>"
+
+    @property
+    def running(self) -> int:
+        return self.busy.now
 
     @property
     def waiting(self) -> int:
@@ -136,7 +141,7 @@ class Pool:
             self.queue.add(-1, now)
         else:
             job.timer.cancel()
-            self.running -= 1
+            self.busy.add(-1, now)
         self._depart(job, now)
 
     def resize(self, slots: int) -> None:
@@ -147,7 +152,7 @@ class Pool:
 
     def restart(self) -> None:
         """Begin a new measurement."""
-        for level in (*self.levels.values(), self.queue):
+        for level in (*self.levels.values(), self.busy, self.queue):
             level.restart()
         for kind in self.finished:
             self.finished[kind] = self.refused[kind] = self.tokens[kind] = 0
@@ -157,7 +162,7 @@ class Pool:
     def report(self) -> dict[str, Any]:
         return {
             "slots": self.slots,
-            "running": self.running,
+            "running": self.busy.report(),
             "waiting": self.queue.report(),
             **{kind: level.report() for kind, level in self.levels.items()},
             "finished": dict(self.finished),
@@ -168,7 +173,7 @@ class Pool:
         }
 
     def _start(self, job: Job, now: float) -> None:
-        self.running += 1
+        self.busy.add(1, now)
         job.started_at = now
         seconds = job.work_s * slowdown(self.running, self.slots) if job.seconds is None else job.seconds
         job.timer = self._loop.call_later(seconds, self._finish, job)
@@ -176,7 +181,7 @@ class Pool:
     def _finish(self, job: Job) -> None:
         now = time.monotonic()
         kind = "batch" if job.batch else "realtime"
-        self.running -= 1
+        self.busy.add(-1, now)
         self.finished[kind] += 1
         self.tokens[kind] += job.tokens
         self.waits[kind].append(job.started_at - job.arrived_at)

@@ -148,6 +148,8 @@ class _Connection(asyncio.Protocol):
     def _parse(self) -> Exchange | None:
         """The next whole request in the buffer, if it is there."""
         if self._awaited is None:
+            if self._buffer and not self._buffer[:1].isupper():
+                raise ValueError("not HTTP: most likely TLS")
             end = self._buffer.find(b"\r\n\r\n")
             if end < 0:
                 if len(self._buffer) > _MAX_HEAD_BYTES:
