@@ -41,6 +41,7 @@ from dispatcher.core.outcome import (
     after_losses,
 )
 from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.tenants import Tenants
 from dispatcher.endings import Ending
 from dispatcher.ports import (
     Burial,
@@ -87,6 +88,8 @@ class Options:
     retry: RetryPolicy
     lease_s: float = 30.0
     max_payload_bytes: int = 16 << 20
+    tenant_from: str = ""
+    """The metadata attribute that names a request's tenant."""
     observe: bool = False
     """Decide and show everything, touch nothing."""
 
@@ -130,6 +133,7 @@ class Dispatcher:
         self._queue = queue
         self._gateway = gateway
         self._metrics = metrics
+        self._tenants = Tenants()
         self._random = rand or random.Random()
         self._held: dict[str, _Held] = {}
         self._done: list[Ending] = []
@@ -278,15 +282,17 @@ class Dispatcher:
                 held.request = parsed
                 ready.append(held)
         cancelled = await self._cancelled(ready)
-        allowance = self.limiter.allowance(self._now())
-        open_now = probe or not allowance.reason.closed
+        now = self._now()
+        open_now = (probe or not self.limiter.allowance(now).reason.closed) and not self._stop.is_set()
         for held, gone in zip(ready, cancelled, strict=True):
-            if held.request is None:
+            if held.request is None or self._tasks is None:
                 continue
-            if gone is None or not open_now or self._tasks is None or self._stop.is_set():
-                self._finish(endings.returned(held.lease))
-            elif gone:
+            if gone:
                 self._finish(endings.cancelled(held.lease, held.request))
+            elif gone is None or not open_now:
+                self._finish(endings.returned(held.lease))
+            elif (rest_s := self._tenants.rest_s(self._tenant(held.request), now)) > 0:
+                self._finish(endings.returned(held.lease, after_s=rest_s))
             else:
                 held.task = self._tasks.create_task(self._run(held, held.request))
                 if probe:
@@ -329,35 +335,57 @@ class Dispatcher:
             forwarded = Forwarded(Failed(f"the dispatcher failed: {error!r}"), started, self._now())
         else:
             self.limiter.answered(lease.token, forwarded.ended_at)
-        outcome = self._gateway_seen(forwarded)
+        outcome = self._gateway_seen(request, forwarded)
         self._metrics.tried(type(outcome).__name__, forwarded.ended_at - forwarded.sent_at)
         self._finish(self._decide(lease, request, outcome))
 
-    def _gateway_seen(self, forwarded: Forwarded) -> Outcome:
+    def _gateway_seen(self, request: Request, forwarded: Forwarded) -> Outcome:
         """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
-        outcome, now = forwarded.outcome, forwarded.ended_at
-        limiter = self.limiter
+        outcome, now, sent_at = forwarded.outcome, forwarded.ended_at, forwarded.sent_at
+        limiter, tenant = self.limiter, self._tenant(request)
         match outcome:
             case Overloaded():
-                limiter.reached(now, forwarded.sent_at)
-                until = now + (outcome.retry_after_s or 0.0)
+                limiter.reached(now, sent_at)
+                teaches = self._tenants.refused(tenant, now, limiter.allowance(now).read_at)
                 # Its lease has not ended, but the limiter has counted it out already.
-                in_flight = limiter.in_flight + 1
-                limiter.overloaded(now, until=until, capacity=outcome.capacity, in_flight=in_flight)
-                self._overload = Overload(now, until, outcome.capacity, in_flight)
+                self._overload = Overload(
+                    at=now,
+                    until=now + (outcome.retry_after_s or 0.0),
+                    capacity=outcome.capacity and teaches,
+                    in_flight=limiter.in_flight + 1,
+                )
+                self._overloaded(self._overload)
                 self._changed.set()
-            case Unreachable():
-                limiter.unreachable(now, outcome.why)
+                return outcome
+            case Delivered() | TooLarge():
+                limiter.reached(now, sent_at)
+                self._tenants.accepted(tenant, sent_at)
+                return outcome
             case Failed(nobody_home=True):
                 if limiter.nobody_home(now, outcome.why):
-                    return Unreachable(outcome.why)
-            case Delivered() | TooLarge():
-                limiter.reached(now, forwarded.sent_at)
+                    outcome = Unreachable(outcome.why)
             case Failed() if outcome.status is not None:
-                limiter.reached(now, forwarded.sent_at)
+                limiter.reached(now, sent_at)
+            case Unreachable():
+                limiter.unreachable(now, outcome.why)
             case _:
                 pass  # no answer: it says nothing of the gateway
+        if isinstance(outcome, Unreachable):
+            self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
+        self._tenants.ended(tenant)
         return outcome
+
+    def _overloaded(self, overload: Overload, *, heard: bool = False) -> None:
+        self.limiter.overloaded(
+            overload.at,
+            until=overload.until,
+            capacity=overload.capacity,
+            in_flight=overload.in_flight,
+            heard=heard,
+        )
+
+    def _tenant(self, request: Request) -> str:
+        return request.metadata.get(self.options.tenant_from, "")
 
     def _decide(self, lease: Lease, request: Request, outcome: Outcome) -> Ending:
         decision = after(
@@ -372,11 +400,18 @@ class Dispatcher:
         return endings.decided(lease, request, decision)
 
     def _still_connected(self, held: _Held) -> None:
-        if held.task is not None and not held.task.done() and self._gateway.connected(held.lease.token):
-            now = self._now()
-            self.limiter.reached(now, now)
+        """A probe that takes its time: it reached the gateway if it holds a connection for long enough."""
+        if held.request is None or held.task is None or held.task.done():
+            return
+        now = self._now()
+        since = self._gateway.connected(held.request)
+        if since is not None and now - since >= CONNECTED_S:
             held.probe = False
+            self.limiter.reached(now, since)
             self._wake.set()
+        else:
+            again_s = CONNECTED_S if since is None else since + CONNECTED_S - now
+            asyncio.get_running_loop().call_later(again_s + 0.001, self._still_connected, held)
 
     def _finish(self, item: Ending) -> None:
         self._done.append(item)
@@ -564,10 +599,7 @@ class Dispatcher:
         self.limiter.leases(count.at, others=count.others, young=count.young, lost=count.lost)
         self.limiter.pause(shared.paused, now)
         if shared.overload is not None:
-            heard = shared.overload
-            self.limiter.overloaded(
-                heard.at, until=heard.until, capacity=heard.capacity, in_flight=heard.in_flight, heard=True
-            )
+            self._overloaded(shared.overload, heard=True)
         if isinstance(told, Claimed):
             self.limiter.waiting(told.waiting, now)
 

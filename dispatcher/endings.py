@@ -25,9 +25,9 @@ def cancelled(lease: Lease, request: Request) -> Settlement:
     return error(lease, request, ErrorCode.CANCELLED, "cancelled")
 
 
-def returned(lease: Lease) -> Release:
-    """Untouched, back to its place."""
-    return Release(lease, undelivered=True)
+def returned(lease: Lease, after_s: float = 0.0) -> Release:
+    """Untouched, back to its place, at once or later."""
+    return Release(lease, delay_s=after_s, undelivered=True)
 
 
 def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:

@@ -370,3 +370,7 @@ class Gateway(Protocol):
     def connected(self, request: Request) -> float | None:
         """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
         ...
+
+    def resize(self, limit: int) -> None:
+        """Keep no more connections than `limit` requests can use at once; 0: only those in use."""
+        ...
