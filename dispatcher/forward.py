@@ -22,8 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
-from urllib.parse import unquote_to_bytes
+from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 import aiohttp
@@ -42,8 +41,9 @@ from dispatcher.core.outcome import (
     classify,
 )
 from dispatcher.core.request import Request
-from dispatcher.core.routing import Route, RouteOptions
+from dispatcher.core.routing import Route
 from dispatcher.ports import Forwarded
+from dispatcher.settings import Gateway, Tls
 
 CONNECT_S = 1.5
 """From looking the name up to the end of the TLS handshake."""
@@ -60,34 +60,6 @@ _TIMEOUTS = {"timeout": {"connect": CONNECT_S, "pool": CONNECT_S}}
 _VISIBLE = re.compile(r"[!-~]+")
 
 T = TypeVar("T")
-
-
-class TlsOptions(Protocol):
-    """Settings `gateway.tls`."""
-
-    @property
-    def ca_file(self) -> str: ...
-    @property
-    def cert_file(self) -> str: ...
-    @property
-    def key_file(self) -> str: ...
-    @property
-    def insecure_skip_verify(self) -> bool: ...
-
-
-class GatewayOptions(RouteOptions, Protocol):
-    """Settings `gateway`."""
-
-    @property
-    def url(self) -> str: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def max_response_bytes(self) -> int: ...
-    @property
-    def token_file(self) -> str: ...
-    @property
-    def tls(self) -> TlsOptions: ...
 
 
 @dataclass(slots=True)
@@ -239,16 +211,15 @@ class _Line:
 class _Plan:
     """Options prepared for use: everything that is the same for all requests."""
 
-    def __init__(self, options: GatewayOptions) -> None:
-        url = httpx.URL(options.url)
-        self.secure = url.scheme == "https"
+    def __init__(self, options: Gateway) -> None:
+        self.secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
         self.route = Route(options, user_agent=f"batch-dispatcher/{dispatcher.__version__}")
         self.basic = ""
-        if url.userinfo:
-            self.basic = "Basic " + base64.b64encode(unquote_to_bytes(url.userinfo)).decode()
-        self._base = str(url.copy_with(userinfo=b"", query=None, fragment=None)).rstrip("/")
+        if options.url.credentials:
+            self.basic = "Basic " + base64.b64encode(":".join(options.url.credentials).encode()).decode()
+        self._base = options.url.bare.rstrip("/")
 
     def url(self, endpoint: str) -> str | Refused:
         path = self.route.path(endpoint)
@@ -262,19 +233,16 @@ class HttpGateway:
     are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
     """
 
-    def __init__(self, options: GatewayOptions) -> None:
+    def __init__(self, options: Gateway) -> None:
         self._line: _Line | None = None
         self._retired: list[_Line] = []
         self._tries: dict[int, _Try] = {}
-        self._options: GatewayOptions | None = None
+        self._options: Gateway | None = None
         self.reconfigure(options)
 
-    def reconfigure(self, options: GatewayOptions) -> None:
-        """Use these options from the next request on. Raises ValueError on a URL that is none."""
-        try:
-            self._plan = _Plan(options)
-        except httpx.InvalidURL as error:
-            raise ValueError(f"gateway.url: {error}") from error
+    def reconfigure(self, options: Gateway) -> None:
+        """Use these options from the next request on."""
+        self._plan = _Plan(options)
         before, self._options = self._options, options
         if before is None or before.token_file != options.token_file:
             self._bearer = _Watched([options.token_file], lambda: _bearer(options.token_file))
@@ -352,7 +320,7 @@ class HttpGateway:
             await line.aclose()
 
 
-def _tls_context(options: TlsOptions, *, secure: bool) -> ssl.SSLContext:
+def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
     """Raises OSError (ssl.SSLError is one) where a file is missing or wrong."""
     if not secure:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used

@@ -8,7 +8,6 @@ copy whole sets of them. docs/forwarding.md has the tables, checked by a test.
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -67,7 +66,7 @@ class Route:
 
     def __init__(self, options: RouteOptions, *, user_agent: str) -> None:
         self._path = options.path
-        self._allowed = re.compile("|".join(map(fnmatch.translate, options.allowed_paths)) or r"(?!)")
+        self._allowed = re.compile("|".join(map(_pattern, options.allowed_paths)) or r"(?!)")
         self._fairness_from = options.fairness_from
         chosen = {name.lower(): value for name, value in options.headers.items()}
         if options.objective:
@@ -124,6 +123,11 @@ class Route:
             and plain not in self._chosen
             and name not in named
         }
+
+
+def _pattern(path: str) -> str:
+    """`*` stands for any characters, all else for itself."""
+    return ".*".join(map(re.escape, path.split("*")))
 
 
 def _header_safe(value: str) -> str:
