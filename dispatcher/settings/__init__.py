@@ -22,6 +22,7 @@ from dispatcher.settings.model import (
 )
 from dispatcher.settings.source import Problem
 from dispatcher.settings.values import SecretUrl
+from dispatcher.settings.watch import watch
 
 __all__ = [
     "Admin",
@@ -46,4 +47,5 @@ __all__ = [
     "parse",
     "read",
     "reload",
+    "watch",
 ]

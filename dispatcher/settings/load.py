@@ -39,14 +39,14 @@ def read(path: Path | str) -> str | Problem:
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
-        text = raw.decode("utf-8-sig")
     except OSError as error:
         return Problem(path.name, "", f"cannot be read: {error.strerror or error}")
+    if len(raw) > MAX_BYTES:
+        return Problem(path.name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")
+    try:
+        return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        if len(raw) > MAX_BYTES and error.start >= MAX_BYTES - 3:  # cut inside a character
-            return Problem(path.name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")
         return Problem(path.name, "", "is not valid UTF-8", raw.count(b"\n", 0, error.start) + 1)
-    return text
 
 
 def parse(text: str, environ: Mapping[str, str], *, name: str = "config.yaml") -> Settings | list[Problem]:

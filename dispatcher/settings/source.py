@@ -1,7 +1,7 @@
 """Where settings come from: a YAML text and environment variables, read into one tree that knows its lines.
 
-The YAML is the plain kind: one document of mappings, lists and scalars, with the scalars of YAML 1.2 (`no` is
-a word, `1e-3` a number). Anchors, tags and duplicate keys are refused: they surprise more often than they help.
+The YAML is the plain kind: one document of mappings, lists and scalars, with the scalars of YAML 1.2 (`no`
+is a word, `1e-3` a number). Anchors, tags and duplicate keys are refused: they surprise more than they help.
 Nothing here recurses over the input, and nothing raises for what a file can hold.
 """
 

@@ -1,0 +1,5 @@
+"""`python -m dispatcher` is `batch-dispatcher`."""
+
+from dispatcher.cli import main
+
+main()

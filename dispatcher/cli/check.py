@@ -1,0 +1,121 @@
+"""`batch-dispatcher check`: is the configuration right, what does it come to, is there what it names?"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dispatcher.settings import Problem, Settings, load
+from dispatcher.settings.effective import as_json as settings_as_json
+from dispatcher.settings.effective import lines
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was tried, and what came of it."""
+
+    level: Literal["ok", "warning", "failed"]
+    where: str
+    """The setting it is about."""
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.where}: {self.what}"
+
+
+def check(
+    config: Annotated[
+        Path, typer.Option("--config", "-c", help="The configuration file.", show_default=False)
+    ],
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Validate a configuration, and print what is in effect: secrets masked, defaults marked.
+
+    Exit code 2: the configuration is wrong; 1: it is right, but something that it names is not there.
+    """
+    found = load(config, os.environ)
+    if isinstance(found, list):
+        _refuse(found, json_output)
+        raise typer.Exit(2)
+    tried = list(findings(found))
+    ok = all(finding.level != "failed" for finding in tried)
+    if json_output:
+        answer = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in tried]}
+        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+    else:
+        for line in lines(found):
+            typer.secho(str(line), dim=line.default or None)
+        for finding in tried:
+            typer.secho(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
+    if not ok:
+        raise typer.Exit(1)
+
+
+_COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
+
+
+def _refuse(problems: list[Problem], json_output: bool) -> None:
+    if json_output:
+        answer = {"ok": False, "problems": [asdict(problem) for problem in problems]}
+        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+        return
+    for problem in problems:
+        typer.secho(str(problem), err=True, fg=typer.colors.RED)
+
+
+def findings(settings: Settings) -> Iterator[Finding]:
+    """Try what the settings name. Probes of the signals, the queue and the gateway join here."""
+    yield from _doubtful(settings)
+    yield from _files(settings)
+
+
+def _doubtful(settings: Settings) -> Iterator[Finding]:
+    """What is allowed, but seldom meant."""
+    gateway, signals = settings.gateway, settings.signals
+    for where, tls in (("gateway.tls", gateway.tls), ("signals.prometheus.tls", signals.prometheus.tls)):
+        if tls.insecure_skip_verify:
+            yield Finding(
+                "warning", f"{where}.insecure_skip_verify", "anybody on the way can read and answer"
+            )
+    if not gateway.objective:
+        what = "none named: batch requests compete with everything of priority 0"
+        yield Finding("warning", "gateway.objective", what)
+    if signals.use == "saturation":
+        what = (
+            "the EPP's default detector can read near 0 while every slot is taken; use auto unless it runs "
+        )
+        yield Finding("warning", "signals.use", what + "the concurrency detector")
+
+
+def _files(settings: Settings) -> Iterator[Finding]:
+    named = {
+        "gateway.token_file": settings.gateway.token_file,
+        "signals.prometheus.token_file": settings.signals.prometheus.token_file,
+        "signals.epp.token_file": settings.signals.epp.token_file,
+        "admin.token_file": settings.admin.token_file,
+    }
+    for where, tls in (
+        ("gateway.tls", settings.gateway.tls),
+        ("signals.prometheus.tls", settings.signals.prometheus.tls),
+    ):
+        named |= {f"{where}.{name}": getattr(tls, name) for name in ("ca_file", "cert_file", "key_file")}
+    for where, name in named.items():
+        if name:
+            yield _file(where, Path(name))
+
+
+def _file(where: str, path: Path) -> Finding:
+    try:
+        with path.open("rb") as file:
+            empty = not file.read(1)
+    except OSError as error:
+        return Finding("failed", where, f"{path}: {error.strerror or error}")
+    if empty:
+        return Finding("failed", where, f"{path}: is empty")
+    return Finding("ok", where, f"{path} is readable")

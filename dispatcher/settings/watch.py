@@ -1,0 +1,84 @@
+"""Notices when the configuration file says something else, however it came to.
+
+A mounted ConfigMap changes by a swap of its `..data` symlink, editors write a new file and rename it over the
+old one, others truncate and write in place. All of these are changes in the file's directory, so that is what
+is watched; what counts is the text that stands there once it has settled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, suppress
+from pathlib import Path
+
+from dispatcher.settings.load import read
+from dispatcher.settings.source import Problem
+
+QUIET_S = 0.1
+"""A text is whole when two looks this far apart see the same."""
+GONE_S = 1.0
+"""A file that stays empty, missing or unreadable for so long is a problem, not an editor at work."""
+POLL_S = 2.0
+"""Where the kernel tells nothing (network file systems, a link to another directory), a look this often."""
+
+
+async def watch(path: Path | str, known: str) -> AsyncGenerator[str | Problem, None]:
+    """Yield the file's new text whenever it differs from the last (`known` at first), once it has settled.
+
+    A Problem, once, when the file stays empty, missing or unreadable; the text again when it comes back, even
+    unchanged. Never ends by itself, never raises for what a file system does.
+    """
+    path = Path(path)
+    last: str | Problem = known
+    async with aclosing(_hints(path.parent)) as hints:
+        async for _ in hints:
+            if await asyncio.to_thread(_look, path) == last:
+                continue
+            found = await _settled(lambda: _look(path))
+            if found != last:
+                last = found
+                yield found
+
+
+def _look(path: Path) -> str | Problem:
+    found = read(path)
+    if isinstance(found, str) and not found.strip():
+        return Problem(path.name, "", "is empty")
+    return found
+
+
+async def _settled(look: Callable[[], str | Problem]) -> str | Problem:
+    """What the file says once it no longer changes: a text seen twice, a problem that stays for GONE_S."""
+    clock = asyncio.get_running_loop().time
+    found = await asyncio.to_thread(look)
+    since = clock()
+    while True:
+        await asyncio.sleep(QUIET_S)
+        again = await asyncio.to_thread(look)
+        if again != found:
+            found, since = again, clock()
+        elif isinstance(found, str) or clock() - since >= GONE_S:
+            return found
+
+
+async def _hints(directory: Path) -> AsyncGenerator[None, None]:
+    """Yield whenever the directory may have changed: at once, on its events, and at least every POLL_S."""
+    from watchfiles import awatch  # 50 ms to import, and not every command watches
+
+    yield
+    while True:
+        with suppress(OSError, RuntimeError):  # no such directory yet, or no inotify watch to be had
+            events = awatch(
+                directory,
+                watch_filter=None,
+                debounce=200,
+                rust_timeout=int(POLL_S * 1000),
+                yield_on_timeout=True,
+                recursive=False,
+            )
+            async with aclosing(events):
+                async for _ in events:
+                    yield
+        await asyncio.sleep(POLL_S)
+        yield
