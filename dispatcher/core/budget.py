@@ -140,6 +140,8 @@ def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> B
     f_sys, f_epp, max_sys = reading.f_sys, reading.f_epp, reading.max_sys
     if not (math.isfinite(f_sys) and math.isfinite(f_epp) and math.isfinite(max_sys)):
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a value that is not a finite number")
+    if capacity is not None and math.isnan(capacity):
+        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a capacity that is not a number")
     if f_sys < 0 or f_epp < 0 or max_sys < 0:
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a negative load or capacity")
     if capacity is not None and capacity < max_sys:
@@ -149,6 +151,8 @@ def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> B
     if max_sys <= 0:
         return _faulty(reading, policy, Reason.NO_ENDPOINTS, "no endpoint is ready")
     d = 1.0 - (f_sys + f_epp + policy.reserve)
+    if not math.isfinite(max_sys * d):
+        return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a load beyond all numbers")
     budget = Budget(
         signal=reading.signal,
         f_sys=f_sys,
