@@ -62,11 +62,11 @@ class Held:
         start = self._live.pop(key, None)
         if start is None:
             return
+        at = max(at, start)
         ends = self._ends
-        if ends and at < ends[-1]:
-            at = ends[-1]
-        ends.append(at)
-        self._starts.append(start)
+        place = bisect_right(ends, at)  # the tail, but for answers told out of order
+        ends.insert(place, at)
+        self._starts.insert(place, start)
         if len(ends) > 1024 and ends[len(ends) // 2] < at - self.horizon_s:
             self._forget(at)
 
@@ -104,7 +104,7 @@ class Held:
         held = 0
         for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
             begins, stops = start + DELTA_S, end - DELTA_S
-            if begins > b or begins > stops:
+            if begins > b or begins >= stops:
                 continue
             if begins <= a:
                 held += 1
