@@ -94,7 +94,7 @@ class Server:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """For the length of the block the server answers nobody (SIGSTOP): a network cut, seen from outside."""
+        """For the length of the block the server answers nobody (SIGSTOP): like a network cut."""
         os.kill(self.pid, signal.SIGSTOP)
         try:
             yield

@@ -1,0 +1,114 @@
+"""From a queue's URL to a client: standalone, Sentinel or Cluster, with or without TLS.
+
+    redis://[user:password@]host[:port][/db]            rediss:// with TLS
+    unix:///path/to/socket[?db=0]
+    redis+sentinel://[user:password@]h1[:26379],h2,h3/name[/db]     rediss+sentinel:// with TLS
+    redis+cluster://[user:password@]h1[:6379],h2,h3     rediss+cluster:// with TLS
+
+Query parameters: those of redis-py (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfile`, `ssl_cert_reqs` …), and
+`sentinel_username`, `sentinel_password` where the sentinels have their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from redis.asyncio import Redis, Sentinel
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import SentinelConnectionPool
+from redis.backoff import NoBackoff
+
+
+class QueueUrlError(ValueError):
+    """queue.url cannot be understood; the message says why, without its password."""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A URL, taken apart."""
+
+    kind: str
+    tls: bool
+    hosts: tuple[tuple[str, int], ...]
+    path: str
+    options: dict[str, Any]
+    sentinel: dict[str, Any]
+
+
+_PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
+
+
+def connect(
+    url: str, *, connect_s: float = 1.5, answer_s: float = 3.0, **options: Any
+) -> Redis | RedisCluster:
+    """A client for the URL. It connects when it is first used; retries are the caller's.
+
+    Raises QueueUrlError for a URL that names no server.
+    """
+    settings: dict[str, Any] = {
+        "socket_connect_timeout": connect_s,
+        "socket_timeout": answer_s,
+        "socket_keepalive": True,
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        **options,
+    }
+    scheme = urlsplit(url).scheme
+    if scheme in ("redis", "rediss", "unix"):
+        try:
+            return Redis.from_pool(ConnectionPool.from_url(url, **settings))
+        except ValueError as error:
+            raise QueueUrlError(f"queue.url: {error}") from error
+    target = _parse(url)
+    settings |= target.options
+    if target.kind == "cluster":
+        nodes = [ClusterNode(host, port) for host, port in target.hosts]
+        if target.path:
+            raise QueueUrlError("queue.url: a cluster has no database numbers, so no path either")
+        return RedisCluster(startup_nodes=nodes, ssl=target.tls, **settings)
+    name, _, db = target.path.partition("/")
+    if not name or not (db or "0").isdigit():
+        raise QueueUrlError("queue.url: redis+sentinel://hosts/<name of the primary>[/<db number>]")
+    watchers = {key: value for key, value in settings.items() if not key.startswith(("username", "password"))}
+    sentinel = Sentinel(  # type: ignore[no-untyped-call]
+        list(target.hosts),
+        sentinel_kwargs={**watchers, **target.sentinel, "ssl": target.tls},
+    )
+    pool = SentinelConnectionPool(  # type: ignore[no-untyped-call]
+        name, sentinel, is_master=True, ssl=target.tls, db=int(db or "0"), **settings
+    )
+    return Redis.from_pool(pool)
+
+
+def _parse(url: str) -> _Target:
+    parts = urlsplit(url)
+    security, _, kind = parts.scheme.partition("+")
+    if security not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
+        raise QueueUrlError(
+            f"queue.url: unknown scheme {parts.scheme!r}: redis, rediss, unix, redis+sentinel, redis+cluster"
+        )
+    userinfo, _, hostlist = parts.netloc.rpartition("@")
+    username, _, password = userinfo.partition(":")
+    hosts = []
+    for host in hostlist.split(","):
+        name, colon, port = host.rpartition(":")
+        if not colon or host.endswith("]"):
+            name, port = host, str(_PORTS[kind])
+        if not name or not port.isdigit():
+            raise QueueUrlError(f"queue.url: {host!r} is no host:port")
+        hosts.append((name.strip("[]"), int(port)))
+    options: dict[str, Any] = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    sentinel = {
+        key.removeprefix("sentinel_"): options.pop(key)
+        for key in ("sentinel_username", "sentinel_password")
+        if key in options
+    }
+    if username:
+        options["username"] = unquote(username)
+    if password:
+        options["password"] = unquote(password)
+    return _Target(kind, security == "rediss", tuple(hosts), parts.path.strip("/"), options, sentinel)

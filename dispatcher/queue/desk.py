@@ -1,0 +1,262 @@
+"""The queue as producers and operators see it: no leases, no owner."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dispatcher.core.request import (
+    PRIORITIES,
+    PRIORITY_STEP,
+    Rejection,
+    encode_member,
+    parse,
+    score_of,
+)
+from dispatcher.ports import Counts, Dead, Submission
+from dispatcher.queue.clock import ServerClock
+from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.scripts import Argument, Client, Reply, Scripts
+
+CANCEL_TTL_S = 604_800
+REPLY_TTL_S = 60
+"""How long a repetition of a call gets the same reply."""
+SUSPECT_DEATHS = 2
+_BATCH_BYTES = 2**20
+_BATCH = 1000
+
+
+class RedisDesk:
+    """Submit, cancel, look and decide; each method is one step, safe to repeat. Implements ports.Desk.
+
+    Raises QueueUnavailableError for whatever may pass by itself.
+    """
+
+    def __init__(self, client: Client, names: Names, *, try_s: float = 3.0) -> None:
+        self.names = names
+        self._scripts = Scripts(client, try_s=try_s)
+        self._clock = ServerClock()
+        self._own = names.keys
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.names.queue}>"
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._scripts.client.aclose()
+
+    async def submit(self, submissions: Sequence[Submission]) -> int:
+        """Put them into the queue and wake the dispatchers; how many were not pending already.
+
+        A crash half way leaves whole requests in the queue and at most markers of others, which expire.
+        """
+        now = time.time()
+        added = 0
+        for batch in _batches(submissions):
+            await self._mark(batch, now)
+            call = secrets.token_hex(8)
+            pairs: list[Argument] = [
+                part for each in batch for part in (repr(float(each.score)), each.member)
+            ]
+            reply = await self._run(
+                "submit", [REPLY_TTL_S, self.names.wake, *pairs], [self.names.reply(call)]
+            )
+            added += reply.value
+        return added
+
+    async def _mark(self, submissions: Sequence[Submission], now: float) -> None:
+        """Make requests cancellable: their tokens, until their deadlines."""
+        marked = [each for each in submissions if each.request_id and each.request_token and each.deadline]
+        if not marked:
+            return
+        client = self._scripts.client
+
+        async def mark() -> None:
+            pipeline = client.pipeline(transaction=False)
+            for each in marked:
+                pipeline.delete(CANCEL + each.request_id)
+                lifetime_s = max(1, int(each.deadline - now))
+                pipeline.set(ACTIVE + each.request_id, each.request_token, ex=lifetime_s)
+            await pipeline.execute()
+
+        await self._scripts.attempt(mark)
+
+    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+        """Set the cancel marker; False where the id is not active (or not with that token)."""
+        client = self._scripts.client
+
+        async def cancel() -> bool:
+            active = await client.get(ACTIVE + request_id)
+            if active is None or request_token not in ("", active.decode(errors="replace")):
+                return False
+            await client.set(CANCEL + request_id, active, ex=CANCEL_TTL_S)
+            await client.publish(self.names.wake, "cancel")
+            return True
+
+        return await self._scripts.attempt(cancel)
+
+    async def pause(self, by: str, why: str) -> None:
+        """Stop all claims until `resume`; what is leased goes on."""
+        switch = msgspec.json.encode({"by": by, "why": why, "at": int(time.time())})
+
+        async def pause() -> None:
+            await self._scripts.client.set(self.names.paused, switch)
+            await self._scripts.client.publish(self.names.wake, "paused")
+
+        await self._scripts.attempt(pause)
+
+    async def resume(self) -> None:
+        async def resume() -> None:
+            await self._scripts.client.delete(self.names.paused)
+            await self._scripts.client.publish(self.names.wake, "resumed")
+
+        await self._scripts.attempt(resume)
+
+    async def paused(self) -> tuple[str, str] | None:
+        """Who paused it and why; None when nobody did."""
+
+        async def read() -> bytes | None:
+            found: bytes | None = await self._scripts.client.get(self.names.paused)
+            return found
+
+        switch = await self._scripts.attempt(read)
+        if switch is None:
+            return None
+        try:
+            fields = msgspec.json.decode(switch, type=dict[str, Any])
+        except msgspec.DecodeError:  # set by hand
+            return "", switch.decode(errors="replace")
+        return str(fields.get("by", "")), str(fields.get("why", ""))
+
+    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+        """Score and member of the first that a claim would take, suspects included, in order.
+
+        At most 1 MB of members (one at least).
+        """
+        found = (await self._run("peek", [most, _BATCH_BYTES])).value
+        return [(float(found[at]), found[at + 1]) for at in range(0, len(found), 2)]
+
+    async def counts(self) -> Counts:
+        _, pending, leased, delayed, dead, _ = await self._counts()
+        return Counts(pending, leased, delayed, dead)
+
+    async def _counts(self) -> Sequence[int]:
+        reply = await self._run("counts", [])
+        self._saw(reply, reply.value[0])
+        counts: Sequence[int] = reply.value
+        return counts
+
+    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+        """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""
+        found = (await self._run("dead", ["list", after, most, _BATCH_BYTES])).value
+        return [_dead(*found[at : at + 9]) for at in range(0, len(found), 9)]
+
+    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+        """Accept them anew with this deadline (in the member and in the score, the priority kept).
+
+        Each is a new acceptance, and so may give a second result for its id. Those whose member cannot be
+        read stay dead.
+        """
+        done = 0
+        for entry in entries:
+            dead = next((one for one in await self.dead_list(1, entry - 1) if one.entry == entry), None)
+            again = None if dead is None else _accept_anew(dead.member, dead.score, deadline)
+            if again is None:
+                continue
+            await self._mark([again], time.time())
+            args: list[Argument] = [entry, repr(again.score), again.member, self.names.wake]
+            done += (await self._run("requeue", args)).value
+        return done
+
+    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+        """Forget them; None: all."""
+        if entries is not None:
+            gone = 0
+            for at in range(0, len(entries), _BATCH):
+                gone += (await self._run("dead", ["purge", *entries[at : at + _BATCH]])).value
+            return gone
+        gone = 0
+        while found := await self.dead_list(_BATCH):
+            gone += await self.dead_purge([dead.entry for dead in found])
+        return gone
+
+    async def _run(self, script: str, args: Sequence[Argument], keys: Sequence[Argument] = ()) -> Reply:
+        return await self._scripts.run(script, [*self._own, *keys], args)
+
+    def _saw(self, reply: Reply, server_time: bytes) -> None:
+        self._clock.observe(reply.sent_at, reply.received_at, float(server_time))
+
+    async def _learn_clock(self) -> None:
+        """Translating a time needs one reply first."""
+        if not self._clock.known:
+            await self._counts()
+
+    def _server(self, at: float) -> str:
+        """Loop time as an argument of a script."""
+        return f"{at + self._clock.offset(asyncio.get_running_loop().time()):.6f}"
+
+
+def _batches(submissions: Sequence[Submission]) -> Sequence[Sequence[Submission]]:
+    batches: list[list[Submission]] = []
+    size = 0
+    for each in submissions:
+        size += len(each.member)
+        if not batches or size > _BATCH_BYTES or len(batches[-1]) == _BATCH:
+            batches.append([])
+            size = len(each.member)
+        batches[-1].append(each)
+    return batches
+
+
+def _accept_anew(member: bytes, score: float, deadline: int) -> Submission | None:
+    request = parse(member)
+    if isinstance(request, Rejection):
+        return None
+    again = encode_member(
+        request.id,
+        request.payload,
+        deadline,
+        created=request.created,
+        endpoint=request.endpoint,
+        headers=request.headers,
+        metadata=request.metadata,
+        token=request.token,
+        results=request.results,
+        labels=request.labels,
+        kind=request.kind,
+        queue=request.queue,
+        queue_id=request.queue_id,
+        correlation_id=request.correlation_id,
+    )
+    band = score // PRIORITY_STEP
+    priority = int(band) if band in PRIORITIES else 0
+    return Submission(again, score_of(deadline, priority), request.id, request.token, deadline)
+
+
+def _dead(
+    entry: int,
+    member: bytes,
+    score: bytes,
+    reason: bytes,
+    died_at: bytes,
+    deliveries: int,
+    attempts: int,
+    refusals: int,
+    deaths: int,
+) -> Dead:
+    return Dead(
+        entry,
+        member,
+        float(score),
+        reason.decode(errors="replace"),
+        float(died_at),
+        deliveries,
+        attempts,
+        refusals,
+        max(0, deaths - SUSPECT_DEATHS),
+    )

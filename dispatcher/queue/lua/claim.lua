@@ -1,0 +1,83 @@
+-- Lease the first requests in line to one owner.
+-- KEYS   own…, the reply record of (owner, nonce)
+-- ARGV   owner, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or limit, read_at, lost
+-- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}
+-- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
+-- reply_s claims nothing more. A probe asks no limit, and only one runs at a time.
+local REPLY = KEYS[OWN + 1]
+local me, lease_s, most, bytes, suspects = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local base, reply_s = ARGV[6], ARGV[7]
+local probing = ARGV[8] == 'probe'
+local now, shared = clock(), control()
+local leased, known = {}, call('GET', REPLY)
+
+local function tell(id, state, member)
+  for _, value in ipairs({id, state[TOKEN], member, state[SCORE], state[DELIVERIES], state[ATTEMPTS],
+                          state[REFUSALS], state[DEATHS]}) do
+    leased[#leased + 1] = value
+  end
+end
+
+local function room()
+  if call('EXISTS', PAUSED) == 1 then return 0 end
+  if probing then return shared.probe and 0 or 1 end
+  local limit, read_at, lost = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+  believe(shared, limit, read_at, lost)
+  if shared.overload_at and (now < shared.overload_until or read_at <= shared.overload_at) then return 0 end
+  limit = math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
+  return limit - call('ZCARD', LEASES)
+end
+
+local taken_suspects = 0
+if known then
+  local record = cmsgpack.unpack(known)
+  for number = 2, #record do
+    local id = record[number]
+    local state = held(id, record[1] .. '-' .. id)
+    if state then
+      tell(id, state, call('HGET', MEMBERS, id))
+      if state[DEATHS] >= SUSPECT_DEATHS then taken_suspects = taken_suspects + 1 end
+    end
+  end
+else
+  open()
+  local found, taken = first(math.min(most, room()), bytes, suspects)
+  local record, members, states, leases = {base}, {}, {}, {}
+  taken_suspects = taken[3]
+  if taken[1] > 0 then call('ZREMRANGEBYRANK', PENDING, 0, taken[1] - 1) end
+  local fresh = (shared.next or 0) + 1
+  for _, one in ipairs(found) do
+    local id, state, member = one.id, nil, nil
+    if id then
+      call('ZREM', one.source, one.name)
+      state, member = load(id), call('HGET', MEMBERS, id)
+    else
+      id, member, fresh = fresh, one.name, fresh + 1
+      state = {'', one.score, 0, 0, 0, 0, 0, '', '', one.tie}
+      members[#members + 1], members[#members + 2] = id, member
+    end
+    state[WHERE], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
+    state[TOKEN], state[OWNER] = base .. '-' .. id, me
+    states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
+    leases[#leases + 1], leases[#leases + 2] = text(now + lease_s), lease_name(id, state)
+    record[#record + 1] = id
+    tell(id, state, member)
+  end
+  if #members > 0 then
+    call('HSET', MEMBERS, unpack(members))
+    call('HSET', CONTROL, 'next', fresh - 1)
+  end
+  if #found > 0 then
+    call('HSET', ENTRIES, unpack(states))
+    call('ZADD', LEASES, unpack(leases))
+    call('HINCRBY', OWNERS, me, #found)
+    if probing then
+      shared.probe, shared.prober = tostring(record[2]), me
+      call('HSET', CONTROL, 'probe', record[2], 'prober', me)
+    end
+  end
+  call('SET', REPLY, cmsgpack.pack(record), 'EX', reply_s)
+end
+local waiting = call('ZCARD', PENDING) + call('ZCARD', RETURNED)
+if suspects > taken_suspects then waiting = waiting + call('ZCARD', SUSPECTS) end
+return {facts(shared, now, me, lease_s), waiting, leased}

@@ -1,0 +1,110 @@
+-- What every script shares. Each gets the queue's own keys first, in the order of keys.py.
+--
+-- An entry is a request that was claimed at least once. Its state is one packed array under its id:
+local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
+local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED = 6, 7, 8, 9, 10, 11, 12
+-- WHERE is the set that holds it: 'L'eases, 'R'eturned, 'S'uspects, 'D'elayed, dead ('X'). SCORE stays the
+-- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties.
+local PENDING, RETURNED, SUSPECTS, DELAYED, DELAYED_ORDER = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local LEASES, ENTRIES, MEMBERS, DEAD, DEAD_AGE = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local CONTROL, OWNERS, PAUSED, OUTBOX = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
+local OWN = 14
+local TYPES = {'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'zset', 'zset', 'hash', 'hash',
+               'string', 'zset'}
+local PREFIX_BYTES = 512
+local SUSPECT_DEATHS = 2
+local SAME_READING_S = 0.001 -- clocks are known no better: two readings this close are the same
+local YOUNG_S = 0.02
+local call = redis.call
+
+-- A foreign key under one of our names would fail a script half way: look before the first write.
+for number = 1, OWN do
+  local found = call('TYPE', KEYS[number]).ok
+  if found ~= 'none' and found ~= TYPES[number] then
+    return redis.error_reply('WRONGKEY ' .. KEYS[number] .. ' holds a ' .. found .. ', not a ' .. TYPES[number])
+  end
+end
+
+local function clock()
+  local time = call('TIME')
+  return tonumber(time[1]) + tonumber(time[2]) / 1000000
+end
+
+local function text(number) return string.format('%.6f', number) end
+
+-- Redis refuses a script for want of memory (or on a replica, or without disk) only at its first write, and
+-- for memory only if that can grow. So the first write is a removal of nothing: what comes after is whole or
+-- not at all, and a full Redis can still be worked empty.
+local function open() call('HDEL', CONTROL, '') end
+
+local function load(id)
+  local packed = call('HGET', ENTRIES, id)
+  return packed and cmsgpack.unpack(packed)
+end
+
+local function save(id, state) call('HSET', ENTRIES, id, cmsgpack.pack(state)) end
+
+-- The state of an entry, if this token holds its lease.
+local function held(id, token)
+  local state = load(id)
+  if state and state[WHERE] == 'L' and state[TOKEN] == token then return state end
+  return nil
+end
+
+local function seat(id, state) return state[PREFIX] .. '\0' .. string.format('%016d', id) end
+
+local function lease_name(id, state) return id .. ':' .. state[OWNER] end
+
+-- Back to its place in the order.
+local function give_back(id, state)
+  local suspect = state[DEATHS] >= SUSPECT_DEATHS
+  state[WHERE] = suspect and 'S' or 'R'
+  state[MOVES] = state[MOVES] + 1
+  call('ZADD', suspect and SUSPECTS or RETURNED, state[SCORE], seat(id, state))
+  save(id, state)
+end
+
+local function end_lease(id, state, probe)
+  call('ZREM', LEASES, lease_name(id, state))
+  if call('HINCRBY', OWNERS, state[OWNER], -1) <= 0 then call('HDEL', OWNERS, state[OWNER]) end
+  if tostring(id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
+  state[TOKEN], state[OWNER] = '', ''
+end
+
+local FIELDS = {'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity',
+                'overload_in_flight', 'probe', 'prober', 'lost', 'tick', 'quiet_until'}
+local function control()
+  local values = call('HMGET', CONTROL, unpack(FIELDS))
+  local found = {}
+  for number, name in ipairs(FIELDS) do
+    local value = values[number]
+    if value then found[name] = (name == 'probe' or name == 'prober') and value or tonumber(value) end
+  end
+  found.lost = found.lost or 0
+  return found
+end
+
+-- Take a permit for the shared one if its reading is no older.
+local function believe(shared, limit, read_at, lost)
+  if shared.read_at and read_at < shared.read_at - SAME_READING_S then return end
+  local newest = math.max(read_at, shared.read_at or read_at)
+  if shared.limit == limit and shared.read_at == newest and shared.limit_lost == lost then return end
+  shared.limit, shared.read_at, shared.limit_lost = limit, newest, lost
+  call('HSET', CONTROL, 'limit', limit, 'read_at', text(newest), 'limit_lost', lost)
+end
+
+-- What every owner's call tells: the counts of leases and the shared beliefs. A lease is live until it is
+-- ended by name or reclaimed, however long its time has run out, so that no claim ever passes the limit.
+local function facts(shared, now, me, lease_s)
+  local young = 0
+  for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, text(now + lease_s - YOUNG_S), '+inf')) do
+    if string.match(name, ':(.*)$') ~= me then young = young + 1 end
+  end
+  return {
+    text(now), call('ZCARD', LEASES), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost,
+    shared.limit or false, text(shared.read_at or 0),
+    shared.overload_at and text(shared.overload_at) or false, text(shared.overload_until or 0),
+    shared.overload_capacity or 0, shared.overload_in_flight or 0,
+    shared.prober or false, call('EXISTS', PAUSED),
+  }
+end

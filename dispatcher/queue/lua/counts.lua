@@ -1,0 +1,9 @@
+-- Count what lies where, at one moment.
+-- KEYS   own…
+-- Returns now, pending (with returned and suspects), leased, delayed, dead, waiting in the outbox
+-- Keeps: reads only.
+return {
+  text(clock()),
+  call('ZCARD', PENDING) + call('ZCARD', RETURNED) + call('ZCARD', SUSPECTS),
+  call('ZCARD', LEASES), call('ZCARD', DELAYED), call('ZCARD', DEAD), call('ZCARD', OUTBOX),
+}

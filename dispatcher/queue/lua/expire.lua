@@ -1,0 +1,53 @@
+-- Write the results of requests past their deadline, and remove them.
+-- KEYS   own…, reply record, default list, other lists and tokens' keys…
+-- ARGV   reply_s, ttl_s, then per request: place, member, list, list name, result, index of its
+--        request-active key, request token (as in settle)
+-- Returns {status per request (0 done, 1 lies elsewhere by now, 2 bad list, 3 stuck)…}
+-- Keeps: a result is written exactly when its request goes, if it still lies where it was found.
+local REPLY = KEYS[OWN + 1]
+local recorded = call('GET', REPLY)
+if recorded then return cmsgpack.unpack(recorded) end
+local ttl_s, now = tonumber(ARGV[2]), clock()
+local SETS = {R = RETURNED, S = SUSPECTS, D = DELAYED_ORDER}
+local items, live, seen = {}, {}, {}
+for at = 3, #ARGV, 7 do
+  local item = {place = ARGV[at], member = ARGV[at + 1], list = tonumber(ARGV[at + 2]), name = ARGV[at + 3],
+                result = ARGV[at + 4], active = tonumber(ARGV[at + 5]), request_token = ARGV[at + 6], status = LOST}
+  items[#items + 1] = item
+  local there
+  if item.place == 'P' then
+    there = call('ZSCORE', PENDING, item.member)
+  else
+    local letter, id, moves = string.match(item.place, '^(%a):(%d+):(%d+)$')
+    local state = load(tonumber(id))
+    there = state and state[WHERE] == letter and state[MOVES] == tonumber(moves)
+    item.id, item.state = tonumber(id), state
+  end
+  local name = item.place == 'P' and item.member or item.place
+  if there and not seen[name] then
+    seen[name] = true
+    live[#live + 1] = item
+  end
+end
+
+if #live > 0 then
+  open()
+  write_results(live, ttl_s, now)
+  for _, item in ipairs(live) do
+    if item.status == DONE then
+      if item.state then
+        call('ZREM', SETS[item.state[WHERE]], seat(item.id, item.state))
+        if item.state[WHERE] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
+        call('HDEL', ENTRIES, item.id)
+        call('HDEL', MEMBERS, item.id)
+      else
+        call('ZREM', PENDING, item.member)
+      end
+      forget_token(item)
+    end
+  end
+end
+local statuses = {}
+for number, item in ipairs(items) do statuses[number] = item.status end
+if #live > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', ARGV[1]) end
+return statuses

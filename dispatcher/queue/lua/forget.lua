@@ -1,0 +1,7 @@
+-- Delete a finished request's marker, where it still is that request's.
+-- KEYS   request-active:<id> or request-cancel:<id>
+-- ARGV   the request's token
+-- Returns 1 if it was deleted
+-- Keeps: the marker of a later request with the same id stays.
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])

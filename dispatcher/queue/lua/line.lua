@@ -1,0 +1,66 @@
+-- The line: pending, returned and suspects merged, best score first, ties by bytes.
+
+-- Bytes decide, not the server's locale (Lua's own < would ask it).
+local function before(a, b)
+  local same, most = 0, math.min(#a, #b)
+  while same < most do
+    local half = math.floor((same + most + 1) / 2)
+    if string.sub(a, 1, half) == string.sub(b, 1, half) then same = half else most = half - 1 end
+  end
+  if same == #a or same == #b then return #a < #b end
+  return string.byte(a, same + 1) < string.byte(b, same + 1)
+end
+
+local function number_of(score)
+  if score == 'inf' then return math.huge elseif score == '-inf' then return -math.huge end
+  return tonumber(score)
+end
+
+-- The heads of the three sets are read one by one: members may be large, and none is read in vain but one.
+local function head(key, at)
+  local found = call('ZRANGE', key, at, at, 'WITHSCORES')
+  if not found[1] then return nil end
+  local seat_ = found[1]
+  local one = {name = seat_, score = found[2], number = number_of(found[2])}
+  if key == PENDING then
+    one.tie = string.sub(seat_, 1, PREFIX_BYTES)
+    one.size = #seat_
+  else
+    one.tie = string.sub(seat_, 1, -18)
+    one.id = tonumber(string.sub(seat_, -16))
+    one.size = call('HSTRLEN', MEMBERS, one.id)
+  end
+  return one
+end
+
+local function earlier(a, b)
+  if a.number ~= b.number then return a.number < b.number end
+  if a.tie ~= b.tie then return before(a.tie, b.tie) end
+  -- The same bytes: the one that was claimed before goes first.
+  return (a.id or math.huge) < (b.id or math.huge)
+end
+
+-- Up to `most` from the front of the line, until their members sum to `bytes` (one at least).
+local function first(most, bytes, suspects)
+  local found, size = {}, 0
+  local sources = {PENDING, RETURNED, SUSPECTS}
+  local at, heads = {0, 0, 0}, {}
+  while #found < most do
+    local best
+    for source = 1, 3 do
+      if heads[source] == nil then
+        heads[source] = (source < 3 or at[3] < suspects) and head(sources[source], at[source]) or false
+      end
+      if heads[source] and (not best or earlier(heads[source], heads[best])) then best = source end
+    end
+    if not best then break end
+    local one = heads[best]
+    size = size + one.size
+    if #found > 0 and size > bytes then break end
+    one.source = sources[best]
+    found[#found + 1] = one
+    at[best] = at[best] + 1
+    heads[best] = nil
+  end
+  return found, at
+end

@@ -1,0 +1,40 @@
+-- Find unleased requests whose score tells a deadline between two times.
+-- KEYS   own…
+-- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to start in, offset there, most, bytes
+-- Returns {until, next range (-1: at the end), next offset, {range, place, member}…}
+-- Keeps: reads only. The ranges are the ten priorities of each of the four sets that hold unleased requests.
+local STEP, SETS = 100000000000, {PENDING, RETURNED, SUSPECTS, DELAYED_ORDER}
+local LETTERS = {'P', 'R', 'S', 'D'}
+local after, last = ARGV[1], tonumber(ARGV[2]) or clock()
+local range, offset, most, bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local found, count, size = {}, 0, 0
+
+while range < 10 * #SETS do
+  local key, letter = SETS[range % #SETS + 1], LETTERS[range % #SETS + 1]
+  local base = math.floor(range / #SETS) * STEP
+  local low = after ~= '-inf' and '(' .. text(base + tonumber(after)) or base > 0 and text(base) or '-inf'
+  -- By rank, because Redis walks to an offset.
+  local start = 0
+  if after ~= '-inf' then start = call('ZCOUNT', key, '-inf', string.sub(low, 2))
+  elseif base > 0 then start = call('ZCOUNT', key, '-inf', '(' .. low) end
+  local total = call('ZCOUNT', key, low, text(base + last))
+  while offset < total do
+    if count >= most then return {text(last), range, offset, unpack(found)} end
+    local name = call('ZRANGE', key, start + offset, start + offset)[1]
+    local place, member = 'P', name
+    if letter == 'P' then
+      size = size + #name
+    else
+      local id = tonumber(string.sub(name, -16))
+      local state = load(id)
+      place = letter .. ':' .. id .. ':' .. state[MOVES]
+      size = size + call('HSTRLEN', MEMBERS, id)
+      member = (count == 0 or size <= bytes) and call('HGET', MEMBERS, id) or nil
+    end
+    if count > 0 and size > bytes then return {text(last), range, offset, unpack(found)} end
+    found[#found + 1] = {range, place, member}
+    count, offset = count + 1, offset + 1
+  end
+  range, offset = range + 1, 0
+end
+return {text(last), -1, 0, unpack(found)}

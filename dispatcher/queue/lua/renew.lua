@@ -1,0 +1,32 @@
+-- Give leases more time, and tell and learn what the owners share.
+-- KEYS   own…
+-- ARGV   owner, lease_s, number of leases, (id, token)…, then nothing, or
+--        limit, read_at, lost, then nothing, or overload at, until, capacity (0/1), in_flight
+-- Returns {facts, {lost ids}}
+-- Keeps: only the holder's token renews. The newest overload stays; its `until` never moves back.
+local me, lease_s, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local now, shared = clock(), control()
+local lost = {}
+open()
+for number = 0, count - 1 do
+  local id, token = tonumber(ARGV[4 + 2 * number]), ARGV[5 + 2 * number]
+  local state = held(id, token)
+  if state then
+    call('ZADD', LEASES, text(now + lease_s), lease_name(id, state))
+  else
+    lost[#lost + 1] = id
+  end
+end
+local at = 4 + 2 * count
+if ARGV[at] then believe(shared, tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])) end
+if ARGV[at + 3] then
+  local seen, untl = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])
+  shared.overload_until = math.max(untl, shared.overload_until or untl)
+  if not shared.overload_at or seen >= shared.overload_at then
+    shared.overload_at = seen
+    shared.overload_capacity, shared.overload_in_flight = tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6])
+  end
+  call('HSET', CONTROL, 'overload_at', text(shared.overload_at), 'overload_until', text(shared.overload_until),
+       'overload_capacity', shared.overload_capacity, 'overload_in_flight', shared.overload_in_flight)
+end
+return {facts(shared, now, me, lease_s), lost}

@@ -1,0 +1,57 @@
+-- Write results and end their leases, or set the requests aside as dead.
+-- KEYS   own…, reply record, default list, other lists and tokens' keys…
+-- ARGV   reply_s, ttl_s, dead_max, then per request:
+--        id, token, list (index of KEYS, 0 none, -1 outbox), list name, result, index of its
+--        request-active key (request-cancel follows; 0 none), request token, bury (0/1), reason
+-- Returns {now, dead ones dropped for dead_max, status per request…}
+-- Keeps: a result is written exactly when its lease ends, in this one step, by the holder of its token only.
+local REPLY = KEYS[OWN + 1]
+local recorded = call('GET', REPLY)
+if recorded then return cmsgpack.unpack(recorded) end
+local reply_s, ttl_s, dead_max = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local now, probe = clock(), call('HGET', CONTROL, 'probe')
+local items, live, seen = {}, {}, {}
+for at = 4, #ARGV, 9 do
+  local item = {id = tonumber(ARGV[at]), list = tonumber(ARGV[at + 2]), name = ARGV[at + 3], result = ARGV[at + 4],
+                active = tonumber(ARGV[at + 5]), request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
+                reason = ARGV[at + 8], status = LOST}
+  items[#items + 1] = item
+  item.state = not seen[item.id] and held(item.id, ARGV[at + 1])
+  if item.state then
+    seen[item.id] = true
+    live[#live + 1] = item
+  end
+end
+
+local dropped, statuses = 0, {text(now), 0}
+if #live > 0 then
+  open()
+  write_results(live, ttl_s, now)
+  for _, item in ipairs(live) do
+    if item.status == DONE then
+      end_lease(item.id, item.state, probe)
+      if item.bury then
+        local state = item.state
+        state[WHERE], state[MOVES], state[REASON], state[DIED] = 'X', state[MOVES] + 1, item.reason, text(now)
+        save(item.id, state)
+        call('ZADD', DEAD, item.id, item.id)
+        call('ZADD', DEAD_AGE, text(now), string.format('%016d', item.id))
+      else
+        call('HDEL', ENTRIES, item.id)
+        call('HDEL', MEMBERS, item.id)
+      end
+      forget_token(item)
+    end
+  end
+  while call('ZCARD', DEAD) > dead_max do
+    local id = tonumber(call('ZPOPMIN', DEAD_AGE)[1])
+    call('ZREM', DEAD, id)
+    call('HDEL', ENTRIES, id)
+    call('HDEL', MEMBERS, id)
+    dropped = dropped + 1
+  end
+end
+statuses[2] = dropped
+for _, item in ipairs(items) do statuses[#statuses + 1] = item.status end
+if #live > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', reply_s) end
+return statuses

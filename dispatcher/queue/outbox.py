@@ -1,0 +1,109 @@
+"""On a Cluster: results for lists in other slots, carried there from the outbox in the queue's own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from redis.crc import key_slot
+
+from dispatcher.core.request import ErrorCode, decode_result, failed
+from dispatcher.ports import QueueUnavailableError
+from dispatcher.queue.keys import Names
+from dispatcher.queue.scripts import Scripts
+
+_MARKER_TTL_S = 604_800
+"""Longer than any result may wait in the outbox after its push, for the marker is what prevents a second."""
+_MOST = 100
+
+
+class Outbox:
+    """Carries each result over exactly once, whoever else carries at the same time.
+
+    Numbers rise, every carrier goes in their order and removes a result only after its push; so a marker with
+    the newest number pushed, in the list's own slot, tells for each one whether it was.
+    """
+
+    def __init__(self, scripts: Scripts, names: Names, ttl_s: int) -> None:
+        self._scripts = scripts
+        self._names = names
+        self._ttl_s = ttl_s
+        self._slot = key_slot(names.queue.encode())
+
+    def needs(self, name: bytes) -> bool:
+        """Whether the list lies in another slot than the queue."""
+        return self._scripts.is_cluster and key_slot(name) != self._slot
+
+    def reaches(self, name: bytes) -> bool:
+        """Whether there can be a marker in that list's slot: not with a stray brace in its name."""
+        return key_slot(self._marker(name)) == key_slot(name)
+
+    async def carry(self) -> int:
+        """Carry over what is there; how much was. A list whose node is away waits, alone."""
+        carried = 0
+        away: QueueUnavailableError | None = None
+        after = "-inf"
+        while found := await self._read(after):
+            lists: dict[bytes, list[tuple[bytes, bytes, bytes]]] = defaultdict(list)
+            for element in found:
+                number, list_name, result = _parse(element)
+                lists[list_name].append((number, result, element))
+                after = f"({number.decode()}"
+            for list_name, results in lists.items():
+                try:
+                    carried += await self._deliver(list_name, results)
+                except QueueUnavailableError as error:
+                    away = error
+        if away is not None:
+            raise away
+        return carried
+
+    async def _read(self, after: str) -> Sequence[bytes]:
+        async def read() -> Sequence[bytes]:
+            client = self._scripts.client
+            found: Sequence[bytes] = await client.zrangebyscore(
+                self._names.outbox, after, "+inf", start=0, num=_MOST
+            )
+            return found
+
+        return await self._scripts.attempt(read)
+
+    async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> int:
+        pushes = [part for number, result, _ in results for part in (number, result)]
+        reply = await self._scripts.run(
+            "push", [name, self._marker(name)], [self._ttl_s, _MARKER_TTL_S, *pushes]
+        )
+        if reply.value == 0:
+            default = self._names.results.encode()
+            if name == default:
+                raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
+            pushes = [part for number, result, _ in results for part in (number, _refused(name, result))]
+            marker = self._marker(default, b":for:" + name)
+            reply = await self._scripts.run("push", [default, marker], [self._ttl_s, _MARKER_TTL_S, *pushes])
+            if reply.value == 0:
+                raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
+        elements = [element for _, _, element in results]
+
+        async def remove() -> None:
+            await self._scripts.client.zrem(self._names.outbox, *elements)
+
+        await self._scripts.attempt(remove)
+        return len(results)
+
+    def _marker(self, name: bytes, suffix: bytes = b"") -> bytes:
+        own = b":posted:" + self._names.queue.encode().replace(b"{", b"").replace(b"}", b"") + suffix
+        tagged = name if key_slot(name + b":") == key_slot(name) else b"{" + name + b"}"
+        return tagged + own
+
+
+def _parse(element: bytes) -> tuple[bytes, bytes, bytes]:
+    number, length, rest = element.split(b"\n", 2)
+    return number, rest[: int(length)], rest[int(length) :]
+
+
+def _refused(name: bytes, result: bytes) -> bytes:
+    return failed(
+        decode_result(result).id,
+        ErrorCode.INVALID_REQUEST,
+        f"internal.result_queue_name: {name.decode(errors='replace')} is no list that results can go to",
+    )

@@ -1,0 +1,378 @@
+"""The queue in Redis or Valkey, as one dispatcher sees it. docs/queue-contract.md has its keys and scripts.
+
+Each method is one script, or one per megabyte. Times cross this boundary from the loop's clock to Redis TIME
+and back (clock.py); what the scripts keep is in Redis time alone, so that the owners' clocks need not agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from dispatcher.core.request import ErrorCode, decode_result, failed
+from dispatcher.ports import (
+    Burial,
+    Claimed,
+    Expired,
+    Lease,
+    Leases,
+    Overload,
+    Permit,
+    QueueUnavailableError,
+    Release,
+    Renewed,
+    Settled,
+    Settlement,
+    Shared,
+    Swept,
+)
+from dispatcher.queue.desk import REPLY_TTL_S, SUSPECT_DEATHS, RedisDesk
+from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.outbox import Outbox
+from dispatcher.queue.overdue import Overdue, place_of
+from dispatcher.queue.scripts import Argument, Client, Reply
+from dispatcher.queue.wake import WakeUps
+
+CLAIM_BYTES = 2**20
+_SCRIPT_BYTES = 2**20
+_CLAIM_MOST = 1000
+_STEP = 256
+_SWEEP_MOST = 500
+_STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST)
+_BAD_LIST, _STUCK = 2, 3
+_OWN = 14
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """A result on its way to a list, and what the script needs beside it."""
+
+    settlement: Settlement
+    head: tuple[Argument, ...]
+    tail: tuple[Argument, ...] = ()
+    bad_list: bool = False
+    """The result is the INVALID_REQUEST that stands for one whose list was refused."""
+
+
+class RedisQueue(RedisDesk):
+    """One owner's door to a queue. Implements ports.Queue and ports.Desk.
+
+    `owner`: unique among the running dispatchers. `lease_s` must be the same for all of them.
+    `result_ttl_s`: 0 keeps result lists for ever. A call takes a few seconds at most, retries included.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        names: Names,
+        owner: str,
+        *,
+        lease_s: float = 30.0,
+        poll_s: float = 0.2,
+        result_ttl_s: int = 604_800,
+        dead_max: int = 100_000,
+        try_s: float = 3.0,
+    ) -> None:
+        super().__init__(client, names, try_s=try_s)
+        self.owner = owner
+        self.dead_dropped = 0
+        """The dead that went because there were more than dead_max, as far as this owner buried them."""
+        self._lease_s = lease_s
+        self._ttl_s = result_ttl_s
+        self._dead_max = dead_max
+        self._outbox = Outbox(self._scripts, names, result_ttl_s)
+        self._overdue: Overdue | None = None
+        self._wake_ups = WakeUps(self._scripts, names, poll_s)
+
+    def __repr__(self) -> str:
+        return f"<RedisQueue {self.names.queue} for {self.owner}>"
+
+    async def aclose(self) -> None:
+        """Close the connections. What is leased runs out unless it was released."""
+        await self._wake_ups.aclose()
+        await super().aclose()
+
+    def unix_now(self) -> float:
+        return self._clock.server(asyncio.get_running_loop().time())
+
+    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
+        await self._learn_clock()
+        room: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, room)
+
+    async def probe(self, nonce: str) -> Claimed:
+        return await self._claim(1, nonce, 1, ["probe"])
+
+    async def _claim(self, most: int, nonce: str, suspects: int, room: Sequence[Argument]) -> Claimed:
+        base = secrets.token_hex(16)
+        args = [self.owner, self._lease_s, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room]
+        reply = await self._run("claim", args, [self.names.reply(f"{self.owner}:{nonce}")])
+        facts, waiting, flat = reply.value
+        count, shared = self._facts(reply, facts)
+        leases = [_lease(*flat[at : at + 8]) for at in range(0, len(flat), 8)]
+        return Claimed(leases, count, shared, waiting)
+
+    async def renew(self, leases: Sequence[Lease]) -> Renewed:
+        lost: list[int] = []
+        for at in range(0, len(leases), _STEP):
+            step = leases[at : at + _STEP]
+            named: list[Argument] = [part for lease in step for part in _fence(lease)]
+            renewed = await self._renew(len(step), named)
+            lost += renewed.lost
+        return replace(renewed, lost=lost) if leases else await self._renew(0, [])
+
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
+        await self._learn_clock()
+        beliefs: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
+        if overload is not None:
+            beliefs += [self._server(overload.at), self._server(overload.until)]
+            beliefs += [int(overload.capacity), overload.in_flight]
+        return await self._renew(0, beliefs)
+
+    async def _renew(self, count: int, rest: Sequence[Argument]) -> Renewed:
+        reply = await self._run("renew", [self.owner, self._lease_s, count, *rest])
+        facts, lost = reply.value
+        return Renewed(lost, *self._facts(reply, facts))
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]:
+        return await self._end([_Write(each, _fence(each.lease), (0, "")) for each in settlements])
+
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]:
+        return await self._end(
+            [_Write(each.settlement, _fence(each.settlement.lease), (1, each.reason)) for each in burials]
+        )
+
+    async def _end(self, writes: Sequence[_Write]) -> Sequence[Settled]:
+        """Write results and end leases, in this order of statuses."""
+        return [_STATUSES[status] for status in await self._write("settle", writes)]
+
+    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
+        said: list[Settled] = []
+        for batch in _by_size(releases, lambda _: 0):
+            args: list[Argument] = [REPLY_TTL_S]
+            for each in batch:
+                flags = (int(each.attempt), int(each.refusal), int(each.undelivered))
+                args += [*_fence(each.lease), f"{each.delay_s:.6f}", *flags]
+            reply = await self._run("release", args, [self._new_reply()])
+            now, *statuses = reply.value
+            self._saw(reply, now)
+            said += [_STATUSES[status] for status in statuses]
+        return said
+
+    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        client = self._scripts.client
+        keys = [_key(CANCEL, name) for name, _ in requests]
+        if not keys:
+            return []
+
+        async def read() -> Sequence[bytes | None]:
+            if self._scripts.is_cluster:
+                return list(await client.mget_nonatomic(keys))
+            return list(await client.mget(keys))
+
+        markers = await self._scripts.attempt(read)
+        return [
+            token != "" and marker == token.encode(errors="surrogatepass")
+            for (_, token), marker in zip(requests, markers, strict=True)
+        ]
+
+    async def sweep(self) -> Swept:
+        reclaimed = due = 0
+        more = 1
+        next_due = None
+        while more:
+            reply = await self._run("sweep", [self._lease_s, _SWEEP_MOST])
+            now, some_reclaimed, some_due, next_due, more = reply.value
+            self._saw(reply, now)
+            reclaimed += some_reclaimed
+            due += some_due
+        if self._scripts.is_cluster:
+            await self._outbox.carry()
+        at = None if next_due is None else self._loop_time(next_due)
+        return Swept(reclaimed, due, at)
+
+    async def expired(self, most: int) -> Sequence[Expired]:
+        """Unleased requests that may be past their deadline; at most 1 MB of them (one at least)."""
+        await self._learn_clock()
+        overdue = self._overdue = self._overdue or Overdue(self.unix_now())
+        for _ in range(2):
+            walk = overdue.next()
+            args: list[Argument] = [walk.after, walk.until, walk.range, walk.offset, most, _SCRIPT_BYTES]
+            until, next_range, next_offset, *rows = (await self._run("overdue", args)).value
+            walk.moved(until, next_range, next_offset)
+            if rows:
+                return overdue.found(walk, rows)
+        return []
+
+    async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
+        writes = [_Write(settlement, (place_of(item), item.member)) for item, settlement in items]
+        done = 0
+        for (item, _), status in zip(items, await self._write("expire", writes), strict=True):
+            if status != 1:
+                done += 1
+                if self._overdue is not None:
+                    self._overdue.removed(item)
+        return done
+
+    async def wait_for_work(self) -> None:
+        await self._wake_ups.wait()
+
+    async def _write(self, script: str, writes: Sequence[_Write]) -> list[int]:
+        """Run settle or expire, in steps of a megabyte; a refused list is answered on the default list."""
+        checked = [self._checked(write) for write in writes]
+        statuses: list[int] = []
+        for batch in _by_size(checked, lambda write: len(write.settlement.result)):
+            statuses += await self._write_some(script, batch)
+        again = [at for at, status in enumerate(statuses) if status == _BAD_LIST]
+        if again:
+            refused = [_refused(checked[at]) for at in again]
+            for at, status in zip(again, await self._write_some(script, refused), strict=True):
+                statuses[at] = _BAD_LIST if status == 0 else status
+        for at, write in enumerate(checked):
+            if write.bad_list and statuses[at] == 0:
+                statuses[at] = _BAD_LIST
+        if self._scripts.is_cluster:
+            await self._clean_up(checked, statuses)
+        if _STUCK in statuses:
+            raise QueueUnavailableError(
+                f"{self.names.results} is no list that this user may push to: results have no place to go"
+            )
+        return statuses
+
+    def _checked(self, write: _Write) -> _Write:
+        name = write.settlement.results
+        if not name:
+            return write
+        encoded = _key("", name)
+        if not self.names.takes_results(name) or (
+            self._outbox.needs(encoded) and not self._outbox.reaches(encoded)
+        ):
+            return _refused(write)
+        return write
+
+    async def _write_some(self, script: str, writes: Sequence[_Write]) -> list[int]:
+        keys: list[Argument] = [self._new_reply()]
+        default = _key("", self.names.results)
+        # A default list in another slot must not be named to the script: the outbox stands in.
+        keys.append(self.names.outbox if self._outbox.needs(default) else default)
+        places = {default: _OWN + 2}
+        args: list[Argument] = [REPLY_TTL_S, self._ttl_s]
+        if script == "settle":
+            args.append(self._dead_max)
+        for write in writes:
+            settlement = write.settlement
+            name = _key("", settlement.results or self.names.results)
+            if not settlement.result:
+                place = 0
+            elif self._outbox.needs(name):
+                place = -1
+            else:
+                if name not in places:
+                    keys.append(name)
+                    places[name] = _OWN + len(keys)
+                place = places[name]
+            active = 0
+            if settlement.request_id and settlement.request_token and not self._scripts.is_cluster:
+                active = _OWN + len(keys) + 1
+                keys += [_key(ACTIVE, settlement.request_id), _key(CANCEL, settlement.request_id)]
+            args += [*write.head, place, name, settlement.result, active]
+            args += [_key("", settlement.request_token), *write.tail]
+        reply = await self._run(script, args, keys)
+        if script == "expire":
+            return list(reply.value)
+        now, dropped, *statuses = reply.value
+        self._saw(reply, now)
+        self.dead_dropped += dropped
+        return list(statuses)
+
+    async def _clean_up(self, writes: Sequence[_Write], statuses: Sequence[int]) -> None:
+        """On a Cluster: what the script could not reach. A crash before it leaves keys that expire."""
+        if any(
+            self._outbox.needs(_key("", each.settlement.results or self.names.results)) for each in writes
+        ):
+            await self._outbox.carry()
+        done = [
+            write.settlement
+            for write, status in zip(writes, statuses, strict=True)
+            if status in (0, _BAD_LIST) and write.settlement.request_id and write.settlement.request_token
+        ]
+        await asyncio.gather(
+            *(
+                self._scripts.run("forget", [_key(kind, each.request_id)], [_key("", each.request_token)])
+                for each in done
+                for kind in (ACTIVE, CANCEL)
+            )
+        )
+
+    def _new_reply(self) -> str:
+        return self.names.reply(secrets.token_hex(8))
+
+    def _loop_time(self, server: bytes) -> float:
+        return self._clock.loop(float(server), asyncio.get_running_loop().time())
+
+    def _facts(self, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
+        now, live, own, young, lost, limit, read_at, *rest = facts
+        overload_at, until, capacity, in_flight, prober, paused = rest
+        self._saw(reply, now)
+        count = Leases(self._loop_time(now), live, live - own, young, lost)
+        overload = None
+        if overload_at is not None:
+            at, until_at = self._loop_time(overload_at), self._loop_time(until)
+            overload = Overload(at, until_at, bool(capacity), in_flight)
+        return count, Shared(
+            limit,
+            0.0 if limit is None else self._loop_time(read_at),
+            overload,
+            None if prober is None else prober.decode(),
+            bool(paused),
+        )
+
+
+def _lease(
+    entry: int,
+    token: bytes,
+    member: bytes,
+    score: bytes,
+    deliveries: int,
+    attempts: int,
+    refusals: int,
+    deaths: int,
+) -> Lease:
+    losses = max(0, deaths - SUSPECT_DEATHS)
+    return Lease(entry, token.decode(), member, float(score), deliveries, attempts, refusals, losses)
+
+
+def _fence(lease: Lease) -> tuple[int, str]:
+    return lease.entry, lease.token
+
+
+def _key(prefix: str, name: str) -> bytes:
+    """A name from a request as a key; a lone surrogate must not raise here."""
+    return (prefix + name).encode(errors="surrogatepass")
+
+
+def _refused(write: _Write) -> _Write:
+    """The same with INVALID_REQUEST to the default list."""
+    settlement = write.settlement
+    shown = settlement.results if len(settlement.results) <= 100 else settlement.results[:99] + "…"
+    why = f"internal.result_queue_name: {shown} is no list that results can go to"
+    told = settlement.request_id or decode_result(settlement.result).id
+    result = failed(told, ErrorCode.INVALID_REQUEST, why)
+    return replace(write, settlement=replace(settlement, result=result, results=""), bad_list=True)
+
+
+def _by_size(items: Sequence[T], size_of: Any) -> list[list[T]]:
+    """Steps of at most a megabyte and 256 items, so that no script blocks Redis for long."""
+    steps: list[list[T]] = []
+    size = 0
+    for item in items:
+        size += size_of(item)
+        if not steps or size > _SCRIPT_BYTES or len(steps[-1]) == _STEP:
+            steps.append([])
+            size = size_of(item)
+        steps[-1].append(item)
+    return steps

@@ -1,0 +1,135 @@
+"""One server, seen through its scripts: run by SHA, loaded again when forgotten, bounded in time.
+
+The only place where Redis errors are translated. Each script's promise stands at the head of its file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any, TypeVar
+
+from redis import exceptions as errors
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
+
+from dispatcher.ports import QueueUnavailableError
+
+Client = Redis | RedisCluster
+Argument = str | bytes | int | float
+T = TypeVar("T")
+
+_FRAGMENTS = {
+    "claim": ("common", "line"),
+    "settle": ("common", "results"),
+    "expire": ("common", "results"),
+    "peek": ("common", "line"),
+    "push": (),
+    "forget": (),
+}
+_PAUSES_S = (0.05, 0.2)
+"""Before the second and the third try. A longer outage is the caller's to wait for."""
+
+_REFUSALS = {
+    "READONLY": "is a replica that takes no writes",
+    "OOM": "is out of memory (maxmemory)",
+    "LOADING": "is loading its data",
+    "MISCONF": "cannot write to its disk and refuses to go on",
+    "NOREPLICAS": "has fewer replicas in sync than min-replicas-to-write",
+    "MASTERDOWN": "is a replica without its primary",
+    "CLUSTERDOWN": "belongs to a cluster that is down",
+    "TRYAGAIN": "is moving the slot to another node",
+    "NOAUTH": "wants a password",
+    "WRONGPASS": "does not accept this user and password",
+    "NOPERM": "does not permit this user what the queue needs",
+    "BUSY": "is busy with a script that does not end",
+    "WRONGKEY": "holds something else under one of the queue's keys",
+}
+
+
+@cache
+def _source(name: str) -> tuple[str, str]:
+    """The text of a script with the fragments it stands on, and its SHA."""
+    folder = files("dispatcher.queue") / "lua"
+    parts = (*_FRAGMENTS.get(name, ("common",)), name)
+    text = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a script returned, and between which loop times it ran."""
+
+    value: Any
+    sent_at: float
+    received_at: float
+
+
+class Scripts:
+    """Calls to one server or cluster. Raises QueueUnavailableError for whatever may pass by itself."""
+
+    def __init__(self, client: Client, *, try_s: float = 3.0) -> None:
+        self.client: Any = client
+        """For single commands, inside `attempt`. Any: redis-py types its replies for every protocol at once."""
+        self.is_cluster = isinstance(client, RedisCluster)
+        self._try_s = try_s
+
+    async def run(self, name: str, keys: Sequence[Argument], args: Sequence[Argument]) -> Reply:
+        """Run a script. It may run twice when a reply is lost: every script bears that."""
+        source, sha = _source(name)
+        parameters = (len(keys), *keys, *args)
+
+        async def once() -> Reply:
+            clock = asyncio.get_running_loop().time
+            sent_at = clock()
+            try:
+                value = await self.client.execute_command("EVALSHA", sha, *parameters)
+            except errors.NoScriptError:  # flushed, restarted or failed over: EVAL loads it again
+                sent_at = clock()
+                value = await self.client.execute_command("EVAL", source, *parameters)
+            return Reply(value, sent_at, clock())
+
+        return await self.attempt(once)
+
+    async def attempt(self, act: Callable[[], Awaitable[T]]) -> T:
+        """Do what can be repeated, within the time and the tries there are."""
+        for number in range(len(_PAUSES_S) + 1):
+            if number:
+                await asyncio.sleep(_PAUSES_S[number - 1])
+            try:
+                async with asyncio.timeout(self._try_s):
+                    return await act()
+            except (errors.RedisError, OSError) as error:  # TimeoutError is an OSError
+                refusal = _refusal(error)
+                if refusal is None:
+                    raise
+                if number == len(_PAUSES_S) or isinstance(error, TimeoutError | errors.TimeoutError):
+                    raise QueueUnavailableError(refusal) from error
+        raise AssertionError("unreachable")
+
+
+def _refusal(error: Exception) -> str | None:
+    """The error as a sentence for an operator; None for one that is our own mistake."""
+    if isinstance(error, TimeoutError | errors.TimeoutError):
+        return "Redis did not answer in time"
+    message = str(error)
+    for code, meaning in _REFUSALS.items():
+        if message.startswith(code) or f"{code} " in message:
+            return f"Redis {meaning}: {message}"
+    if isinstance(error, errors.ReadOnlyError):
+        return f"Redis {_REFUSALS['READONLY']}: {message}"
+    if isinstance(error, errors.OutOfMemoryError):
+        return f"Redis {_REFUSALS['OOM']}: {message}"
+    if isinstance(error, errors.NoPermissionError):
+        return f"Redis {_REFUSALS['NOPERM']}: {message}"
+    if isinstance(error, errors.AuthenticationError):
+        return f"Redis {_REFUSALS['WRONGPASS']}: {message}"
+    if isinstance(error, errors.BusyLoadingError):
+        return f"Redis {_REFUSALS['LOADING']}: {message}"
+    if isinstance(error, errors.ResponseError):
+        return None
+    return f"Redis cannot be reached: {message or type(error).__name__}"

@@ -1,0 +1,104 @@
+"""Hearing of new work: wake-ups that producers publish, and a cheap look for those who do not."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from redis import exceptions as errors
+from redis.asyncio.client import PubSub
+
+from dispatcher.ports import QueueUnavailableError
+from dispatcher.queue.keys import Names
+from dispatcher.queue.scripts import Scripts
+
+_FAILURES = (errors.RedisError, errors.RedisClusterException, OSError)
+_RETRY_S = 1.0
+
+
+class WakeUps:
+    """One subscription per process. What is published between two calls is heard by the second one.
+
+    Whenever the subscription was (re-)established we look before we listen, because a wake-up may have been
+    published in between. Where the server permits no subscription, looking alone has to do.
+    """
+
+    def __init__(self, scripts: Scripts, names: Names, poll_s: float) -> None:
+        self._scripts = scripts
+        self._names = names
+        self._poll_s = poll_s
+        self._heard: PubSub | None = None
+        self._again_at = 0.0
+
+    async def wait(self) -> None:
+        """Return when a wake-up was heard, or poll_s passed and there is work."""
+        while True:
+            fresh = await self._subscribe()
+            if not fresh and await self._listen():
+                return
+            if await self._any():
+                return
+
+    async def aclose(self) -> None:
+        heard, self._heard = self._heard, None
+        if heard is not None:
+            with contextlib.suppress(*_FAILURES):
+                await heard.aclose()  # type: ignore[no-untyped-call]
+
+    async def _subscribe(self) -> bool:
+        """True where a new subscription stands."""
+        now = asyncio.get_running_loop().time()
+        if self._heard is not None or now < self._again_at:
+            return False
+        try:
+            self._heard = await self._open()
+        except _FAILURES:
+            self._again_at = now + _RETRY_S
+            return False
+        return True
+
+    async def _open(self) -> PubSub:
+        # In a cluster, too: what is published at one node reaches the subscribers of all.
+        heard = self._scripts.client.pubsub()
+        try:
+            async with asyncio.timeout(_RETRY_S * 2):
+                await heard.subscribe(self._names.wake)
+                confirmed = None
+                while confirmed is None or confirmed["type"] != "subscribe":
+                    confirmed = await heard.get_message(timeout=_RETRY_S)
+        except BaseException:
+            with contextlib.suppress(*_FAILURES):
+                await heard.aclose()  # type: ignore[no-untyped-call]
+            raise
+        return heard
+
+    async def _listen(self) -> bool:
+        """True when a wake-up came within poll_s; all that came with it are taken as one."""
+        heard = self._heard
+        if heard is None:
+            await asyncio.sleep(self._poll_s)
+            return False
+        try:
+            woken = await _message(heard, self._poll_s)
+            while woken and await _message(heard, 0.0):
+                pass
+        except _FAILURES:
+            await self.aclose()
+            return False
+        return woken
+
+    async def _any(self) -> bool:
+        async def look() -> int:
+            found: int = await self._scripts.client.exists(*self._names.waiting)
+            return found
+
+        try:
+            return await self._scripts.attempt(look) > 0
+        except QueueUnavailableError:
+            await asyncio.sleep(self._poll_s)
+            raise
+
+
+async def _message(heard: PubSub, timeout_s: float) -> bool:
+    message = await heard.get_message(ignore_subscribe_messages=True, timeout=timeout_s)
+    return message is not None and message["type"] == "message"
