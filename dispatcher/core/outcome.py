@@ -272,8 +272,7 @@ def _http_date(value: str, now_unix: float) -> float | None:
     try:
         if len(year) == 2:
             this = datetime.fromtimestamp(now_unix, UTC).year
-            full = this - this % 100 + int(year)
-            year = full - 100 if full > this + 50 else full
+            year = this - 49 + (int(year) - (this - 49)) % 100  # from 49 years ago to 50 ahead
         # A leap second is the second before, to whoever waits.
         return datetime(
             int(year), _MONTHS.index(month) + 1, int(day), hour, minute, min(second, 59), tzinfo=UTC

@@ -1,0 +1,240 @@
+"""What the gateway's answers mean, and what follows from a try."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.core.outcome import (
+    RETRY_AFTER_CAP_S,
+    Bury,
+    Decision,
+    Delivered,
+    Expired,
+    Failed,
+    Finish,
+    Outcome,
+    Overloaded,
+    Refused,
+    Retry,
+    RetryPolicy,
+    TooLarge,
+    Unreachable,
+    after,
+    after_losses,
+    classify,
+    parse_retry_after,
+)
+from dispatcher.core.request import ErrorCode
+
+NOW = 784111767.0
+"""Ten seconds before the date that the RFC uses in its examples."""
+POLICY = RetryPolicy(base_s=2.0, max_s=60.0, max_attempts=8, max_deliveries=5)
+
+
+def decide(
+    outcome: Outcome, *, attempts: int = 0, refusals: int = 0, left: float = 1e6, rand: float = 0.5
+) -> Decision:
+    return after(
+        outcome, attempts=attempts, refusals=refusals, deadline=left, now=0.0, policy=POLICY, rand=rand
+    )
+
+
+@pytest.mark.parametrize("status", [200, 201, 204, 400, 403, 404, 409, 413, 422, 431, 451])
+def test_answers_that_no_retry_would_change_are_delivered(status: int) -> None:
+    assert classify(status, {}, b"body", NOW) == Delivered(status, b"body")
+
+
+def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
+    assert isinstance(classify(404, {}, b"", NOW), Unreachable)
+    assert classify(404, {}, b"no such model", NOW) == Delivered(404, b"no such model")
+
+
+@pytest.mark.parametrize("status", [401, 407])
+def test_refused_credentials_are_not_the_requests_fault(status: int) -> None:
+    outcome = classify(status, {}, b"who are you", NOW)
+    assert isinstance(outcome, Unreachable)
+    assert str(status) in outcome.why
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "capacity"),
+    [
+        (429, "", True),
+        (429, "rejected-saturated", True),
+        (429, "rejected-ttl-expired", True),
+        (503, "rejected-ttl-expired", True),
+        (429, "evicted", True),
+        (429, "evicted-priority; by=realtime", True),
+        (500, "some-later-reason", True),
+        (503, "rejected-no-endpoints", False),
+        (503, "rejected-shutting-down", False),
+        (503, "rejected-context-cancelled", False),
+        (429, "rejected-shutting-down", False),
+    ],
+)
+def test_refusals_for_load_tell_whether_they_teach_a_ceiling(
+    status: int, reason: str, capacity: bool
+) -> None:
+    headers = {"x-llm-d-request-dropped-reason": reason} if reason else {}
+    assert classify(status, headers, b"full", NOW) == Overloaded(status, reason, capacity)
+
+
+def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
+    body = b"inference error: Internal - request cannot be admitted"
+    assert classify(500, {}, body, NOW) == Overloaded(500, "", capacity=False)
+    assert isinstance(classify(502, {}, body, NOW), Failed)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "nobody_home"),
+    [
+        (500, b"", True),
+        (500, b"Traceback", False),
+        (502, b"", True),
+        (502, b"upstream connect error", True),
+        (503, b"no healthy upstream", True),
+        (504, b"", True),
+        (501, b"", False),
+        (507, b"", False),
+        (599, b"", False),
+        (408, b"", False),
+        (999, b"", False),
+        (101, b"", False),
+    ],
+)
+def test_failures_tell_whether_anybody_is_home(status: int, body: bytes, nobody_home: bool) -> None:
+    outcome = classify(status, {}, body, NOW)
+    assert isinstance(outcome, Failed)
+    assert (outcome.status, outcome.body, outcome.nobody_home) == (status, body, nobody_home)
+
+
+def test_a_drop_reason_on_another_status_is_a_failure_of_somebody_who_is_home() -> None:
+    outcome = classify(504, {"x-llm-d-request-dropped-reason": "rejected-ttl-expired"}, b"", NOW)
+    assert isinstance(outcome, Failed)
+    assert not outcome.nobody_home
+
+
+@pytest.mark.parametrize("status", [300, 301, 302, 304, 307, 308])
+def test_redirects_are_not_followed_and_cost_the_request_an_attempt(status: int) -> None:
+    outcome = classify(status, {"location": "https://elsewhere/v1"}, b"", NOW)
+    assert isinstance(outcome, Failed)
+    assert "https://elsewhere/v1" in outcome.why
+    assert not outcome.nobody_home
+
+
+def test_retry_after_comes_with_overload_and_failure() -> None:
+    for status in (429, 503):
+        outcome = classify(status, {"retry-after": "7"}, b"", NOW)
+        assert isinstance(outcome, Overloaded | Failed)
+        assert outcome.retry_after_s == 7.0
+
+
+def test_a_retry_after_date_is_read_by_the_senders_clock() -> None:
+    headers = {"retry-after": "Sun, 06 Nov 1994 08:49:37 GMT", "date": "Sun, 06 Nov 1994 08:49:30 GMT"}
+    outcome = classify(429, headers, b"", now_unix=NOW + 4000)
+    assert isinstance(outcome, Overloaded)
+    assert outcome.retry_after_s == 7.0
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        ("0", 0.0),
+        ("120", 120.0),
+        (" 120\t", 120.0),
+        ("00000000000000120", 120.0),
+        ("86399", 86399.0),
+        ("86401", RETRY_AFTER_CAP_S),
+        ("9" * 10_000, RETRY_AFTER_CAP_S),
+        ("Sun, 06 Nov 1994 08:49:37 GMT", 10.0),
+        ("Sunday, 06-Nov-94 08:49:37 GMT", 10.0),
+        ("Sun Nov  6 08:49:37 1994", 10.0),
+        ("Sun, 06 Nov 1994 08:49:17 GMT", 0.0),
+        ("Mon, 06 Nov 2034 08:49:37 GMT", RETRY_AFTER_CAP_S),
+        ("Sunday, 06-Nov-44 08:49:37 GMT", RETRY_AFTER_CAP_S),
+        ("Sunday, 06-Nov-45 08:49:37 GMT", 0.0),  # more than 50 years ahead means the last century
+        ("Sun, 06 Nov 1994 08:49:60 GMT", 32.0),
+        ("", None),
+        ("-1", None),
+        ("+1", None),
+        ("1.5", None),
+        ("1e3", None),
+        ("soon", None),
+        ("٣", None),
+        ("1, 2", None),
+        ("Sun, 31 Feb 1994 08:49:37 GMT", None),
+        ("Sun, 06 Nov 1994 24:49:37 GMT", None),
+        ("Sun, 06 Nov 0000 08:49:37 GMT", None),
+        ("Sun, 06 Foo 1994 08:49:37 GMT", None),
+        ("Sun, 06-Nov 1994 08:49:37 GMT", None),
+        ("Sun, 06 Nov 1994 08:49:37 CET", None),
+        ("Sun, 6 Nov 1994 08:49:37 GMT", None),
+        ("Sun Nov 06 08:49:37 1994 GMT", None),
+    ],
+)
+def test_retry_after_in_all_its_forms(value: str, seconds: float | None) -> None:
+    assert parse_retry_after(value, NOW) == seconds
+
+
+def test_a_delivered_answer_is_the_result() -> None:
+    assert decide(Delivered(404, b"x")) == Finish(status=404, body=b"x")
+
+
+def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
+    assert decide(TooLarge(200, 10)) == Finish(
+        ErrorCode.TOO_LARGE, "the answer (200) is larger than 10 bytes"
+    )
+    assert decide(Refused("no such path")) == Finish(ErrorCode.INVALID_REQUEST, "no such path")
+    assert decide(Expired()) == Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+
+
+def test_an_unreachable_gateway_costs_nothing() -> None:
+    assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(undelivered=True)
+
+
+def test_the_first_refusal_is_back_at_once_and_the_next_wait_twice_as_long_each() -> None:
+    delays = [decide(Overloaded(429, "", capacity=True), refusals=n) for n in range(8)]
+    assert delays == [Retry(s, refusal=True) for s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)]
+
+
+def test_failures_back_off_with_full_jitter() -> None:
+    for attempts, most in enumerate((2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)):
+        for rand in (0.0, 0.25, 0.999):
+            assert decide(Failed("x"), attempts=attempts, rand=rand) == Retry(most * rand, attempt=True)
+
+
+def test_a_failure_waits_as_long_as_it_was_told_to() -> None:
+    assert decide(Failed("x", retry_after_s=20.0), rand=0.0) == Retry(20.0, attempt=True)
+    assert decide(Failed("x", retry_after_s=600.0), rand=0.0) == Retry(60.0, attempt=True)
+
+
+def test_the_last_failure_is_dead_with_the_last_answer() -> None:
+    decision = decide(Failed("the gateway answered 502", 502, b"bad"), attempts=7)
+    assert decision == Bury(
+        ErrorCode.RETRIES_EXHAUSTED,
+        "no answer after 8 attempts, the last: the gateway answered 502",
+        502,
+        b"bad",
+    )
+    one = RetryPolicy(max_attempts=1)
+    decision = after(Failed("x"), attempts=0, refusals=0, deadline=1, now=0, policy=one, rand=0)
+    assert isinstance(decision, Bury)
+    assert "1 attempt," in decision.message
+
+
+def test_a_delay_ends_with_the_deadline() -> None:
+    assert decide(Failed("x"), attempts=6, rand=0.9, left=5.0) == Retry(5.0, attempt=True)
+    assert decide(Overloaded(429, "", capacity=True), refusals=5, left=5.0) == Retry(5.0, refusal=True)
+
+
+@pytest.mark.parametrize("outcome", [Failed("x"), Overloaded(429, "", capacity=True), Unreachable("x")])
+@pytest.mark.parametrize("left", [0.0, -3.0])
+def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float) -> None:
+    assert decide(outcome, left=left) == Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+
+
+def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None:
+    assert after_losses(5, POLICY) is None
+    dead = after_losses(6, POLICY)
+    assert dead is not None
+    assert dead.code is ErrorCode.DELIVERIES_EXHAUSTED

@@ -1,0 +1,168 @@
+"""Laws of the envelope: parsing never raises, and what is encoded comes back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.core.request import (
+    PRIORITY_STEP,
+    ErrorCode,
+    Rejection,
+    Request,
+    answered,
+    deadline_of_score,
+    decode_result,
+    encode_member,
+    failed,
+    parse,
+    score_of,
+)
+
+text = st.text(st.characters(codec="utf-8"))
+ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=200)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(text, inner, max_size=4),
+    max_leaves=20,
+)
+header_values = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")))
+maps = st.dictionaries(text, text, max_size=4)
+FIELDS = [
+    *("internal", "request_kind", "data", "id", "deadline", "payload", "created", "headers", "metadata"),
+    *("endpoint", "request_token", "result_queue_name", "labels", "retry_count", "other"),
+]
+member_like = st.fixed_dictionaries(
+    {},
+    optional={
+        "request_kind": st.sampled_from(["plain", "redis", "pubsub", "", "x", None, 1]) | json_values,
+        "internal": st.dictionaries(st.sampled_from(FIELDS), json_values) | json_values,
+        "data": st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, json_values | maps | ids))
+        | json_values,
+    },
+)
+
+
+def sensible(found: Request | Rejection) -> None:
+    if isinstance(found, Rejection):
+        assert found.code in (ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE)
+        assert found.message
+        assert found.id is None or found.id
+        return
+    assert found.id
+    assert 0 < found.deadline < PRIORITY_STEP
+    assert found.payload[:1] == b"{"
+    for values in (found.headers, found.metadata, found.labels):
+        assert all(isinstance(value, str) for value in values.values())
+
+
+@given(st.binary())
+def test_no_bytes_make_parsing_raise(member: bytes) -> None:
+    sensible(parse(member, max_payload_bytes=100))
+
+
+@given(member_like)
+def test_no_json_makes_parsing_raise(member: Any) -> None:
+    sensible(parse(json.dumps(member).encode(), max_payload_bytes=100))
+    sensible(parse(json.dumps(member, ensure_ascii=False).encode("utf-8", "surrogatepass")))
+
+
+VALID = encode_member(
+    "r-1", b'{"prompt": "hi \\ud800"}', 9, headers={"x-a": "b"}, metadata={"k": "v"}, token="t", results="l"
+)
+
+
+@given(st.data())
+def test_no_damage_makes_parsing_raise_or_names_another(data: st.DataObject) -> None:
+    damaged = bytearray(VALID)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(damaged)))
+        end = data.draw(st.integers(at, min(at + 8, len(damaged))))
+        damaged[at:end] = data.draw(st.binary(max_size=4))
+    sensible(parse(bytes(damaged)))
+
+
+@given(st.integers(0, len(VALID) - 1))
+def test_of_a_torn_member_only_what_stands_there_is_read(length: int) -> None:
+    found = parse(VALID[:length])
+    assert isinstance(found, Rejection)
+    assert found.id in (None, "r-1")
+    assert found.token in ("", "t")
+    assert found.results in ("", "l")
+
+
+@given(
+    ids,
+    st.dictionaries(text, json_values, max_size=4),
+    st.integers(1, PRIORITY_STEP - 1),
+    st.dictionaries(st.from_regex(r"[A-Za-z0-9-]+", fullmatch=True), header_values, max_size=3),
+    maps,
+    maps,
+    text,
+)
+def test_what_is_encoded_comes_back(
+    request_id: str,
+    payload: dict[str, Any],
+    deadline: int,
+    headers: dict[str, str],
+    metadata: dict[str, str],
+    labels: dict[str, str],
+    other: str,
+) -> None:
+    # Escaped by json, with lone surrogates and all; floats that JSON does not have would be refused.
+    raw = json.dumps(payload).replace("NaN", "0").replace("Infinity", "0").encode()
+    member = encode_member(
+        request_id,
+        raw,
+        deadline,
+        headers=headers,
+        metadata=metadata,
+        labels=labels,
+        endpoint=other,
+        token=other,
+        results=other,
+    )
+    assert parse(member) == Request(
+        id=request_id,
+        deadline=deadline,
+        payload=raw,
+        headers=headers,
+        metadata=metadata,
+        labels=labels,
+        endpoint=other,
+        token=other,
+        results=other,
+    )
+
+
+@given(ids, st.integers(100, 599), st.binary())
+def test_results_keep_the_body_or_say_that_they_could_not(request_id: str, status: int, body: bytes) -> None:
+    result = decode_result(answered(request_id, status, body))
+    assert (result.id, result.status_code, result.error_code) == (request_id, status, None)
+    if result.payload_note is None:
+        assert result.payload.encode() == body
+    else:
+        assert result.payload == body.decode(errors="replace") != ""
+
+
+@given(ids, st.sampled_from(ErrorCode), text)
+def test_failures_tell_code_and_message_twice_the_same(request_id: str, code: ErrorCode, why: str) -> None:
+    result = decode_result(failed(request_id, code, why))
+    assert (result.id, result.status_code, result.error_code) == (request_id, None, code.value)
+    assert json.loads(result.payload) == {"error": why}
+    assert result.error_message == why
+
+
+@given(st.integers(1, PRIORITY_STEP - 1), st.integers(0, 9), st.integers(1, PRIORITY_STEP - 1))
+def test_priority_is_strict_and_the_deadline_survives_it(deadline: int, priority: int, other: int) -> None:
+    assert deadline_of_score(score_of(deadline, priority)) == deadline
+    if priority:
+        assert score_of(other, priority - 1) < score_of(deadline, priority)
+
+
+@given(st.floats())
+def test_any_score_tells_some_deadline(score: float) -> None:
+    assert 0 <= deadline_of_score(score) < PRIORITY_STEP
