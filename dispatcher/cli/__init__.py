@@ -10,7 +10,10 @@ import typer
 from typer.core import TyperGroup
 
 VERBS = {
+    "run": "dispatcher.cli.run",
     "check": "dispatcher.cli.check",
+    "submit": "dispatcher.cli.submit",
+    "status": "dispatcher.cli.status",
     "simulate": "dispatcher.cli.simulate",
     "version": "dispatcher.cli.version",
 }

@@ -1,0 +1,56 @@
+"""`batch-dispatcher run`: the dispatcher itself."""
+
+from __future__ import annotations
+
+import os
+from asyncio import AbstractEventLoop
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    config: Annotated[
+        Path, typer.Option("--config", "-c", help="The configuration file.", show_default=False)
+    ],
+    observe: Annotated[
+        bool, typer.Option("--observe", help="Decide, show and export everything; claim nothing.")
+    ] = False,
+) -> None:
+    """Fill the pool's slack from the queue, until SIGTERM.
+
+    SIGTERM lets running requests finish and gives the rest back; a second one gives all back at once. SIGHUP
+    or a change of the file reloads the configuration. Exit code 1: a part cannot start; 2: the configuration
+    is wrong.
+    """
+    import asyncio
+
+    from dispatcher.queue.embedded import EmbeddedError
+    from dispatcher.queue.keys import QueueNameError
+    from dispatcher.service import serve
+    from dispatcher.settings import Settings
+    from dispatcher.settings.load import parse, read
+    from dispatcher.settings.source import Problem
+
+    text = read(config)
+    found = [text] if isinstance(text, Problem) else parse(text, os.environ, name=config.name)
+    if isinstance(text, Problem) or not isinstance(found, Settings):
+        for problem in found if isinstance(found, list) else []:
+            typer.secho(str(problem), err=True, fg=typer.colors.RED)
+        raise typer.Exit(2)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(serve(found, text, config, os.environ, observe=observe))
+    except (EmbeddedError, QueueNameError, OSError) as error:
+        typer.secho(f"cannot start: {error}", err=True, fg=typer.colors.RED)
+        raise typer.Exit(1) from error
+
+
+def _loop_factory() -> Callable[[], AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # not made for this platform
+        return None
+    return uvloop.new_event_loop

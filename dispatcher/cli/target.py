@@ -1,0 +1,66 @@
+"""Which queue a verb works on: the one of a configuration file, or of a URL alone."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dispatcher.queue.embedded import running_url
+from dispatcher.queue.keys import Names, QueueNameError
+from dispatcher.settings import Settings, load
+
+Config = Annotated[Path | None, typer.Option("--config", "-c", help="The configuration file.")]
+QueueUrl = Annotated[str, typer.Option("--queue-url", help="redis://… of the queue, instead of a file.")]
+QueueName = Annotated[
+    str,
+    typer.Option("--queue", help="The queue's name, with --queue-url. Default: that of the pool `default`."),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    url: str
+    names: Names
+    settings: Settings | None = None
+    """None where only a URL was given."""
+
+
+def settings_of(config: Path) -> Settings:
+    """The settings of a file; prints what is wrong with it and exits with 2."""
+    found = load(config, os.environ)
+    if isinstance(found, Settings):
+        return found
+    for problem in found:
+        typer.secho(str(problem), err=True, fg=typer.colors.RED)
+    raise typer.Exit(2)
+
+
+def find(config: Path | None, url: str, queue: str) -> Target:
+    """The queue that was meant, or exit with 2 and say what to give."""
+    if (config is None) == (not url):
+        raise _wrong("give either --config or --queue-url")
+    try:
+        if config is None:
+            name = queue or "batch:{default}:requests"
+            return Target(url, Names(name, f"{name.removesuffix(':requests')}:results"))
+        settings = settings_of(config)
+        names = Names(settings.queue.name, settings.queue.results)
+    except QueueNameError as error:
+        raise _wrong(str(error)) from error
+    if settings.queue.url:
+        return Target(settings.queue.url.reveal(), names, settings)
+    embedded = running_url(Path(settings.queue.data_dir))
+    if embedded is None:
+        raise _wrong(
+            f"queue.url is empty, and no dispatcher runs on {settings.queue.data_dir}: its queue lives in it"
+        )
+    return Target(embedded, names, settings)
+
+
+def _wrong(what: str) -> typer.Exit:
+    typer.secho(what, err=True, fg=typer.colors.RED)
+    return typer.Exit(2)

@@ -1,0 +1,130 @@
+"""What producers use: submit a request, await its result. Speaks the queue contract, nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from redis import exceptions as errors
+
+from dispatcher.core.request import Result, decode_result, encode_member, score_of
+from dispatcher.ports import QueueUnavailableError, Submission
+from dispatcher.queue.connect import connect
+from dispatcher.queue.desk import RedisDesk
+from dispatcher.queue.keys import Names
+from dispatcher.queue.scripts import Client as RedisClient
+
+WAIT_S = 5.0
+"""One blocking pop takes at most this long; then another one follows."""
+
+
+class NoResultError(Exception):
+    """No result came in time. The request may still be under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request that was submitted: what it takes to await or cancel it."""
+
+    id: str
+    token: str
+    deadline: int
+    results: str
+
+
+class Client:
+    """A producer of one queue. Each client has a result list of its own."""
+
+    def __init__(self, redis: RedisClient, names: Names) -> None:
+        self._redis = redis
+        self._desk = RedisDesk(redis, names)
+        self._names = names
+        self._results = f"batch-results:{secrets.token_hex(8)}"
+        self._arrived: dict[str, Result] = {}
+
+    async def submit(
+        self,
+        payload: bytes,
+        *,
+        deadline_s: float = 3600.0,
+        id: str = "",  # noqa: A002 - it is the contract's word
+        priority: int | None = None,
+        endpoint: str = "",
+        headers: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        results: str | None = None,
+    ) -> Ticket:
+        """Put one request into the queue. `payload`: a JSON object, sent byte for byte.
+
+        `deadline_s`: from now; it is answered by then, if only with DEADLINE_EXCEEDED. `results`: the list
+        the result goes to; None: this client's own, empty: the queue's default. Raises ValueError for what
+        no dispatcher would take, QueueUnavailableError where the queue cannot be reached.
+        """
+        now = time.time()
+        deadline = int(now + max(1.0, deadline_s))
+        ticket = Ticket(
+            id=id or f"r-{secrets.token_hex(8)}",
+            token=secrets.token_hex(16),
+            deadline=deadline,
+            results=self._results if results is None else results,
+        )
+        member = encode_member(
+            ticket.id,
+            payload,
+            deadline,
+            created=int(now),
+            token=ticket.token,
+            results=ticket.results,
+            endpoint=endpoint,
+            headers=headers or {},
+            metadata=metadata or {},
+        )
+        score = score_of(deadline, priority)
+        await self._desk.submit([Submission(member, score, ticket.id, ticket.token, deadline)])
+        return ticket
+
+    async def result(self, ticket: Ticket, *, timeout_s: float | None = None) -> Result:
+        """Await the result of a request of this client. Raises NoResultError after `timeout_s`; None: some
+        seconds past its deadline, by when the dispatcher has answered if there is one."""
+        within = ticket.deadline - time.time() + 10.0 if timeout_s is None else timeout_s
+        ends = asyncio.get_running_loop().time() + within
+        while ticket.id not in self._arrived:
+            left = ends - asyncio.get_running_loop().time()
+            if left <= 0:
+                raise NoResultError(f"no result for {ticket.id} within {within:.0f} s")
+            popped = await self._pop(max(0.05, min(WAIT_S, left)))
+            if popped is not None:
+                result = decode_result(popped)
+                self._arrived[result.id] = result
+        return self._arrived.pop(ticket.id)
+
+    async def cancel(self, ticket: Ticket) -> bool:
+        """Ask for it to be cancelled; False where it has ended."""
+        return await self._desk.cancel(ticket.id, ticket.token)
+
+    async def aclose(self) -> None:
+        await self._desk.aclose()
+
+    async def _pop(self, within_s: float) -> bytes | None:
+        try:
+            popped = await self._redis.brpop([self._results], timeout=within_s)
+        except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
+            raise QueueUnavailableError(f"the queue cannot be reached: {error}") from error
+        if popped is None:
+            return None
+        result = popped[1]
+        return result if isinstance(result, bytes) else result.encode()
+
+
+@asynccontextmanager
+async def open_client(url: str, names: Names) -> AsyncIterator[Client]:
+    """A client of the queue behind a URL, for the length of the block."""
+    client = Client(connect(url, answer_s=WAIT_S + 3.0), names)
+    try:
+        yield client
+    finally:
+        await client.aclose()

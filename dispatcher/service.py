@@ -1,0 +1,311 @@
+"""The composition root: build the parts, start them, stop them in order.
+
+    start   queue → gateway → limiter and loop → signals → admin port
+    stop    the loop drains first, while everything it needs still runs: signals, so that the gate stays
+            right; the queue, to hand in; the admin port, so that probes and metrics see it. Then the rest.
+
+SIGTERM and SIGINT drain, a second one stops at once and gives the leases back; SIGHUP reads the
+configuration again, as a change of the file does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from dispatcher import __version__, telemetry
+from dispatcher.admin import AdminServer, Views
+from dispatcher.core.allowance import explain
+from dispatcher.core.budget import Reason
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import RetryPolicy
+from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.forward import HttpGateway
+from dispatcher.queue.connect import connect
+from dispatcher.queue.embedded import embedded_valkey
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import RedisQueue
+from dispatcher.settings import Settings
+from dispatcher.settings.load import Refusal, read, reload
+from dispatcher.settings.source import Problem
+from dispatcher.settings.watch import watch
+from dispatcher.signals.capacity import CapacityWatch, Endpoints
+from dispatcher.signals.poller import Poll, Poller
+from dispatcher.signals.series import at_most
+from dispatcher.signals.sources import sources
+from dispatcher.telemetry import Event, Status, emit
+
+LIVE_WITHIN_S = 30.0
+"""The loop turns each second; a call to Redis may hold one turn up for a few."""
+
+
+class Service:
+    """One dispatcher process for one pool."""
+
+    def __init__(self, settings: Settings, queue: RedisQueue, gateway: HttpGateway, *, observe: bool) -> None:
+        self.settings = settings
+        self.generation = 1
+        self.problem: str | None = None
+        """What is wrong with the newest configuration; None when it is in force."""
+        self._observe = observe
+        self._queue = queue
+        self._gateway = gateway
+        self._metrics = telemetry.Metrics()
+        self._poll: Poll | None = None
+        self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
+        self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self._metrics)
+        self.poller = Poller(sources(settings), settings.signals, settings.policy(), self._polled)
+        self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
+        self._metrics.show(self.status, tuple(str(reason) for reason in Reason))
+        self._endpoints_ready: int | None = None
+
+    def views(self) -> Views:
+        return Views(self._live, self._ready, self.status, self._metrics.page)
+
+    async def run(self) -> None:
+        """Work until drained."""
+        async with asyncio.TaskGroup() as tasks:
+            beside = [
+                tasks.create_task(self.poller.run(), name="signals"),
+                tasks.create_task(self.watch.run(), name="capacity"),
+            ]
+            try:
+                await self.dispatcher.run()
+            finally:
+                for task in beside:
+                    task.cancel()
+
+    def apply(self, settings: Settings) -> None:
+        """A new configuration takes effect, without losing a request."""
+        before, self.settings = self.settings, settings
+        self.generation += 1
+        self.problem = None
+        now = _now()
+        self.limiter.settings(settings.policy(), now)
+        self._tell_capacity(now)
+        self.dispatcher.options = _options(settings, self._observe)
+        if settings.gateway != before.gateway:
+            self._gateway.reconfigure(settings.gateway)
+        if settings.signals != before.signals or settings.budget != before.budget:
+            self.poller.reconfigure(sources(settings), settings.signals, settings.policy())
+        if settings.log != before.log:
+            telemetry.configure_logging(settings.log.level, settings.log.format)
+        self.dispatcher.poke()
+
+    def drain(self) -> None:
+        """The first signal: let running requests finish. A second one: stop now."""
+        emit(Event.DRAINING, running=self.dispatcher.running)
+        again = self.limiter.allowance(_now()).reason is Reason.DRAINING
+        self.dispatcher.drain(0.0 if again else self.settings.shutdown.drain_s)
+
+    # What the parts tell.
+
+    def _polled(self, poll: Poll) -> None:
+        now = _now()
+        self._poll = poll
+        self.limiter.uses(poll.signals)
+        policy = self.settings.policy()
+        if poll.max_age_s != policy.max_age_s:
+            policy = replace(policy, max_age_s=poll.max_age_s)
+        self.limiter.settings(policy, now)
+        for reading in poll.readings:
+            self.limiter.reading(reading, now)
+        if poll.unread:
+            worst = min(poll.unread, key=lambda unread: unread.reason.rank)
+            why = f"{worst.why} (look at: {worst.hint})" if worst.hint else worst.why
+            self.limiter.reading_failed(worst.reason, why, poll.at)
+        self._gateway.resize(self.limiter.allowance(now).limit)
+        self.dispatcher.poke()
+
+    def _endpoints(self, endpoints: Endpoints) -> None:
+        self._endpoints_ready = endpoints.ready
+        self._tell_capacity(_now())
+        self.poller.discovered(endpoints.epp_addresses)
+        self.dispatcher.poke()
+
+    def _tell_capacity(self, now: float) -> None:
+        ready = self._endpoints_ready
+        self.limiter.capacity(None if ready is None else ready * self.settings.budget.per_endpoint, now)
+
+    # What is shown.
+
+    def _live(self) -> str | None:
+        late = _now() - self.dispatcher.turned_at
+        return None if late < LIVE_WITHIN_S else f"the loop has not turned for {late:.0f} s"
+
+    def _ready(self) -> str | None:
+        if self.dispatcher.view.problem is not None:
+            return f"queue: {self.dispatcher.view.problem}"
+        allowance = self.dispatcher.allowance()
+        if self.dispatcher.view.counts is None:
+            return "queue: not asked yet"
+        return allowance.because if allowance.reason is Reason.STARTING else None
+
+    def status(self) -> Status:
+        now = _now()
+        allowance = self.limiter.allowance(now)
+        budget, view, counts = allowance.budget, self.dispatcher.view, self.dispatcher.view.counts
+        readings = self.limiter.readings
+        return Status(
+            version=__version__,
+            pool=self.settings.pool.name,
+            owner=self._queue.owner,
+            observe=self._observe,
+            reason=str(allowance.reason),
+            open=not allowance.reason.closed,
+            explanation=explain(allowance, self.limiter.in_flight),
+            limit=allowance.limit,
+            in_flight=self.limiter.in_flight,
+            running=self.dispatcher.running,
+            signal=str(allowance.signal) if allowance.signal else None,
+            f_sys=budget.f_sys if budget else None,
+            f_epp=budget.f_epp if budget else None,
+            reserve=self.settings.budget.reserve,
+            budget=budget.d if budget and budget.fault is None else None,
+            headroom=budget.headroom if budget and budget.fault is None else None,
+            max_sys=budget.max_sys if budget else None,
+            ceiling=allowance.ceiling,
+            reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
+            source=self._poll.source if self._poll else None,
+            readings=[
+                {
+                    "signal": str(reading.signal),
+                    "age_s": round(now - reading.closed_at, 3),
+                    "window_s": round(reading.closed_at - reading.opened_at, 3),
+                    "f_sys": reading.f_sys,
+                    "f_epp": reading.f_epp,
+                    "max_sys": reading.max_sys,
+                    "source": reading.source,
+                    "raw": dict(reading.raw),
+                }
+                for reading in readings
+            ],
+            pending=counts.pending if counts else None,
+            leased=counts.leased if counts else None,
+            delayed=counts.delayed if counts else None,
+            dead=counts.dead if counts else None,
+            paused=view.shared.paused if view.shared else False,
+            queue_problem=view.problem,
+            config_generation=self.generation,
+            config_problem=self.problem,
+        )
+
+
+async def serve(
+    settings: Settings, text: str, path: Path, environ: Mapping[str, str], *, observe: bool
+) -> None:
+    """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
+    telemetry.configure_logging(settings.log.level, settings.log.format)
+    async with AsyncExitStack() as stack:
+        queue = await stack.enter_async_context(open_queue(settings))
+        gateway = HttpGateway(settings.gateway)
+        stack.push_async_callback(gateway.aclose)
+        service = Service(settings, queue, gateway, observe=observe)
+        admin = settings.admin
+        server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
+        await stack.enter_async_context(server)
+        emit(
+            Event.STARTED,
+            version=__version__,
+            pool=settings.pool.name,
+            gateway=str(settings.gateway.url),
+            queue=str(settings.queue.url) or f"embedded in {settings.queue.data_dir}",
+            owner=queue.owner,
+            admin_port=server.port,
+            observe=observe,
+        )
+        reloader = _Reloader(service, text, path, environ)
+        with _signals(
+            {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.now}
+        ):
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(reloader.run(), name="configuration")
+                await service.run()
+                watching.cancel()
+        emit(Event.STOPPED)
+
+
+@asynccontextmanager
+async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
+    """The queue of the settings; with an empty queue.url in a Valkey of our own, for as long as the block."""
+    wanted = settings.queue
+    async with AsyncExitStack() as stack:
+        url = wanted.url.reveal() if wanted.url else ""
+        if not url:
+            url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir)))
+        queue = RedisQueue(
+            connect(url),
+            Names(wanted.name, wanted.results),
+            f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
+            lease_s=wanted.lease_s,
+            poll_s=wanted.poll_s,
+            result_ttl_s=round(wanted.result_ttl_s),
+            dead_max=wanted.dead_max,
+        )
+        stack.push_async_callback(queue.aclose)
+        yield queue
+
+
+class _Reloader:
+    """Follows the configuration file, and reads it again when told to."""
+
+    def __init__(self, service: Service, text: str, path: Path, environ: Mapping[str, str]) -> None:
+        self._service = service
+        self._text = text
+        self._path = path
+        self._environ = environ
+
+    async def run(self) -> None:
+        async for found in watch(self._path, self._text):
+            self._take(found)
+
+    def now(self) -> None:
+        self._take(read(self._path))
+
+    def _take(self, found: str | Problem) -> None:
+        service = self._service
+        new = Refusal((str(found),)) if isinstance(found, Problem) else self._reload(found)
+        if isinstance(new, Refusal):
+            service.problem = str(new)
+            emit(Event.RELOAD_REFUSED, reasons=list(new.reasons))
+        else:
+            service.apply(new)
+            emit(Event.RELOADED, generation=service.generation)
+
+    def _reload(self, text: str) -> Settings | Refusal:
+        return reload(self._service.settings, text, self._environ, name=self._path.name)
+
+
+@contextmanager
+def _signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
+    """Signal handlers on the running loop, for the length of the block."""
+    loop = asyncio.get_running_loop()
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in handlers:
+            loop.remove_signal_handler(number)
+
+
+def _options(settings: Settings, observe: bool) -> Options:
+    retry = settings.retry
+    return Options(
+        retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts, retry.max_deliveries),
+        lease_s=settings.queue.lease_s,
+        max_payload_bytes=settings.queue.max_payload_bytes,
+        tenant_from=settings.gateway.fairness_from,
+        observe=observe,
+    )
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
