@@ -59,6 +59,8 @@ def connect(
     }
     scheme = urlsplit(url).scheme
     if scheme in ("redis", "rediss", "unix"):
+        if scheme == "unix":
+            del settings["socket_keepalive"]  # a word of TCP
         try:
             return Redis.from_pool(ConnectionPool.from_url(url, **settings))
         except ValueError as error:
