@@ -202,6 +202,13 @@ class Queue(_Section):
             raise refuse(why)
         return name
 
+    @field_validator("results")
+    @classmethod
+    def _another_list(cls, results: str, info: ValidationInfo) -> str:
+        if results and results == info.data.get("name"):
+            raise refuse("must not be queue.name: results would be taken for requests")
+        return results
+
 
 class Prometheus(_Section):
     """Signals read through a Prometheus server, or what speaks its API (Thanos, Mimir)."""
@@ -425,8 +432,6 @@ class Settings(_Section):
             "name": queue.name or f"batch:{{{self.pool.name}}}:requests",
             "results": queue.results or f"batch:{{{self.pool.name}}}:results",
         }
-        if values["results"] == values["name"]:
-            raise refuse("queue.results must not be queue.name: results would be taken for requests")
         # Once, before anybody else sees the object: frozen from here on.
         object.__setattr__(self, "queue", Queue.model_construct(_fields_set=queue.model_fields_set, **values))
         return self

@@ -223,7 +223,9 @@ def overlay(root: Node, environ: Mapping[str, str], model: type[BaseModel]) -> l
             elif maps:
                 what = f'is inside a map; set it whole, as JSON: {maps[0]}={{"name": "value"}}'
             else:
-                what = f"unknown key{nearest(variable, known)}"
+                # Without the prefix, or every name would be near every other.
+                near = nearest(variable.removeprefix(PREFIX), (name.removeprefix(PREFIX) for name in known))
+                what = f"unknown key{near.replace('mean ', f'mean {PREFIX}')}"
             problems.append(Problem(ENVIRONMENT, variable, what))
             continue
         path, text = found

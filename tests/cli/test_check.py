@@ -1,0 +1,162 @@
+"""`check`: what is in effect on standard output, what is wrong on standard error, and the exit code says which."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "dispatcher"]
+
+
+def run(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")
+    }
+    return subprocess.run(
+        [*COMMAND, *(str(argument) for argument in arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env={**inherited, "COLUMNS": "200", **environ},
+    )
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text("gateway: {url: http://gw, objective: batch}\nqueue: {url: 'redis://:sesame@redis'}\n")
+    return path
+
+
+def test_right_configuration_is_printed_with_its_defaults_marked(config: Path) -> None:
+    done = run("check", "--config", config, BATCH_DISPATCHER__BUDGET__RESERVE="0.2")
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = done.stdout.splitlines()
+    assert "  objective: batch" in printed
+    assert "  reserve: 0.2" in printed
+    assert "  timeout_s: 300  # default" in printed
+    assert '  url: "redis://:***@redis"' in printed or "  url: redis://:***@redis" in printed
+    assert "sesame" not in done.stdout
+
+
+def test_wrong_configuration_exits_2_with_every_problem(config: Path) -> None:
+    config.write_text("gateway: {url: http://gw}\nbudget: {reserv: 0.1}\nlog: {level: x}\n")
+    done = run("check", "--config", config)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "config.yaml: line 2: budget.reserv: unknown key (did you mean reserve?)",
+        "config.yaml: line 3: log.level: must be one of debug, info, warning, error",
+    ]
+
+
+def test_missing_file_exits_2(tmp_path: Path) -> None:
+    done = run("check", "--config", tmp_path / "none.yaml")
+    assert done.returncode == 2
+    assert done.stderr == "none.yaml: cannot be read: No such file or directory\n"
+
+
+def test_json_carries_settings_defaults_and_findings(config: Path) -> None:
+    done = run("check", "--config", config, "--json")
+    answer = json.loads(done.stdout)
+    assert done.returncode == 0
+    assert answer["ok"] is True
+    assert answer["settings"]["queue"]["url"] == "redis://:***@redis"
+    assert "budget.reserve" in answer["defaults"]
+    assert "gateway.url" not in answer["defaults"]
+
+
+def test_json_carries_problems_with_their_places(config: Path) -> None:
+    config.write_text("gateway: {url: http://gw}\nbudget: {reserv: 0.1}\n")
+    done = run("check", "--config", config, "--json")
+    assert done.returncode == 2
+    what = "unknown key (did you mean reserve?)"
+    problem = {"source": "config.yaml", "where": "budget.reserv", "what": what, "line": 2}
+    assert json.loads(done.stdout) == {"ok": False, "problems": [problem]}
+
+
+def test_file_that_the_configuration_names_must_be_there(config: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    missing = run("check", "--config", config, BATCH_DISPATCHER__GATEWAY__TOKEN_FILE=str(token))
+    assert missing.returncode == 1
+    assert missing.stderr == f"failed: gateway.token_file: {token}: No such file or directory\n"
+    token.write_text("sesame")
+    there = run("check", "--config", config, BATCH_DISPATCHER__GATEWAY__TOKEN_FILE=str(token))
+    assert there.returncode == 0
+    assert f"ok: gateway.token_file: {token} is readable" in there.stdout
+    assert "sesame" not in there.stdout
+
+
+def test_doubtful_settings_are_warned_of_but_do_not_fail(config: Path) -> None:
+    done = run(
+        "check",
+        "--config",
+        config,
+        BATCH_DISPATCHER__GATEWAY__OBJECTIVE="",
+        BATCH_DISPATCHER__GATEWAY__TLS__INSECURE_SKIP_VERIFY="true",
+        BATCH_DISPATCHER__SIGNALS__USE="saturation",
+    )
+    assert done.returncode == 0
+    assert [line.split(": ")[:2] for line in done.stderr.splitlines()] == [
+        ["warning", "gateway.tls.insecure_skip_verify"],
+        ["warning", "gateway.objective"],
+        ["warning", "signals.use"],
+    ]
+
+
+@pytest.mark.parametrize("arguments", [(), ("chek",), ("check",), ("check", "--confg", "x"), ("check", "x")])
+def test_wrong_usage_exits_2(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).returncode == 2
+
+
+def test_mistyped_verb_is_told_the_nearest() -> None:
+    assert "Did you mean 'check'?" in run("chek").stderr
+
+
+def test_version_is_the_packages() -> None:
+    from dispatcher import __version__
+
+    assert run("version").stdout.startswith(f"batch-dispatcher {__version__} ")
+    assert json.loads(run("version", "--json").stdout)["version"] == __version__
+
+
+def test_checking_imports_no_client_library(config: Path) -> None:
+    """They take seconds to import together; validation needs none of them."""
+    code = (
+        "import sys; from dispatcher.cli import app;"
+        f"app(['check', '--config', {str(config)!r}], standalone_mode=False);"
+        "print(*sorted(sys.modules), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    heavy = {
+        "kubernetes",
+        "prometheus_api_client",
+        "redis",
+        "httpx",
+        "aiohttp",
+        "matplotlib",
+        "numpy",
+        "watchfiles",
+    }
+    assert heavy & set(done.stderr.split()) == set()
+
+
+@pytest.mark.serial
+def test_check_answers_in_under_0_6_s(config: Path) -> None:
+    """Wall time of the whole process, median of seven; a bare interpreter's share is in it."""
+
+    def once() -> float:
+        started_at = time.perf_counter()
+        assert run("check", "--config", config).returncode == 0
+        return time.perf_counter() - started_at
+
+    assert statistics.median(once() for _ in range(7)) < 0.6
