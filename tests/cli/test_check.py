@@ -1,4 +1,4 @@
-"""`check`: what is in effect on standard output, what is wrong on standard error, and the exit code says which."""
+"""`check`: what is in effect on stdout, what is wrong on stderr, and the exit code says which of both."""
 
 from __future__ import annotations
 
