@@ -134,7 +134,10 @@ class EppSource:
 
     async def _resolve(self) -> Sequence[_Target] | Unread:
         if self._targets.urls:
-            return [_of_url(url) for url in self._targets.urls]
+            try:
+                return [_of_url(url) for url in self._targets.urls]
+            except httpx.InvalidURL as error:
+                return Unread(Reason.UNREADABLE, f"not a URL: {error}", "signals.epp.urls")
         if self._targets.service:
             return await self._resolve_service()
         if self._found is None:
@@ -292,11 +295,14 @@ def _words(error: BaseException) -> str:
     """What went wrong, in the operating system's or the TLS library's words where they are behind it."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, ssl.SSLCertVerificationError):
+        if isinstance(cause, aiohttp.ClientResponseError):  # its own words hold the URL, secrets and all
+            return f"the answer is not HTTP ({cause.message.partition(':')[0]})"
+        # aiohttp derives an exception of its own from the certificate's, and leaves the message behind.
+        if isinstance(cause, ssl.SSLCertVerificationError) and hasattr(cause, "verify_message"):
             return f"its certificate is not trusted: {cause.verify_message}"
-        if isinstance(cause, ssl.SSLError):
-            return f"TLS failed: {cause.reason or cause}"
-        if isinstance(cause, OSError) and cause.errno is not None:
+        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", None):
+            return f"TLS failed: {cause.reason}"
+        if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ssl.SSLError):
             return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
         cause = cause.__cause__
     return str(error) or type(error).__name__

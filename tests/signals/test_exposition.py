@@ -1,0 +1,140 @@
+"""The parser: the same samples however the page is sliced, and no half page taken for a whole one."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from dispatcher.signals.exposition import LINE_MAX_BYTES, MalformedPageError, Page, Sample
+from dispatcher.signals.series import NAMES
+from tests.signals.fakes import PAGES
+
+WANTED = ("queue_size", "pool:saturation")
+
+
+def parse(text: str | bytes, *, open_metrics: bool = False, slice_bytes: int = 1 << 20) -> list[Sample]:
+    data = text if isinstance(text, bytes) else text.encode()
+    page = Page(WANTED, open_metrics=open_metrics)
+    for at in range(0, len(data), slice_bytes):
+        page.feed(data[at : at + slice_bytes])
+    return page.close()
+
+
+@pytest.mark.parametrize(
+    ("line", "labels", "value"),
+    [
+        ("queue_size 1", {}, 1),
+        ("queue_size{} 1", {}, 1),
+        ("queue_size\t{ }\t-1.5e3", {}, -1500),
+        ('queue_size{a="x"} +Inf', {"a": "x"}, math.inf),
+        ('queue_size {a="x" , b="y",} 2 1764000000000', {"a": "x", "b": "y"}, 2),
+        (
+            r'queue_size{a="quote \" brace } back\\slash line\nend"} 3',
+            {"a": 'quote " brace } back\\slash line\nend'},
+            3,
+        ),
+        (r'queue_size{a="un\known"} 3', {"a": r"un\known"}, 3),
+        ('queue_size{a="ü","b"="x"} 3'.replace('"b"', "b"), {"a": "ü", "b": "x"}, 3),
+        ('queue_size{a="# no comment"} 4 # {trace_id="t"} 1 2', {"a": "# no comment"}, 4),
+        ("queue_size 5\r", {}, 5),
+        ("pool:saturation 0.25 1764000000.123", {}, 0.25),
+    ],
+)
+def test_a_line_is_read_by_the_formats_rules(line: str, labels: dict[str, str], value: float) -> None:
+    (sample,) = parse(line + "\n")
+    assert sample.labels == labels
+    assert sample.value == value
+
+
+def test_nan_is_a_value() -> None:
+    assert math.isnan(parse("queue_size NaN\n")[0].value)
+
+
+@pytest.mark.parametrize("line", ["# queue_size 1", "queue_size_bytes 1", 'other{queue_size="1"} 1', ""])
+def test_what_is_not_wanted_is_not_decoded(line: str) -> None:
+    assert parse(line + "\n") == []
+
+
+@pytest.mark.parametrize(
+    ("page", "why"),
+    [
+        ("queue_size\n", "no value"),
+        ("queue_size{} \n", "no value"),
+        ("queue_size one\n", "not a number"),
+        ("queue_size 1_0\n", "not a number"),
+        ("queue_size 1 2 3\n", "no value"),
+        ('queue_size{a="x" 1\n', "labels that do not end"),
+        ('queue_size{a="x} 1\n', "labels that do not end"),
+        ("queue_size{a=x} 1\n", "labels that do not end"),
+        ('queue_size{a="x",a="y"} 1\n', "the label a twice"),
+        (b'queue_size{a="\xff"} 1\n', "not UTF-8"),
+        ("queue_size 12", "ends within a line"),
+        ("x" * (LINE_MAX_BYTES + 1), "a line longer"),
+    ],
+)
+def test_a_malformed_page_is_refused_with_the_spot(page: str | bytes, why: str) -> None:
+    with pytest.raises(MalformedPageError, match=why):
+        parse(page, slice_bytes=4096)
+
+
+def test_openmetrics_must_show_its_end() -> None:
+    """Without it, the lines that were cut off would read as an empty queue."""
+    assert len(parse("queue_size 1\n# EOF\n", open_metrics=True)) == 1
+    assert len(parse("queue_size 1\n# EOF", open_metrics=True)) == 1
+    with pytest.raises(MalformedPageError, match="end mark"):
+        parse("queue_size 1\n", open_metrics=True)
+
+
+LABELS = st.dictionaries(st.sampled_from(["a", "b", "model_name"]), st.text(max_size=12), max_size=3)
+NUMBERS = st.floats(allow_nan=False)
+
+
+def rendered(labels: dict[str, str], value: float) -> str:
+    escaped = {
+        name: text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
+        for name, text in labels.items()
+    }
+    inside = ",".join(f'{name}="{text}"' for name, text in escaped.items())
+    return f"queue_size{{{inside}}} {value!r}\n"
+
+
+def utf8(labels: dict[str, str]) -> bool:
+    return all(text.encode("utf-8", "ignore").decode() == text for text in labels.values())
+
+
+@given(st.lists(st.tuples(LABELS.filter(utf8), NUMBERS), max_size=8), st.integers(1, 40))
+def test_any_page_reads_the_same_in_slices_of_any_size(
+    samples: list[tuple[dict[str, str], float]], slice_bytes: int
+) -> None:
+    page = "# HELP queue_size x\n" + "".join(f"other 1\n{rendered(*each)}" for each in samples)
+    got = parse(page, slice_bytes=slice_bytes)
+    assert [(dict(sample.labels), sample.value) for sample in got] == samples
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_no_bytes_make_the_parser_fail_in_another_way(noise: bytes, open_metrics: bool) -> None:
+    for page in (noise, b"queue_size{" + noise + b"\n", b"queue_size " + noise + b"\n"):
+        with contextlib.suppress(MalformedPageError):
+            parse(page, open_metrics=open_metrics)
+
+
+@pytest.mark.parametrize("path", sorted(PAGES.glob("*.txt")), ids=lambda path: path.stem)
+def test_golden_pages_read_as_the_reference_parser_reads_them(path: Path) -> None:
+    text = path.read_text()
+    page = Page(NAMES)
+    page.feed(text.encode())
+    ours = {(each.name, frozenset(each.labels.items()), each.value) for each in page.close()}
+    theirs = {
+        (sample.name, frozenset(sample.labels.items()), sample.value)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name in NAMES
+    }
+    assert ours == theirs
+    assert ours

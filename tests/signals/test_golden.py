@@ -1,0 +1,214 @@
+"""Pages of real endpoint pickers, each with the reading that follows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.signals.exposition import Page
+from dispatcher.signals.series import FLUSH_S, NAMES, Verdict, View, judge, view
+from tests.signals.fakes import PAGES, golden
+
+OPENED_AT, CLOSED_AT = 100.0, 100.25
+SATURATION, REQUESTS = Signal.SATURATION, Signal.REQUESTS
+POLICY = Policy(per_endpoint=100)
+
+
+def seen(*pages: str, pool: str = "qwen") -> tuple[View, ...]:
+    views = []
+    for name in pages:
+        page = Page(NAMES)
+        page.feed(golden(name).encode())
+        made = view(page.close(), pool, OPENED_AT, CLOSED_AT)
+        assert isinstance(made, View), made
+        views.append(made)
+    return tuple(views)
+
+
+def read(*pages: str, use: str = "auto", policy: Policy = POLICY) -> Verdict:
+    return judge(seen(*pages), use, policy, "epp")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """(f_sys, f_epp) of each signal in use, and whether the requests come from flushed averages."""
+
+    saturation: tuple[float, float] | None = None
+    requests: tuple[float, float] | None = None
+    flushed: bool = True
+
+
+FROM_AVERAGES = (30.25 + 1.5) * 4 / 400
+IN_FLIGHT = 128 / 400
+
+GOLDEN = {
+    "gie-1.0-flow-control-off": Expected(requests=(IN_FLIGHT, 0), flushed=False),
+    "gie-1.3-flow-control-off": Expected(requests=(IN_FLIGHT, 0), flushed=False),
+    "gie-1.3-flow-control-on": Expected((0.35, 12 / 400), (IN_FLIGHT, 12 / 400), flushed=False),
+    "gie-1.5-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
+    "gie-1.5-flow-control-on": Expected((1.25, 12 / 400), (FROM_AVERAGES, 12 / 400)),
+    "router-0.9-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
+    # Both families of names with different values: the new ones count.
+    "router-0.9-flow-control-on": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
+    "router-newest-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
+    "router-newest-flow-control-on": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
+    "router-newest-prefill-decode": Expected((0.75, 12 / 400), (FROM_AVERAGES, 12 / 400)),
+    # Nothing waits and no flow has a series: the queue is empty, not unknown. A true count needs no second.
+    "router-newest-concurrency-detector": Expected((0.3175, 0)),
+    "router-newest-endpoint-selector": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
+    "router-newest-negative-queue": Expected((0.4, 4 / 400), (FROM_AVERAGES, 4 / 400)),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_a_real_page_gives_its_reading(name: str) -> None:
+    expected, verdict = GOLDEN[name], read(name)
+    wanted = {SATURATION: expected.saturation, REQUESTS: expected.requests}
+    assert verdict.signals == tuple(signal for signal, terms in wanted.items() if terms is not None)
+    assert verdict.unread == ()
+    for reading in verdict.readings:
+        terms = wanted[reading.signal]
+        assert terms is not None
+        assert (reading.f_sys, reading.f_epp) == pytest.approx(terms)
+        assert reading.max_sys == 400
+        flushed = reading.signal is REQUESTS and expected.flushed
+        assert reading.opened_at == OPENED_AT - (FLUSH_S if flushed else 0)
+        assert reading.closed_at == CLOSED_AT
+
+
+def test_every_golden_page_has_an_expectation() -> None:
+    elsewhere = {"replica-a", "replica-b", "router-newest-empty-pool", "router-newest-frozen-averages"}
+    assert {path.stem for path in PAGES.glob("*.txt")} == GOLDEN.keys() | elsewhere
+
+
+@pytest.mark.parametrize("name", ["router-newest-empty-pool", "router-newest-frozen-averages"])
+@pytest.mark.parametrize("policy", [POLICY, Policy(max_sys=64)], ids=["counted", "configured"])
+def test_without_ready_endpoints_nothing_is_read(name: str, policy: Policy) -> None:
+    """The averages freeze and the saturation reads 1, whatever the capacity is said to be."""
+    verdict = read(name, policy=policy)
+    assert verdict.readings == ()
+    assert [unread.reason for unread in verdict.unread] == [Reason.NO_ENDPOINTS]
+
+
+def test_replicas_are_the_fullest_saturation_the_whole_queue_and_one_pool() -> None:
+    """Queues and saturation are each replica's own; the averages are the same pool in both their eyes."""
+    saturation, requests = read("replica-a", "replica-b").readings
+    assert (saturation.f_sys, saturation.f_epp) == (0.55, 15 / 400)
+    assert (requests.f_sys, requests.f_epp) == (pytest.approx(FROM_AVERAGES), 15 / 400)
+    assert saturation.raw["llm_d_epp_flow_control_pool_saturation#1"] == 0.55
+
+
+def test_requests_in_flight_add_up_over_replicas() -> None:
+    """Each replica counts only what it sent itself."""
+    (reading,) = read("gie-1.0-flow-control-off", "gie-1.0-flow-control-off").readings
+    assert reading.f_sys == 2 * IN_FLIGHT
+
+
+@pytest.mark.parametrize(
+    ("use", "signals"),
+    [("saturation", {SATURATION}), ("requests", {REQUESTS}), ("both", {SATURATION, REQUESTS})],
+)
+def test_use_says_what_is_read(use: str, signals: set[Signal]) -> None:
+    verdict = read("router-newest-concurrency-detector", use=use)
+    assert {reading.signal for reading in verdict.readings} == set(verdict.signals) == signals
+
+
+def test_only_a_true_count_is_exact() -> None:
+    """A pressure score does not show our requests one by one: nothing is proved by their absence."""
+    exact = {reading.signal: reading.exact for reading in read("router-newest-flow-control-on").readings}
+    assert exact == {SATURATION: False, REQUESTS: True}
+    (counted,) = read("router-newest-concurrency-detector").readings
+    assert counted.exact
+
+
+@pytest.mark.parametrize("use", ["saturation", "both"])
+def test_saturation_without_flow_control_is_unreadable_and_says_so(use: str) -> None:
+    verdict = read("router-newest-flow-control-off", use=use)
+    (unread,) = verdict.unread
+    assert (unread.reason, unread.signal) == (Reason.UNREADABLE, SATURATION)
+    assert "flow control is off" in unread.hint
+
+
+def test_the_configured_capacity_stands_for_the_counted_one() -> None:
+    (saturation, requests) = read("router-newest-flow-control-on", policy=Policy(max_sys=254)).readings
+    assert (saturation.max_sys, saturation.f_sys) == (254, 0.4)
+    assert (requests.max_sys, requests.f_sys) == (254, 0.5)
+
+
+def drop(page: str, *prefixes: str) -> View:
+    """The view of a golden page without some of its lines."""
+    lines = [line for line in golden(page).splitlines(keepends=True) if not line.startswith(prefixes)]
+    parsed = Page(NAMES)
+    parsed.feed("".join(lines).encode())
+    made = view(parsed.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, View)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (("llm_d_epp_average_running_requests",), "llm_d_epp_average_running_requests"),
+        (("llm_d_epp_average_queue_size", "llm_d_epp_request_running"), "llm_d_epp_average_queue_size"),
+        (("llm_d_epp_ready_endpoints",), "llm_d_epp_ready_endpoints"),
+    ],
+)
+def test_a_missing_series_is_named(missing: tuple[str, ...], named: str) -> None:
+    made = drop("router-newest-flow-control-on", *missing, "llm_d_epp_request_running")
+    verdict = judge([made], "requests", POLICY, "epp")
+    (unread,) = verdict.unread
+    assert verdict.readings == ()
+    assert unread.reason is Reason.UNREADABLE
+    assert named in unread.why
+    assert unread.hint
+
+
+def test_a_picker_that_has_just_started_is_not_taken_for_an_old_one() -> None:
+    """Before its first flush it shows no averages, and counts in flight only what it sent since its start."""
+    made = drop("router-newest-flow-control-off", "llm_d_epp_average")
+    verdict = judge([made], "auto", Policy(max_sys=400), "epp")
+    assert verdict.readings == ()
+    assert verdict.unread[0].reason is Reason.UNREADABLE
+
+
+def test_a_replica_without_the_others_series_is_not_overlooked() -> None:
+    """One replica still without flow control hides how full it is."""
+    verdict = read("replica-a", "router-newest-flow-control-off", use="saturation")
+    assert verdict.readings == ()
+    assert verdict.unread[0].signal is SATURATION
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf"])
+@pytest.mark.parametrize(
+    "series",
+    [
+        "llm_d_epp_flow_control_pool_saturation",
+        "llm_d_epp_flow_control_queue_size",
+        "llm_d_epp_average_running_requests",
+        "llm_d_epp_ready_endpoints",
+    ],
+)
+def test_what_is_not_a_finite_number_reaches_the_limiter_as_such(series: str, value: str) -> None:
+    """It refuses it as implausible; a sum or a maximum must not swallow it."""
+    lines = [
+        f"{line.rsplit(' ', 1)[0]} {value}\n" if line.startswith(series) else f"{line}\n"
+        for line in golden("router-newest-flow-control-on").splitlines()
+    ]
+    page = Page(NAMES)
+    page.feed("".join(lines).encode())
+    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, View)
+    readings: list[Reading] = list(judge([made], "both", POLICY, "epp").readings)
+    terms = [term for each in readings for term in (each.f_sys, each.f_epp, each.max_sys)]
+    assert any(not float("-inf") < term < float("inf") for term in terms)
+
+
+def test_another_pools_page_is_refused() -> None:
+    page = Page(NAMES)
+    page.feed(golden("router-newest-flow-control-on").encode())
+    made = view(page.close(), "llama", OPENED_AT, CLOSED_AT)
+    assert not isinstance(made, View)
+    assert "qwen" in made.why
+    assert made.hint == "pool.name"
