@@ -21,6 +21,7 @@ from dispatcher.ports import (
     Leases,
     Overload,
     Permit,
+    QueueUnavailableError,
     Release,
     Renewed,
     Settled,
@@ -125,7 +126,7 @@ class MemoryQueue:
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]:
         self._begin()
-        return [self._settle(each) for each in settlements]
+        return self._settle_each([(each, None) for each in settlements])
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         now = self._begin()
@@ -149,7 +150,7 @@ class MemoryQueue:
 
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]:
         self._begin()
-        return [self._settle(each.settlement, bury=each.reason) for each in burials]
+        return self._settle_each([(each.settlement, each.reason) for each in burials])
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         self._begin()
@@ -284,7 +285,19 @@ class MemoryQueue:
         while nonces[oldest := next(iter(nonces))][0] < now - NONCE_TTL_S:
             del nonces[oldest]
 
-    def _settle(self, settlement: Settlement, bury: str | None = None) -> Settled:
+    def _settle_each(self, ends: Sequence[tuple[Settlement, str | None]]) -> Sequence[Settled]:
+        """One whose result has no place keeps its lease and its neighbours go on; then it is said."""
+        said, stuck = [], None
+        for settlement, reason in ends:
+            try:
+                said.append(self._settle(settlement, reason))
+            except QueueUnavailableError as error:
+                stuck = error
+        if stuck is not None:
+            raise stuck
+        return said
+
+    def _settle(self, settlement: Settlement, bury: str | None) -> Settled:
         store = self.store
         held = store._held_as(settlement.lease)
         if held is None:

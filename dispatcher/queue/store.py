@@ -36,6 +36,7 @@ from dispatcher.ports import (
     Settlement,
     Submission,
 )
+from dispatcher.queue.keys import Names
 
 SUSPECT_DEATHS = 2
 """Owners that died holding a request before it runs apart from others like it."""
@@ -61,7 +62,6 @@ class Entry:
         "deaths",
         "deliveries",
         "id",
-        "losses",
         "member",
         "moves",
         "place",
@@ -75,7 +75,11 @@ class Entry:
         self.id = NEVER_CLAIMED
         self.place = Place.PENDING
         self.moves = 0
-        self.deliveries = self.attempts = self.refusals = self.losses = self.deaths = 0
+        self.deliveries = self.attempts = self.refusals = self.deaths = 0
+
+    @property
+    def losses(self) -> int:
+        return max(0, self.deaths - SUSPECT_DEATHS)
 
     @property
     def suspect(self) -> bool:
@@ -156,7 +160,7 @@ class MemoryStore:
         self.clock = clock
         self.unix_origin = unix_origin
         self.lease_s = lease_s
-        self.name = name
+        self.names = Names(name, results)
         self.results = results
         self.dead_max = dead_max
         self.down: str | None = None
@@ -197,7 +201,7 @@ class MemoryStore:
 
     def __repr__(self) -> str:
         counts = self._counts()
-        return f"<MemoryStore {self.name} {counts.pending} pending, {counts.leased} leased>"
+        return f"<MemoryStore {self.names.queue} {counts.pending} pending, {counts.leased} leased>"
 
     def unix_now(self) -> float:
         return self.clock() + self.unix_origin
@@ -336,7 +340,8 @@ class MemoryStore:
             self._apart.put(entry.score, entry)
         else:
             self._ready.put(entry.score, entry)
-        self._deadlines.put(deadline_of_score(entry.score), entry)
+        if entry.score < len(PRIORITIES) * PRIORITY_STEP:
+            self._deadlines.put(deadline_of_score(entry.score), entry)
 
     def _forget(self, entry: Entry) -> None:
         if entry.place is Place.PENDING:
@@ -391,7 +396,6 @@ class MemoryStore:
                 continue
             entry = held.entry
             self._end(held)
-            entry.losses += entry.suspect
             entry.deaths += 1
             self._lost += 1
             reclaimed += 1
@@ -399,31 +403,26 @@ class MemoryStore:
         return reclaimed
 
     def _write(self, settlement: Settlement) -> Settled:
-        """Push a result, and forget the request's token."""
-        name = settlement.results or self.results
-        if self.results in self.not_lists:
-            raise QueueUnavailableError(f"{self.results} is no list: results have no place to go")
+        """Push a result and forget the request's token; raises, with nothing done, where it has no place."""
+        name, result = settlement.results or self.results, settlement.result
+        said = Settled.DONE
+        if result and name != self.results and not self._takes_results(name):
+            why = f"internal.result_queue_name: {name} is no list that results can go to"
+            told = settlement.request_id or decode_result(result).id
+            name, result, said = self.results, failed(told, ErrorCode.INVALID_REQUEST, why), Settled.BAD_LIST
+        if result:
+            if name in self.not_lists:
+                raise QueueUnavailableError(f"{name} is no list: results have no place to go")
+            self.lists.setdefault(name, deque()).appendleft(result)
         request_id, token = settlement.request_id, settlement.request_token
         if request_id and token:
             for keys in (self._active, self._cancel):
                 if self._value(keys, request_id) == token:
                     del keys[request_id]
-        if not settlement.result:
-            return Settled.DONE
-        if name in self.not_lists or self._is_own(name):
-            why = f"internal.result_queue_name: {name} is no list that results can go to"
-            told = request_id or decode_result(settlement.result).id
-            self._push(self.results, failed(told, ErrorCode.INVALID_REQUEST, why))
-            return Settled.BAD_LIST
-        self._push(name, settlement.result)
-        return Settled.DONE
+        return said
 
-    def _push(self, name: str, result: bytes) -> None:
-        self.lists.setdefault(name, deque()).appendleft(result)
-
-    def _is_own(self, name: str) -> bool:
-        prefix = self.name if "{" in self.name else f"{{{self.name}}}"
-        return name in (self.name, prefix) or name.startswith(f"{prefix}:")
+    def _takes_results(self, name: str) -> bool:
+        return name not in self.not_lists and self.names.takes_results(name)
 
     def _bury(self, entry: Entry, reason: str) -> None:
         self._move(entry, Place.DEAD)

@@ -1,0 +1,197 @@
+"""What the owners of one queue share: limit, overload, who probes, the operator's pause."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from dispatcher.ports import Overload, Permit, Queue, Release
+from tests.conformance.worlds import World, answer, claim, full_claim, permit
+from tests.support import wait_until
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def fill(world: World, count: int = 20) -> None:
+    for number in range(count):
+        await world.zadd(number, b"%03d" % number)
+
+
+async def take(queue: Queue, limit: int, read_at: float, nonce: str) -> int:
+    return len((await queue.claim(100, nonce, Permit(limit, read_at, 0))).leases)
+
+
+async def test_older_and_more_generous_belief_gives_nothing(world: World) -> None:
+    await fill(world)
+    fresh, stale = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    assert await take(fresh, 4, at, "a") == 4
+    assert await take(stale, 10, at - 5, "b") == 0
+    assert (await stale.share(Permit(10, at - 5, 0), None)).shared.limit == 4
+
+
+async def test_older_and_smaller_belief_holds_for_its_owner(world: World) -> None:
+    await fill(world)
+    fresh, stale = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    assert await take(fresh, 10, at, "a") == 10
+    for lease in (await fresh.claim(10, "a", Permit(10, at, 0))).leases[:8]:
+        await fresh.settle([answer(lease)])
+    assert await take(stale, 3, at - 5, "b") == 1
+    assert await take(fresh, 10, at, "c") == 7
+
+
+async def test_newer_belief_is_everyone_s(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    assert await take(first, 2, at - 1, "a") == 2
+    shared = (await second.share(Permit(9, at, 0), None)).shared
+    assert (shared.limit, shared.paused, shared.prober, shared.overload) == (9, False, None, None)
+    assert shared.read_at == pytest.approx(at, abs=0.25)
+    assert await take(first, 2, at - 1, "b") == 0
+    assert await take(second, 9, at, "c") == 7
+
+
+async def test_same_reading_may_be_believed_again_with_another_limit(world: World) -> None:
+    await fill(world)
+    owner = world.owner()
+    for _ in range(5):  # the first reply over a new connection tells the server's clock but roughly
+        await owner.renew([])
+    at = now()
+    assert await take(owner, 2, at, "a") == 2
+    assert await take(owner, 5, at, "b") == 3
+
+
+async def test_shared_limit_is_lowered_by_losses_since_as_well(world: World) -> None:
+    await fill(world)
+    fresh, stale = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    leases = (await fresh.claim(3, "a", Permit(6, at, 0))).leases
+    await world.lose(fresh, *leases)
+    claimed = await stale.claim(100, "b", Permit(100, at - 5, 3))
+    assert len(claimed.leases) == 3
+    assert claimed.count.lost == 3
+
+
+async def test_nothing_shared_before_the_first_permit(world: World) -> None:
+    shared = (await world.owner().renew([])).shared
+    assert (shared.limit, shared.overload, shared.prober, shared.paused) == (None, None, None, False)
+
+
+async def test_one_owner_s_overload_stops_all_until_a_newer_reading(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    told = await first.share(Permit(10, at - 1, 0), Overload(at, at, capacity=True, in_flight=7))
+    seen = told.shared.overload
+    assert seen is not None
+    assert (seen.capacity, seen.in_flight) == (True, 7)
+    assert seen.at == pytest.approx(at, abs=0.25)
+    assert await take(second, 10, at - 0.5, "a") == 0
+    learned = (await full_claim(second, 0)).shared.overload
+    assert learned is not None
+    assert learned.in_flight == 7
+    assert await take(second, 10, at + 0.5, "b") == 10
+
+
+async def test_retry_after_holds_whatever_a_reading_says(world: World) -> None:
+    await fill(world)
+    owner = world.owner()
+    at = now()
+    await owner.share(Permit(10, at, 0), Overload(at, at + 0.6, capacity=True, in_flight=7))
+    assert await take(owner, 10, at + 0.2, "a") == 0
+
+    async def open_again() -> bool:
+        return await take(owner, 10, now(), f"n-{now()}") == 10
+
+    await wait_until(open_again)
+    assert now() > at + 0.4
+
+
+async def test_newest_overload_stays_and_its_until_never_moves_back(world: World) -> None:
+    owner = world.owner()
+    at = now()
+    await owner.share(Permit(10, at, 0), Overload(at + 2, at + 50, capacity=True, in_flight=9))
+    await owner.share(Permit(10, at, 0), Overload(at + 1, at + 60, capacity=False, in_flight=8))
+    kept = (await owner.renew([])).shared.overload
+    assert kept is not None
+    assert (kept.capacity, kept.in_flight) == (True, 9)
+    assert kept.at == pytest.approx(at + 2, abs=0.25)
+    assert kept.until == pytest.approx(at + 60, abs=0.25)
+    await owner.share(Permit(10, at, 0), Overload(at + 3, at + 4, capacity=False, in_flight=5))
+    kept = (await owner.renew([])).shared.overload
+    assert kept is not None
+    assert (kept.capacity, kept.in_flight) == (False, 5)
+    assert kept.until == pytest.approx(at + 60, abs=0.25)
+
+
+async def test_share_learns_and_claims_nothing(world: World) -> None:
+    await fill(world, 3)
+    told = await world.owner().share(permit(10), None)
+    assert list(told.lost) == []
+    assert (told.count.live, told.shared.limit) == (0, 10)
+    assert (await world.desk.counts()).pending == 3
+
+
+async def test_one_probe_at_a_time_over_all_owners(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    probe = await first.probe("a")
+    assert [lease.score for lease in probe.leases] == [0.0]
+    assert probe.shared.prober == "owner-1"
+    assert list((await second.probe("b")).leases) == []
+    assert list((await first.probe("c")).leases) == []
+    assert [lease.token for lease in (await first.probe("a")).leases] == [probe.leases[0].token]
+    assert (await second.renew([])).shared.prober == "owner-1"
+
+
+@pytest.mark.parametrize("end", ["settled", "released", "delayed", "lost"])
+async def test_another_may_probe_when_the_probe_s_lease_has_ended(world: World, end: str) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    [lease] = (await first.probe("a")).leases
+    if end == "settled":
+        await first.settle([answer(lease)])
+    elif end == "lost":
+        await world.lose(second, lease)
+    else:
+        await first.release([Release(lease, delay_s=60 if end == "delayed" else 0)])
+    assert (await first.renew([])).shared.prober is None
+    probe = await second.probe("b")
+    assert len(probe.leases) == 1
+    assert probe.shared.prober == "owner-2"
+
+
+async def test_probe_asks_no_limit_and_counts_as_a_lease(world: World) -> None:
+    await fill(world)
+    owner = world.owner()
+    await claim(owner, limit=3)
+    assert len((await owner.probe("a")).leases) == 1
+    assert (await owner.renew([])).count.live == 4
+
+
+async def test_probe_of_an_empty_queue_takes_no_role(world: World) -> None:
+    probe = await world.owner().probe("a")
+    assert (list(probe.leases), probe.shared.prober) == ([], None)
+
+
+async def test_paused_queue_gives_nothing_and_keeps_what_is_held(world: World) -> None:
+    await fill(world)
+    owner = world.owner()
+    [held] = await claim(owner, 1)
+    assert await world.desk.paused() is None
+    await world.desk.pause("ada", "maintenance of the pool")
+    assert await world.desk.paused() == ("ada", "maintenance of the pool")
+    claimed = await full_claim(owner)
+    assert (list(claimed.leases), claimed.shared.paused) == ([], True)
+    assert list((await owner.probe("a")).leases) == []
+    assert list((await owner.renew([held])).lost) == []
+    assert await owner.settle([answer(held)]) == ["done"]
+    await world.desk.resume()
+    assert await world.desk.paused() is None
+    claimed = await full_claim(owner)
+    assert (len(claimed.leases), claimed.shared.paused) == (19, False)

@@ -1,0 +1,192 @@
+"""Ends other than an answer: dead, expired; and dead no more."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dispatcher.core.request import decode_result
+from dispatcher.ports import Burial, Expired, Lease, Release, Settled, Settlement
+from tests.conformance.worlds import NOW, World, answer, claim, member
+from tests.support import wait_until
+
+UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
+BAND = 10**11
+
+
+def end_of(expired: Expired) -> tuple[Expired, Settlement]:
+    return expired, Settlement(UNLEASED, b'{"id":"gone"}', "")
+
+
+async def all_expired(world: World, expected: set[bytes]) -> set[bytes]:
+    """What calls find until everything expected was found, and some calls more."""
+    owner = world.owner()
+    found: set[bytes] = set()
+
+    async def enough() -> bool:
+        found.update(one.member for one in await owner.expired(4))
+        return found >= expected
+
+    await wait_until(enough)
+    for _ in range(10):
+        await enough()
+    return found
+
+
+async def test_buried_request_is_dead_with_its_reason_and_its_result_is_written(world: World) -> None:
+    await world.zadd(NOW + 5, member("r-1"))
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.release([Release(lease, attempt=True, refusal=True)])
+    [lease] = await claim(owner)
+    burial = Burial(answer(lease, b'{"id":"r-1"}'), "8 tries failed: 500")
+    assert await owner.bury([burial]) == [Settled.DONE]
+    assert await owner.bury([burial]) == [Settled.LOST]
+    assert await world.results() == [b'{"id":"r-1"}']
+    [dead] = await world.desk.dead_list(10)
+    assert (dead.entry, dead.member, dead.score) == (lease.entry, member("r-1"), NOW + 5)
+    assert dead.reason == "8 tries failed: 500"
+    assert dead.died_at == pytest.approx(owner.unix_now(), abs=30)
+    assert (dead.deliveries, dead.attempts, dead.refusals, dead.losses) == (2, 1, 1, 0)
+    counts = await owner.counts()
+    assert (counts.pending, counts.leased, counts.delayed, counts.dead) == (0, 0, 0, 1)
+
+
+async def test_request_without_a_readable_id_dies_without_a_result(world: World) -> None:
+    await world.zadd(1, b"\xffrubbish")
+    owner = world.owner()
+    [lease] = await claim(owner)
+    assert await owner.bury([Burial(answer(lease, b""), "not JSON")]) == [Settled.DONE]
+    assert await world.results() == []
+    [dead] = await world.desk.dead_list(10)
+    assert dead.member == b"\xffrubbish"
+
+
+async def test_dead_are_listed_page_by_page(world: World) -> None:
+    for number in range(5):
+        await world.zadd(number, member(f"r-{number}"))
+    owner = world.owner()
+    leases = await claim(owner)
+    await owner.bury([Burial(answer(lease, b""), "why") for lease in leases])
+    first = await world.desk.dead_list(3)
+    second = await world.desk.dead_list(3, after=first[-1].entry)
+    assert [dead.entry for dead in [*first, *second]] == [lease.entry for lease in leases]
+    assert await world.desk.dead_list(3, after=second[-1].entry) == []
+
+
+async def test_requeued_request_is_a_new_one_with_a_new_deadline_in_its_old_priority(world: World) -> None:
+    await world.zadd(3 * BAND + NOW - 5, member("r-1", deadline=NOW - 5, payload={"a": [1.5]}, x="y"))
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.bury([Burial(answer(lease, b'{"id":"r-1"}'), "why")])
+    assert await world.desk.dead_requeue([lease.entry, 4711], NOW + 500) == 1
+    assert (await owner.counts()).dead == 0
+    [again] = await claim(owner)
+    assert again.score == 3 * BAND + NOW + 500
+    data = json.loads(again.member)["data"]
+    assert (data["id"], data["deadline"], data["payload"]) == ("r-1", NOW + 500, {"a": [1.5]})
+    assert (again.deliveries, again.attempts, again.losses) == (1, 0, 0)
+    assert again.entry != lease.entry
+
+
+async def test_unreadable_dead_cannot_be_requeued(world: World) -> None:
+    await world.zadd(1, b"rubbish")
+    owner = world.owner()
+    [lease] = await claim(owner)
+    await owner.bury([Burial(answer(lease, b""), "not JSON")])
+    assert await world.desk.dead_requeue([lease.entry], NOW + 500) == 0
+    assert (await owner.counts()).dead == 1
+
+
+async def test_purged_dead_are_forgotten(world: World) -> None:
+    for number in range(4):
+        await world.zadd(number, member(f"r-{number}"))
+    owner = world.owner()
+    leases = await claim(owner)
+    await owner.bury([Burial(answer(lease, b""), "why") for lease in leases])
+    assert await world.desk.dead_purge([leases[1].entry, 4711]) == 1
+    assert [dead.entry for dead in await world.desk.dead_list(9)] == [leases[n].entry for n in (0, 2, 3)]
+    assert await world.desk.dead_purge() == 3
+    assert (await owner.counts()).dead == 0
+
+
+async def test_expired_finds_by_score_in_every_priority_and_every_place(world: World) -> None:
+    owner = world.owner()
+    past, future = NOW - 10, NOW + 1000
+    for name in (b"returned", b"delayed", b"leased"):
+        await world.zadd(past - 5, name)
+    leases = {lease.member: lease for lease in await claim(owner)}
+    await owner.release([Release(leases[b"returned"]), Release(leases[b"delayed"], delay_s=500)])
+    for priority in (0, 3, 9):
+        await world.zadd(priority * BAND + past, b"past %d" % priority)
+        await world.zadd(priority * BAND + future, b"future %d" % priority)
+    expected = {b"returned", b"delayed", b"past 0", b"past 3", b"past 9"}
+    assert await all_expired(world, expected) == expected
+
+
+async def test_suspects_expire_too(world: World) -> None:
+    owner = world.owner()
+    await world.zadd(NOW - 5, b"suspect")
+    for _ in range(2):
+        await world.lose(owner, *await claim(owner))
+    assert await all_expired(world, {b"suspect"}) == {b"suspect"}
+
+
+async def test_expired_requests_get_their_result_once(world: World) -> None:
+    owner = world.owner()
+    for number in range(3):
+        await world.zadd(NOW - 10 + number, member(f"r-{number}"))
+    found = await owner.expired(10)
+    assert len(found) == 3
+    ends = [end_of(one) for one in found]
+    assert await owner.expire([*ends, ends[0]]) == 3
+    assert len(await world.results()) == 3
+    assert await owner.expire(ends) == 0
+    assert await world.results() == []
+    assert (await owner.counts()).pending == 0
+
+
+@pytest.mark.parametrize("moved", ["claimed", "claimed and returned", "settled"])
+async def test_request_that_moved_since_it_was_found_is_left_alone(world: World, moved: str) -> None:
+    owner = world.owner()
+    await world.zadd(NOW - 10, member())
+    [lease] = await claim(owner)
+    await owner.release([Release(lease)])
+    [found] = await owner.expired(10)
+    [lease] = await claim(owner)
+    if moved == "claimed and returned":
+        await owner.release([Release(lease)])
+    elif moved == "settled":
+        await owner.settle([answer(lease, b"answered")])
+    assert await owner.expire([end_of(found)]) == 0
+    assert await world.results() == ([b"answered"] if moved == "settled" else [])
+
+
+async def test_scores_that_are_no_deadlines_hide_nobody(world: World) -> None:
+    owner = world.owner()
+    for number in range(30):
+        await world.zadd(number, b"score is a rank %02d" % number)
+    await world.zadd(NOW - 1, b"really expired")
+
+    async def found() -> bool:
+        return b"really expired" in {one.member for one in await owner.expired(7)}
+
+    await wait_until(found)
+
+
+async def test_result_of_an_expired_request_may_name_a_list_of_its_own(world: World) -> None:
+    owner = world.owner()
+    await world.zadd(NOW - 10, member("r-1"))
+    await world.zadd(NOW - 9, member("r-2"))
+    first, second = await owner.expired(10)
+    done = await owner.expire(
+        [
+            (first, Settlement(UNLEASED, b"mine", "a:{qwen}:list")),
+            (second, Settlement(UNLEASED, b'{"id":"r-2"}', "batch:{qwen}:requests", "r-2")),
+        ]
+    )
+    assert done == 2
+    assert await world.results("a:{qwen}:list") == [b"mine"]
+    [result] = await world.results()
+    assert (decode_result(result).id, decode_result(result).error_code) == ("r-2", "INVALID_REQUEST")

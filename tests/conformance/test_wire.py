@@ -1,0 +1,224 @@
+"""The wire shape: what a producer or consumer that knows nothing but the contract can rely on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dispatcher.core.request import Request, decode_result, parse
+from dispatcher.ports import Burial, QueueUnavailableError, Settled, Submission
+from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, full_claim, member
+from tests.support import wait_until
+
+NASTY = {
+    "64-bit integers": b'{"n":9007199254740993,"m":-9223372036854775808,"u":18446744073709551615}',
+    "numbers as written": b'{"a":1.0,"b":1e2,"c":-0.0,"d":1E+400,"e":0.1000000000000000055}',
+    "key order and repeated keys": b'{"z":1,"a":2,"z":3}',
+    "white space": b'{ "a" :\t[ 1 ,\r\n 2 ] }',
+    "escapes": rb'{"a":"\u0041\/\b\f\n\r\t\"\\ \ud83d\ude00 \ud800"}',
+    "UTF-8": '{"a":"žluťoučký 😀 \u2028\ufeff"}'.encode(),
+    "control and NUL escapes": rb'{"a":"\u0000\u001f\u007f"}',
+    "looks like a script": b'{"a":"\'); redis.call(\'FLUSHALL\') --","b":"%d %s ${x} {0}"}',
+    "looks like the protocol": b'{"a":"*1\\r\\n$8\\r\\nFLUSHALL\\r\\n"}',
+    "deep": b'{"a":' + b"[" * 200 + b"]" * 200 + b"}",
+    "empty": b"{}",
+    "large": b'{"a":"' + b"x" * 700_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("payload", NASTY.values(), ids=NASTY)
+async def test_payload_comes_out_byte_for_byte(world: World, payload: bytes) -> None:
+    raw = b'{"request_kind":"redis","data":{"id":"r-1","deadline":%d,"payload":%s}}' % (NOW + 60, payload)
+    await world.zadd(NOW + 60, raw)
+    [lease] = await claim(world.owner())
+    assert lease.member == raw
+    request = parse(lease.member)
+    assert isinstance(request, Request)
+    assert request.payload == payload
+
+
+@pytest.mark.parametrize("rubbish", [b"", b"\x00", b"\xff\xfe\x00\x80", b"not json", b"\r\n", b"%s%n"])
+async def test_members_that_are_no_requests_are_claimed_as_they_are(world: World, rubbish: bytes) -> None:
+    await world.zadd(1, rubbish)
+    [lease] = await claim(world.owner())
+    assert (lease.member, lease.score) == (rubbish, 1.0)
+
+
+async def test_first_claim_tells_a_request_that_nothing_has_happened_to(world: World) -> None:
+    await world.zadd(NOW + 0.25, member())
+    [lease] = await claim(world.owner())
+    assert lease.score == NOW + 0.25
+    counted = (lease.deliveries, lease.attempts, lease.refusals, lease.losses)
+    assert counted == (1, 0, 0, 0)
+
+
+async def test_result_is_popped_from_the_default_list_in_the_order_of_finishing(world: World) -> None:
+    for number in range(3):
+        await world.zadd(number, member(f"r-{number}"))
+    leases = await claim(owner := world.owner())
+    await owner.settle([answer(leases[1], b"second")])
+    await owner.settle([answer(leases[0], b"first"), answer(leases[2], b"third")])
+    assert await world.results() == [b"second", b"first", b"third"]
+
+
+async def test_result_goes_to_the_list_that_the_request_names(world: World) -> None:
+    for number in range(4):
+        await world.zadd(number, member(f"r-{number}"))
+    leases = await claim(owner := world.owner())
+    names = ["tenant:{qwen}:a", "", "tenant:{qwen}:b", "tenant:{qwen}:a"]
+    said = await owner.settle(
+        [answer(lease, results=name) for lease, name in zip(leases, names, strict=True)]
+    )
+    assert said == [Settled.DONE] * 4
+    assert await world.results("tenant:{qwen}:a") == [answer(leases[0]).result, answer(leases[3]).result]
+    assert await world.results("tenant:{qwen}:b") == [answer(leases[2]).result]
+    assert await world.results() == [answer(leases[1]).result]
+
+
+async def test_result_may_be_any_bytes(world: World) -> None:
+    await world.zadd(1, member())
+    [lease] = await claim(owner := world.owner())
+    result = bytes(range(256)) + b"x" * 500_000
+    await owner.settle([answer(lease, result)])
+    assert await world.results() == [result]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [QUEUE, "batch:{qwen}:requests:leases", "batch:{qwen}:requests:anything", "a:{qwen}:string"],
+)
+async def test_list_that_cannot_take_a_result_costs_that_request_alone(world: World, name: str) -> None:
+    await world.set_key("a:{qwen}:string", "not a list")
+    for number in range(3):
+        await world.zadd(number, member(f"r-{number}"))
+    leases = await claim(owner := world.owner())
+    said = await owner.settle(
+        [
+            answer(leases[0], b'{"id":"r-0"}'),
+            answer(leases[1], b'{"id":"r-1"}', name, request_id="r-1"),
+            answer(leases[2], b'{"id":"r-2"}'),
+        ]
+    )
+    assert said == [Settled.DONE, Settled.BAD_LIST, Settled.DONE]
+    results = {(result := json.loads(raw))["id"]: result.get("error_code") for raw in await world.results()}
+    assert results == {"r-0": None, "r-1": "INVALID_REQUEST", "r-2": None}
+    counts = await owner.counts()
+    assert (counts.pending, counts.leased) == (0, 0)
+
+
+async def test_results_without_a_place_stay_with_their_leases_until_there_is_one(world: World) -> None:
+    await world.set_key(RESULTS, "not a list")
+    for number in range(3):
+        await world.zadd(number, member(f"r-{number}"))
+    leases = await claim(owner := world.owner())
+    ends = [answer(leases[0], results="a:{qwen}:list"), answer(leases[1]), answer(leases[2])]
+    with pytest.raises(QueueUnavailableError, match="no place to go"):
+        await owner.settle(ends)
+    assert await world.results("a:{qwen}:list") == [ends[0].result]
+    assert (await owner.counts()).leased == 2
+    await world.delete_key(RESULTS)
+    assert list(await owner.settle(ends)) == [Settled.LOST, Settled.DONE, Settled.DONE]
+    assert await world.results() == [ends[1].result, ends[2].result]
+
+
+async def test_burial_whose_list_cannot_take_its_result_is_dead_all_the_same(world: World) -> None:
+    await world.zadd(1, member("r-7"))
+    [lease] = await claim(owner := world.owner())
+    burial = Burial(answer(lease, results=QUEUE, request_id="r-7"), "too often")
+    assert await owner.bury([burial]) == [Settled.BAD_LIST]
+    [result] = await world.results()
+    assert (decode_result(result).id, decode_result(result).error_code) == ("r-7", "INVALID_REQUEST")
+    assert (await owner.counts()).dead == 1
+
+
+async def test_submitted_request_is_active_until_it_is_finished(world: World) -> None:
+    submission = Submission(member("r-1", token="t1"), NOW + 60, "r-1", "t1", NOW + 60)
+    assert await world.desk.submit([submission]) == 1
+    assert await world.get_key("request-active:r-1") == "t1"
+    [lease] = await claim(owner := world.owner())
+    await owner.settle([answer(lease, request_id="r-1", request_token="t1")])
+
+    async def forgotten() -> bool:
+        return await world.get_key("request-active:r-1") is None
+
+    await wait_until(forgotten)
+
+
+async def test_finished_request_leaves_a_newer_one_of_its_id_alone(world: World) -> None:
+    await world.zadd(1, member("r-1", token="old"))
+    [lease] = await claim(owner := world.owner())
+    await world.set_key("request-active:r-1", "new")
+    await world.set_key("request-cancel:r-1", "new")
+    await owner.settle([answer(lease, request_id="r-1", request_token="old")])
+    assert await world.get_key("request-active:r-1") == "new"
+    assert await owner.cancelled([("r-1", "new"), ("r-1", "old")]) == [True, False]
+
+
+async def test_identical_member_that_is_pending_is_the_same_request(world: World) -> None:
+    submission = Submission(member(), NOW + 60)
+    assert await world.desk.submit([submission, submission]) == 1
+    assert await world.desk.submit([submission]) == 0
+    assert len(await claim(world.owner())) == 1
+
+
+async def test_identical_member_submitted_while_the_first_runs_is_another_request(world: World) -> None:
+    owner = world.owner()
+    await world.zadd(5, member())
+    [first] = await claim(owner)
+    await world.zadd(5, member())
+    [second] = await claim(owner)
+    assert first.entry != second.entry
+    assert await owner.settle([answer(first), answer(second)]) == [Settled.DONE] * 2
+    assert len(await world.results()) == 2
+
+
+async def test_cancel_by_marker_as_any_program_sets_it(world: World) -> None:
+    await world.zadd(1, member("r-1", token="t1"))
+    owner = world.owner()
+    asked = [("r-1", "t1"), ("r-1", "t2"), ("r-2", "t1"), ("r-1", "")]
+    assert await owner.cancelled(asked) == [False] * 4
+    await world.set_key("request-cancel:r-1", "t1")
+    assert await owner.cancelled(asked) == [True, False, False, False]
+
+
+async def test_cancel_at_the_desk_hits_the_active_request_only(world: World) -> None:
+    await world.desk.submit([Submission(member("r-1", token="t1"), NOW + 60, "r-1", "t1", NOW + 60)])
+    assert not await world.desk.cancel("r-1", "another")
+    assert not await world.desk.cancel("r-2")
+    owner = world.owner()
+    assert await owner.cancelled([("r-1", "t1")]) == [False]
+    assert await world.desk.cancel("r-1")
+    assert await owner.cancelled([("r-1", "t1")]) == [True]
+
+
+async def test_submitting_again_takes_an_old_cancel_marker_away(world: World) -> None:
+    await world.set_key("request-cancel:r-1", "t1")
+    await world.desk.submit([Submission(member("r-1", token="t1"), NOW + 60, "r-1", "t1", NOW + 60)])
+    assert await world.owner().cancelled([("r-1", "t1")]) == [False]
+
+
+async def test_claim_stops_before_a_megabyte_of_members(world: World) -> None:
+    sizes = [600_000, 500_000, 100, 2_000_000, 100]
+    for number, size in enumerate(sizes):
+        await world.zadd(number, b"%d" % number + b"x" * (size - 1))
+    owner = world.owner()
+    taken = []
+    while (claimed := await full_claim(owner)).leases:
+        taken.append([len(lease.member) for lease in claimed.leases])
+    assert taken == [[600_000], [500_000, 100], [2_000_000], [100]]
+
+
+async def test_hand_written_request_is_answered_as_the_contract_shows(world: World) -> None:
+    written = {
+        "internal": {"retry_count": 0, "request_token": "0f", "result_queue_name": RESULTS},
+        "request_kind": "redis",
+        "data": {"id": "r-1", "created": 1764044000, "deadline": NOW + 60, "payload": {"model": "m"}},
+    }
+    await world.zadd(NOW + 60, json.dumps(written).encode())
+    [lease] = await claim(owner := world.owner())
+    request = parse(lease.member)
+    assert isinstance(request, Request)
+    await owner.settle([answer(lease, b'{"id":"r-1","status_code":200,"payload":"{}"}', request.results)])
+    popped = await world.rpop()
+    assert json.loads(popped) == {"id": "r-1", "status_code": 200, "payload": "{}"}

@@ -1,0 +1,213 @@
+"""What the conformance suite runs against: the queue in memory, and the real scripts in Redis and Valkey.
+
+A World gives owners (the queue as dispatchers see it), the desk (as producers and operators see it), and a
+raw door: what a program in any language may do with plain Redis commands. In memory the raw door leads to
+what stands for those keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
+from dispatcher.queue.connect import connect
+from dispatcher.queue.keys import Names
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.servers import Server
+
+QUEUE = "batch:{qwen}:requests"
+RESULTS = "batch:{qwen}:results"
+LEASE_S = 30.0
+NOW = int(time.time())
+"""Unix seconds, for deadlines well before and after it."""
+
+_nonces = itertools.count()
+
+
+def member(request_id: str = "r-1", *, deadline: int = NOW + 3600, token: str = "", **data: Any) -> bytes:
+    """A member written by hand, as a producer in any language does."""
+    internal = {"request_token": token} if token else {}
+    fields = {"id": request_id, "deadline": deadline, "payload": {"prompt": "hi"}} | data
+    return json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode()
+
+
+def permit(limit: int = 1000, *, read_at: float | None = None, lost: int = 0) -> Permit:
+    """A permit by a reading of just now."""
+    return Permit(limit, asyncio.get_running_loop().time() if read_at is None else read_at, lost)
+
+
+async def claim(queue: Queue, most: int = 100, limit: int = 1000, **options: Any) -> Sequence[Lease]:
+    """The leases of a claim whose permit is as new as can be."""
+    return (await full_claim(queue, most, limit, **options)).leases
+
+
+async def full_claim(
+    queue: Queue, most: int = 100, limit: int = 1000, *, lost: int = 0, suspects: int = 1
+) -> Claimed:
+    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), suspects=suspects)
+
+
+def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: str) -> Settlement:
+    """The settlement of a lease with a result that can be told from others."""
+    return Settlement(
+        lease, b'{"id":"r-1","entry":%d}' % lease.entry if result is None else result, results, **ids
+    )
+
+
+class World(ABC):
+    """One empty queue."""
+
+    desk: Desk
+
+    @abstractmethod
+    def owner(self, name: str = "owner-1") -> Queue:
+        """A dispatcher's door; the same name twice is the same owner restarted."""
+
+    @abstractmethod
+    async def zadd(self, score: float, member: bytes) -> None: ...
+
+    @abstractmethod
+    async def rpop(self, name: str = RESULTS) -> bytes | None: ...
+
+    @abstractmethod
+    async def set_key(self, name: str, value: str) -> None: ...
+
+    @abstractmethod
+    async def delete_key(self, name: str) -> None: ...
+
+    @abstractmethod
+    async def get_key(self, name: str) -> str | None: ...
+
+    @abstractmethod
+    async def run_out(self, *leases: Lease) -> None:
+        """Let the time of these leases run out now."""
+
+    @abstractmethod
+    async def skip_sweeps(self, seconds: float) -> None:
+        """As if the last sweep had been that much longer ago."""
+
+    async def lose(self, queue: Queue, *leases: Lease) -> None:
+        """The owner of these leases died: they ran out and were reclaimed."""
+        await queue.sweep()
+        await self.run_out(*leases)
+        assert (await queue.sweep()).reclaimed == len(leases)
+
+    async def results(self, name: str = RESULTS) -> list[bytes]:
+        """Pop everything."""
+        found = []
+        while (one := await self.rpop(name)) is not None:
+            found.append(one)
+        return found
+
+
+class MemoryWorld(World):
+    def __init__(self, **options: Any) -> None:
+        clock = asyncio.get_running_loop().time
+        self.store = MemoryStore(
+            clock,
+            unix_origin=time.time() - clock(),
+            lease_s=LEASE_S,
+            name=QUEUE,
+            results=RESULTS,
+            **options,
+        )
+        self.desk = self.store
+
+    def owner(self, name: str = "owner-1") -> MemoryQueue:
+        return MemoryQueue(self.store, name)
+
+    async def zadd(self, score: float, member: bytes) -> None:
+        self.store.add(member, score)
+
+    async def rpop(self, name: str = RESULTS) -> bytes | None:
+        return self.store.pop(name)
+
+    async def set_key(self, name: str, value: str) -> None:
+        kind, _, request_id = name.partition(":")
+        far = self.store.unix_now() + 1000
+        if kind == "request-active":
+            self.store._active[request_id] = (value, far)
+        elif kind == "request-cancel":
+            self.store._cancel[request_id] = (value, far)
+        else:
+            self.store.not_lists.add(name)
+
+    async def delete_key(self, name: str) -> None:
+        self.store.not_lists.discard(name)
+
+    async def get_key(self, name: str) -> str | None:
+        kind, _, request_id = name.partition(":")
+        keys = {"request-active": self.store._active, "request-cancel": self.store._cancel}
+        return self.store._value(keys[kind], request_id)
+
+    async def run_out(self, *leases: Lease) -> None:
+        for lease in leases:
+            held = self.store._held[lease.entry]
+            held.expires_at = self.store.clock()
+            heapq.heappush(self.store._expiries, (held.expires_at, lease.entry))
+
+    async def skip_sweeps(self, seconds: float) -> None:
+        assert self.store._tick is not None
+        self.store._tick -= seconds
+        self.store._quiet_until -= seconds
+
+
+class RedisWorld(World):
+    """The real scripts on an empty server of their own."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._doors: list[RedisQueue] = []
+        self._raw = connect(server.url)
+        self.names = Names(QUEUE, RESULTS)
+        self.desk = self.owner("desk")
+
+    def owner(self, name: str = "owner-1") -> RedisQueue:
+        door = RedisQueue(connect(self._server.url), self.names, name, lease_s=LEASE_S)
+        self._doors.append(door)
+        return door
+
+    async def close(self) -> None:
+        for door in self._doors:
+            await door.aclose()
+        await self._raw.aclose()
+
+    async def zadd(self, score: float, member: bytes) -> None:
+        await self._raw.zadd(QUEUE, {member: score})
+
+    async def rpop(self, name: str = RESULTS) -> bytes | None:
+        found = await self._raw.brpop([name], timeout=0.01)
+        return None if found is None else found[1]
+
+    async def set_key(self, name: str, value: str) -> None:
+        if not await self._raw.exists(name):  # a queue's own key is what it is
+            await self._raw.set(name, value, ex=1000)
+
+    async def delete_key(self, name: str) -> None:
+        await self._raw.delete(name)
+
+    async def get_key(self, name: str) -> str | None:
+        value = await self._raw.get(name)
+        return None if value is None else value.decode()
+
+    async def run_out(self, *leases: Lease) -> None:
+        key = f"{self.names.prefix}:leases"
+        wanted = {lease.entry for lease in leases}
+        held = await self._raw.zrange(key, 0, -1)
+        gone = {name: 0 for name in held if int(name.partition(b":")[0]) in wanted}
+        assert len(gone) == len(wanted)
+        await self._raw.zadd(key, gone, xx=True)
+
+    async def skip_sweeps(self, seconds: float) -> None:
+        key = f"{self.names.prefix}:control"
+        for field in ("tick", "quiet_until"):
+            if (at := await self._raw.hget(key, field)) is not None:
+                await self._raw.hset(key, field, f"{float(at) - seconds:.6f}")
