@@ -48,6 +48,8 @@ class _Track:
     """Taken, but not yet older than δ."""
     reading: Reading | None = None
     interval: Interval = field(default=Interval(0, 0, 0))
+    handed_at: float = float("-inf")
+    """When a sample was last handed in, new or not."""
     before: int = 0
     """The limit before this reading."""
     limit: int = 0
@@ -95,10 +97,20 @@ class Limiter:
     # ── events: the pool ────────────────────────────────────────────────────────────────────────────────
 
     def reading(self, reading: Reading, now: float) -> None:
-        """A sample of one signal. It is applied once δ has passed after its window."""
+        """A sample of one signal. It is applied once δ has passed after its window.
+
+        A window that is no stretch of time is ignored, so that the reading before it goes stale; what is
+        said to be of later than now was taken by now. To be handed a sample of every signal, be it one
+        seen before, shows that the pool can be read again.
+        """
         track = self._tracks.get(reading.signal)
-        if track is None:
+        if track is None or not float("-inf") < reading.opened_at <= reading.closed_at < float("inf"):
             return
+        if reading.closed_at > now:
+            reading = replace(reading, opened_at=min(reading.opened_at, now), closed_at=now)
+        track.handed_at = now
+        if self._failure is not None and all(t.handed_at > self._failure[2] for t in self._tracks.values()):
+            self._failure = None
         track.waiting.append(reading)
         del track.waiting[:-KEPT_READINGS]
         self._standing = None
@@ -170,11 +182,15 @@ class Limiter:
         refusal is told again and again.
         """
         slop = HEARD_SLOP_S if heard else 0.0
+        # Every refusal's Retry-After counts, the newest's alone would not do: the queue tells the newest
+        # refusal with the longest wait of all. What is heard again must not prolong it by the clock's error.
+        wait_until = min(until, now + self._policy.retry_after_max_s)
+        if wait_until - slop > self._overload_until:
+            self._overload_until = wait_until
+            self._standing = None
         if self._overload_at is not None and now <= self._overload_at + slop:
             return
         self._overload_at = now
-        longest = now + self._policy.retry_after_max_s
-        self._overload_until = max(self._overload_until, min(until, longest))
         if capacity:
             self._ceiling.refused(in_flight, self._policy.overload_backoff)
         self._standing = None
@@ -242,6 +258,11 @@ class Limiter:
     def in_flight(self) -> int:
         """Our requests that the gateway may hold now, all replicas together."""
         return self._held.own + self._held.others
+
+    @property
+    def readings(self) -> list[Reading]:
+        """The newest reading of each signal."""
+        return [track.reading for track in self._tracks.values() if track.reading is not None]
 
     @property
     def others(self) -> int:
@@ -316,13 +337,11 @@ class Limiter:
         return None
 
     def _stale(self, now: float, checks: list[float]) -> tuple[Reason, str] | None:
-        for signal, track in self._tracks.items():
-            if track.reading is None:
-                continue
-            stale_at = track.reading.closed_at + self._policy.max_age_s
+        for reading in self.readings:
+            stale_at = reading.closed_at + self._policy.max_age_s
             if now > stale_at:
-                age = now - track.reading.closed_at
-                return Reason.STALE, f"the newest sample of {signal} is {age:.1f} s old"
+                age = now - reading.closed_at
+                return Reason.STALE, f"the newest sample of {reading.signal} is {age:.1f} s old"
             # A hair past it: at the very moment the reading still holds, and asking again must make headway.
             checks.append(stale_at + 1e-6)
         return None
@@ -381,7 +400,7 @@ class Limiter:
     # ── readings ────────────────────────────────────────────────────────────────────────────────────────
 
     def _apply_due(self, now: float) -> None:
-        applied_to = float("-inf")
+        applied_to = self._newest_sample_at
         for track in self._tracks.values():
             due = [r for r in track.waiting if r.closed_at + DELTA_S <= now]
             if not due:
@@ -391,8 +410,6 @@ class Limiter:
                 if track.reading is None or reading.closed_at > track.reading.closed_at:
                     self._apply(track, reading)
                     applied_to = max(applied_to, reading.closed_at)
-        if self._failure is not None and applied_to > self._failure[2]:
-            self._failure = None
         if applied_to > self._newest_sample_at:
             self._newest_sample_at = applied_to  # once per sample, however many signals it was of
             self._teach_ceiling()
@@ -404,13 +421,10 @@ class Limiter:
         track.reading = reading
         track.capacity = self._capacity
         track.interval = self._held.between(reading.opened_at, reading.closed_at)
-        self._reassess(track)
         shown = (reading.f_sys + reading.f_epp) * reading.max_sys
-        if reading.exact and shown + 0.5 < track.interval.own_lo:
-            track.disbelieved += 1
-            track.limit = min(track.limit, track.before)  # it cannot have seen us: it proves no room
-        else:
-            track.disbelieved = 0
+        unseen = reading.exact and shown + 0.5 < track.interval.own_lo
+        track.disbelieved = track.disbelieved + 1 if unseen else 0
+        self._reassess(track)
 
     def _reassess(self, track: _Track) -> None:
         """The track's budget and limit, from its newest reading under the policy and capacity of now."""
@@ -421,14 +435,17 @@ class Limiter:
         if budget.fault is None:
             interval = track.interval
             limit = max(interval.lo + budget.headroom, min(track.before, interval.hi + budget.headroom))
+            if track.disbelieved:
+                limit = min(limit, track.before)  # it cannot have seen us: it proves no room
             track.limit = min(limit, self._policy.most(budget.max_sys))
 
     def _teach_ceiling(self) -> None:
         if self._overload_at is None or self._read_at() > self._overload_at:
-            rooms = [
-                self._policy.most(t.budget.max_sys) for t in self._tracks.values() if t.budget is not None
-            ]
-            self._ceiling.reading(min(rooms, default=0))
+            budgets = [track.budget for track in self._tracks.values()]
+            # A faulty reading keeps the gate shut: that nothing was refused meanwhile teaches nothing.
+            rooms = [self._policy.most(b.max_sys) for b in budgets if b is not None and b.fault is None]
+            if rooms and len(rooms) == len(budgets):
+                self._ceiling.reading(min(rooms))
 
     # ── leases lost ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,0 +1,63 @@
+"""An allowance as a sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.budget import Policy, Reading, Reason, Signal, assess
+
+BUDGET = assess(Reading(Signal.SATURATION, 0, 0, 0.5, 0.1, 50), Policy())
+FAULTY = assess(Reading(Signal.SATURATION, 0, 0, float("nan"), 0.1, 50), Policy())
+TERMS = " (saturation: pool 50% full, queue 10%, reserve 5% leave D = 0.350 of 50 requests, headroom 17)"
+
+
+def allowance(reason: Reason, limit: int = 17, **changes: object) -> Allowance:
+    terms: dict[str, object] = {
+        "limit": limit,
+        "reason": reason,
+        "because": "",
+        "signal": Signal.SATURATION,
+        "budget": BUDGET,
+        "read_at": 0.0,
+        "lost": 0,
+        "ceiling": None,
+        "next_check_at": None,
+    }
+    return Allowance(**(terms | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reason", "in_flight", "sentence"),
+    [
+        (Reason.OPEN, 5, "5 in flight under a limit 17: sending 12 more"),
+        (Reason.IDLE, 0, "Nothing waits to be sent, 0 in flight under a limit 17"),
+        (Reason.FULL, 17, "17 in flight fill the limit 17: each completion is replaced"),
+        (
+            Reason.SATURATED,
+            20,
+            "20 in flight over a limit 17: realtime has grown, so completions are not replaced",
+        ),
+    ],
+)
+def test_open_states_say_what_is_sent_and_why_not_more(reason: Reason, in_flight: int, sentence: str) -> None:
+    assert explain(allowance(reason), in_flight) == f"{sentence}{TERMS}."
+
+
+def test_closed_state_says_why_nothing_is_sent() -> None:
+    closed = allowance(Reason.NO_ROOM, limit=0, because="realtime alone takes everything but the reserve")
+    assert explain(closed, 3) == (
+        f"Nothing is sent: no-room, realtime alone takes everything but the reserve{TERMS}."
+    )
+
+
+@pytest.mark.parametrize("budget", [None, FAULTY])
+def test_terms_that_are_not_known_are_left_out(budget: object) -> None:
+    closed = allowance(Reason.STALE, limit=0, because="the newest sample is old", budget=budget)
+    assert explain(closed, 0) == "Nothing is sent: stale, the newest sample is old."
+
+
+def test_ceiling_is_named_only_where_it_binds() -> None:
+    binding = explain(allowance(Reason.FULL, limit=12, ceiling=12.7), 12)
+    assert "limit 12 by a ceiling of 12.7 that refusals taught:" in binding
+    assert "ceiling" not in explain(allowance(Reason.FULL, limit=12, ceiling=13.0), 12)
