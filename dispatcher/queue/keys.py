@@ -93,8 +93,8 @@ class Names:
 
     def takes_results(self, name: str) -> bool:
         """Whether a producer may have its result put there."""
-        return (
-            not self.is_own(name)
-            and not name.startswith((ACTIVE, CANCEL))
-            and len(name.encode(errors="surrogatepass")) <= MAX_LIST_NAME_BYTES
-        )
+        try:
+            short = len(name.encode()) <= MAX_LIST_NAME_BYTES
+        except UnicodeEncodeError:  # a lone surrogate: no consumer could name that list
+            return False
+        return short and not self.is_own(name) and not name.startswith((ACTIVE, CANCEL))

@@ -43,7 +43,6 @@ _STEP = 256
 _SWEEP_MOST = 500
 _STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST)
 _BAD_LIST, _STUCK = 2, 3
-_OWN = 14
 T = TypeVar("T")
 
 
@@ -118,12 +117,14 @@ class RedisQueue(RedisDesk):
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         lost: list[int] = []
-        for at in range(0, len(leases), _STEP):
+        at = 0
+        while True:
             step = leases[at : at + _STEP]
-            named: list[Argument] = [part for lease in step for part in _fence(lease)]
-            renewed = await self._renew(len(step), named)
+            renewed = await self._renew(len(step), [part for lease in step for part in _fence(lease)])
             lost += renewed.lost
-        return replace(renewed, lost=lost) if leases else await self._renew(0, [])
+            at += _STEP
+            if at >= len(leases):
+                return replace(renewed, lost=lost)
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
@@ -255,32 +256,20 @@ class RedisQueue(RedisDesk):
         return write
 
     async def _write_some(self, script: str, writes: Sequence[_Write]) -> list[int]:
-        keys: list[Argument] = [self._new_reply()]
         default = _key("", self.names.results)
         # A default list in another slot must not be named to the script: the outbox stands in.
-        keys.append(self.names.outbox if self._outbox.needs(default) else default)
-        places = {default: _OWN + 2}
+        keys = [self._new_reply(), self.names.outbox if self._outbox.needs(default) else default]
         args: list[Argument] = [REPLY_TTL_S, self._ttl_s]
         if script == "settle":
             args.append(self._dead_max)
         for write in writes:
             settlement = write.settlement
             name = _key("", settlement.results or self.names.results)
-            if not settlement.result:
-                place = 0
-            elif self._outbox.needs(name):
-                place = -1
-            else:
-                if name not in places:
-                    keys.append(name)
-                    places[name] = _OWN + len(keys)
-                place = places[name]
-            active = 0
-            if settlement.request_id and settlement.request_token and not self._scripts.is_cluster:
-                active = _OWN + len(keys) + 1
-                keys += [_key(ACTIVE, settlement.request_id), _key(CANCEL, settlement.request_id)]
-            args += [*write.head, place, name, settlement.result, active]
-            args += [_key("", settlement.request_token), *write.tail]
+            how = 0 if not settlement.result else 2 if self._outbox.needs(name) else 1
+            cleans = settlement.request_token and not self._scripts.is_cluster
+            request = _key("", settlement.request_id) if cleans else b""
+            args += [*write.head, how, name, settlement.result]
+            args += [request, _key("", settlement.request_token), *write.tail]
         reply = await self._run(script, args, keys)
         if script == "expire":
             return list(reply.value)
@@ -359,6 +348,7 @@ def _refused(write: _Write) -> _Write:
     """The same with INVALID_REQUEST to the default list."""
     settlement = write.settlement
     shown = settlement.results if len(settlement.results) <= 100 else settlement.results[:99] + "…"
+    shown = shown.encode(errors="replace").decode()
     why = f"internal.result_queue_name: {shown} is no list that results can go to"
     told = settlement.request_id or decode_result(settlement.result).id
     result = failed(told, ErrorCode.INVALID_REQUEST, why)

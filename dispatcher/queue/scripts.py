@@ -74,7 +74,7 @@ class Scripts:
 
     def __init__(self, client: Client, *, try_s: float = 3.0) -> None:
         self.client: Any = client
-        """For single commands, inside `attempt`. Any: redis-py types its replies for every protocol at once."""
+        """For single commands, inside `attempt`. Any: redis-py types replies for every protocol at once."""
         self.is_cluster = isinstance(client, RedisCluster)
         self._try_s = try_s
 

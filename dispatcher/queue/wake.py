@@ -59,7 +59,7 @@ class WakeUps:
 
     async def _open(self) -> PubSub:
         # In a cluster, too: what is published at one node reaches the subscribers of all.
-        heard = self._scripts.client.pubsub()
+        heard: PubSub = self._scripts.client.pubsub()
         try:
             async with asyncio.timeout(_RETRY_S * 2):
                 await heard.subscribe(self._names.wake)

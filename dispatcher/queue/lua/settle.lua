@@ -1,8 +1,8 @@
 -- Write results and end their leases, or set the requests aside as dead.
--- KEYS   own…, reply record, default list, other lists and tokens' keys…
+-- KEYS   own…, reply record, default list
 -- ARGV   reply_s, ttl_s, dead_max, then per request:
---        id, token, list (index of KEYS, 0 none, -1 outbox), list name, result, index of its
---        request-active key (request-cancel follows; 0 none), request token, bury (0/1), reason
+--        id, token, how (0 no result, 1 push, 2 by the outbox), list, result,
+--        request id (empty: its markers stay) and token, bury (0/1), reason
 -- Returns {now, dead ones dropped for dead_max, status per request…}
 -- Keeps: a result is written exactly when its lease ends, in this one step, by the holder of its token only.
 local REPLY = KEYS[OWN + 1]
@@ -12,8 +12,8 @@ local reply_s, ttl_s, dead_max = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local now, probe = clock(), call('HGET', CONTROL, 'probe')
 local items, live, seen = {}, {}, {}
 for at = 4, #ARGV, 9 do
-  local item = {id = tonumber(ARGV[at]), list = tonumber(ARGV[at + 2]), name = ARGV[at + 3], result = ARGV[at + 4],
-                active = tonumber(ARGV[at + 5]), request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
+  local item = {id = tonumber(ARGV[at]), how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
+                result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
                 reason = ARGV[at + 8], status = LOST}
   items[#items + 1] = item
   item.state = not seen[item.id] and held(item.id, ARGV[at + 1])
@@ -40,7 +40,7 @@ if #live > 0 then
         call('HDEL', ENTRIES, item.id)
         call('HDEL', MEMBERS, item.id)
       end
-      forget_token(item)
+      forget_markers(item)
     end
   end
   while call('ZCARD', DEAD) > dead_max do

@@ -1,0 +1,25 @@
+"""What may be in Redis after any test of the queue: the listed keys, result lists, and what expires."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatcher.queue.keys import Names
+
+
+async def assert_only_known_keys(client: Any, names: Names, *lists: str) -> None:
+    """Fail on a key that is neither the queue's own, nor a result list named here, nor expiring."""
+    known = {key.encode() for key in (*names.keys, names.results, *lists)}
+    stray = []
+    async for key in client.scan_iter(count=1000):
+        if key not in known and await client.pttl(key) == -1:
+            stray.append(key)
+    assert not stray, f"keys that docs/queue-contract.md does not list and that never expire: {stray}"
+
+
+async def assert_drained(client: Any, names: Names, *lists: str) -> None:
+    """Nothing of any request is left: every set is empty, and nothing but control data stays."""
+    await assert_only_known_keys(client, names, *lists)
+    lasting = {f"{names.prefix}:control", names.paused}
+    left = [key for key in names.keys if key not in lasting and await client.exists(key)]
+    assert not left, f"left over: {left}"

@@ -1,0 +1,78 @@
+"""What tests of the queue make: members, results, permits, and queues on a running server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from dispatcher.ports import Claimed, Lease, Permit, Queue, Settlement, Submission
+from dispatcher.queue.connect import connect
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import RedisQueue
+
+NAMES = Names("batch:{pool}:requests", "batch:{pool}:results")
+
+
+def member(
+    request_id: str = "r-1", deadline: int | None = None, *, token: str = "", results: str = ""
+) -> bytes:
+    """A member as any producer writes it."""
+    internal = {"request_token": token, "result_queue_name": results}
+    data = {"id": request_id, "deadline": deadline or int(time.time()) + 600, "payload": {"prompt": "hi"}}
+    return msgspec.json.encode({"internal": internal, "request_kind": "redis", "data": data})
+
+
+def submission(request_id: str = "r-1", deadline: int | None = None, *, token: str = "") -> Submission:
+    """As our producers submit it."""
+    until = deadline or int(time.time()) + 600
+    return Submission(member(request_id, until, token=token), until, request_id, token, until)
+
+
+def answer(lease: Lease, results: str = "", *, token: str = "", text: str = "ok") -> Settlement:
+    """The settlement of an answered request."""
+    request_id = msgspec.json.decode(lease.member)["data"]["id"]
+    result = msgspec.json.encode({"id": request_id, "status_code": 200, "payload": text})
+    return Settlement(lease, result, results, request_id, token)
+
+
+def permit(limit: int = 1000, *, read_at: float | None = None, lost: int = 0) -> Permit:
+    """A permit by a reading of now."""
+    now = asyncio.get_running_loop().time()
+    return Permit(limit, now if read_at is None else read_at, lost)
+
+
+_nonces = iter(range(10**9))
+
+
+async def claim(queue: Queue, most: int = 1000, limit: int = 1000, **options: Any) -> Claimed:
+    """A fresh claim under a fresh permit."""
+    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit), **options)
+
+
+async def claim_one(queue: Queue) -> Lease:
+    """The first request in line; there must be one."""
+    (lease,) = (await claim(queue, 1)).leases
+    return lease
+
+
+def ids(members: Iterable[bytes]) -> list[str]:
+    return [msgspec.json.decode(each)["data"]["id"] for each in members]
+
+
+@asynccontextmanager
+async def queues(
+    url: str, *owners: str, names: Names = NAMES, **options: Any
+) -> AsyncIterator[list[RedisQueue]]:
+    """One queue per owner, each with connections of its own."""
+    async with AsyncExitStack() as stack:
+        made = []
+        for owner in owners:
+            queue = RedisQueue(connect(url), names, owner, **options)
+            stack.push_async_callback(queue.aclose)
+            made.append(queue)
+        yield made

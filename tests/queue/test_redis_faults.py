@@ -1,0 +1,336 @@
+"""A server that is full, read-only, away, or holds foreign things: whole or not at all, and it passes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis.asyncio
+
+from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled
+from dispatcher.queue.connect import connect
+from dispatcher.queue.desk import RedisDesk
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.known import assert_drained, assert_only_known_keys
+from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, queues, submission
+from tests.queue.servers import Server, server
+from tests.support import wait_until
+
+
+@pytest.fixture
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+    async with queues(any_server.url, "a") as (one,):
+        yield one
+    await assert_only_known_keys(client, NAMES, "elsewhere")
+
+
+async def dump(client: redis.asyncio.Redis) -> dict[bytes, bytes]:
+    """Every lasting key with its value, to see that nothing changed."""
+    lasting = [key async for key in client.scan_iter() if await client.pttl(key) == -1]
+    return {key: await client.dump(key) for key in lasting}
+
+
+@pytest.fixture
+async def full(client: redis.asyncio.Redis) -> AsyncIterator[object]:
+    """A function that fills the server: from then on it refuses what may grow."""
+
+    async def fill() -> None:
+        used = (await client.info("memory"))["used_memory"]
+        await client.config_set("maxmemory", max(1, used // 2))
+
+    yield fill
+    await client.config_set("maxmemory", 0)
+
+
+async def test_full_redis_refuses_a_submission_whole(queue, client, full):
+    await full()
+    with pytest.raises(QueueUnavailableError, match="out of memory"):
+        await queue.submit([submission("r-1"), submission("r-2")])
+    assert (await queue.counts()).pending == 0
+
+
+async def test_full_redis_can_be_worked_empty(queue, client, full):
+    """Were claims and results refused too, nothing could ever leave it."""
+    await queue.submit([submission(f"r-{number}") for number in range(6)])
+    early = await claim(queue, 2)
+    await full()
+    late = await claim(queue, 4)
+    assert (await queue.renew([*early.leases, *late.leases])).lost == []
+    first, second, third, fourth = late.leases
+    assert await queue.settle([answer(lease) for lease in early.leases]) == [Settled.DONE] * 2
+    assert await queue.release([Release(first), Release(second, delay_s=0.001)]) == [Settled.DONE] * 2
+    assert await queue.bury([Burial(answer(third), "why")]) == [Settled.DONE]
+    assert await queue.settle([answer(fourth)]) == [Settled.DONE]
+    await wait_until(lambda: swept(queue))
+    again = await claim(queue)
+    assert await queue.settle([answer(lease) for lease in again.leases]) == [Settled.DONE] * 2
+    assert await client.llen(NAMES.results) == 6
+
+
+async def swept(queue: RedisQueue) -> bool:
+    await queue.sweep()
+    return (await queue.counts()).delayed == 0
+
+
+async def test_read_only_replica_changes_nothing_and_says_so(queue, client):
+    await queue.submit([submission("r-1"), submission("r-2")])
+    lease = await claim_one(queue)
+    before = await dump(client)
+    await client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    await client.config_set("replica-serve-stale-data", "yes")
+    try:
+        for act in (
+            lambda: queue.submit([submission("r-3")]),
+            lambda: claim(queue),
+            lambda: queue.renew([lease]),
+            lambda: queue.settle([answer(lease)]),
+            lambda: queue.release([Release(lease)]),
+            lambda: queue.bury([Burial(answer(lease), "why")]),
+            lambda: queue.sweep(),
+        ):
+            with pytest.raises(QueueUnavailableError, match="replica"):
+                await act()
+        assert await dump(client) == before
+    finally:
+        await client.execute_command("REPLICAOF", "NO", "ONE")
+    assert await queue.settle([answer(lease)]) == [Settled.DONE]
+
+
+async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_first_write(queue, client):
+    await queue.submit([submission("r-1"), submission("r-2")])
+    lease = await claim_one(queue)
+    await client.set(f"{NAMES.prefix}:returned", "someone's")
+    before = await dump(client)
+    for act in (lambda: claim(queue), lambda: queue.release([Release(lease)]), lambda: queue.sweep()):
+        with pytest.raises(QueueUnavailableError, match="returned holds a string, not a zset"):
+            await act()
+    assert await dump(client) == before
+    await client.delete(f"{NAMES.prefix}:returned")
+    assert await queue.release([Release(lease)]) == [Settled.DONE]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("batch:{pool}:requests", "batch:{pool}:requests:leases", "batch:{pool}:requests:made-up"),
+        *("request-active:r-9", "request-cancel:r-9", "a-string", "x" * 5000, "\ud800"),
+    ],
+)
+async def test_hostile_list_name_costs_that_request_alone(queue, client, name):
+    await client.set("a-string", "kept", ex=60)
+    await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
+    leases = (await claim(queue)).leases
+    said = await queue.settle([answer(leases[0], "elsewhere"), answer(leases[1], name), answer(leases[2])])
+    assert said == [Settled.DONE, Settled.BAD_LIST, Settled.DONE]
+    assert await client.llen("elsewhere") == 1
+    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+    assert {one["id"]: one.get("error_code") for one in results} == {"r-2": "INVALID_REQUEST", "r-3": None}
+    assert await client.get("a-string") == b"kept"
+    assert (await queue.counts()).leased == 0
+
+
+async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(queue, client):
+    await queue.submit([submission("r-1")])
+    lease = await claim_one(queue)
+    said = await queue.bury([Burial(answer(lease, "batch:{pool}:requests"), "no use")])
+    assert said == [Settled.BAD_LIST]
+    (dead,) = await queue.dead_list(10)
+    assert dead.reason == "no use"
+    assert b"INVALID_REQUEST" in await client.lindex(NAMES.results, 0)
+
+
+async def test_default_list_of_the_wrong_type_keeps_the_request(queue, client):
+    """A result that nobody can read would break the one promise there is: exactly one result."""
+    await client.hset(NAMES.results, "a", "hash")
+    await queue.submit([submission("r-1"), submission("r-2")])
+    own, other = (await claim(queue)).leases
+    with pytest.raises(QueueUnavailableError, match="is no list"):
+        await queue.settle([answer(own), answer(other, "elsewhere")])
+    assert (await queue.counts()).leased == 1
+    assert await client.llen("elsewhere") == 1
+    await client.delete(NAMES.results)
+    assert await queue.settle([answer(own)]) == [Settled.DONE]
+
+
+async def test_scripts_are_loaded_again_after_a_flush(queue, client):
+    await queue.submit([submission("r-1")])
+    await client.script_flush()
+    lease = await claim_one(queue)
+    await client.script_flush()
+    assert await queue.settle([answer(lease)]) == [Settled.DONE]
+
+
+async def test_unreachable_server_is_a_sentence_not_a_crash():
+    queue = RedisQueue(connect("redis://127.0.0.1:1/0"), NAMES, "a")
+    try:
+        for act in (queue.sweep, queue.counts, lambda: claim(queue), lambda: queue.cancelled([("r-1", "t")])):
+            with pytest.raises(QueueUnavailableError, match="cannot be reached"):
+                await act()
+        assert queue.unix_now() > 1_700_000_000
+    finally:
+        await queue.aclose()
+
+
+async def test_frozen_server_does_not_hang_a_call(any_server, client):
+    """SIGSTOP: connected, and silent."""
+    queue = RedisQueue(connect(any_server.url, answer_s=0.3), NAMES, "a", try_s=0.4)
+    try:
+        await queue.submit([submission("r-1")])
+        with any_server.frozen():
+            started = asyncio.get_running_loop().time()
+            with pytest.raises(QueueUnavailableError, match="in time"):
+                await queue.counts()
+            assert asyncio.get_running_loop().time() - started < 5
+        assert (await queue.counts()).pending == 1
+    finally:
+        await queue.aclose()
+
+
+async def test_lost_reply_of_a_settlement_is_remembered(queue, client, monkeypatch):
+    """The server did it, the connection died before it said so: the repetition says done, not lost."""
+    await queue.submit([submission("r-1")])
+    lease = await claim_one(queue)
+    act = queue._scripts.client.execute_command
+    drops = iter([True])
+
+    async def cut(*args: object) -> object:
+        reply = await act(*args)
+        if next(drops, False):
+            raise redis.ConnectionError("cut")
+        return reply
+
+    queue._scripts.client.execute_command = cut
+    assert await queue.settle([answer(lease)]) == [Settled.DONE]
+    assert await client.llen(NAMES.results) == 1
+
+
+async def test_lost_reply_of_a_submission_adds_nothing_twice(queue, client):
+    """A dispatcher may have taken the request before the repetition comes."""
+    act = queue._scripts.client.execute_command
+    drops = iter([True])
+
+    async def cut(*args: object) -> object:
+        reply = await act(*args)
+        if args[0] in ("EVAL", "EVALSHA") and next(drops, False):
+            async with queues(
+                f"redis://127.0.0.1:{client.connection_pool.connection_kwargs['port']}", "b"
+            ) as (b,):
+                assert len((await claim(b)).leases) == 1
+            raise redis.ConnectionError("cut")
+        return reply
+
+    queue._scripts.client.execute_command = cut
+    assert await queue.submit([submission("r-1")]) == 1
+    counts = await queue.counts()
+    assert (counts.pending, counts.leased) == (0, 1)
+
+
+async def test_password_database_and_restricted_user(tmp_path: Path):
+    """A user that may touch nothing but the queue's keys and the result lists it was granted."""
+    with server("redis", tmp_path, password="secret") as running, running.client() as admin:
+        admin.execute_command(
+            *(
+                "ACL",
+                "SETUSER",
+                "batch",
+                "on",
+                ">word",
+                "~*{pool}*",
+                "~request-active:*",
+                "~request-cancel:*",
+            ),
+            *("&*{pool}*", "-@all", "+@read", "+@write", "+@scripting", "+@connection", "+@pubsub", "+time"),
+            *("-@dangerous", "-@admin"),
+        )
+        url = f"redis://batch:word@127.0.0.1:{running.port}/3"
+        async with queues(url, "a") as (queue,):
+            await queue.submit([submission("r-1", token="t"), submission("r-2")])
+            assert await queue.cancel("r-1")
+            leases = (await claim(queue)).leases
+            said = await queue.settle([answer(leases[0], token="t"), answer(leases[1], "not-granted")])
+            assert said == [Settled.DONE, Settled.BAD_LIST]
+            await asyncio.wait_for(woken_by(queue, submission("r-3")), 5)
+            assert (await queue.counts()).pending == 1
+        with running.client(db=3) as third:
+            assert third.llen(NAMES.results) == 2
+        desk = RedisDesk(connect(f"redis://batch:wrong@127.0.0.1:{running.port}/0"), NAMES)
+        with pytest.raises(QueueUnavailableError, match="password"):
+            await desk.counts()
+        await desk.aclose()
+        other = RedisDesk(connect(url), type(NAMES)("elsewhere", "elsewhere-results"))
+        with pytest.raises(QueueUnavailableError, match="permit"):
+            await other.counts()
+        await other.aclose()
+
+
+async def woken_by(queue: RedisQueue, work: object) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(queue.wait_for_work())
+        await queue.submit([work])
+        await waiting
+
+
+async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, any_server: Server):
+    options = ("--appendonly", "yes", "--appendfsync", "always")
+    with server(any_server.engine, tmp_path, *options) as running:
+        async with queues(running.url, "a") as (queue,):
+            await queue.submit([submission(f"r-{number}") for number in range(8)])
+            leases = (await claim(queue, 5)).leases
+            await queue.settle([answer(leases[0])])
+            await queue.release([Release(leases[1]), Release(leases[2], delay_s=60)])
+            await queue.bury([Burial(answer(leases[3]), "why")])
+            before = await queue.counts()
+            running.kill()
+            with pytest.raises(QueueUnavailableError):
+                await queue.counts()
+            running.start()
+            assert await queue.counts() == before
+            assert await queue.settle([answer(leases[4])]) == [Settled.DONE]
+
+
+async def test_poison_disappears_nowhere_and_blocks_nobody(queue, client):
+    """Bytes that are no request are claimed in their place like others: the dispatcher answers or buries them."""
+    large = member("large") + b" " * (17 * 2**20)
+    poison = [b"", b"\xff\xfe", b"[]", b'{"data":{"id":""}}', b"\x00" * 40, large]
+    await client.zadd(NAMES.queue, dict.fromkeys(poison, 5) | {member("fine"): 5})
+    seen = []
+    while leases := (await claim(queue)).leases:
+        seen += [lease.member for lease in leases]
+        assert len(leases) == 1 or sum(map(len, [lease.member for lease in leases])) <= 2**20
+        await queue.bury([Burial(answer_nothing(lease), "unreadable") for lease in leases])
+    assert seen == sorted([*poison, member_of(seen, "fine")])
+    dead = []
+    while found := await queue.dead_list(100, dead[-1].entry if dead else 0):
+        dead += found
+    assert [one.member for one in dead] == seen
+    assert await client.llen(NAMES.results) == 0
+    assert await queue.dead_purge() == len(seen)
+    await assert_drained(client, NAMES)
+
+
+def answer_nothing(lease):
+    from dispatcher.ports import Settlement
+
+    return Settlement(lease, b"", "")
+
+
+def member_of(members: list[bytes], request_id: str) -> bytes:
+    return next(one for one in members if f'"{request_id}"'.encode() in one)
+
+
+async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_bytes(queue, client):
+    members = [member(f"r-{number}", 2_000_000_000) for number in range(1000)]
+    await client.zadd(NAMES.queue, dict.fromkeys(members, 7.5))
+    held = (await claim(queue, 600)).leases
+    await queue.release([Release(lease) for lease in held[::3]])
+    rest = [*held[::3], *(await claim(queue)).leases]
+    served = (await claim(queue)).leases
+    assert served == []
+    again = await queue.release([Release(lease) for lease in rest[200:]])
+    assert set(again) == {Settled.DONE}
+    order = [lease.member for lease in (await claim(queue)).leases]
+    assert order == sorted(order)
+    assert ids(order)
