@@ -93,7 +93,7 @@ def test_others_are_bounded_by_the_counts_in_the_window_and_next_to_it(
         held.counted(at, others, young)
     before = [count for count in counts if count[0] <= a][-1:]
     inside = [count for count in counts if a < count[0] < b]
-    after = [count for count in counts if count[0] >= b and count[0] > a][:1]
+    after = [count for count in counts if count[0] >= b][:1]
     nearest = before + inside + after
     maybe = [max(0, others) for _, others, _ in nearest]
     surely = [max(0, max(0, others) - max(0, young)) for _, others, young in nearest]
