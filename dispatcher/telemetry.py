@@ -24,6 +24,9 @@ class Event(Enum):
     SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "Other signals decide than before")
     SIGNALS_UNREADABLE = ("signals-unreadable", logging.WARNING, "The gate closes: a signal cannot be read")
     SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
+    KUBERNETES_ABSENT = ("kubernetes-absent", logging.INFO, "No cluster is known: nothing is watched")
+    KUBERNETES_PROBLEM = ("kubernetes-problem", logging.WARNING, "The watch lacks something, and says what")
+    KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The watch sees all that it needs again")
 
     STARTED = ("started", logging.INFO, "The dispatcher is up: version, pool, queue, gateway, owner")
     DRAINING = ("draining", logging.INFO, "A signal asked to stop; nothing more is claimed")
