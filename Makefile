@@ -1,0 +1,84 @@
+# Every target works in a clean clone with Python 3.11 or newer and make. PYTHON=… picks another interpreter.
+
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+JOBS ?= auto
+PYTEST := $(BIN)/pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test coverage check format docs bench chaos soak constraints clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## Make the virtual environment with the pinned dependencies
+
+# The stamp is newer than what it was made of, so a second run costs nothing.
+$(VENV)/.installed: constraints.txt pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --require-hashes -r constraints.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Debian's Python comes without ensurepip; its pip can fill an environment that has none.
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found: set PYTHON=/path/to/python" >&2; exit 1; }
+	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
+	elif $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; \
+	else echo "$(PYTHON) has neither ensurepip nor pip: install python3-venv, or set PYTHON" >&2; exit 1; fi
+
+demo: setup ## Show the control law beside its alternatives: a table and a picture
+	@mkdir -p build
+	$(BIN)/batch-dispatcher simulate --trace dispatcher/sim/data/azure-conv-900s.csv --policy all --plot build/demo.png
+
+# What measures time or load runs alone, after the rest. Both parts run, so that one failure does not hide another.
+test: setup ## Run every test but the long forms
+	@status=0; \
+	$(PYTEST) -n $(JOBS) -m "not serial and not long" || status=$$?; \
+	$(PYTEST) -m "serial and not long" || status=$$?; \
+	exit $$status
+
+coverage: setup ## Hold the core to 99 % of its lines and branches
+	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties \
+		--cov=dispatcher.core --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=99
+
+check: setup ## Check format, lint, types, import contracts, generated pages
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python docs/generate.py --check
+
+format: setup ## Format the code and sort its imports
+	$(BIN)/ruff check --select I --fix --quiet .
+	$(BIN)/ruff format .
+
+docs: setup ## Write the generated pages of docs/
+	$(BIN)/python docs/generate.py
+
+# The long forms. A directory without tests fails with a word: nothing that did not run is called green.
+define long
+	@ls $(1)/test_*.py >/dev/null 2>&1 || { echo "$(1) holds no tests yet" >&2; exit 1; }
+	$(PYTEST) $(1) -s -m "$(2)" --timeout=$(3)
+endef
+
+bench: setup ## Measure: throughput, latency, cost
+	$(call long,tests/benchmarks,serial or long,1800)
+
+chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
+	$(call long,tests/chaos,long,7200)
+
+soak: setup ## Run for hours and watch for what grows
+	$(call long,tests/soak,long,86400)
+
+constraints: ## Pin every dependency anew, with hashes, keeping what still fits
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/pip install --quiet uv
+	build/lock/bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes \
+		--no-header --no-emit-index-url --no-emit-find-links --quiet -o constraints.txt
+
+clean: ## Remove what was built or cached, but not the virtual environment
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
