@@ -340,6 +340,7 @@ class _Session:
 
     def request(self, method: str, url: str, **options: Any) -> Any:
         import requests
+        import urllib3
 
         if self._session is None:
             self._session = requests.Session()
@@ -352,7 +353,9 @@ class _Session:
             with self._session.request(method, url, **options) as response:
                 body = _read(response.raw, give_up_at)
                 status, redirect = response.status_code, response.is_redirect
-        except (requests.RequestException, OSError, ValueError) as error:
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
+                raise QueryError("not a URL", "signals.prometheus.url") from None  # its words hold the secrets
             raise QueryError(_words(error)) from None
         return _Answer(status, _parsed(status, redirect, body))
 
@@ -400,8 +403,8 @@ def _parsed(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
         raise QueryError(f"the answer may be partial: {str(document['warnings'][0])[:300]}")
     data = document.get("data")
     if not isinstance(data, dict) or data.get("resultType") != "vector":
-        kind = data.get("resultType") if isinstance(data, dict) else None
-        raise QueryError(f"the answer is a {kind}, not an instant vector", "signals.prometheus.queries")
+        kind = data.get("resultType") if isinstance(data, dict) else "nothing"
+        raise QueryError(f"the answer is {kind}, not an instant vector", "signals.prometheus.queries")
     return document
 
 
@@ -426,4 +429,4 @@ def _words(error: BaseException) -> str:
         error = inner
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    return str(error)[:300] or type(error).__name__
+    return str(error).strip()[:300] or type(error).__name__

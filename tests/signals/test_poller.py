@@ -1,0 +1,422 @@
+"""Whose word counts, what is told of it, and that no failure of any source leaves room to send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import pytest
+from structlog.testing import capture_logs
+
+from dispatcher.core.budget import Policy, Reason, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.settings import Signals
+from dispatcher.signals.epp import EppSource, Targets
+from dispatcher.signals.poller import RETURN_AFTER, Poll, Poller, Preference, Source
+from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.series import Unread, View
+from tests.signals import fakes
+from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server
+from tests.signals.test_epp import whole
+from tests.support import free_port, wait_until
+
+INTERVAL_S = 0.05
+FAILED = Unread(Reason.UNREADABLE, "broken 1", "mend it")
+
+
+@dataclass
+class Scripted:
+    """A source that says what it is told to say."""
+
+    name: Literal["epp", "prometheus"]
+    answer: tuple[View, ...] | Unread | None = None
+    """None: a healthy view of this moment."""
+    age_s: float = 0.0
+    polls: int = 0
+    under_way: int = 0
+    most_under_way: int = 0
+    hold: asyncio.Event | None = None
+    closed: bool = False
+    addresses: list[tuple[str, ...] | None] = field(default_factory=list)
+
+    async def poll(self) -> tuple[View, ...] | Unread:
+        self.polls += 1
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+            await asyncio.sleep(0)
+        finally:
+            self.under_way -= 1
+        return (healthy(self.age_s),) if self.answer is None else self.answer
+
+    async def close(self) -> None:
+        self.closed = True
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        self.addresses.append(addresses)
+
+
+def healthy(age_s: float = 0.0, **changes: Any) -> View:
+    now = asyncio.get_running_loop().time() - age_s
+    return replace(View(now, now, saturation=0.5, queued=0, running=10, waiting=0, ready=1), **changes)
+
+
+@contextlib.asynccontextmanager
+async def polling(*sources: Source, **signals: Any) -> AsyncIterator[tuple[Poller, list[Poll]]]:
+    """A poller at work, and everything it has told."""
+    told: list[Poll] = []
+    settings = Signals.model_validate({"interval_s": INTERVAL_S, **signals})
+    poller = Poller(sources, settings, Policy(), told.append, jitter=random.Random(1))
+    running = asyncio.create_task(poller.run())
+    try:
+        yield poller, told
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+
+
+def later(told: list[Poll], want: Callable[[Poll], bool]) -> Callable[[], Any]:
+    """Waits for a poll from now on that is as wanted."""
+    start = len(told)
+
+    async def found() -> Poll:
+        return await wait_until(lambda: next((poll for poll in told[start:] if want(poll)), None))
+
+    return found
+
+
+# ── one source ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_every_poll_is_told_with_what_it_came_from() -> None:
+    epp = Scripted("epp")
+    async with polling(epp) as (poller, told):
+        await wait_until(lambda: len(told) >= 3)
+    poll = told[-1]
+    assert (poll.source, poller.source, poll.unread) == ("epp", "epp", ())
+    assert poll.signals == (Signal.SATURATION, Signal.REQUESTS)
+    assert {reading.signal for reading in poll.readings} == set(poll.signals)
+    assert all(reading.source == "epp" and reading.closed_at <= poll.at for reading in poll.readings)
+    assert poll.max_age_s == 10
+    assert epp.closed
+
+
+async def test_a_source_is_asked_again_only_when_it_has_answered() -> None:
+    epp = Scripted("epp", hold=asyncio.Event())
+    async with polling(epp) as (poller, told):
+        await wait_until(lambda: epp.polls == 1)
+        for _ in range(5):
+            poller.poll_soon()
+            await asyncio.sleep(INTERVAL_S)
+        assert epp.polls == 1
+        assert epp.hold is not None
+        epp.hold.set()
+        await wait_until(lambda: len(told) >= 3)
+    assert epp.most_under_way == 1
+
+
+async def test_polls_keep_their_cadence() -> None:
+    """Never in bursts to catch up; about one an interval, jitter and a busy machine allowed for."""
+    epp = Scripted("epp")
+    async with polling(epp) as (_, told):
+        await wait_until(lambda: len(told) >= 20)
+    gaps = [after.at - before.at for before, after in itertools.pairwise(told)]
+    assert min(gaps) >= 0.85 * INTERVAL_S
+    assert sorted(gaps)[len(gaps) // 2] < 3 * INTERVAL_S
+    assert len({round(gap, 3) for gap in gaps}) > 1
+
+
+async def test_poll_soon_does_not_wait_for_the_turn() -> None:
+    epp = Scripted("epp")
+    async with polling(epp, interval_s=3600) as (poller, told):
+        await wait_until(lambda: len(told) == 1)
+        poller.poll_soon()
+        await wait_until(lambda: len(told) == 2)
+
+
+async def test_a_failure_names_its_reason_and_a_return_is_told() -> None:
+    epp = Scripted("epp", FAILED)
+    async with polling(epp) as (_, told):
+        poll = await later(told, lambda poll: bool(poll.unread))()
+        assert (poll.readings, poll.unread) == ((), (FAILED,))
+        epp.answer = None
+        await later(told, lambda poll: bool(poll.readings))()
+
+
+async def test_an_old_sample_is_stale() -> None:
+    epp = Scripted("epp", age_s=11)
+    async with polling(epp) as (_, told):
+        poll = await later(told, lambda poll: bool(poll.unread))()
+        assert poll.readings == ()
+        assert poll.unread[0].reason is Reason.STALE
+        assert "signals.max_age_s" in poll.unread[0].hint
+
+
+async def test_a_hidden_replica_closes() -> None:
+    """The watch knows of two, one is seen: what waits in the other is not known."""
+    epp = Scripted("epp")
+    async with polling(epp) as (poller, told):
+        await wait_until(lambda: told)
+        poller.discovered(("10.0.0.1", "10.0.0.2"))
+        poll = await later(told, lambda poll: bool(poll.unread))()
+        assert "1 of the endpoint picker's 2 replicas" in poll.unread[0].why
+        assert epp.addresses[-1] == ("10.0.0.1", "10.0.0.2")
+        poller.discovered(("10.0.0.1",))
+        await later(told, lambda poll: bool(poll.readings))()
+
+
+async def test_reconfigure_takes_effect_at_once_and_closes_what_was() -> None:
+    old, new = Scripted("epp"), Scripted("prometheus")
+    async with polling(old, interval_s=3600) as (poller, told):
+        await wait_until(lambda: told)
+        poller.discovered(("10.0.0.1",))
+        settings = Signals.model_validate({"interval_s": INTERVAL_S, "use": "requests"})
+        poller.reconfigure([new], settings, Policy(max_sys=64))
+        poll = await later(told, lambda poll: poll.source == "prometheus")()
+        assert old.closed
+        assert new.addresses == [("10.0.0.1",)]
+        assert [reading.signal for reading in poll.readings] == [Signal.REQUESTS]
+        assert poll.readings[0].max_sys == 64
+    assert new.closed
+
+
+async def test_the_log_tells_changes_only() -> None:
+    """A number that moves within a sentence is no change."""
+    epp = Scripted("epp", FAILED)
+    with capture_logs() as logs:
+        async with polling(epp) as (_, told):
+            await wait_until(lambda: len(told) >= 5)
+            epp.answer = replace(FAILED, why="broken 2.5")
+            count = len(told)
+            await wait_until(lambda: len(told) >= count + 5)
+            epp.answer = None
+            await later(told, lambda poll: bool(poll.readings))()
+            count = len(told)
+            await wait_until(lambda: len(told) >= count + 5)
+    assert [log["event"] for log in logs] == [
+        "signals-source",
+        "signals-in-use",
+        "signals-unreadable",
+        "signals-readable",
+    ]
+    assert logs[2]["hint"] == "mend it"
+
+
+# ── two sources ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_stand_in_rests_while_it_is_not_needed() -> None:
+    epp, prometheus = Scripted("epp"), Scripted("prometheus")
+    async with polling(epp, prometheus) as (_, told):
+        await wait_until(lambda: len(told) >= 5)
+    assert prometheus.polls == 0
+    assert {poll.source for poll in told} == {"epp"}
+
+
+async def test_prometheus_stands_in_without_closing_the_gate() -> None:
+    """The failure of one source is not told while the other can be read."""
+    epp, prometheus = Scripted("epp"), Scripted("prometheus", age_s=5)
+    async with polling(epp, prometheus) as (_, told):
+        await wait_until(lambda: len(told) >= 2)
+        epp.answer = FAILED
+        poll = await later(told, lambda poll: poll.source == "prometheus")()
+        assert poll.max_age_s == 60
+        await wait_until(lambda: len(told) >= 8)
+    assert all(not poll.unread for poll in told)
+
+
+async def test_the_way_back_is_taken_after_some_good_scrapes() -> None:
+    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus")
+    async with polling(epp, prometheus) as (_, told):
+        await later(told, lambda poll: poll.source == "prometheus")()
+        epp.answer, epp.polls = None, 0
+        await later(told, lambda poll: poll.source == "epp")()
+        assert epp.polls >= RETURN_AFTER
+
+
+async def test_a_flapping_source_does_not_take_the_word() -> None:
+    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus")
+    async with polling(epp, prometheus) as (_, told):
+        await later(told, lambda poll: poll.source == "prometheus")()
+        start = len(told)
+        for _ in range(6):
+            polls = epp.polls
+            epp.answer = None if epp.answer is FAILED else FAILED
+            await wait_until(lambda polls=polls: epp.polls > polls)
+    assert {poll.source for poll in told[start:]} == {"prometheus"}
+
+
+async def test_with_both_gone_both_are_named() -> None:
+    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus", replace(FAILED, why="gone too"))
+    async with polling(epp, prometheus) as (_, told):
+        poll = await later(told, lambda poll: len(poll.unread) == 2)()
+        assert [unread.why for unread in poll.unread] == ["epp: broken 1", "prometheus: gone too"]
+        epp.answer = None  # the way back need not be a long one where nothing else is left
+        epp.polls = 0
+        await later(told, lambda poll: poll.source == "epp" and bool(poll.readings))()
+
+
+async def test_a_hanging_preferred_source_does_not_delay_its_stand_in() -> None:
+    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus")
+    async with polling(epp, prometheus) as (_, told):
+        await later(told, lambda poll: poll.source == "prometheus")()
+        epp.hold = asyncio.Event()
+        await wait_until(lambda: epp.under_way == 1)
+        count = len(told)
+        await wait_until(lambda: len(told) >= count + 5)
+    assert {poll.source for poll in told[-5:]} == {"prometheus"}
+
+
+async def test_no_endpoint_is_a_fact_and_not_a_failure() -> None:
+    """Prometheus would only tell the same, later."""
+    epp, prometheus = Scripted("epp", (healthy(ready=0),)), Scripted("prometheus")
+    async with polling(epp, prometheus) as (_, told):
+        await wait_until(lambda: len(told) >= 5)
+    assert prometheus.polls == 0
+    assert {unread.reason for poll in told for unread in poll.unread} == {Reason.NO_ENDPOINTS}
+
+
+def test_nobody_is_preferred_before_it_has_answered() -> None:
+    preference = Preference(["epp", "prometheus"])
+    assert preference.needed("epp")
+    assert not preference.needed("prometheus")
+    assert not preference.heard("epp", good=False)
+    assert preference.needed("prometheus")
+    assert preference.heard("prometheus", good=False)
+    assert preference.heard("epp", good=True)
+    assert not preference.heard("prometheus", good=True)  # an answer that was under way
+
+
+# ── every failure of every source, seen by the limiter ──────────────────────────────────────────────────
+
+
+def epp_source(url: str) -> Source:
+    return EppSource("qwen", Targets(urls=(url,)), timeout_s=fakes.SECOND_S)
+
+
+def prometheus_source(url: str) -> Source:
+    return PrometheusSource(Access(url), "qwen", "default", timeout_s=fakes.SECOND_S, max_age_s=60)
+
+
+def page(*replacements: tuple[str, str]) -> bytes:
+    text = golden("router-newest-flow-control-on")
+    for old, new in replacements:
+        assert old in text
+        text = text.replace(old, new)
+    return text.encode()
+
+
+READY = 'ready_endpoints{name="qwen"} '
+STAGE = 'stage="effective"} '
+
+PAGE_FAULTS: dict[str, tuple[bytes, Reason]] = {
+    "empty page": (b"", Reason.UNREADABLE),
+    "half a page": (page()[:-2], Reason.UNREADABLE),
+    "garbage": (b"\x00\xff" * 4000, Reason.UNREADABLE),
+    "no running requests": (page(("average_running", "x"), ("request_running", "y")), Reason.UNREADABLE),
+    "no ready endpoints": (page((READY, 'x{name="qwen"} ')), Reason.UNREADABLE),
+    "zero ready endpoints": (page((READY + "4", READY + "0")), Reason.NO_ENDPOINTS),
+    "NaN saturation": (page((STAGE + "0.4", STAGE + "NaN")), Reason.IMPLAUSIBLE),
+    "infinite saturation": (page((STAGE + "0.4", STAGE + "+Inf")), Reason.IMPLAUSIBLE),
+    "negative saturation": (page((STAGE + "0.4", STAGE + "-1")), Reason.IMPLAUSIBLE),
+    "NaN ready": (page((READY + "4", READY + "NaN")), Reason.IMPLAUSIBLE),
+    "another pool": (page(('"qwen"', '"llama"')), Reason.UNREADABLE),
+}
+
+TALKS: dict[str, Any] = {
+    "reset": fakes.resetting,
+    "hanging": fakes.hanging,
+    "HTTP 500": answering(b"HTTP/1.1 500 X\r\nContent-Length: 0\r\n\r\n"),
+    "HTTP 403": answering(b"HTTP/1.1 403 X\r\nContent-Length: 0\r\n\r\n"),
+    "HTTP 302": answering(b"HTTP/1.1 302 X\r\nLocation: http://127.0.0.1:1\r\nContent-Length: 0\r\n\r\n"),
+    "not HTTP": answering(b"nonsense\r\n\r\n"),
+}
+
+ROW_FAULTS: dict[str, tuple[dict[str, float], float, Reason]] = {
+    "no series": ({}, 1, Reason.UNREADABLE),
+    "old sample": (GOOD, 61, Reason.STALE),
+    "NaN": (GOOD | {"SATURATION": float("nan")}, 1, Reason.IMPLAUSIBLE),
+    "infinite": (GOOD | {"QUEUED": float("inf")}, 1, Reason.IMPLAUSIBLE),
+    "no running requests": ({k: v for k, v in GOOD.items() if k != "RUNNING"}, 1, Reason.UNREADABLE),
+    "no ready endpoints": ({k: v for k, v in GOOD.items() if k != "READY"}, 1, Reason.UNREADABLE),
+    "zero ready endpoints": (GOOD | {"READY": 0.0}, 1, Reason.NO_ENDPOINTS),
+    "unknown age": (GOOD, float("nan"), Reason.UNREADABLE),
+}
+
+
+@pytest.mark.parametrize("before", ["open", "starting"])
+@pytest.mark.parametrize("fault", PAGE_FAULTS)
+async def test_no_page_fault_leaves_an_allowance(fault: str, before: str) -> None:
+    body, reason = PAGE_FAULTS[fault]
+    async with raw_server(answering(whole(body))) as port:
+        await closes(epp_source(f"http://127.0.0.1:{port}"), reason, before)
+
+
+@pytest.mark.parametrize("kind", ["epp", "prometheus"])
+@pytest.mark.parametrize("fault", [*TALKS, "refused"])
+async def test_no_network_fault_leaves_an_allowance(fault: str, kind: str) -> None:
+    made = epp_source if kind == "epp" else prometheus_source
+    if fault == "refused":
+        await closes(made(f"http://127.0.0.1:{free_port()}"), Reason.UNREADABLE, "open")
+        return
+    async with raw_server(TALKS[fault]) as port:
+        await closes(made(f"http://127.0.0.1:{port}"), Reason.UNREADABLE, "open")
+
+
+@pytest.mark.parametrize("before", ["open", "starting"])
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+async def test_no_fault_of_prometheus_series_leaves_an_allowance(fault: str, before: str) -> None:
+    rows, age_s, reason = ROW_FAULTS[fault]
+    async with fake_prometheus() as prometheus:
+        prometheus.show(rows, age_s=age_s)
+        await closes(prometheus_source(prometheus.url), reason, before)
+
+
+async def closes(source: Source, reason: Reason, before: str) -> None:
+    """One poll of a faulty source: the limiter, open until then or just started, allows nothing."""
+    loop = asyncio.get_running_loop()
+    limiter = Limiter(Policy(max_age_s=60), (Signal.SATURATION, Signal.REQUESTS))
+    if before == "open":
+        # Older than what follows: the limiter goes by the newest sample.
+        async with polling(Scripted("epp", age_s=8)) as (_, told):
+            await wait_until(lambda: told)
+        tell(limiter, told[-1])
+        assert limiter.allowance(told[-1].at + 1).limit > 0
+    async with polling(source, use="both") as (_, told):
+        await wait_until(lambda: told)
+    tell(limiter, told[0])
+    allowance = limiter.allowance(loop.time() + 1)
+    assert allowance.limit == 0
+    if told[0].unread:
+        assert told[0].unread[0].reason is reason
+    if told[0].unread and before == "starting":
+        reason = Reason.STARTING  # the failure is told in its sentence
+    assert allowance.reason is reason
+    assert not told[0].unread or told[0].unread[0].why
+
+
+def tell(limiter: Limiter, poll: Poll) -> None:
+    """What the dispatcher does with a poll."""
+    limiter.uses(poll.signals)
+    for reading in poll.readings:
+        limiter.reading(reading, poll.at)
+    if poll.unread:
+        limiter.reading_failed(poll.unread[0].reason, poll.unread[0].why, poll.at)
+
+
+async def test_a_real_scrape_opens_the_limiter() -> None:
+    """The table above proves nothing unless a good page does allow something."""
+    limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
+    async with fake_epp() as epp, polling(epp_source(epp.url)) as (_, told):
+        await wait_until(lambda: told)
+    tell(limiter, told[0])
+    # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400
+    assert limiter.allowance(told[0].at + 1).limit == 208
