@@ -9,7 +9,8 @@ taken somewhere in a window. What can be known are two bounds over that window [
     most(a, b)   the most it may have held at any moment of it: each request from sending to answer
 
 Other owners' requests are known by counts of their leases, taken now and then. The bounds take all counts
-within the window and the nearest on both sides of it.
+within the window and the nearest on both sides of it; where a side has none, nothing is sure of them: they
+may have drained since the newest count.
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ class Held:
     def others(self) -> int:
         return self._others[-1].maybe if self._others else 0
 
+    @property
+    def counted_at(self) -> float:
+        """When others were last counted."""
+        return self._others[-1].at if self._others else float("-inf")
+
     def between(self, a: float, b: float) -> Interval:
         least_others, most_others = self._others_between(a, b)
         own_lo = self._least_own(a, b)
@@ -164,7 +170,8 @@ class Held:
         first = max(0, bisect_right(counts, a, key=_at) - 1)
         last = max(first, bisect_left(counts, b, key=_at))
         seen = counts[first : last + 1]
-        return min(c.surely for c in seen), max(c.maybe for c in seen)
+        bracketed = counts[0].at <= a and b <= counts[-1].at
+        return min(c.surely for c in seen) if bracketed else 0, max(c.maybe for c in seen)
 
     def _forget(self, now: float) -> None:
         old = bisect_left(self._ends, now - self.horizon_s)

@@ -154,8 +154,19 @@ class Limiter:
         self._held.answered(key, now)
 
     def leases(self, now: float, *, others: int, young: int, lost: int) -> None:
-        """Counted in the queue: other owners' live leases, and leases ever lost without an answer."""
+        """Counted in the queue: other owners' live leases, and leases ever lost without an answer.
+
+        The first count after a reading's window tells what of theirs that reading surely contained: only
+        then can it prove room beyond our own.
+        """
+        counted_at = self._held.counted_at
         self._held.counted(now, others, young)
+        for track in self._tracks.values():
+            reading = track.reading
+            if reading is not None and counted_at < reading.closed_at <= now:
+                track.interval = self._held.between(reading.opened_at, reading.closed_at)
+                self._reassess(track)
+                self._standing = None
         known = self._losses[-1][1] if self._losses else None
         if known is None or lost < known:  # the first count, or a queue that was emptied: a new beginning
             self._losses = [(now, lost)]

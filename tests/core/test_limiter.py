@@ -319,7 +319,9 @@ def test_lost_lease_lowers_the_limit_until_a_reading_taken_after_it() -> None:
     assert pool.allowance(T0 + 0.55) is allowance  # counted again, nothing new
     # Taken before the loss was known: its least counts the two, so they stay subtracted.
     assert pool.read(T0 + 0.6, load=45, window_s=0.3).limit == 15
-    assert pool.read(T0 + 2, load=45).limit == 17  # 15 of ours in it and 2 of headroom
+    assert pool.read(T0 + 2, load=45).limit == 15
+    pool.lease(T0 + 2.1, others=15, lost=5)
+    assert pool.allowance(T0 + 2.1).limit == 17  # 15 of ours in it and 2 of headroom
 
 
 def test_counter_that_fell_is_a_new_queue() -> None:
@@ -341,6 +343,27 @@ def test_losses_between_two_readings_lower_what_the_next_one_starts_from() -> No
     assert pool.read(T0 + 2, load=48, window_s=1.45).limit == 12
     pool.lease(T0 + 3, others=11, lost=6)
     assert pool.allowance(T0 + 3).limit == 11
+
+
+def test_others_that_drained_since_they_were_counted_prove_no_room() -> None:
+    """They held 12 when last counted, but 5 when the sample was taken: a count after it tells."""
+    pool = open_pool()
+    pool.send(5, T0 + 0.1)
+    pool.lease(T0 + 0.1, others=12)
+    pool.read(T0 + 1, load=57)  # realtime has grown to 40: room for 7
+    pool.lease(T0 + 1.1, others=12)
+    assert pool.allowance(T0 + 1.1).limit == 7
+    assert pool.read(T0 + 2, load=50).limit == 7
+    pool.lease(T0 + 2.1, others=5)
+    assert pool.allowance(T0 + 2.1).limit == 7
+
+
+def test_first_count_after_a_sample_lets_it_prove_room_beyond_our_own() -> None:
+    pool = Pool()
+    pool.lease(T0 - 1, others=10)
+    assert pool.read(T0, load=40).limit == 7
+    pool.lease(T0 + 0.1, others=10)
+    assert pool.allowance(T0 + 0.1).limit == 17
 
 
 # Overload.
