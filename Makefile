@@ -31,7 +31,7 @@ $(BIN)/python:
 
 demo: setup ## Show the control law beside its alternatives: a table and a picture
 	@mkdir -p build
-	$(BIN)/batch-dispatcher simulate --trace dispatcher/sim/data/azure-conv-900s.csv --policy all --plot build/demo.png
+	$(BIN)/batch-dispatcher simulate --plot build/demo.png
 
 # What measures time or load runs alone, after the rest. Both parts run, so that one failure does not hide another.
 test: setup ## Run every test but the long forms
