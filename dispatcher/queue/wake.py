@@ -58,7 +58,8 @@ class WakeUps:
         return True
 
     async def _open(self) -> PubSub:
-        # In a cluster, too: what is published at one node reaches the subscribers of all.
+        if self._scripts.is_cluster:  # what is published at one node reaches the subscribers of all
+            await self._scripts.attempt(self._scripts.client.initialize)
         heard: PubSub = self._scripts.client.pubsub()
         try:
             async with asyncio.timeout(_RETRY_S * 2):

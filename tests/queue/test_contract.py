@@ -1,0 +1,142 @@
+"""docs/queue-contract.md is true: its examples run, its keys and scripts are those that exist."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import redis.asyncio
+from redis.crc import key_slot
+
+from dispatcher.ports import Burial, Release
+from dispatcher.queue.keys import Names, QueueNameError
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.made import answer, claim, claim_one, queues, submission
+from tests.queue.servers import Server
+from tests.support import require_tool
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
+EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
+SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
+FRAGMENTS = {"common", "line", "results"}
+QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+
+
+@pytest.fixture
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+    async with queues(any_server.url, "a", names=QWEN) as (one,):
+        yield one
+
+
+def shell(example: str, server: Server) -> str:
+    """Run an example of the page with redis-cli pointed at this server."""
+    pointed = f'redis-cli() {{ command {require_tool("redis-cli")} -p {server.port} "$@"; }}\n'
+    done = subprocess.run(
+        ["bash", "-euc", pointed + EXAMPLES[example]], capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout
+
+
+async def test_shell_examples_submit_cancel_and_read_a_result(queue, any_server):
+    output = shell("submit", any_server)
+    assert "ERR" not in output
+    lease = await claim_one(queue)
+    data = msgspec.json.decode(lease.member)
+    token = data["internal"]["request_token"]
+    assert (data["data"]["id"], lease.score) == ("r-1", data["data"]["deadline"])
+    assert await queue.cancelled([("r-1", token)]) == [False]
+    shell("cancel", any_server)
+    assert await queue.cancelled([("r-1", token), ("r-1", "another")]) == [True, False]
+    await queue.settle([answer(lease, token=token)])
+    listed, result = shell("result", any_server).splitlines()
+    assert listed == QWEN.results
+    assert msgspec.json.decode(result) == {"id": "r-1", "status_code": 200, "payload": "ok"}
+
+
+async def test_python_example_runs(any_server, client):
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", EXAMPLES["python"]],
+        env={**os.environ, "QUEUE_URL": any_server.url},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stdout.splitlines() == ["1 new", "True", "Counts(pending=1, leased=0, delayed=0, dead=0)"]
+
+
+def test_every_example_is_executed():
+    assert set(EXAMPLES) == {"submit", "result", "cancel", "python"}
+
+
+async def test_listed_keys_are_the_keys_there_are(queue, client):
+    """Bring every kind of key into being, then compare with the table: names and types."""
+    rows = re.findall(r"^\| `(<[^`]+)` \| (\w+) \|", PAGE, re.MULTILINE)
+    listed = {key.replace("<queue>", QWEN.queue).replace("<prefix>", QWEN.prefix): kind for key, kind in rows}
+    own = {key: kind for key, kind in listed.items() if "<" not in key}
+    assert set(own) == set(QWEN.keys)
+
+    await queue.submit([submission(f"r-{number}") for number in range(8)])
+    leases = (await claim(queue, 6)).leases
+    await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
+    await queue.bury([Burial(answer(leases[2]), "why")])
+    await client.zadd(f"{QWEN.prefix}:leases", {f"{leases[3].entry}:a": 0}, xx=True)
+    for _ in range(2):  # its owner dies twice: a suspect
+        assert (await queue.sweep()).reclaimed == 1
+        last = next(one for one in (await claim(queue, 2)).leases if one.entry == leases[3].entry)
+        await client.zadd(f"{QWEN.prefix}:leases", {f"{last.entry}:a": 0}, xx=True)
+    await queue.sweep()
+    await queue.release([Release(leases[4])])
+    await queue.pause("me", "why")
+    seen = {key.decode(): (await client.type(key)).decode() async for key in client.scan_iter()}
+    expected = {key: kind for key, kind in own.items() if key != QWEN.outbox}  # a Cluster's, tested there
+    assert {key: kind for key, kind in seen.items() if key in own} == expected
+    for key in seen.keys() - own.keys() - {QWEN.results}:
+        assert key.startswith((f"{QWEN.prefix}:reply:", "request-active:")), key
+        assert await client.ttl(key) > 0, key
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_every_script_is_on_the_page_and_states_its_promise(script):
+    if script.stem in FRAGMENTS:
+        return
+    assert f"`{script.stem}`" in PAGE.partition("## Steps")[2]
+    head = re.match(r"(?:--[^\n]*\n)+", script.read_text(encoding="utf-8"))
+    assert head is not None
+    for part in ("-- KEYS ", "-- Returns ", "-- Keeps: "):
+        assert part in head[0], f"{script.name}: its head lacks {part!r}"
+
+
+@pytest.mark.parametrize(
+    ("queue", "prefix"),
+    [
+        ("batch:{qwen}:requests", "batch:{qwen}:requests"),
+        ("requests", "{requests}"),
+        ("{tag}", "{tag}"),
+    ],
+)
+def test_all_keys_share_the_slot_of_the_queue(queue, prefix):
+    names = Names(queue, "results")
+    assert names.prefix == prefix
+    assert {key_slot(key.encode()) for key in (*names.keys, names.reply("x"))} == {key_slot(queue.encode())}
+
+
+@pytest.mark.parametrize("queue", ["", "a{", "a}", "{}", "a{}b", "}{", "{a}{b}", "{{a}}", "{a", "a}b{c"])
+def test_stray_braces_are_refused(queue):
+    with pytest.raises(QueueNameError):
+        Names(queue, "results")
+
+
+@pytest.mark.parametrize("results", ["", "q", "{q}:leases", "{q}:x", "request-active:1", "request-cancel:1"])
+def test_default_list_cannot_be_one_of_the_queues_keys(results):
+    with pytest.raises(QueueNameError):
+        Names("q", results)

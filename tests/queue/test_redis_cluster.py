@@ -1,0 +1,168 @@
+"""A Cluster of three nodes: one slot for the queue, an outbox for lists of other slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+
+import msgspec
+import pytest
+import redis.asyncio
+import redis.asyncio.cluster
+
+from dispatcher.ports import QueueUnavailableError, Release, Settled
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.known import assert_drained
+from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
+from tests.queue.servers import ENGINES, ClusterSet, cluster_set
+from tests.support import wait_until
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClusterSet]:
+    with cluster_set(request.param, tmp_path_factory.mktemp(f"cluster-{request.param}")) as running:
+        for node in running.nodes:
+            with node.client() as client:
+                client.config_set("cluster-require-full-coverage", "no")
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: ClusterSet) -> AsyncIterator[redis.asyncio.cluster.RedisCluster]:
+    for node in cluster.nodes:
+        with node.client() as blocking:
+            blocking.flushall()
+    found = redis.asyncio.cluster.RedisCluster.from_url(cluster.url.replace("+cluster", "").split(",")[0])
+    yield found
+    await found.aclose()
+
+
+@pytest.fixture
+async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[RedisQueue]:
+    async with queues(cluster.url, "a", try_s=1.0) as (one,):
+        yield one
+
+
+def apart(cluster: ClusterSet, count: int) -> list[str]:
+    """List names on other nodes than the queue's."""
+    home = cluster.node_of(NAMES.queue)
+    names = (f"list-{number}" for number in range(1000))
+    return [name for name in names if cluster.node_of(name) is not home][:count]
+
+
+async def test_a_request_goes_all_the_way_and_leaves_nothing(queue, client, cluster):
+    (elsewhere,) = apart(cluster, 1)
+    await queue.submit([submission(f"r-{number}", token="t") for number in range(4)])
+    assert await queue.cancel("r-3")
+    assert await queue.cancelled([(f"r-{number}", "t") for number in range(4)]) == [False] * 3 + [True]
+    leases = (await claim(queue)).leases
+    lists = ["", elsewhere, "{pool}-list", elsewhere]
+    said = await queue.settle(
+        [answer(lease, name, token="t") for lease, name in zip(leases, lists, strict=True)]
+    )
+    assert said == [Settled.DONE] * 4
+    assert [await client.llen(name) for name in (NAMES.results, elsewhere, "{pool}-list")] == [1, 2, 1]
+    assert await client.ttl(elsewhere) > 0
+    await assert_drained(client, NAMES, elsewhere, "{pool}-list")
+    assert not [key async for key in client.scan_iter("request-*")]
+
+
+async def test_default_list_in_another_slot(cluster, client):
+    names = Names("batch:{pool}:requests", apart(cluster, 1)[0])
+    async with queues(cluster.url, "a", names=names) as (queue,):
+        await queue.submit([submission("r-1")])
+        assert await queue.settle([answer(await claim_one(queue))]) == [Settled.DONE]
+        assert await client.llen(names.results) == 1
+
+
+async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default_list(queue, client, cluster):
+    (elsewhere,) = apart(cluster, 1)
+    await client.set(elsewhere, "a string", ex=60)
+    await queue.submit([submission("r-1"), submission("r-2")])
+    first, second = (await claim(queue)).leases
+    await queue.settle([answer(first, elsewhere), answer(second)])
+    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+    assert {one["id"]: one.get("error_code") for one in results} == {"r-1": "INVALID_REQUEST", "r-2": None}
+    await assert_drained(client, NAMES)
+
+
+async def test_name_that_no_marker_can_join_is_refused(queue, client):
+    """`a}b` has no hash tag, and no other key can be put into its slot by name."""
+    await queue.submit([submission("r-1")])
+    assert await queue.settle([answer(await claim_one(queue), "a}b")]) == [Settled.BAD_LIST]
+    assert b"INVALID_REQUEST" in await client.lindex(NAMES.results, 0)
+
+
+async def test_carriers_that_work_and_die_at_once_double_nothing(cluster, client):
+    """Three owners carry at the same time; the removal from the outbox is lost again and again."""
+    (elsewhere,) = apart(cluster, 1)
+    async with queues(cluster.url, "a", "b", "c") as owners:
+        await owners[0].submit([submission(f"r-{number}") for number in range(90)])
+        for owner in owners:
+            drop_removals(owner)
+
+        async def work(owner: RedisQueue) -> None:
+            while leases := (await claim(owner, 3)).leases:
+                with suppress(QueueUnavailableError):
+                    await owner.settle([answer(lease, elsewhere) for lease in leases])
+
+        await asyncio.gather(*map(work, owners))
+        await wait_until(lambda: carried(owners[0], client), 20)
+    results = [msgspec.json.decode(one)["id"] for one in await client.lrange(elsewhere, 0, -1)]
+    assert sorted(results) == sorted(f"r-{number}" for number in range(90))
+
+
+def drop_removals(owner: RedisQueue) -> None:
+    """Every other removal from the outbox fails before it is sent: a crash between push and removal."""
+    act, turns = owner._scripts.client.zrem, iter(range(10**6))
+
+    async def flaky(*args: object) -> object:
+        if next(turns) % 2:
+            raise redis.ConnectionError("cut")
+        return await act(*args)
+
+    owner._scripts.client.zrem = flaky
+
+
+async def carried(owner: RedisQueue, client: redis.asyncio.cluster.RedisCluster) -> bool:
+    with suppress(QueueUnavailableError):
+        await owner.sweep()
+    return not await client.exists(NAMES.outbox)
+
+
+async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(queue, client, cluster):
+    (elsewhere,) = apart(cluster, 1)
+    away = cluster.node_of(elsewhere)
+    await queue.submit([submission("r-1"), submission("r-2")])
+    leases = (await claim(queue)).leases
+    with away.frozen():
+        with pytest.raises(QueueUnavailableError):
+            await queue.settle([answer(leases[0], elsewhere)])
+        # Neighbours are served as ever, and what is held can still be given back.
+        assert await queue.settle([answer(leases[1])]) == [Settled.DONE]
+        assert (await queue.counts()).leased == 0
+    await wait_until(lambda: carried(queue, client), 20)
+    assert await client.llen(elsewhere) == 1
+
+
+async def test_wake_up_is_heard_across_nodes(cluster, client):
+    async with queues(cluster.url, "a", "b", poll_s=5) as (hearing, submitting), asyncio.TaskGroup() as tasks:
+        started = asyncio.get_running_loop().time()
+        waiting = tasks.create_task(hearing.wait_for_work())
+        await wait_until(lambda: hearing._wake_ups._heard is not None)
+        await submitting.submit([submission("r-1")])
+        await waiting
+        assert asyncio.get_running_loop().time() - started < 4
+
+
+async def test_release_and_sweep_on_a_cluster(queue):
+    await queue.submit([submission("r-1")])
+    await queue.release([Release(await claim_one(queue), delay_s=0.01, attempt=True)])
+
+    async def due() -> bool:
+        return (await queue.sweep()).due == 1
+
+    await wait_until(due)
+    assert (await claim_one(queue)).attempts == 1
