@@ -1,0 +1,253 @@
+"""What comes back: bodies whole whatever their form, within the limit, and read for what they mean."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
+from dispatcher.forward import HttpGateway
+from tests.forward.conftest import Connection, Script, a_request, always, forward, outcome, serving
+from tests.support import wait_until
+
+MakeGateway = Callable[..., HttpGateway]
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"body": b'{"a":1}'}, Delivered(200, b'{"a":1}')),
+        ({"body": b"", "status": "204 No Content"}, Delivered(204, b"")),
+        ({"body": b"\xff\x00not text"}, Delivered(200, b"\xff\x00not text")),
+        ({"body": b"bad", "status": "422 Unprocessable"}, Delivered(422, b"bad")),
+        (
+            {"status": "429 Too Many", "headers": "X-LLM-D-Request-Dropped-Reason: evicted; x\r\n"},
+            Overloaded(429, "evicted; x", capacity=True),
+        ),
+        (
+            {"body": b"", "status": "503 Busy", "headers": "retry-after: 3\r\n"},
+            Failed("the gateway answered 503", 503, b"", nobody_home=True, retry_after_s=3.0),
+        ),
+        (
+            {"body": b"", "status": "404 Not Found"},
+            Unreachable("the gateway answered 404 with an empty body: it has no such route"),
+        ),
+    ],
+)
+async def test_an_answer_means_what_the_core_says(
+    gateway_to: MakeGateway, answer: dict[str, Any], expected: Outcome
+) -> None:
+    async with serving(always(**answer)) as server:
+        assert await outcome(gateway_to(server.url)) == expected
+
+
+async def test_a_redirect_is_not_followed(gateway_to: MakeGateway) -> None:
+    async with serving(always()) as elsewhere:
+        location = f"location: {elsewhere.url}/v1/completions\r\n"
+        async with serving(always(status="307 Temporary Redirect", headers=location)) as server:
+            found = await outcome(gateway_to(server.url))
+        assert isinstance(found, Failed)
+        assert elsewhere.url in found.why
+        assert not elsewhere.connections
+
+
+async def test_times_of_sending_and_of_the_end_are_reported(gateway_to: MakeGateway) -> None:
+    now = asyncio.get_running_loop().time
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url)
+        before = now()
+        forwarded = await forward(gateway)
+        assert before <= forwarded.sent_at <= forwarded.ended_at <= now()
+
+
+async def test_a_stream_of_events_in_slow_pieces_is_kept_whole(gateway_to: MakeGateway) -> None:
+    events = [f'data: {{"text":"{n} 🙂"}}\n\n'.encode() for n in range(50)] + [b"data: [DONE]\n\n"]
+
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        for event in events:
+            for piece in (event[:7], event[7:]):  # cut inside a character, too
+                connection.writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+                await connection.writer.drain()
+                await asyncio.sleep(0)
+        connection.writer.write(b"0\r\n\r\n")
+        await connection.gone()
+
+    async with serving(script) as server:
+        assert await outcome(gateway_to(server.url)) == Delivered(200, b"".join(events))
+
+
+async def test_a_body_that_ends_with_its_connection_is_kept_whole(gateway_to: MakeGateway) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + b"x" * 100_000)
+        await connection.writer.drain()
+
+    async with serving(script) as server:
+        assert await outcome(gateway_to(server.url)) == Delivered(200, b"x" * 100_000)
+
+
+async def test_sixteen_megabytes_both_ways(gateway_to: MakeGateway) -> None:
+    body = os.urandom(16 << 20)
+    async with serving(always(body=body)) as server:
+        payload = b'{"a":"' + b"x" * (16 << 20) + b'"}'
+        assert await outcome(gateway_to(server.url), a_request(payload)) == Delivered(200, body)
+    assert server.received[0].body == payload
+
+
+BODY = b'{"text":"' + b"abc " * 5000 + b'"}'
+
+
+def bare_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"),
+    [
+        ("gzip", gzip.compress(BODY)),
+        ("GZIP", gzip.compress(BODY)),
+        ("x-gzip", gzip.compress(BODY)),
+        ("gzip", gzip.compress(BODY[:100]) + gzip.compress(BODY[100:])),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", bare_deflate(BODY)),
+        ("deflate, gzip", gzip.compress(zlib.compress(BODY))),
+        ("identity", BODY),
+        ("", BODY),
+    ],
+)
+async def test_a_packed_body_that_nobody_asked_for_is_unpacked(
+    gateway_to: MakeGateway, encoding: str, packed: bytes
+) -> None:
+    async with serving(always(body=packed, headers=f"content-encoding: {encoding}\r\n")) as server:
+        assert await outcome(gateway_to(server.url)) == Delivered(200, BODY)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"),
+    [
+        ("gzip", gzip.compress(BODY)[:-12]),
+        ("gzip", BODY),
+        ("gzip", gzip.compress(BODY) + b"junk"),
+        ("deflate", BODY),
+        ("br", b"whatever"),
+        ("zstd", b"whatever"),
+    ],
+)
+async def test_a_packed_body_that_cannot_be_unpacked_is_a_failure(
+    gateway_to: MakeGateway, encoding: str, packed: bytes
+) -> None:
+    async with serving(always(body=packed, headers=f"content-encoding: {encoding}\r\n")) as server:
+        found = await outcome(gateway_to(server.url))
+    assert isinstance(found, Failed)
+    assert "content-encoding" in found.why
+
+
+LIMIT = 100_000
+BOMB = gzip.compress(b"x" * (64 << 20), 9)
+
+
+def chunked(total: int | None) -> Script:
+    """A body without a length; None: it never ends."""
+
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        sent = 0
+        try:
+            while total is None or sent < total:
+                size = 1000 if total is None else min(1000, total - sent)
+                connection.writer.write(b"%x\r\n%b\r\n" % (size, b"x" * size))
+                await connection.writer.drain()
+                sent += size
+            connection.writer.write(b"0\r\n\r\n")
+        finally:
+            await connection.gone()
+
+    return script
+
+
+@pytest.mark.parametrize(
+    ("script", "fits"),
+    [
+        (always(body=b"x" * LIMIT), True),
+        (always(body=b"x" * (LIMIT + 1)), False),
+        (always(body=b"x" * (LIMIT + 1), status="500 Internal"), False),
+        (chunked(LIMIT), True),
+        (chunked(LIMIT + 1), False),
+        (chunked(None), False),
+        (always(body=gzip.compress(b"x" * LIMIT), headers="content-encoding: gzip\r\n"), True),
+        (always(body=gzip.compress(b"x" * (LIMIT + 1)), headers="content-encoding: gzip\r\n"), False),
+        (
+            always(body=gzip.compress(b"x" * (64 << 20), 9)[:LIMIT], headers="content-encoding: gzip\r\n"),
+            False,
+        ),
+        (
+            always(
+                body=b"".join(gzip.compress(b"x" * LIMIT) for _ in range(3)),
+                headers="content-encoding: gzip\r\n",
+            ),
+            False,
+        ),
+    ],
+    ids=[
+        "length",
+        "length+1",
+        "error",
+        "chunked",
+        "chunked+1",
+        "endless",
+        "gzip",
+        "gzip+1",
+        "bomb",
+        "members",
+    ],
+)
+async def test_an_answer_larger_than_the_limit_is_too_large(
+    gateway_to: MakeGateway, script: Script, fits: bool
+) -> None:
+    async with serving(script) as server:
+        found = await outcome(gateway_to(server.url, max_response_bytes=LIMIT))
+    if fits:
+        assert found == Delivered(200, b"x" * LIMIT)
+    else:
+        assert isinstance(found, TooLarge)
+        assert found.limit_bytes == LIMIT
+
+
+async def test_an_answer_that_says_it_is_too_large_is_not_read(gateway_to: MakeGateway) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000000000\r\n\r\nx")
+        await connection.gone()
+
+    async with serving(script) as server:
+        assert await outcome(gateway_to(server.url)) == TooLarge(200, 33554432)
+        await wait_until(server.gone.is_set, what="the connection to be closed")
+
+
+async def test_a_connection_is_kept_after_an_answer_and_not_after_one_left_unread(
+    gateway_to: MakeGateway,
+) -> None:
+    answers = [b"x" * 10, b"x" * (8 << 20), b"x" * 10, b"x" * 10]
+
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.receive()
+            await connection.answer(answers.pop(0))
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url, max_response_bytes=10)
+        found = [await outcome(gateway) for _ in range(4)]
+    assert [type(each) for each in found] == [Delivered, TooLarge, Delivered, Delivered]
+    assert len(server.connections) == 2

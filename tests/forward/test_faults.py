@@ -1,0 +1,353 @@
+"""What goes wrong: each fault of a network or a server has its outcome, and none is an exception."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from dispatcher.core.outcome import Delivered, Expired, Failed, Unreachable
+from dispatcher.forward import CONNECT_S, HttpGateway
+from tests.forward.conftest import Connection, Script, a_request, always, forward, outcome, serving
+from tests.support import free_port, wait_until
+
+MakeGateway = Callable[..., HttpGateway]
+
+
+async def test_a_refused_connection_is_unreachable(gateway_to: MakeGateway) -> None:
+    forwarded = await forward(gateway_to(f"http://127.0.0.1:{free_port()}"))
+    assert isinstance(forwarded.outcome, Unreachable)
+    assert "no connection" in forwarded.outcome.why
+    assert forwarded.sent_at == forwarded.ended_at
+
+
+async def test_a_name_that_does_not_resolve_is_unreachable(gateway_to: MakeGateway) -> None:
+    assert isinstance(await outcome(gateway_to("http://nowhere.invalid")), Unreachable)
+
+
+async def test_a_connection_that_is_not_taken_is_unreachable_within_the_connect_timeout(
+    gateway_to: MakeGateway,
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        fillers = [socket.socket() for _ in range(4)]  # the backlog full, further SYNs are dropped
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        forwarded = await forward(gateway_to(f"http://127.0.0.1:{listener.getsockname()[1]}"))
+        for filler in fillers:
+            filler.close()
+    assert isinstance(forwarded.outcome, Unreachable)
+    assert forwarded.ended_at - forwarded.sent_at < CONNECT_S + 5
+
+
+@pytest.mark.parametrize("nothing_but", [b"", b"HTTP/1.1 200", b"HTTP/1.1 200 OK\r\ncontent-le"])
+@pytest.mark.parametrize("ending", ["closed", "reset"])
+async def test_a_new_connection_that_ends_before_an_answer_is_a_failure(
+    gateway_to: MakeGateway, nothing_but: bytes, ending: str
+) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(nothing_but)
+        await connection.writer.drain()
+        if ending == "reset":
+            connection.reset()
+
+    async with serving(script) as server:
+        found = await outcome(gateway_to(server.url))
+    assert isinstance(found, Failed)
+    assert found.status is None
+    assert not found.nobody_home
+    assert len(server.received) == 1  # not sent twice: the first may have run
+
+
+def breaking_the_second(ending: str, *, also_new_ones: bool = False) -> Script:
+    """Answer the first request of a connection and break the next."""
+
+    async def script(connection: Connection) -> None:
+        if not (also_new_ones and connection.number):
+            await connection.receive()
+            await connection.answer(b"%d" % connection.number)
+        await connection.receive()
+        if ending == "reset":
+            connection.reset()
+
+    return script
+
+
+@pytest.mark.parametrize("ending", ["closed", "reset"])
+async def test_a_reset_on_a_kept_connection_is_tried_once_more_on_a_new_one(
+    gateway_to: MakeGateway, ending: str
+) -> None:
+    async with serving(breaking_the_second(ending)) as server:
+        gateway = gateway_to(server.url)
+        assert await outcome(gateway) == Delivered(200, b"0")
+        assert await outcome(gateway) == Delivered(200, b"1")
+    assert [len(server.connections), len(server.received)] == [2, 3]
+
+
+async def test_a_large_payload_is_sent_again_from_its_start(gateway_to: MakeGateway) -> None:
+    async with serving(breaking_the_second("reset")) as server:
+        gateway = gateway_to(server.url)
+        await outcome(gateway)
+        payload = b'{"a":"' + b"0123456789" * 100_000 + b'"}'
+        assert await outcome(gateway, a_request(payload)) == Delivered(200, b"1")
+    assert [received.body for received in server.received[1:]] == [payload, payload]
+
+
+async def test_a_body_that_makes_the_gateway_reset_fails_after_the_second_time(
+    gateway_to: MakeGateway,
+) -> None:
+    async with serving(breaking_the_second("reset", also_new_ones=True)) as server:
+        gateway = gateway_to(server.url)
+        await outcome(gateway)
+        assert isinstance(await outcome(gateway), Failed)
+    assert [len(server.connections), len(server.received)] == [2, 3]
+
+
+async def test_a_restarted_gateway_costs_none_of_its_kept_connections_a_request(
+    gateway_to: MakeGateway,
+) -> None:
+    """All kept connections break at their next use; no second send may land on another of them."""
+    together = 8
+    arrived = asyncio.Semaphore(0)
+    restarted = asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.receive()
+            if restarted.is_set() and connection.number < together:
+                return connection.reset()
+            if not restarted.is_set():
+                arrived.release()
+                await wait_until(lambda: len(server.received) >= together)
+            await connection.answer()
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        await asyncio.gather(*(outcome(gateway) for _ in range(together)))
+        assert len(server.connections) == together
+        restarted.set()
+        found = await asyncio.gather(*(outcome(gateway) for _ in range(together)))
+    assert found == [Delivered(200, b"{}")] * together
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nonly this",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nhello\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n50\r\nhel",
+    ],
+    ids=["length", "chunks", "no chunk", "in a chunk"],
+)
+@pytest.mark.parametrize("ending", ["closed", "reset"])
+async def test_a_body_cut_short_is_a_failure_and_not_an_answer(
+    gateway_to: MakeGateway, answer: bytes, ending: str
+) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(answer)
+        await connection.writer.drain()
+        if ending == "reset":
+            connection.reset()
+
+    async with serving(script) as server:
+        found = await outcome(gateway_to(server.url))
+    assert isinstance(found, Failed)
+    assert found.status is None
+    assert len(server.received) == 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x00\x01\x02\x03\r\n\r\n",
+        b"SSH-2.0-OpenSSH_9.2p1\r\n",
+        b"HTTP/1.1 abc OK\r\n\r\n",
+        b"HTTP/9.9 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nno colon here\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"".join(b"x%d: y\r\n" % n for n in range(5000)) + b"\r\n",
+        b"<html>not http</html>\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_is_a_failure(gateway_to: MakeGateway, garbage: bytes) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        connection.writer.write(garbage)
+        await connection.writer.drain()
+
+    async with serving(script) as server:
+        found = await outcome(gateway_to(server.url))
+        assert isinstance(found, Failed), found
+        assert len(found.why) < 400
+
+
+async def test_an_answer_to_nothing_spoils_no_later_request(gateway_to: MakeGateway) -> None:
+    """A second answer that nobody asked for must not be taken for the next request's."""
+
+    async def script(connection: Connection) -> None:
+        received = await connection.receive()
+        own = received.headers["x-request-id"].encode()
+        connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(own), own) * 2)
+        await connection.gone()
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        for name in ("a", "b", "c"):
+            assert await outcome(gateway, a_request(id=name)) == Delivered(200, name.encode())
+
+
+async def silence(connection: Connection) -> None:
+    await connection.receive()
+    await connection.gone()
+
+
+async def half_an_answer(connection: Connection) -> None:
+    await connection.receive()
+    connection.writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhello")
+    await connection.gone()
+
+
+async def never_reading(connection: Connection) -> None:
+    """Let the client's sends fill up: it is in the middle of its upload."""
+    connection.writer.transport.pause_reading()  # type: ignore[attr-defined]
+    await connection.server.go_on.wait()
+    connection.writer.transport.resume_reading()  # type: ignore[attr-defined]
+    await connection.gone()
+
+
+LARGE = b'{"a":"' + b"x" * (32 << 20) + b'"}'
+
+
+@pytest.mark.parametrize(
+    ("script", "payload"),
+    [(silence, b"{}"), (half_an_answer, b"{}"), (never_reading, LARGE)],
+    ids=["before the answer", "within the answer", "within the upload"],
+)
+async def test_cancelling_closes_the_connection_at_once(
+    gateway_to: MakeGateway, script: Script, payload: bytes
+) -> None:
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        request = a_request(payload)
+        task = asyncio.create_task(outcome(gateway, request))
+        await wait_until(lambda: server.received or (payload is LARGE and server.connections))
+        await wait_until(lambda: gateway.connected(request) is not None)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert gateway.connected(request) is None
+        server.go_on.set()
+        await wait_until(server.gone.is_set, what="the server to see the connection closed")
+
+
+@pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
+async def test_a_try_takes_no_longer_than_the_timeout(gateway_to: MakeGateway, script: Script) -> None:
+    async with serving(script) as server:
+        forwarded = await forward(gateway_to(server.url, timeout_s=0.3))
+        assert isinstance(forwarded.outcome, Failed)
+        assert forwarded.outcome.why == "no answer within 0.3 s"
+        assert 0.2 < forwarded.ended_at - forwarded.sent_at < 10
+        await wait_until(server.gone.is_set)
+
+
+@pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
+async def test_a_try_ends_with_the_deadline(gateway_to: MakeGateway, script: Script) -> None:
+    async with serving(script) as server:
+        assert await outcome(gateway_to(server.url), within_s=0.3) == Expired()
+        await wait_until(server.gone.is_set)
+
+
+@pytest.mark.parametrize("within_s", [0.0, -1.0, float("-inf")])
+async def test_past_the_deadline_nothing_is_sent(gateway_to: MakeGateway, within_s: float) -> None:
+    async with serving(always()) as server:
+        assert await outcome(gateway_to(server.url), within_s=within_s) == Expired()
+        assert not server.connections
+
+
+async def test_a_running_try_tells_since_when_it_is_connected(gateway_to: MakeGateway) -> None:
+    now = asyncio.get_running_loop().time
+    go_on = asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        await go_on.wait()
+        await connection.answer()
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        request, before = a_request(), now()
+        assert gateway.connected(request) is None
+        task = asyncio.create_task(forward(gateway, request))
+        await wait_until(lambda: server.received)
+        since = gateway.connected(request)
+        assert since is not None
+        assert before <= since <= now()
+        assert gateway.connected(a_request()) is None  # an equal one, but not this one
+        go_on.set()
+        assert (await task).sent_at == since
+        assert gateway.connected(request) is None
+
+
+async def test_resizing_closes_idle_connections_beyond_the_limit(gateway_to: MakeGateway) -> None:
+    closed: list[int] = []
+
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        await wait_until(lambda: len(server.received) >= 6)
+        await connection.answer()
+        await connection.gone()
+        closed.append(connection.number)
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        gateway.resize(3)  # nothing is open yet
+        await asyncio.gather(*(outcome(gateway) for _ in range(6)))
+        gateway.resize(2)
+        await wait_until(lambda: len(closed) == 4)
+        gateway.resize(0)
+        await wait_until(lambda: len(closed) == 6)
+
+
+async def test_a_gateway_that_went_away_between_requests_is_unreachable(gateway_to: MakeGateway) -> None:
+    """The kept connection breaks, a new one is refused: no attempt, and a probe will have to connect."""
+    together = 3
+    left: list[int] = []
+
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        await wait_until(lambda: len(server.received) >= together)
+        await connection.answer()
+        await connection.receive()
+        left.append(connection.number)
+        connection.reset()
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        await asyncio.gather(*(outcome(gateway) for _ in range(together)))
+        assert server.listener is not None
+        server.listener.close()
+        assert isinstance(await outcome(gateway), Unreachable)
+        assert isinstance(await outcome(gateway), Unreachable)
+        assert len(left) == 1  # the other kept connections were not waited on
+
+
+async def test_many_at_once_share_nothing_but_the_gateway(gateway_to: MakeGateway) -> None:
+    async def script(connection: Connection) -> None:
+        while True:
+            received = await connection.receive()
+            await connection.answer(received.body)
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        requests = [a_request(b'{"n":%d}' % n, id=f"r-{n}") for n in range(200)]
+        found = await asyncio.gather(*(outcome(gateway, request) for request in requests))
+    assert found == [Delivered(200, request.payload) for request in requests]

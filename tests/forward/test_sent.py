@@ -1,0 +1,255 @@
+"""What goes out: the payload as it is, our headers, a caller's harmless ones, and only to allowed paths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dispatcher import __version__
+from dispatcher.core.outcome import Delivered, Refused, Unreachable
+from dispatcher.core.routing import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
+from dispatcher.forward import STREAMED_BYTES, HttpGateway
+from tests.forward.conftest import Connection, a_request, always, forward, options, outcome, serving
+from tests.support import wait_until
+
+MakeGateway = Callable[..., HttpGateway]
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+async def test_a_plain_request_goes_out_with_exactly_these_headers(gateway_to: MakeGateway) -> None:
+    async with serving(always()) as server:
+        assert await outcome(gateway_to(server.url)) == Delivered(200, b"{}")
+    (received,) = server.received
+    assert received.line == "POST /v1/completions HTTP/1.1"
+    assert received.body == b'{"prompt":"hi"}'
+    assert received.headers == {
+        "host": f"127.0.0.1:{server.port}",
+        "accept": "*/*",
+        "accept-encoding": "identity",
+        "content-type": "application/json",
+        "content-length": "15",
+        "user-agent": f"batch-dispatcher/{__version__}",
+        "x-request-id": "r-1",
+    }
+
+
+async def test_objective_fairness_trace_and_the_operators_headers_are_added(gateway_to: MakeGateway) -> None:
+    gateway = None
+    async with serving(always()) as server:
+        gateway = gateway_to(
+            server.url.replace("//", "//us%40er:pa%3Ass@") + "/base/",
+            path="/v1/chat/completions",
+            objective="batch",
+            headers={"X-Team": "a", "Accept": "application/json", "Host": "pool.example"},
+        )
+        request = a_request(
+            metadata={"userid": "tenant 1", "traceparent": TRACE, "other": "x"},
+            headers={"x-team": "mine", "x-own": "ü", "accept": "text/event-stream"},
+        )
+        assert isinstance(await outcome(gateway, request), Delivered)
+    (received,) = server.received
+    assert received.line == "POST /base/v1/chat/completions HTTP/1.1"
+    expected = {
+        "host": "pool.example",
+        "x-llm-d-inference-objective": "batch",
+        "x-llm-d-inference-fairness-id": "tenant%201",
+        "traceparent": TRACE,
+        "x-team": "a",
+        "accept": "application/json",
+        "x-own": "ü".encode().decode("latin-1"),
+        "authorization": "Basic dXNAZXI6cGE6c3M=",
+    }
+    assert expected.items() <= received.headers.items()
+    assert "other" not in received.headers
+
+
+@pytest.mark.parametrize(
+    ("request_id", "sent"),
+    [("r/1:a%", "r/1:a%"), ("a b", "a%20b"), ("é\r\nx: y", "%C3%A9%0D%0Ax:%20y"), ("\0", "%00")],
+)
+async def test_an_id_that_is_no_header_value_is_escaped(
+    gateway_to: MakeGateway, request_id: str, sent: str
+) -> None:
+    async with serving(always()) as server:
+        request = a_request(id=request_id, metadata={"userid": request_id})
+        assert isinstance(await outcome(gateway_to(server.url), request), Delivered)
+    assert server.received[0].headers["x-request-id"] == sent
+    assert server.received[0].headers["x-llm-d-inference-fairness-id"] == sent
+
+
+@pytest.mark.parametrize("trace", ["", "00-zz", TRACE.upper(), TRACE + "\r\nx: y", TRACE + "-more"])
+async def test_a_traceparent_that_is_none_is_left_out(gateway_to: MakeGateway, trace: str) -> None:
+    async with serving(always()) as server:
+        await outcome(gateway_to(server.url), a_request(metadata={"traceparent": trace}))
+    assert "traceparent" not in server.received[0].headers
+
+
+async def test_a_callers_headers_pass_unless_they_are_not_the_callers_to_set(
+    gateway_to: MakeGateway,
+) -> None:
+    hostile = {
+        **dict.fromkeys(NOT_PASSED_ON - {"connection"}, "evil"),
+        **{prefix + "x": "evil" for prefix in PREFIXES_NOT_PASSED_ON},
+        "X_LLM_D_Inference_Objective": "evil",
+        "X-Gateway-Destination-Endpoint": "evil:80",
+        "Connection": "close, X-Named",
+        "x-named": "evil",
+    }
+    harmless = {"X-Own": "1", "x-session-id": "s", "baggage": "k=v", "X-Empty": ""}
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url)
+        await outcome(gateway)
+        await outcome(gateway, a_request(headers=hostile | harmless))
+    plain, received = (request.headers for request in server.received)
+    assert received == plain | {name.lower(): value for name, value in harmless.items()}
+    assert len(server.connections) == 1  # a caller's `Connection: close` closed nothing
+
+
+PAYLOADS = {
+    "small": b'{"a": 1 }',
+    "just in one piece": b'{"a":"' + b"x" * (STREAMED_BYTES - 8) + b'"}',
+    "just in two": b'{"a":"' + b"x" * (STREAMED_BYTES - 7) + b'"}',
+    "bytes of all kinds": b'{"a":"\\ud800 \xf0\x9f\x99\x82 \\u0000","n":9223372036854775807,"n":1e400}\r\n\n',
+    "16 MB": b'{"a":"' + os.urandom(8 << 20).hex().encode() + b'"}',
+}
+
+
+@pytest.mark.parametrize("payload", PAYLOADS.values(), ids=PAYLOADS)
+async def test_the_payload_goes_out_byte_for_byte(gateway_to: MakeGateway, payload: bytes) -> None:
+    async with serving(always()) as server:
+        assert isinstance(await outcome(gateway_to(server.url), a_request(payload)), Delivered)
+    assert server.received[0].body == payload
+    assert server.received[0].headers["content-length"] == str(len(payload))
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["/v1/chat/completions", "/v1/models/m:predict", "/v1/a-b_c~d.e", "/v1/x/", "/default"]
+)
+async def test_an_allowed_path_is_used(gateway_to: MakeGateway, endpoint: str) -> None:
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, path="/default")
+        assert isinstance(await outcome(gateway, a_request(endpoint=endpoint)), Delivered)
+    assert server.received[0].line == f"POST {endpoint} HTTP/1.1"
+
+
+HOSTILE_PATHS = [
+    *("//evil", "//evil/v1/x", "///v1/x", "/v1//x", "\\\\evil\\v1", "/v1\\..\\admin"),
+    *("/v1/../admin", "/v1/..", "/v1/./x", "/v1/.", "/v1/%2e%2e/admin", "/v1/%2E%2E/admin", "/v1/..;/admin"),
+    *("/v1/a%2Fb", "/v1/a%2fb", "/v1/%252e%252e/admin", "/v1/a%00", "/v1/a%0d%0ax:y"),
+    *("http://evil/v1/x", "https://evil", "HTTP://evil/v1/x", "evil/v1/x", "v1/x", "evil:80", ".", "*"),
+    *("/v1/x@evil", "@evil/v1/x", "/v1/x?a=b", "/v1/x?", "/v1/x#f", "#", "?"),
+    *("/v1/x\r\nHost: evil", "/v1/x\n", "\n/v1/x", "/v1/x\0", "/v1/x y", " /v1/x", "/v1/x\t", "/v1/é"),
+    *("/v1/\u2025/x", "/v1/x HTTP/1.1", "/v1/<x>", '/v1/"x"', "/v1/{x}", "/v1/[x]", "/v1/x|y", "/v1/^"),
+]
+FOREIGN_PATHS = ["/", "/v1", "/V1/x", "/admin", "/v10/x", "/v2/x", "/metrics", "/x/v1/x"]
+
+
+@pytest.mark.parametrize("endpoint", [*HOSTILE_PATHS, *FOREIGN_PATHS])
+async def test_any_other_path_is_refused_and_nothing_is_sent(gateway_to: MakeGateway, endpoint: str) -> None:
+    async with serving(always()) as server:
+        forwarded = await forward(gateway_to(server.url), a_request(endpoint=endpoint))
+    assert isinstance(forwarded.outcome, Refused)
+    assert forwarded.outcome.why.startswith("data.endpoint: ")
+    assert not server.connections
+
+
+async def test_no_allowed_path_leaves_the_default_alone(gateway_to: MakeGateway) -> None:
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, allowed_paths=[])
+        assert isinstance(await outcome(gateway, a_request(endpoint="/v1/x")), Refused)
+        assert isinstance(await outcome(gateway, a_request(endpoint="/v1/completions")), Delivered)
+
+
+async def test_neither_the_environments_proxy_nor_its_netrc_is_used(
+    gateway_to: MakeGateway, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login a password b\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    for name in ("http_proxy", "HTTP_PROXY", "https_proxy", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    async with serving(always()) as server:
+        assert isinstance(await outcome(gateway_to(server.url)), Delivered)
+    assert "authorization" not in server.received[0].headers
+
+
+async def test_cookies_are_not_kept(gateway_to: MakeGateway) -> None:
+    async with serving(always(headers="set-cookie: a=b; path=/\r\n")) as server:
+        gateway = gateway_to(server.url.replace("127.0.0.1", "localhost"))
+        for _ in range(2):
+            assert isinstance(await outcome(gateway), Delivered)
+    assert "cookie" not in server.received[1].headers
+
+
+async def test_the_token_is_read_again_when_its_file_is_replaced(
+    gateway_to: MakeGateway, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, token_file=str(token))
+        await outcome(gateway)
+        (tmp_path / "next").write_text("second")
+        (tmp_path / "next").replace(token)
+
+        async def sends_the_new_one() -> bool:
+            await outcome(gateway)
+            return server.received[-1].headers["authorization"] == "Bearer second"
+
+        await wait_until(sends_the_new_one)
+        token.unlink()  # half rotated: what worked goes on working
+        assert isinstance(await outcome(gateway), Delivered)
+    assert server.received[0].headers["authorization"] == "Bearer first"
+
+
+@pytest.mark.parametrize("content", [None, "", "two words", "line\nline", "é"])
+async def test_without_a_readable_token_nothing_is_sent(
+    gateway_to: MakeGateway, tmp_path: Path, content: str | None
+) -> None:
+    token = tmp_path / "token"
+    if content is not None:
+        token.write_text(content)
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, token_file=str(token))
+        found = await outcome(gateway)
+        assert isinstance(found, Unreachable)
+        assert "gateway.token_file" in found.why
+        assert not server.connections
+        token.write_text("good")
+
+        async def works() -> bool:
+            return isinstance(await outcome(gateway), Delivered)
+
+        await wait_until(works)
+
+
+async def test_changed_options_hold_for_the_next_request_and_not_for_a_running_one(
+    gateway_to: MakeGateway,
+) -> None:
+    go_on = asyncio.Event()
+
+    async def script(connection: Connection) -> None:
+        while True:
+            received = await connection.receive()
+            if received.headers["x-request-id"] == "slow":
+                await go_on.wait()
+            await connection.answer(b"x" * 10)
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        running = asyncio.create_task(outcome(gateway, a_request(id="slow")))
+        await wait_until(lambda: server.received)
+        gateway.reconfigure(
+            options(server.url, path="/v1/new", headers={"x-new": "1"}, max_response_bytes=10, timeout_s=1)
+        )
+        assert isinstance(await outcome(gateway), Delivered)
+        go_on.set()
+        assert isinstance(await running, Delivered)
+        gateway.reconfigure(options(server.url, max_response_bytes=10))
+        assert isinstance(await outcome(gateway), Delivered)
+        assert len(server.connections) == 2  # nothing about the connections changed: they were kept
+    assert server.received[1].line == "POST /v1/new HTTP/1.1"
+    assert server.received[1].headers["x-new"] == "1"
