@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
 from dispatcher.core.budget import Policy as Budgeting
-from dispatcher.core.budget import Reason, Signal, whole
+from dispatcher.core.budget import Reading, Reason, Signal, whole
 from dispatcher.sim import policies
 from dispatcher.sim.metrics import Detector, Exporter
 from dispatcher.sim.policies import End
@@ -128,7 +127,7 @@ class Run:
     """Of realtime requests for a slot, seconds; those still waiting at the end included."""
     latencies: list[float] = field(default_factory=list)
     """Of realtime requests from arrival to answer."""
-    closed_s: Counter[str] = field(default_factory=Counter)
+    closed_s: dict[str, float] = field(default_factory=dict)
     """How long the policy was closed, by reason, to the grid of the moments."""
     moments: list[Moment] = field(default_factory=list)
 
@@ -163,8 +162,8 @@ class Experiment:
         self.policy = self._policy(name)
         self.run = Run(name, setting.seconds)
         self._progress = progress
-        self._sizes = random.Random(f"{setting.seed}/batch")  # noqa: S311
-        self._jitters = random.Random(f"{setting.seed}/scrapes")  # noqa: S311
+        self._sizes = random.Random(f"{setting.seed}/batch")
+        self._jitters = random.Random(f"{setting.seed}/scrapes")
         self._heap: list[tuple[float, int, Callable[[float], None]]] = []
         self._events = 0
         self._scrapes = 0
@@ -174,27 +173,25 @@ class Experiment:
         self._check_at = inf
 
     def _policy(self, name: Name) -> policies.Policy:
-        budgeting = self.setting.budgeting
+        setting = self.setting
+        budgeting, slots = setting.budgeting, setting.slots
         match name:
             case Name.ALL_KNOWING:
-                return policies.AllKnowing(budgeting, self._true_room)
+                return policies.AllKnowing(budgeting, slots, self._true_room)
             case Name.LAW:
                 return policies.Law(
-                    budgeting,
-                    self.setting.uses,
-                    replicas=self.setting.replicas,
-                    lease_s=self.setting.lease_s,
+                    budgeting, slots, setting.uses, replicas=setting.replicas, lease_s=setting.lease_s
                 )
             case Name.POINT:
-                return policies.Point(budgeting)
+                return policies.Point(budgeting, slots)
             case Name.CAP:
-                return policies.Cap(budgeting)
+                return policies.Cap(budgeting, slots)
             case Name.LITERAL:
-                return policies.Literal(budgeting)
+                return policies.Literal(budgeting, slots)
             case Name.MULTIPLIER:
-                return policies.Multiplier(budgeting)
+                return policies.Multiplier(budgeting, slots)
             case Name.NONE:
-                return policies.NoBatch(budgeting)
+                return policies.NoBatch(budgeting, slots)
 
     def play(self, *, moment_s: float = 0.0) -> Run:
         """Live through setting.seconds; keep a moment each moment_s (0: none)."""
@@ -308,7 +305,7 @@ class Experiment:
         if self._progress is not None:
             self._progress(now)
 
-    def _read(self, now: float, readings: list[policies.Reading]) -> None:
+    def _read(self, now: float, readings: list[Reading]) -> None:
         self.policy.read(readings, now)
         self._fill(now)
 
@@ -339,6 +336,8 @@ class Experiment:
 
     def _true_room(self) -> int:
         world = self.world
+        if world.down:
+            return 0
         room = whole(world.slots * (1.0 - self.setting.reserve)) - world.in_system - self._travelling
         return max(0, room)
 
@@ -349,7 +348,7 @@ class Experiment:
         limit, closed = self.policy.shown(now)
         self.run.moments.append(Moment(self.world.observe(), limit, closed))
         if closed is not None:
-            self.run.closed_s[closed.value] += every_s
+            self.run.closed_s[closed.value] = self.run.closed_s.get(closed.value, 0.0) + every_s
         self._at(now + every_s, lambda at: self._keep(at, every_s))
 
     def _settle(self) -> Run:

@@ -48,6 +48,8 @@ class Exporter:
 
     def read(self, state: PoolState) -> list[Reading]:
         """A reading of each signal, of a scrape at `state.at`."""
+        if not state.slots:  # as the EPP has it: a pool without endpoints is saturated
+            return [Reading(s, state.at, state.at, f_sys=1.0, f_epp=0.0, max_sys=0.0) for s in self.signals]
         return [
             self._saturation(state) if signal is Signal.SATURATION else self._requests(state)
             for signal in self.signals
@@ -56,11 +58,11 @@ class Exporter:
     def _saturation(self, state: PoolState) -> Reading:
         max_sys = self._max_sys(state)
         if self.detector is Detector.CONCURRENCY:
-            f_sys, queued = state.running / max_sys, state.waiting
+            f_sys, queued = state.running / max_sys, float(state.waiting)
         else:
             pods = self._pods(state)
             waiting, queued = self._split(state)
-            kv = self.kv_full * state.running / state.slots if state.slots else 0.0
+            kv = self.kv_full * state.running / state.slots
             f_sys = max(waiting / pods / DETECTOR_QUEUE, kv / DETECTOR_KV)
         return Reading(
             Signal.SATURATION,

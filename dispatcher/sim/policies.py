@@ -12,15 +12,15 @@ from enum import Enum
 from math import inf
 
 from dispatcher.core.budget import Policy as Budgeting
-from dispatcher.core.budget import Reading, Reason, Signal, assess, whole
+from dispatcher.core.budget import Reading, Reason, Signal, assess
 from dispatcher.core.limiter import Limiter
 
-BACKOFF_S = 1.0
+BACKOFF_S = 2.0
 """The alternatives know nothing of overload: their workers sleep that long after a refusal, as peers' do."""
-WORKERS = 256
+WORKERS_PER_SLOT = 4
+"""How many requests an alternative can have out at most, for each slot of the configured pool."""
 POLL_S = 0.2
-BATCH = 10
-"""The multiplier's: how many requests it may take at once, how often it looks, how many it looks for."""
+"""How often the multiplier looks for work; for as many requests as it has workers, times the budget."""
 YOUNG_S = 0.02
 CONNECTED_S = 2.0
 """A probe that is connected for so long has found a gateway."""
@@ -41,10 +41,11 @@ class Policy:
 
     all_knowing = False
 
-    def __init__(self, budgeting: Budgeting) -> None:
+    def __init__(self, budgeting: Budgeting, slots: int) -> None:
         self.budgeting = budgeting
+        self.workers = slots * WORKERS_PER_SLOT
         self.out = 0
-        """Sent and not back."""
+        """Workers taken: requests sent and not back, and refused ones that rest."""
         self._resting: deque[float] = deque()
 
     def read(self, readings: Sequence[Reading], now: float) -> None:
@@ -74,7 +75,7 @@ class Policy:
         while self._resting and self._resting[0] <= now:
             self._resting.popleft()
             self.out -= 1
-        return max(0, self._target(now) - self.out)
+        return max(0, min(self._target(now), self.workers) - self.out)
 
     def check_at(self, now: float) -> float:
         """Ask again then, though nothing happens."""
@@ -102,8 +103,8 @@ class AllKnowing(Policy):
 
     all_knowing = True
 
-    def __init__(self, budgeting: Budgeting, fill: Callable[[], int]) -> None:
-        super().__init__(budgeting)
+    def __init__(self, budgeting: Budgeting, slots: int, fill: Callable[[], int]) -> None:
+        super().__init__(budgeting, slots)
         self._fill = fill
 
     def room(self, now: float) -> int:
@@ -113,8 +114,8 @@ class AllKnowing(Policy):
 class Literal(Policy):
     """Sends H requests for each reading, as the formula literally says."""
 
-    def __init__(self, budgeting: Budgeting) -> None:
-        super().__init__(budgeting)
+    def __init__(self, budgeting: Budgeting, slots: int) -> None:
+        super().__init__(budgeting, slots)
         self._left = 0
 
     def read(self, readings: Sequence[Reading], now: float) -> None:
@@ -125,14 +126,15 @@ class Literal(Policy):
         self._left -= 1
 
     def room(self, now: float) -> int:
-        return self._left
+        super().room(now)  # wakes the workers that have rested
+        return max(0, min(self._left, self.workers - self.out))
 
 
 class Cap(Policy):
     """Takes H for a cap on its own requests; its own load, which is in the reading, counts against it."""
 
-    def __init__(self, budgeting: Budgeting) -> None:
-        super().__init__(budgeting)
+    def __init__(self, budgeting: Budgeting, slots: int) -> None:
+        super().__init__(budgeting, slots)
         self._cap = 0
 
     def read(self, readings: Sequence[Reading], now: float) -> None:
@@ -149,8 +151,8 @@ class Multiplier(Policy):
     """Takes budget × batch requests each poll, for whichever of its workers are free; knows nothing of what
     is already out."""
 
-    def __init__(self, budgeting: Budgeting) -> None:
-        super().__init__(budgeting)
+    def __init__(self, budgeting: Budgeting, slots: int) -> None:
+        super().__init__(budgeting, slots)
         self._budget = 0.0
         self._polled_at = -inf
         self._left = 0
@@ -168,8 +170,8 @@ class Multiplier(Policy):
         super().room(now)  # wakes the workers that have rested
         if now >= self._polled_at + POLL_S - 1e-9:
             self._polled_at = now
-            self._left = int(self._budget * BATCH)
-        return max(0, min(self._left, WORKERS - self.out))
+            self._left = int(self._budget * self.workers)
+        return max(0, min(self._left, self.workers - self.out))
 
     def check_at(self, now: float) -> float:
         return min(super().check_at(now), self._polled_at + POLL_S)
@@ -178,8 +180,8 @@ class Multiplier(Policy):
 class Point(Policy):
     """L = I(t_s) + H: adds back what it believes it had out when the sample was taken, without doubts."""
 
-    def __init__(self, budgeting: Budgeting) -> None:
-        super().__init__(budgeting)
+    def __init__(self, budgeting: Budgeting, slots: int) -> None:
+        super().__init__(budgeting, slots)
         self._limit = 0
         self._history: deque[tuple[float, int]] = deque([(-inf, 0)])
 
@@ -191,11 +193,11 @@ class Point(Policy):
 
     def sent(self, key: int, now: float) -> None:
         super().sent(key, now)
-        self._history.append((now, self.out))
+        self._history.append((now, self.out - len(self._resting)))
 
     def ended(self, key: int, now: float, how: End) -> None:
         super().ended(key, now, how)
-        self._history.append((now, self.out))
+        self._history.append((now, self.out - len(self._resting)))
 
     def _target(self, now: float) -> int:
         return self._limit
@@ -208,9 +210,15 @@ class Law(Policy):
     """The dispatcher's own: `core.limiter`, one for each replica, over one count of leases."""
 
     def __init__(
-        self, budgeting: Budgeting, uses: Sequence[Signal], *, replicas: int = 1, lease_s: float = 30.0
+        self,
+        budgeting: Budgeting,
+        slots: int,
+        uses: Sequence[Signal],
+        *,
+        replicas: int = 1,
+        lease_s: float = 30.0,
     ) -> None:
-        super().__init__(budgeting)
+        super().__init__(budgeting, slots)
         self._uses = uses
         self._lease_s = lease_s
         self._limiters = [Limiter(budgeting, uses) for _ in range(replicas)]

@@ -18,6 +18,7 @@ given the work that takes its time there; with batch work beside it, it takes lo
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import random
@@ -99,7 +100,7 @@ def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, 
     begin = points[0][0]
     points = [(at - begin, running) for at, running in points]
     seconds = points[-1][0]
-    draws = random.Random(f"{seed}/{name}")  # noqa: S311
+    draws = random.Random(f"{seed}/{name}")
     mu = math.log(HOLD_S) - HOLD_SIGMA**2 / 2
     arrivals: list[Arrived] = []
     for level in range(1, math.ceil(max(running for _, running in points) - 0.5) + 1):
@@ -117,7 +118,7 @@ def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, 
 def _above(points: Sequence[tuple[float, float]], level: float) -> Iterator[tuple[float, float]]:
     """The stretches of time in which the line through the points is at or above the level."""
     since = points[0][0] if points[0][1] >= level else None
-    for (t0, n0), (t1, n1) in zip(points, points[1:], strict=False):
+    for (t0, n0), (t1, n1) in itertools.pairwise(points):
         if (n0 >= level) == (n1 >= level):
             continue
         crossing = t0 + (t1 - t0) * (level - n0) / (n1 - n0)
@@ -213,8 +214,8 @@ def _prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
         samples = series.get("values")
         if not isinstance(samples, list):
             raise TraceError(f"{path}: result[{i}] has no `values`; export a range query, not an instant one")
-        for at, value in _samples(path, i, samples):
-            sums[at] = sums.get(at, 0.0) + value
+        for sampled_at, value in _samples(path, i, samples):
+            sums[sampled_at] = sums.get(sampled_at, 0.0) + value
     if len(sums) < 2:
         raise TraceError(f"{path}: {len(sums)} samples; a trace needs two at least")
     return sorted(sums.items())
@@ -225,6 +226,8 @@ def _samples(path: Path, series: int, samples: Iterable[object]) -> Iterator[tup
         try:
             at, value = (float(part) for part in sample)  # type: ignore[attr-defined]
         except (TypeError, ValueError):
-            raise TraceError(f"{path}: result[{series}].values[{i}] is not [time, value]: {sample!r}") from None
+            raise TraceError(
+                f"{path}: result[{series}].values[{i}] is not [time, value]: {sample!r}"
+            ) from None
         if math.isfinite(at) and math.isfinite(value):  # NaN: the series was stale there
             yield at, max(0.0, value)

@@ -27,7 +27,7 @@ def work_s(context: int, generated: int) -> float:
 
 
 def slowdown(running: int, slots: int) -> float:
-    """f: how much slower a request runs that starts as one of `running`; 1 in an empty pool, 2 in a full one."""
+    """f: how much slower a request runs that starts as one of `running`; from 1, in an empty pool, to 2."""
     return 1.0 + (running - 1) / (slots - 1) if slots > 1 else 1.0
 
 
@@ -125,7 +125,8 @@ class World:
             *((end, self._comes_up) for _, end in outages),
         ]
         self._changes.sort(key=itemgetter(0), reverse=True)
-        self._down = False
+        self.down = False
+        """Whether the gateway is away."""
         self._running = {False: 0, True: 0}  # by Job.batch
         self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._ends: list[tuple[float, int, Job]] = []
@@ -199,7 +200,7 @@ class World:
             self._waiting[job.batch].remove(job)
 
     def _admit(self, job: Job) -> Arrival:
-        if self._down:
+        if self.down:
             return Arrival.UNREACHABLE
         if self._running[False] + self._running[True] < self.slots:
             job.arrived_at = self.now
@@ -267,7 +268,7 @@ class World:
         return change
 
     def _goes_down(self) -> None:
-        self._down = True
+        self.down = True
         lost = [job for _, _, job in sorted(self._ends) if not job.gone]
         lost += [*self._waiting[False], *self._waiting[True]]
         self._ends.clear()
@@ -279,4 +280,4 @@ class World:
             self._on_gone(job)
 
     def _comes_up(self) -> None:
-        self._down = False
+        self.down = False

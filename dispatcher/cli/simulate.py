@@ -1,0 +1,248 @@
+"""`batch-dispatcher simulate`: what would batch work cost realtime in your pool, and what would it bring?"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from dispatcher.core.budget import Signal
+from dispatcher.sim.experiment import Name, Setting
+from dispatcher.sim.metrics import Detector
+from dispatcher.sim.trace import BUNDLED, TraceError, load
+
+PATIENCE_S = 1.0
+"""A run that takes longer shows how far it is."""
+
+
+class Signals(StrEnum):
+    """As `signals.use` has it in the configuration."""
+
+    AUTO = "auto"
+    SATURATION = "saturation"
+    REQUESTS = "requests"
+    BOTH = "both"
+
+
+USES = {
+    Signals.AUTO: None,
+    Signals.SATURATION: (Signal.SATURATION,),
+    Signals.REQUESTS: (Signal.REQUESTS,),
+    Signals.BOTH: (Signal.SATURATION, Signal.REQUESTS),
+}
+
+
+def simulate(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Realtime traffic: requests with tokens (CSV), or running requests over time "
+            "(CSV, Prometheus range query). Default: 900 s of a production chat service.",
+            show_default=False,
+        ),
+    ] = None,
+    slots: Annotated[int, typer.Option(min=1, help="Capacity in requests, as configured.")] = 64,
+    scrape: Annotated[float, typer.Option(min=0.01, help="Seconds between two scrapes.")] = 1.0,
+    lag: Annotated[float, typer.Option(min=0.0, help="Seconds until a scrape is known.")] = 0.05,
+    reserve: Annotated[
+        float, typer.Option(min=0.0, max=0.99, help="The share that batch work never takes.")
+    ] = 0.05,
+    policy: Annotated[
+        str, typer.Option(help=f"all, or some of {', '.join(Name)}; separated by commas.")
+    ] = "all",
+    seconds: Annotated[
+        float | None, typer.Option(min=1.0, help="How long. Default: the whole trace.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the timeline into this file (png, svg, pdf).")
+    ] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: Annotated[int, typer.Option(help="Another seed, other batch requests.")] = 0,
+    jitter: Annotated[
+        float, typer.Option(min=0.0, max=0.99, help="Scrapes come up to this share of their interval late.")
+    ] = 0.0,
+    flush: Annotated[
+        float, typer.Option(min=0.0, help="The EPP renews its averages this often, e.g. 5; 0: always fresh.")
+    ] = 0.0,
+    detector: Annotated[
+        Detector, typer.Option(help="What the EPP's saturation is computed with; utilization is its default.")
+    ] = Detector.CONCURRENCY,
+    signals: Annotated[Signals, typer.Option(help="What the dispatcher reads.")] = Signals.AUTO,
+    kv_full: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="KV cache in use with every slot taken, for the utilization detector."
+        ),
+    ] = 0.1,
+    true_slots: Annotated[
+        int | None, typer.Option(min=1, help="What the pool really takes, where the configuration is wrong.")
+    ] = None,
+    queue_limit: Annotated[
+        int | None, typer.Option(min=0, help="So many may wait in the EPP; the next one gets a 429.")
+    ] = None,
+    pods: Annotated[int, typer.Option(min=1, help="Pods that the slots are spread over.")] = 1,
+    pods_at: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TIME:PODS", help="From then on there are so many pods; may be repeated."),
+    ] = None,
+    outage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FROM:UNTIL", help="The gateway is away (seconds); may be repeated."),
+    ] = None,
+    metrics_gap: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FROM:UNTIL", help="Scrapes fail (seconds); may be repeated."),
+    ] = None,
+    max_age: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1, help="signals.max_age_s. Default: 10 for fresh readings, else 60.", show_default=False
+        ),
+    ] = None,
+    replicas: Annotated[int, typer.Option(min=1, help="Dispatchers that share the queue.")] = 1,
+    kill: Annotated[
+        list[float] | None,
+        typer.Option(metavar="TIME", help="A replica is killed then, and replaced; may be repeated."),
+    ] = None,
+    lease: Annotated[float, typer.Option(min=0.1, help="queue.lease_s, for killed replicas.")] = 30.0,
+) -> None:
+    """Try batch work on a pool in virtual time, before you install anything.
+
+    One row per policy: what it harvests, and what realtime pays for it.
+    """
+    from dispatcher.sim import plot as picture
+    from dispatcher.sim.report import compare, legend, table
+
+    names = _policies(policy)
+    if plot is not None and not picture.available():
+        _fail(f"--plot needs matplotlib: {picture.INSTALL}", code=1)
+    try:
+        traffic = load(trace or BUNDLED, slots=slots, seed=seed)
+    except TraceError as error:
+        _fail(str(error))
+    setting = Setting(
+        slots=slots,
+        true_slots=true_slots,
+        scrape_s=scrape,
+        lag_s=lag,
+        jitter=jitter,
+        flush_s=flush,
+        detector=detector,
+        signals=USES[signals],
+        kv_full=kv_full,
+        reserve=reserve,
+        max_age_s=max_age,
+        seconds=_seconds(seconds, traffic.seconds),
+        seed=seed,
+        queue_limit=queue_limit,
+        pods=pods,
+        pods_at=[(at, _pods(value)) for at, value in _pairs("--pods-at", pods_at)],
+        outages=_stretches("--outage", outage),
+        gaps=_stretches("--metrics-gap", metrics_gap),
+        replicas=replicas,
+        deaths=kill or (),
+        lease_s=lease,
+    )
+    if detector is Detector.UTILIZATION and Signal.REQUESTS not in setting.uses:
+        warning = (
+            "warning: the utilization detector is a pressure score that can read near 0 while every slot is "
+            "taken; alone it cannot keep the reserve. Use --signals both, as signals.use: auto does"
+        )
+        typer.secho(warning, err=True, fg=typer.colors.YELLOW)
+    with _progress() as progress:
+        comparison = compare(setting, traffic, names, progress=progress)
+    if json_output:
+        typer.echo(json.dumps(comparison.as_json(), indent=2, ensure_ascii=False))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console = Console(highlight=False, width=200)
+        console.print(table(comparison, boxed=console.is_terminal))
+        console.print(legend(comparison), style="dim", soft_wrap=True)
+    if plot is not None:
+        try:
+            picture.draw(comparison, plot)
+        except (OSError, ValueError) as error:
+            _fail(f"{plot}: {error}", code=1)
+        typer.echo(f"timeline drawn into {plot}", err=True)
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    typer.secho(message, err=True, fg=typer.colors.RED)
+    raise typer.Exit(code)
+
+
+def _seconds(wanted: float | None, there: float) -> float:
+    if wanted is not None and wanted > there + 1.0:
+        _fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long")
+    return wanted if wanted is not None else max(1.0, float(round(there)))
+
+
+def _policies(wanted: str) -> Sequence[Name]:
+    if wanted.strip() == "all":
+        return list(Name)
+    try:
+        return [Name(name.strip()) for name in wanted.split(",")]
+    except ValueError as error:
+        _fail(f"--policy {wanted}: {error}; there are all, {', '.join(Name)}")
+
+
+def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
+    pairs = []
+    for value in values or ():
+        try:
+            first, second = (float(part) for part in value.split(":"))
+        except ValueError:
+            _fail(f"{option} {value}: two numbers with a colon between them are needed, such as 300:360")
+        if first < 0:
+            _fail(f"{option} {value}: the simulation starts at 0")
+        pairs.append((first, second))
+    return sorted(pairs)
+
+
+def _stretches(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
+    pairs = _pairs(option, values)
+    for start, end in pairs:
+        if not start < end:
+            _fail(f"{option} {start:g}:{end:g}: ends before it starts")
+    for (_, end), (start, _) in itertools.pairwise(pairs):
+        if start < end:
+            _fail(f"{option}: two of them overlap at {start:g}")
+    return pairs
+
+
+def _pods(value: float) -> int:
+    if value < 0 or value != int(value):
+        _fail(f"--pods-at: {value:g} is not a number of pods")
+    return int(value)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Name, float], None]]:
+    """A bar on stderr, if that is a terminal and the work takes long enough to wonder."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("simulating", total=1.0)
+    begun = time.monotonic()
+
+    def report(name: Name, share: float) -> None:
+        if not bar.live.is_started and time.monotonic() - begun > PATIENCE_S:
+            bar.start()
+        bar.update(task, completed=share, description=f"simulating {name.value}")
+
+    try:
+        yield report
+    finally:
+        bar.stop()

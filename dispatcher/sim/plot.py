@@ -1,0 +1,145 @@
+"""The timeline of a comparison as a picture: who held the pool's slots, and what the policy allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from dispatcher.core.budget import Reason
+from dispatcher.sim.experiment import Moment, Name, Run
+from dispatcher.sim.report import Comparison, Row
+
+INSTALL = "pip install 'batch-dispatcher[plots]'"
+INK, FAINT, PAPER = "#1f2933", "#7b8794", "#ffffff"
+BATCH, REALTIME, LIMIT, CLOSED = "#7fc8a9", "#4f7cac", "#d9480f", "#c92a2a"
+TITLES = {
+    Name.LAW: "this dispatcher",
+    Name.ALL_KNOWING: "all-knowing: sees everything at once",
+    Name.POINT: "point: H added to what it had out",
+    Name.CAP: "cap: H as a cap on its own requests",
+    Name.LITERAL: "literal: sends H once a reading",
+    Name.MULTIPLIER: "multiplier: budget × batch each poll",
+    Name.NONE: "no batch work",
+}
+
+
+def available() -> bool:
+    """Whether there is something to draw with (the extra `plots`)."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(comparison: Comparison, path: Path) -> None:
+    """Write the picture; its suffix says the format (png, svg, pdf). Raises OSError, and ValueError for a
+    suffix that stands for no format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    first = (Name.LAW, Name.ALL_KNOWING)
+    pairs = sorted(
+        zip(comparison.runs, comparison.rows, strict=True),
+        key=lambda pair: first.index(pair[0].name) if pair[0].name in first else len(first),
+    )
+    heights = [1.7 if run.name is Name.LAW or len(pairs) == 1 else 1.0 for run, _ in pairs]
+    figure = Figure(figsize=(12.0, 1.3 + 1.75 * sum(heights)), dpi=110, facecolor=PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(h_pad=0.09, w_pad=0.06)
+    panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    for panel, (run, row) in zip(panels, pairs, strict=True):
+        _panel(panel, run, row, comparison.setting.reserve)
+    panels[-1].set_xlabel("seconds", color=FAINT, fontsize=9)
+    setting = comparison.setting
+    figure.suptitle(
+        f"{comparison.trace} on {setting.real_slots} slots, a scrape every {setting.scrape_s:g} s "
+        f"known {setting.lag_s:g} s later",
+        x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold",
+    )  # fmt: skip
+    handles = {
+        label: handle
+        for panel in panels
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles),
+        frameon=False, fontsize=9, labelcolor=INK,
+    )  # fmt: skip
+    # Without a date in it, the same run gives the same bytes.
+    kind = path.suffix.lower().lstrip(".") or "png"
+    figure.savefig(path, format=kind, metadata={"Date": None} if kind == "svg" else None)
+
+
+def _panel(panel: Any, run: Run, row: Row, reserve: float) -> None:
+    moments = run.moments
+    at = [moment.state.at for moment in moments]
+    slots = [moment.state.slots for moment in moments]
+    batch = [moment.state.batch_running + moment.state.batch_waiting for moment in moments]
+    total = [moment.state.running + moment.state.waiting for moment in moments]
+    most = max(slots)
+    top = most * 1.28 if max(total) <= 1.28 * most else min(max(total), 2.2 * most)
+    panel.fill_between(at, 0, batch, step="post", color=BATCH, linewidth=0, label="batch")
+    panel.fill_between(at, batch, total, step="post", color=REALTIME, linewidth=0, label="realtime")
+    panel.step(at, slots, where="post", color=INK, linewidth=1.3, label="capacity")
+    room = [count * (1 - reserve) for count in slots]
+    panel.step(
+        at, room, where="post", color=INK, linewidth=0.9, linestyle=(0, (4, 3)), label="capacity − reserve"
+    )
+    if any(moment.limit is not None for moment in moments):
+        limits = [float("nan") if m.limit is None else m.limit for m in moments]
+        panel.step(at, limits, where="post", color=LIMIT, linewidth=1.1, label="limit on batch")
+    _shade(panel, moments, at[-1] - at[0])
+    panel.set_xlim(at[0], at[-1])
+    panel.set_ylim(0, top)
+    if max(total) > top:
+        panel.text(
+            0.995, 0.9, f"up to {max(total)} requests, cut off here", transform=panel.transAxes,
+            ha="right", va="top", fontsize=8, color=PAPER, fontweight="bold",
+            bbox={"boxstyle": "round,pad=0.3", "facecolor": INK, "edgecolor": "none", "alpha": 0.75},
+        )  # fmt: skip
+    panel.set_title(TITLES[run.name], loc="left", fontsize=10.5, color=INK, fontweight="bold")
+    panel.set_title(_figures(row), loc="right", fontsize=9, color=FAINT)
+    panel.set_ylabel("requests", color=FAINT, fontsize=9)
+    panel.tick_params(colors=FAINT, labelsize=8, length=0)
+    panel.grid(visible=True, axis="y", color="#e4e7eb", linewidth=0.6)
+    panel.set_axisbelow(True)
+    for side in ("top", "right", "left"):
+        panel.spines[side].set_visible(False)
+    panel.spines["bottom"].set_color("#cbd2d9")
+
+
+def _figures(row: Row) -> str:
+    parts = []
+    if row.policy is not Name.NONE and row.harvest is not None:
+        parts.append(f"harvest {row.harvest:.2f}")
+    parts.append(f"over {row.over_mean:.1f}, worst {row.over_worst:.0f}")
+    if row.wait_p99_s is not None:
+        parts.append(f"realtime wait p99 {row.wait_p99_s:.2f} s")
+    if row.latency_p50_ratio is not None:
+        parts.append(f"median latency {row.latency_p50_ratio:.2f} ×")
+    if row.refused:
+        parts.append(f"{row.refused:,} × 429")
+    return "   ·   ".join(parts)
+
+
+def _shade(panel: Any, moments: Sequence[Moment], width_s: float) -> None:
+    """Closed periods, with their reason where there is space for it."""
+    labelled = False
+    for reason, start, end in _closed(moments):
+        panel.axvspan(start, end, color=CLOSED, alpha=0.16, linewidth=0, label=None if labelled else "closed")
+        labelled = True
+        if end - start > 0.03 * width_s:
+            panel.text(
+                (start + end) / 2, 0.97, reason.value, transform=panel.get_xaxis_transform(),
+                ha="center", va="top", fontsize=8.5, color=CLOSED, fontweight="bold",
+            )  # fmt: skip
+
+
+def _closed(moments: Sequence[Moment]) -> Iterator[tuple[Reason, float, float]]:
+    since, reason = 0.0, None
+    for moment in moments:
+        if moment.closed is not reason:
+            if reason is not None:
+                yield reason, since, moment.state.at
+            since, reason = moment.state.at, moment.closed
+    if reason is not None:
+        yield reason, since, moments[-1].state.at
