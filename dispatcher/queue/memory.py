@@ -243,9 +243,9 @@ class MemoryQueue:
 
     def _room(self, permit: Permit, now: float) -> int:
         store = self.store
-        shared = self._believe(permit)
         if store._pause is not None:
             return 0
+        shared = self._believe(permit)
         overload = store._overload
         if overload is not None and (now < overload.until or self._theirs(permit.read_at) <= overload.at):
             return 0

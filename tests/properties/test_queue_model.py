@@ -1,0 +1,613 @@
+"""The real scripts against the queue in memory: any interleaving of steps by several owners, step by step.
+
+Every step is done to both, and must say the same; after each, what lies in Redis is compared with what the
+twin holds, and with a ledger that knows nothing of either. Each owner runs on an event loop whose clock
+stands far apart from the others'. Time does not pass by itself here (leases and delays are far longer than a
+run): it is moved by hand, on the documented keys in Redis and on what stands for them in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from dispatcher.core.request import answered
+from dispatcher.ports import (
+    Burial,
+    Claimed,
+    Lease,
+    Leases,
+    Overload,
+    Permit,
+    Release,
+    Renewed,
+    Settlement,
+    Shared,
+    Submission,
+)
+from dispatcher.queue.keys import Names
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.store import Place
+from tests.queue.known import assert_only_known_keys
+from tests.queue.servers import Server, server
+
+OWNERS = 3
+CLOCKS_APART_S = (0.0, 1_000_000.0, -500_000.0)
+LEASE_S = 3000.0
+DEAD_MAX = 3
+LISTS = ("", "l:{m}:1", "l:{m}:2", "m:{m}:q:leases")
+"""The default, two of the requests' own, and one that takes no results."""
+NAMES = Names("m:{m}:q", "m:{m}:results")
+UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
+BAND = 10**11
+
+
+class ApartLoop(asyncio.SelectorEventLoop):
+    """An event loop on another machine, as far as its clock tells."""
+
+    apart_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.apart_s
+
+
+class LossyRedis(redis.asyncio.Redis):
+    """A connection that may break after a script ran and before its reply came."""
+
+    lose_next = False
+
+    async def execute_command(self, *args: Any, **options: Any) -> Any:
+        reply = await super().execute_command(*args, **options)
+        if self.lose_next and args[0] in ("EVALSHA", "EVAL"):
+            self.lose_next = False
+            raise redis.ConnectionError("the reply was lost")
+        return reply
+
+
+@dataclass
+class Bench:
+    """What all runs share: one server, and one loop and connection per owner."""
+
+    raw: redis.Redis
+    loops: list[ApartLoop]
+    clients: list[LossyRedis]
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with _valkey() as running:
+        socket = str(running.directory / "s")
+        loops, clients = [], []
+        for apart_s in CLOCKS_APART_S:
+            loop = ApartLoop()
+            loop.apart_s = apart_s
+            loops.append(loop)
+            retry = Retry(NoBackoff(), 0)
+            clients.append(LossyRedis(unix_socket_path=socket, protocol=2, retry=retry))
+        with redis.Redis(unix_socket_path=socket) as raw:
+            yield Bench(raw, loops, clients)
+        for loop, client in zip(loops, clients, strict=True):
+            loop.run_until_complete(client.aclose())
+            loop.close()
+
+
+@contextmanager
+def _valkey() -> Iterator[Server]:
+    # Not pytest's directory: its names are too long for a socket.
+    directory = Path(mkdtemp(prefix="model-"))
+    with server("valkey", directory, "--unixsocket", str(directory / "s")) as running:
+        yield running
+    for file in directory.iterdir():
+        file.unlink()
+    directory.rmdir()
+
+
+@dataclass(frozen=True)
+class Held:
+    """One lease, as Redis and as memory told it."""
+
+    real: Lease
+    twin: Lease
+
+
+def alike(real: Lease, twin: Lease) -> None:
+    assert replace(real, token="") == replace(twin, token="")
+
+
+class QueueModel(RuleBasedStateMachine):
+    """One run: an empty queue, in Redis and in memory."""
+
+    bench: Bench
+
+    @initialize()
+    def begin(self) -> None:
+        self.bench.raw.flushall()
+        self.began_at = time.time()
+        # Redis TIME and time.time() are one clock on one machine: the twin's time is Redis's.
+        self.store = MemoryStore(
+            time.time, lease_s=LEASE_S, name=NAMES.queue, results=NAMES.results, dead_max=DEAD_MAX
+        )
+        self.real: list[RedisQueue] = []
+        self.twin: list[MemoryQueue] = []
+        for number, (loop, client) in enumerate(zip(self.bench.loops, self.bench.clients, strict=True)):
+            client.lose_next = False
+            queue = RedisQueue(client, NAMES, f"owner-{number}", lease_s=LEASE_S, dead_max=DEAD_MAX)
+            self.real.append(queue)
+            self.twin.append(MemoryQueue(self.store, f"owner-{number}", clock=loop.time))
+            for _ in range(3):  # know the server's clock well
+                loop.run_until_complete(queue.renew([]))
+        self.known: list[list[Held]] = [[] for _ in range(OWNERS)]
+        self.ended: list[Held] = []
+        self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
+        self.written: Counter[tuple[str, bytes]] = Counter()
+        self.accepted = self.finished = self.serial = 0
+        self.permits: set[int] = set()
+
+    def both(
+        self, owner: int, step: Callable[[Any, int], Awaitable[Any]], lose: bool = False
+    ) -> tuple[Any, Any]:
+        """Do a step on Redis (where `lose`, its first reply is lost) and in memory, as one owner."""
+        loop = self.bench.loops[owner]
+        self.bench.clients[owner].lose_next = lose
+        real = loop.run_until_complete(step(self.real[owner], 0))
+        self.bench.clients[owner].lose_next = False
+        return real, loop.run_until_complete(step(self.twin[owner], 1))
+
+    def at(self, owner: int, rank: int) -> float:
+        """A moment of the past, on the owner's clock; ranks are far enough apart for any measuring error."""
+        return self.began_at - 2000 + rank - (time.time() - self.bench.loops[owner].time())
+
+    def permit(self, owner: int, limit: int, rank: int) -> Permit:
+        while rank in self.permits:  # two readings of one moment would be the same one, or nearly
+            rank += 1
+        self.permits.add(rank)
+        return Permit(limit, self.at(owner, rank), self.store._lost)
+
+    def same_facts(self, owner: int, real: Claimed | Renewed, twin: Claimed | Renewed) -> None:
+        self.same_count(real.count, twin.count)
+        self.same_shared(real.shared, twin.shared)
+
+    @staticmethod
+    def same_count(real: Leases, twin: Leases) -> None:
+        assert (real.live, real.others, real.lost) == (twin.live, twin.others, twin.lost)
+        assert real.at == pytest.approx(twin.at, abs=0.3)
+
+    @staticmethod
+    def same_shared(real: Shared, twin: Shared) -> None:
+        assert (real.limit, real.prober, real.paused) == (twin.limit, twin.prober, twin.paused)
+        if real.limit is not None:
+            assert real.read_at == pytest.approx(twin.read_at, abs=0.3)
+        assert (real.overload is None) == (twin.overload is None)
+        if real.overload is not None and twin.overload is not None:
+            a, b = real.overload, twin.overload
+            assert (a.capacity, a.in_flight) == (b.capacity, b.in_flight)
+            assert (a.at, a.until) == pytest.approx((b.at, b.until), abs=0.3)
+
+    owners = st.integers(0, OWNERS - 1)
+    lost = st.integers(0, 19).map(lambda number: number == 0)
+    ranks = st.integers(0, 900)
+    members = st.binary(max_size=2)
+    scores = st.one_of(
+        st.sampled_from([0.0, -5.0, 0.5, 1e12, float("inf"), float("-inf"), 1_700_000_000.25]),
+        st.builds(
+            lambda band, at: float(band * BAND + at), st.integers(0, 2), st.sampled_from([1000, 4 * 10**9])
+        ),
+    )
+
+    @rule(score=scores, member=members)
+    def zadd(self, score: float, member: bytes) -> None:
+        """A foreign producer."""
+        new = self.store.add(member, score)
+        assert self.bench.raw.zadd(NAMES.queue, {member: score}) == new
+        self.accepted += new
+
+    @rule(owner=owners, number=st.integers(0, 2), deadline=st.sampled_from([1000, 4 * 10**9]), lose=lost)
+    def submit(self, owner: int, number: int, deadline: int, lose: bool) -> None:
+        self.serial += 1
+        request = {"id": f"r-{number}", "deadline": deadline, "payload": {"n": self.serial}}
+        token = f"t-{self.serial}"
+        member = {"internal": {"request_token": token}, "request_kind": "redis", "data": request}
+        raw = json.dumps(member).encode()
+        submission = Submission(raw, deadline, f"r-{number}", token, 4 * 10**9)
+        real, twin = self.both(
+            owner, lambda queue, which: (queue, self.store)[which].submit([submission]), lose
+        )
+        assert real == twin
+        self.accepted += twin
+
+    def claimed(self, owner: int, real: Claimed, twin: Claimed) -> None:
+        assert len(real.leases) == len(twin.leases)
+        for one, other in zip(real.leases, twin.leases, strict=True):
+            alike(one, other)
+        assert real.waiting == twin.waiting
+        self.same_facts(owner, real, twin)
+        known = {held.real.token for held in self.known[owner]}
+        self.known[owner] += [
+            Held(one, other)
+            for one, other in zip(real.leases, twin.leases, strict=True)
+            if one.token not in known
+        ]
+
+    @rule(
+        owner=owners,
+        most=st.integers(0, 6),
+        limit=st.integers(0, 8),
+        rank=ranks,
+        suspects=st.integers(0, 2),
+        lose=lost,
+    )
+    def claim(self, owner: int, most: int, limit: int, rank: int, suspects: int, lose: bool) -> None:
+        self.serial += 1
+        nonce = f"n-{self.serial}"
+        self.nonces[owner] = (nonce, False)
+        permit = self.permit(owner, limit, rank)
+        real, twin = self.both(
+            owner, lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects), lose
+        )
+        self.claimed(owner, real, twin)
+        if real.leases:
+            assert len(real.leases) <= most
+            assert real.count.live <= limit
+            assert real.count.live <= real.shared.limit
+            assert not real.shared.paused
+            order = [(lease.score, lease.member) for lease in real.leases]
+            assert order == sorted(order)
+
+    @rule(owner=owners, lose=lost)
+    def claim_again(self, owner: int, lose: bool) -> None:
+        """The reply to the last claim was lost, its time-out passed, and the caller repeats it."""
+        nonce, probing = self.nonces[owner]
+        if not nonce:
+            return
+        before = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
+        permit = self.permit(owner, 8, 900)
+        if probing:
+            real, twin = self.both(owner, lambda queue, _: queue.probe(nonce), lose)
+        else:
+            real, twin = self.both(owner, lambda queue, _: queue.claim(5, nonce, permit), lose)
+        self.claimed(owner, real, twin)
+        assert real.count.live == before
+
+    @rule(owner=owners, lose=lost)
+    def probe(self, owner: int, lose: bool) -> None:
+        self.serial += 1
+        nonce = f"n-{self.serial}"
+        self.nonces[owner] = (nonce, True)
+        real, twin = self.both(owner, lambda queue, _: queue.probe(nonce), lose)
+        self.claimed(owner, real, twin)
+
+    def pick(self, owner: int, data: st.DataObject, most: int = 4) -> list[Held]:
+        """Some leases the owner holds or thinks it holds, or ended ones, each once."""
+        pool = self.known[owner] + self.ended[-4:]
+        if not pool:
+            return []
+        at = st.lists(st.integers(0, len(pool) - 1), max_size=most, unique=True)
+        return [pool[number] for number in data.draw(at)]
+
+    def drop(self, owner: int, held: Sequence[Held]) -> None:
+        self.known[owner] = [one for one in self.known[owner] if one not in held]
+        self.ended += [one for one in held if one not in self.ended]
+
+    def end(self, held: Held, name: str, which: int, request: tuple[str, str]) -> Settlement:
+        self.serial += which
+        result = answered(request[0] or "r", 200, b"%d" % held.real.entry)
+        return Settlement((held.real, held.twin)[which], result, name, *request)
+
+    @rule(data=st.data(), owner=owners, lose=lost, bury=st.booleans())
+    def settle(self, data: st.DataObject, owner: int, lose: bool, bury: bool) -> None:
+        """Answer some, or bury them. What ended before stays ended."""
+        chosen = sorted(self.pick(owner, data), key=lambda held: held.real.entry)
+        lists = [data.draw(st.sampled_from(LISTS)) for _ in chosen]
+        requests = [_request_of(held.real.member) for held in chosen]
+        ends = [
+            [self.end(*each, which, request) for *each, request in zip(chosen, lists, requests, strict=True)]
+            for which in (0, 1)
+        ]
+        if bury:
+            burials = [[Burial(end, "why") for end in side] for side in ends]
+            real, twin = self.both(owner, lambda queue, which: queue.bury(burials[which]), lose)
+        else:
+            real, twin = self.both(owner, lambda queue, which: queue.settle(ends[which]), lose)
+        assert list(real) == list(twin)
+        for said, end in zip(real, ends[0], strict=True):
+            if said == "done":
+                self.written[end.results or NAMES.results, end.result] += 1
+            if said != "lost" and not bury:
+                self.finished += 1
+        self.drop(owner, chosen)
+
+    @rule(data=st.data(), owner=owners, lose=lost)
+    def release(self, data: st.DataObject, owner: int, lose: bool) -> None:
+        flags = st.fixed_dictionaries(
+            {
+                "delay_s": st.sampled_from([0.0, 1000.0]),
+                "attempt": st.booleans(),
+                "refusal": st.booleans(),
+                "undelivered": st.booleans(),
+            }
+        )
+        chosen = self.pick(owner, data)
+        said = [data.draw(flags) for _ in chosen]
+        releases = [
+            [Release((held.real, held.twin)[which], **each) for held, each in zip(chosen, said, strict=True)]
+            for which in (0, 1)
+        ]
+        real, twin = self.both(owner, lambda queue, which: queue.release(releases[which]), lose)
+        assert list(real) == list(twin)
+        self.drop(owner, chosen)
+
+    @rule(owner=owners, lose=lost)
+    def renew(self, owner: int, lose: bool) -> None:
+        mine = self.known[owner] + self.ended[-3:]
+        sides = [[held.real for held in mine], [held.twin for held in mine]]
+        real, twin = self.both(owner, lambda queue, which: queue.renew(sides[which]), lose)
+        assert sorted(real.lost) == sorted(twin.lost)
+        self.same_facts(owner, real, twin)
+        self.drop(owner, [held for held in self.known[owner] if held.real.entry in real.lost])
+
+    @rule(
+        owner=owners,
+        limit=st.integers(0, 8),
+        rank=ranks,
+        overload=st.one_of(
+            st.none(), st.tuples(ranks, st.sampled_from([0.0, 9000.0]), st.booleans(), st.integers(0, 9))
+        ),
+        lose=lost,
+    )
+    def share(
+        self,
+        owner: int,
+        limit: int,
+        rank: int,
+        overload: tuple[int, float, bool, int] | None,
+        lose: bool,
+    ) -> None:
+        told = None
+        if overload is not None:
+            # Half way between any two readings, and each once: equality is the conformance suite's business.
+            seen, lasts_s, capacity, in_flight = overload
+            while seen in self.permits:
+                seen += 1
+            self.permits.add(seen)
+            at = self.at(owner, seen)
+            told = Overload(at, at + lasts_s, capacity, in_flight)
+        permit = self.permit(owner, limit, rank)
+        real, twin = self.both(owner, lambda queue, _: queue.share(permit, told), lose)
+        self.same_facts(owner, real, twin)
+
+    @rule(owner=owners)
+    def crash(self, owner: int) -> None:
+        """The process is gone, and what it knew; its successor has its name."""
+        self.drop(owner, self.known[owner])
+        self.nonces[owner] = ("", False)
+
+    @rule(data=st.data())
+    def time_of_some_leases_runs_out(self, data: st.DataObject) -> None:
+        if held := sorted(self.store._held):
+            self._run_out(data.draw(st.lists(st.sampled_from(held), unique=True)))
+
+    def _run_out(self, entries: Sequence[int]) -> None:
+        key = f"{NAMES.prefix}:leases"
+        for entry in entries:
+            held = self.store._held[entry]
+            held.expires_at = 0.0
+            heapq.heappush(self.store._expiries, (0.0, entry))
+            assert self.bench.raw.zadd(key, {f"{entry}:{held.owner}": 0.0}, xx=True, ch=True) in (0, 1)
+
+    @rule()
+    def all_delays_pass(self) -> None:
+        key = f"{NAMES.prefix}:delayed"
+        if delayed := self.bench.raw.zrange(key, 0, -1):
+            self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
+        heap = self.store._delayed._heap
+        self.store._delayed._heap = [(0.0, *item[1:]) for item in heap]
+        heapq.heapify(self.store._delayed._heap)
+
+    @rule()
+    def retry_after_passes(self) -> None:
+        if self.store._overload is not None:
+            self.store._overload = replace(self.store._overload, until=0.0)
+            self.bench.raw.hset(f"{NAMES.prefix}:control", "overload_until", "0")
+
+    @rule()
+    def redis_is_away_for_longer_than_a_lease(self) -> None:
+        if self.store._tick is not None:
+            self.store._tick -= 2 * LEASE_S
+            self._move_control("tick", -2 * LEASE_S)
+        self._run_out(sorted(self.store._held))
+
+    @rule()
+    def third_of_a_lease_passes(self) -> None:
+        self.store._quiet_until -= LEASE_S / 3 + 1
+        self._move_control("quiet_until", -LEASE_S / 3 - 1)
+
+    def _move_control(self, field: str, seconds: float) -> None:
+        key = f"{NAMES.prefix}:control"
+        if (at := self.bench.raw.hget(key, field)) is not None:
+            self.bench.raw.hset(key, field, f"{float(at) + seconds:.6f}")
+
+    @rule(owner=owners, lose=lost)
+    def sweep(self, owner: int, lose: bool) -> None:
+        real, twin = self.both(owner, lambda queue, _: queue.sweep())
+        assert (real.reclaimed, real.due) == (twin.reclaimed, twin.due)
+        assert (real.next_due_at is None) == (twin.next_due_at is None)
+
+    @rule(owner=owners)
+    def pause(self, owner: int) -> None:
+        self.both(owner, lambda queue, which: (queue, self.store)[which].pause("me", "why"))
+
+    @rule(owner=owners)
+    def resume(self, owner: int) -> None:
+        self.both(owner, lambda queue, which: (queue, self.store)[which].resume())
+
+    @rule(owner=owners, lose=lost)
+    def expire(self, owner: int, lose: bool) -> None:
+        """Whatever both call expired, in as many calls as that takes; and again, which does nothing."""
+        found: list[dict[tuple[str, bytes], Any]] = [{}, {}]
+
+        async def look(queue: Any, which: int) -> None:
+            for _ in range(6):
+                for one in await queue.expired(20):
+                    found[which][one.place, one.member] = one
+
+        self.both(owner, look)
+        real, twin = (list(side.values()) for side in found)
+        assert {one.member for one in real} == {one.member for one in twin}
+        items = [[(one, Settlement(UNLEASED, b"gone", "")) for one in side] for side in (real, twin)]
+        done = self.both(owner, lambda queue, which: queue.expire(items[which]), lose)
+        assert done[0] == done[1]
+        self.written[NAMES.results, b"gone"] += done[0]
+        self.finished += done[0]
+        assert self.both(owner, lambda queue, which: queue.expire(items[which])) == (0, 0)
+
+    @precondition(lambda self: self.store._dead)
+    @rule(data=st.data(), owner=owners, purge=st.booleans(), lose=lost)
+    def decide_about_the_dead(self, data: st.DataObject, owner: int, purge: bool, lose: bool) -> None:
+        entries = data.draw(st.lists(st.sampled_from([*self.store._dead, 10**6]), unique=True))
+        dead = self.store._counts().dead
+        pending = self.store._counts().pending
+        if purge:
+            real, twin = self.both(
+                owner, lambda queue, which: (queue, self.store)[which].dead_purge(entries), lose
+            )
+        else:
+            real, twin = self.both(
+                owner, lambda queue, which: (queue, self.store)[which].dead_requeue(entries, 4 * 10**9)
+            )
+        assert real == twin or (lose and purge)
+        assert self.store._counts().dead == dead - twin
+        # Requeued into an identical pending member, it is that same request.
+        self.finished += dead + pending - self.store._counts().dead - self.store._counts().pending
+
+    @rule(owner=owners, number=st.integers(0, 2))
+    def cancel(self, owner: int, number: int) -> None:
+        real, twin = self.both(owner, lambda queue, which: (queue, self.store)[which].cancel(f"r-{number}"))
+        assert real == twin
+
+    @invariant()
+    def every_request_is_in_exactly_one_place(self) -> None:
+        places = self.real_places()
+        assert places == {
+            entry.id: (entry.place.value, entry.member, entry.score) for entry in self.store._entries.values()
+        }
+        pending = dict(self.bench.raw.zrange(NAMES.queue, 0, -1, withscores=True))
+        assert pending == {member: entry.score for member, entry in self.store._pending.items()}
+        dropped = self.store.dead_dropped
+        assert self.accepted == self.finished + dropped + len(places) + len(pending)
+
+    def real_places(self) -> dict[int, tuple[str, bytes, float]]:
+        """Where each claimed request lies in Redis; fails on one that lies in two places, or in none."""
+        raw, prefix = self.bench.raw, NAMES.prefix
+        pipe = raw.pipeline(transaction=False)
+        for suffix in ("returned", "suspects", "delayed:order", "leases", "dead"):
+            pipe.zrange(f"{prefix}:{suffix}", 0, -1, withscores=True)
+        pipe.zrange(f"{prefix}:delayed", 0, -1)
+        pipe.hgetall(f"{prefix}:members")
+        pipe.hkeys(f"{prefix}:entries")
+        returned, suspects, order, leases, dead, delayed, members, entries = pipe.execute()
+        found: list[tuple[int, str]] = []
+        found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in [*returned, *suspects]]
+        found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
+        found += [(int(name.partition(b":")[0]), Place.LEASED.value) for name, _ in leases]
+        found += [(int(entry), Place.DEAD.value) for entry, _ in dead]
+        places = dict(found)
+        assert len(places) == len(found)
+        assert {int(name) for name in delayed} == {entry for entry, at in found if at == "delayed"}
+        assert {int(entry) for entry in members} == {int(entry) for entry in entries} == set(places)
+        scores = {int(seat[-16:]): score for seat, score in [*returned, *suspects, *order]}
+        return {
+            entry: (place, members[b"%d" % entry], scores.get(entry, self.store._entries[entry].score))
+            for entry, place in places.items()
+        }
+
+    @invariant()
+    def order_is_by_score_then_bytes(self) -> None:
+        loop = self.bench.loops[0]
+        line = list(loop.run_until_complete(self.real[0].peek(1000)))
+        assert line == sorted(line)
+        assert line == list(loop.run_until_complete(self.store.peek(1000)))
+
+    @invariant()
+    def each_result_is_there_exactly_once(self) -> None:
+        found: Counter[tuple[str, bytes]] = Counter()
+        refused = 0
+        for name in (NAMES.results, *LISTS[1:3]):
+            results = self.bench.raw.lrange(name, 0, -1)
+            assert sorted(results) == sorted(self.store.lists.get(name, ()))
+            for result in results:
+                if b'"error_code":"INVALID_REQUEST"' in result:
+                    refused += 1
+                else:
+                    found[name, result] += 1
+        assert found == self.written
+
+    @invariant()
+    def markers_are_the_same(self) -> None:
+        for number in range(3):
+            for kind, twins in (("active", self.store._active), ("cancel", self.store._cancel)):
+                value = self.bench.raw.get(f"request-{kind}:r-{number}")
+                twin = self.store._value(twins, f"r-{number}")
+                assert (None if value is None else value.decode()) == twin
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            loop = self.bench.loops[0]
+            loop.run_until_complete(assert_only_known_keys(self.bench.clients[0], NAMES, *LISTS[1:3]))
+
+
+@cache
+def _request_of(member: bytes) -> tuple[str, str]:
+    """Id and token of a member of ours; a foreign one here is a few bytes and has none."""
+    try:
+        fields = json.loads(member)
+        return fields["data"]["id"], fields["internal"]["request_token"]
+    except (ValueError, TypeError, KeyError):
+        return "", ""
+
+
+def _run(bench: Bench, examples: int, steps: int) -> None:
+    from hypothesis.stateful import run_state_machine_as_test
+
+    machine = type("BoundModel", (QueueModel,), {"bench": bench})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.timeout(300)
+def test_scripts_do_what_the_twin_does(bench: Bench) -> None:
+    _run(bench, examples=60, steps=40)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_scripts_do_what_the_twin_does_at_length(bench: Bench) -> None:
+    _run(bench, examples=3000, steps=80)
