@@ -44,12 +44,13 @@ coverage: setup ## Hold the core to 99 % of its lines and branches
 	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties \
 		--cov=dispatcher.core --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=99
 
+# All of them run, so that one failure does not hide another.
 check: setup ## Check format, lint, types, import contracts, generated pages
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python docs/generate.py --check
+	@status=0; \
+	for check in "ruff format --check ." "ruff check ." mypy "lint-imports --no-logo" "python docs/generate.py --check"; do \
+		echo "$$check"; $(BIN)/$$check || status=1; \
+	done; \
+	exit $$status
 
 format: setup ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix --quiet .
