@@ -8,7 +8,6 @@ import contextlib
 from redis import exceptions as errors
 from redis.asyncio.client import PubSub
 
-from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Scripts
 
@@ -93,11 +92,7 @@ class WakeUps:
             found: int = await self._scripts.client.exists(*self._names.waiting)
             return found
 
-        try:
-            return await self._scripts.attempt(look) > 0
-        except QueueUnavailableError:
-            await asyncio.sleep(self._poll_s)
-            raise
+        return await self._scripts.attempt(look) > 0
 
 
 async def _message(heard: PubSub, timeout_s: float) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import redis
+from redis.crc import key_slot
 
 from tests.support import free_port, require_tool, wait_until_sync
 
@@ -227,9 +228,7 @@ class ClusterSet:
 
     def node_of(self, key: str) -> Server:
         """The node that holds a key."""
-        with self.nodes[0].client() as client:
-            slot = client.execute_command("CLUSTER", "KEYSLOT", key)
-        return self.nodes[slot * len(self.nodes) // 16384]
+        return self.nodes[key_slot(key.encode()) * len(self.nodes) // 16384]
 
 
 @contextmanager

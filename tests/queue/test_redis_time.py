@@ -1,0 +1,236 @@
+"""Clocks: the loop's against the server's, gaps between sweeps, and a server whose clock jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.ports import Overload, Permit, Release
+from dispatcher.queue.clock import ServerClock
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.known import assert_only_known_keys
+from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, permit, queues, submission
+from tests.queue.servers import Server
+from tests.support import wait_until
+
+CONTROL = f"{NAMES.prefix}:control"
+LEASES = f"{NAMES.prefix}:leases"
+
+
+@pytest.fixture
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+    async with queues(any_server.url, "a", lease_s=30) as (one,):
+        yield one
+    await assert_only_known_keys(client, NAMES)
+
+
+async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
+    """As if the server's clock had jumped: what scripts kept moves the other way."""
+    for key in (LEASES, f"{NAMES.prefix}:delayed"):
+        for name, score in await client.zrange(key, 0, -1, withscores=True):
+            await client.zadd(key, {name: score - by_s}, xx=True)
+    for field in ("read_at", "overload_at", "overload_until", "tick", "quiet_until"):
+        if (at := await client.hget(CONTROL, field)) is not None:
+            await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")
+
+
+@given(
+    start=st.floats(0, 1e6),
+    offset=st.floats(-1e6, 2e9),
+    trips=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 0.5), st.floats(0, 0.5)), min_size=1),
+)
+def test_offset_stays_within_the_tightest_round_trip(start, offset, trips):
+    """Between clocks that run alike, no slow reply undoes what a tight one proved."""
+    clock, now, tightest = ServerClock(), start, float("inf")
+    for pause, there, back in trips:
+        sent, ran, received = now + pause, now + pause + there, now + pause + there + back
+        clock.observe(sent, received, ran + offset)
+        now = received
+        tightest = min(tightest, received - sent)
+        assert abs(clock.offset(now) - offset) <= tightest + 1e-5
+
+
+@given(jump=st.floats(-1e6, 1e6), trip=st.floats(0, 0.5))
+def test_a_jump_is_taken_over_with_the_first_reply_after_it(jump, trip):
+    clock = ServerClock()
+    clock.observe(10.0, 10.001, 1000.0)
+    clock.observe(20.0, 20.0 + trip, 1010.0 + jump)
+    assert abs(clock.server(20.0 + trip) - (1010.0 + jump)) <= trip + 1e-5
+
+
+async def test_times_cross_the_boundary_and_come_back(queue):
+    loop = asyncio.get_running_loop()
+    await queue.counts()
+    read_at, seen_at = loop.time() - 3, loop.time() - 1
+    await queue.share(Permit(9, read_at, 0), Overload(seen_at, seen_at + 50, capacity=True, in_flight=4))
+    shared = (await queue.renew([])).shared
+    assert shared.overload is not None
+    assert abs(shared.read_at - read_at) < 0.5
+    assert abs(shared.overload.at - seen_at) < 0.5
+    assert shared.overload.until - shared.overload.at == pytest.approx(50, abs=1e-3)
+    assert abs(queue.unix_now() - time.time()) < 5
+
+
+async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(any_server, client):
+    """Loop clocks of two processes have nothing in common but the server's time."""
+    async with queues(any_server.url, "a", "b") as (near, far):
+        await near.counts()
+        await far.counts()
+        assert far._clock._offset is not None
+        far._clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
+        far._clock.observe = lambda *_: None
+        await near.submit([submission(f"r-{number}") for number in range(9)])
+        now = asyncio.get_running_loop().time()
+        newer_by_far = Permit(2, now + 5000 - 1, 0)
+        assert len((await far.claim(9, "n-1", newer_by_far)).leases) == 2
+        older_by_near = Permit(9, now - 2, 0)
+        assert (await near.claim(9, "n-2", older_by_near)).leases == []
+
+
+async def test_nothing_is_reclaimed_right_after_a_gap(queue, client):
+    """Redis was away: living owners get lease_s/3 to renew, only then do the dead ones lose theirs."""
+    await queue.submit([submission("r-1"), submission("r-2")])
+    alive, _dead = (await claim(queue)).leases
+    await queue.sweep()
+    await shift_server_clock(client, 60)
+    assert (await queue.sweep()).reclaimed == 0
+    assert (await queue.renew([alive])).lost == []
+    await client.hset(CONTROL, "quiet_until", "0")
+    assert (await queue.sweep()).reclaimed == 1
+    assert (await queue.renew([])).count.lost == 1
+    assert (await queue.renew([alive])).lost == []
+
+
+async def test_clock_that_jumps_back_takes_every_kept_time_with_it(queue, client):
+    """Else leases of the dead would last for the length of the jump, and the delayed be late by it."""
+    loop = asyncio.get_running_loop()
+    await queue.submit([submission("r-1"), submission("r-2")])
+    held, delayed = (await claim(queue)).leases
+    await queue.release([Release(delayed, delay_s=5)])
+    await queue.share(permit(), Overload(loop.time(), loop.time() + 3, capacity=False, in_flight=0))
+    await queue.sweep()
+    await shift_server_clock(client, -3600)
+    swept = await queue.sweep()
+    assert swept.next_due_at is not None
+    assert 0 < swept.next_due_at - loop.time() < 6
+    assert (await client.zscore(LEASES, f"{held.entry}:a")) - time.time() < 31
+    overload = (await queue.renew([])).shared.overload
+    assert overload is not None
+    assert overload.until - loop.time() < 4
+
+
+async def test_owner_that_died_is_replaced_within_its_lease(any_server, client):
+    """lease_s + 2 s after the death at the latest, with a dispatcher that starts at once."""
+    async with queues(any_server.url, "dead", "next", lease_s=1.5) as (dead, successor):
+        await dead.submit([submission("r-1")])
+        await dead.sweep()
+        await claim_one(dead)
+        died_at = time.monotonic()
+
+        async def reclaimed() -> bool:
+            return (await successor.sweep()).reclaimed == 1
+
+        await wait_until(reclaimed, 10, every_s=0.2)
+        again = await claim_one(successor)
+        assert time.monotonic() - died_at < 1.5 + 2
+        assert (again.deliveries, again.losses) == (2, 0)
+
+
+async def sweep_deadlines(queue: RedisQueue, most: int) -> list[bytes]:
+    """One turn of the dispatcher's deadline sweep, with members that hold their deadline."""
+    items = await queue.expired(most)
+    now = time.time()
+    late = [item for item in items if int(item.member.split(b'"deadline":')[1].split(b",")[0]) <= now]
+    await queue.expire([(item, answer(fake_lease(item.member))) for item in late])
+    return [item.member for item in late]
+
+
+def fake_lease(found: bytes):
+    from dispatcher.ports import Lease
+
+    return Lease(0, "", found, 0, 0, 0, 0, 0)
+
+
+async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_deadlines(queue, client):
+    """Foreign producers may score by anything: what merely looks late must not hide what is."""
+    future = int(time.time()) + 600
+    fill = {member(f"f-{number}", future): number for number in range(5000)}
+    await client.zadd(NAMES.queue, fill)
+    await queue.expired(10)
+    late = int(time.time()) + 1
+    await client.zadd(NAMES.queue, {member("late", late): late, member("late-p3", late): 3 * 10**11 + late})
+    found: list[bytes] = []
+
+    async def swept() -> bool:
+        found.extend(await sweep_deadlines(queue, 10))
+        return len(found) == 2
+
+    await wait_until(swept, 10, every_s=0.05)
+    assert set(ids(found)) == {"late", "late-p3"}
+    assert await client.llen(NAMES.results) == 2
+    assert (await queue.counts()).pending == 5000
+
+
+async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(queue, client):
+    past, future = int(time.time()) - 50, int(time.time()) + 600
+    fill = {member(f"f-{number}", future): number % 7 for number in range(500)}
+    await client.zadd(NAMES.queue, fill | {member("late", past): 3})
+    found: list[bytes] = []
+    for _ in range(2 * 500 // 20 + 4):
+        found += await sweep_deadlines(queue, 20)
+    assert ids(found) == ["late"]
+
+
+async def test_expiry_reaches_every_place_but_leases(queue, client):
+    """Returned, suspect and delayed requests too, whatever the gate says."""
+    soon = int(time.time()) + 2
+    await queue.submit([submission(f"r-{number}", soon) for number in range(4)])
+    leases = (await claim(queue)).leases
+    await queue.release([Release(leases[0]), Release(leases[1], delay_s=600)])
+    await make_suspect(queue, client, leases[2].entry)
+    await queue.pause("test", "expiry runs all the same")
+    found: list[bytes] = []
+
+    async def swept() -> bool:
+        found.extend(await sweep_deadlines(queue, 100))
+        return len(found) == 3
+
+    await wait_until(swept, 10, every_s=0.05)
+    counts = await queue.counts()
+    assert (counts.pending, counts.delayed, counts.leased) == (0, 0, 1)
+    assert await client.hlen(f"{NAMES.prefix}:entries") == 1
+    assert await client.hlen(f"{NAMES.prefix}:members") == 1
+    await queue.resume()
+
+
+async def make_suspect(queue: RedisQueue, client: redis.asyncio.Redis, entry: int) -> None:
+    """Its owner dies twice."""
+    for round_ in range(2):
+        if round_:
+            others = [lease for lease in (await claim(queue)).leases if lease.entry != entry]
+            await queue.release([Release(lease, undelivered=True) for lease in others])
+        await client.zadd(LEASES, {f"{entry}:a": 0}, xx=True)
+        assert (await queue.sweep()).reclaimed == 1
+
+
+async def test_expired_list_stays_within_a_megabyte(queue, client):
+    past = int(time.time()) - 5
+    large = [member(f"r-{number}", past) + b" " * 300_000 for number in range(8)]
+    await client.zadd(NAMES.queue, dict.fromkeys(large, past))
+    seen: list[bytes] = []
+    while len(seen) < len(large):
+        items = await queue.expired(100)
+        assert 0 < sum(len(item.member) for item in items) <= 2**20
+        seen += await sweep_deadlines_of(queue, items)
+    assert (await queue.counts()).pending == 0
+
+
+async def sweep_deadlines_of(queue: RedisQueue, items) -> list[bytes]:
+    await queue.expire([(item, answer(fake_lease(item.member.strip()))) for item in items])
+    return [item.member for item in items]
