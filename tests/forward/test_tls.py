@@ -101,8 +101,7 @@ def plain_tls_server(context: ssl.SSLContext) -> Iterator[str]:
                 except ssl.SSLError:
                     # The alert is out; with the request unread, closing would send a reset after it.
                     with socket.socket(fileno=secured.detach()) as refused:
-                        while refused.recv(65536):
-                            pass
+                        refused.recv(65536)
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -174,3 +173,18 @@ async def test_a_connection_cut_within_tls_is_a_failure(
     async with serving(script, authority.server()) as server:
         found = await outcome(gateway_to(server.url, tls={"ca_file": str(authority.file)}))
     assert isinstance(found, Failed)
+
+
+async def test_cancelling_closes_the_connection_over_tls_too(
+    gateway_to: MakeGateway, authority: Authority
+) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        await connection.gone()
+
+    async with serving(script, authority.server()) as server:
+        gateway = gateway_to(server.url, tls={"ca_file": str(authority.file)})
+        task = asyncio.create_task(outcome(gateway))
+        await wait_until(lambda: server.received)
+        task.cancel()
+        await wait_until(server.gone.is_set, 3.0, what="the server to see the connection closed")
