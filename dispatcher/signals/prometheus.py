@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from dispatcher.core.budget import Reason
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
-from dispatcher.signals.series import Family, Unread, View, view
+from dispatcher.signals.series import Family, Unread, View, smallest, view
 
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
 WINDOW_S = 10.0
@@ -83,10 +83,11 @@ class PrometheusSource:
         self._pool = pool
         self._namespace = namespace
         self._timeout_s = timeout_s
+        self._max_age_s = max_age_s
         self._own = {name: query for name, query in (queries or {}).items() if query.strip()}
         self._own_query = own_query(self._own)
         self._query = pool_query(pool, namespace)
-        # Older samples than this need not be looked for; servers that do not know the option ignore it.
+        # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
         self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
         self._errand = Errand("prometheus")
         self._session = _Session(access, timeout_s)
@@ -177,6 +178,8 @@ class PrometheusSource:
             target = frozenset(item for item in row.labels.items() if item[0] not in _SERIES_LABELS)
             replicas.setdefault(target, _Replica(dict(target))).rows.append(row)
         found = [replica for replica in replicas.values() if replica.holds(self._pool if named else "")]
+        # A scrape job that is taken out of the configuration leaves its last samples behind for minutes.
+        found = [each for each in found if not each.age_s > self._max_age_s] or found
         problem = self._collision([replica.target for replica in found])
         return [problem] if problem is not None else list(found)
 
@@ -252,6 +255,12 @@ class _Replica:
             for row in self.rows
             if _VALUE in row.labels and (label := Family[row.labels[_VALUE]].pool_label) is not None
         )
+
+    @property
+    def age_s(self) -> float:
+        """Of its newest sample."""
+        ages = [row.value for row in self.rows if _AGE in row.labels]
+        return smallest(ages) if ages else math.nan
 
     def view(self, pool: str, asked_at: float, answered_at: float) -> View | Unread:
         samples: list[Sample] = []
@@ -355,7 +364,9 @@ class _Session:
                 status, redirect = response.status_code, response.is_redirect
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             if isinstance(error, requests.exceptions.InvalidURL | requests.exceptions.MissingSchema):
-                raise QueryError("not a URL", "signals.prometheus.url") from None  # its words hold the secrets
+                raise QueryError(
+                    "not a URL", "signals.prometheus.url"
+                ) from None  # its words hold the secrets
             raise QueryError(_words(error)) from None
         return _Answer(status, _parsed(status, redirect, body))
 

@@ -1,0 +1,300 @@
+"""A real Prometheus server between the endpoint picker and us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import signal
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from aiohttp import web
+
+from dispatcher.core.budget import Policy, Reason, Signal
+from dispatcher.settings import Signals
+from dispatcher.signals.poller import Poll, Poller
+from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.series import FLUSH_S, Unread, View, judge
+from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
+from tests.signals.test_golden import GOLDEN
+from tests.support import free_port, require_tool, running, wait_until
+
+pytestmark = pytest.mark.serial
+"""A server that starts for seconds, and times to hold it to."""
+
+TOLERANCE_S = 0.1
+
+
+@dataclass
+class Server:
+    """A Prometheus of its own, with a configuration that can be rewritten."""
+
+    directory: Path
+    port: int = field(default_factory=free_port)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def configure(self, jobs: str) -> None:
+        (self.directory / "prometheus.yml").write_text(f"scrape_configs:\n{jobs}")
+
+    @contextlib.asynccontextmanager
+    async def up(self) -> AsyncIterator[int]:
+        """Run it on the data it has; gives its pid."""
+        command = [
+            require_tool("prometheus"),
+            f"--config.file={self.directory}/prometheus.yml",
+            f"--storage.tsdb.path={self.directory}/data",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+        ]
+        with running(*command, stop_s=20) as process:
+            yield process.pid
+
+    def source(self, namespace: str = "default", max_age_s: float = 60, **queries: str) -> PrometheusSource:
+        return PrometheusSource(
+            Access(self.url), "qwen", namespace, timeout_s=5, max_age_s=max_age_s, queries=queries
+        )
+
+
+def job(
+    epp_port: int, interval_s: float, name: str = "epp", path: str = "/metrics", namespace: str = "default"
+) -> str:
+    return (
+        f"- job_name: {name}\n  scrape_interval: {interval_s:g}s\n  scrape_timeout: 1s\n"
+        f"  metrics_path: {path}\n"
+        f"  static_configs: [{{targets: ['127.0.0.1:{epp_port}'], labels: {{namespace: {namespace}}}}}]\n"
+    )
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Server:
+    return Server(tmp_path)
+
+
+async def seen(source: PrometheusSource, timeout_s: float = 30) -> tuple[View, ...]:
+    """What the source shows once it can be read."""
+
+    async def poll() -> tuple[View, ...] | None:
+        answer = await source.poll()
+        return None if isinstance(answer, Unread) else answer
+
+    answer = await wait_until(poll, timeout_s, what="Prometheus shows the pool", every_s=0.1)
+    assert answer is not None
+    return answer
+
+
+@pytest.mark.parametrize("intervals_s", [(1, 5), pytest.param((15,), marks=pytest.mark.long)], ids=str)
+async def test_a_reading_is_dated_by_its_scrape(server: Server, intervals_s: tuple[int, ...]) -> None:
+    """Whenever one asks within the interval, the answer is the moment of the scrape."""
+    async with contextlib.AsyncExitStack() as stack:
+        epps = {interval_s: await stack.enter_async_context(fake_epp()) for interval_s in intervals_s}
+        jobs = [
+            job(epp.port, every_s, f"e{every_s}", namespace=f"n{every_s}") for every_s, epp in epps.items()
+        ]
+        server.configure("".join(jobs))
+        await stack.enter_async_context(server.up())
+        async with asyncio.TaskGroup() as group:
+            for interval_s, epp in epps.items():
+                group.create_task(check_dates(server.source(f"n{interval_s}"), epp, interval_s))
+
+
+async def check_dates(source: PrometheusSource, epp: FakeEpp, interval_s: float) -> None:
+    loop = asyncio.get_running_loop()
+    await seen(source, 30 + 2 * interval_s)
+    until, checked = loop.time() + 2.5 * interval_s, 0
+    while loop.time() < until:
+        (view,) = await seen(source)
+        nearest = min(epp.asked_at, key=lambda at: abs(at - view.closed_at))
+        assert view.opened_at - TOLERANCE_S <= nearest <= view.closed_at + TOLERANCE_S
+        assert view.closed_at - view.opened_at <= TOLERANCE_S
+        _, requests = judge([view], "both", Policy(), "prometheus").readings
+        assert requests.opened_at == view.opened_at - FLUSH_S
+        checked += 1
+        await asyncio.sleep(interval_s / 10)
+    await source.close()
+    assert checked >= 5
+
+
+async def test_a_stopped_exporter_closes_the_gate_and_its_return_opens_it(server: Server) -> None:
+    """A failed scrape ends the series at once (staleness), long before max_age."""
+    async with contextlib.AsyncExitStack() as stack:
+        epp = await stack.enter_async_context(fake_epp())
+        server.configure(job(epp.port, 1))
+        await stack.enter_async_context(server.up())
+        told: list[Poll] = []
+        settings = Signals.model_validate(
+            {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 8}
+        )
+        poller = Poller([server.source()], settings, Policy(), told.append)
+        polling = asyncio.create_task(poller.run())
+        try:
+            await wait_until(lambda: told and told[-1].readings, 30)
+            gone, port = asyncio.Event(), epp.port
+
+            async def refuse(_: web.Request) -> web.Response:
+                gone.set()
+                return web.Response(status=503)
+
+            epp.respond = refuse
+            await asyncio.wait_for(gone.wait(), 10)
+            gone_at = asyncio.get_running_loop().time()
+            await wait_until(lambda: told[-1].unread, 8)
+            assert told[-1].at - gone_at < 8
+            assert told[-1].unread[0].reason is Reason.UNREADABLE
+            assert "no series" in told[-1].unread[0].why
+            epp.respond = None
+            assert port == epp.port
+            await wait_until(lambda: told[-1].readings, 10)
+        finally:
+            polling.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await polling
+
+
+async def test_a_prometheus_that_stops_scraping_goes_stale(server: Server) -> None:
+    """Without staleness marks (the job is gone, the data stays) the age tells."""
+    async with fake_epp() as epp:
+        server.configure(job(epp.port, 1))
+        async with server.up():
+            source = server.source()
+            await seen(source)
+        server.configure("- job_name: other\n")
+        async with server.up():
+            (before,) = await seen(source)
+            last = max(epp.asked_at)
+            assert abs(before.closed_at - last) <= TOLERANCE_S
+            told: list[Poll] = []
+            settings = Signals.model_validate(
+                {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 2}
+            )
+            polling = asyncio.create_task(Poller([source], settings, Policy(), told.append).run())
+            try:
+                await wait_until(lambda: told and told[-1].unread, 10)
+            finally:
+                polling.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await polling
+            assert told[-1].unread[0].reason is Reason.STALE
+
+
+async def test_a_restart_and_a_reload_are_survived(server: Server) -> None:
+    async with fake_epp() as epp:
+        server.configure(job(epp.port, 1))
+        source = server.source(max_age_s=3)
+        async with server.up() as pid:
+            await seen(source)
+            # The old job's last samples stay beside the new ones: two of one pool, until the old are stale.
+            server.configure(job(epp.port, 1, name="renamed"))
+            os.kill(pid, signal.SIGHUP)
+            epp.page = golden("replica-b")
+
+            async def renewed() -> bool:
+                answer = await source.poll()
+                return not isinstance(answer, Unread) and answer[0].saturation == 0.55
+
+            await wait_until(renewed, 30, every_s=0.1)
+        gone = await source.poll()
+        assert isinstance(gone, Unread)
+        assert "refused" in gone.why
+        async with server.up():
+            (view,) = await seen(source)
+            assert view.saturation == 0.55
+        await source.close()
+
+
+async def test_both_ways_to_the_series_give_the_same_reading(server: Server) -> None:
+    """Every golden page, scraped by Prometheus: what it makes of them is what a direct scrape does."""
+
+    async def respond(request: web.Request) -> web.Response:
+        return web.Response(text=(PAGES / f"{request.path.strip('/')}.txt").read_text())
+
+    async with serving(respond) as port:
+        jobs = [
+            job(port, 1, name=name, path=f"/{name}", namespace=f"ns-{number}")
+            for number, name in enumerate(GOLDEN)
+        ]
+        server.configure("".join(jobs))
+        async with server.up():
+            for number, (name, expected) in enumerate(GOLDEN.items()):
+                source = server.source(f"ns-{number}")
+                verdict = judge(await seen(source), "auto", Policy(), "prometheus")
+                await source.close()
+                got = {reading.signal: (reading.f_sys, reading.f_epp) for reading in verdict.readings}
+                wanted = {Signal.SATURATION: expected.saturation, Signal.REQUESTS: expected.requests}
+                if not expected.flushed:
+                    # Requests in flight have no pool label: not to be had here.
+                    wanted[Signal.REQUESTS] = None
+                    assert [unread.signal for unread in verdict.unread] == [Signal.REQUESTS]
+                for signal_, terms in wanted.items():
+                    assert (signal_ in got) == (terms is not None), name
+                    assert terms is None or got[signal_] == pytest.approx(terms), name
+
+
+async def test_replicas_and_a_pool_of_the_same_name(server: Server) -> None:
+    """Two instances of one job are replicas; the same pool name in two jobs is a collision."""
+    async with fake_epp() as one, fake_epp() as two:
+        one.page, two.page = golden("replica-a"), golden("replica-b")
+        targets = f"['127.0.0.1:{one.port}', '127.0.0.1:{two.port}']"
+        both = (
+            "- job_name: epp\n  scrape_interval: 1s\n"
+            f"  static_configs: [{{targets: {targets}, labels: {{namespace: default}}}}]\n"
+        )
+        server.configure(both + job(two.port, 1, name="again", namespace="elsewhere"))
+        async with server.up():
+            source = server.source()
+
+            async def pair() -> tuple[View, ...] | None:
+                answer = await source.poll()
+                return answer if not isinstance(answer, Unread) and len(answer) == 2 else None
+
+            views = await wait_until(pair, 30, every_s=0.1)
+            assert views is not None
+            (reading,) = judge(views, "saturation", Policy(), "prometheus").readings
+            assert (reading.f_sys, reading.f_epp) == (0.55, 15 / 400)
+            await source.close()
+        server.configure(both + job(two.port, 1, name="again"))
+        async with server.up():
+            source = server.source()
+
+            async def refused() -> bool:
+                answer = await source.poll()
+                return isinstance(answer, Unread) and 'job="again", job="epp"' in answer.why
+
+            await wait_until(refused, 30, every_s=0.1)
+            await source.close()
+
+
+async def test_the_documented_queries_work(server: Server) -> None:
+    """Those of docs/signals.md for raw vLLM series, on the labels that vLLM and a scrape give."""
+    page = "".join(
+        f'vllm:num_requests_{what}{{engine="{engine}",model_name="m"}} {value}\n'
+        for engine in (0, 1)
+        for what, value in (("running", 12), ("waiting", 3))
+    )
+
+    async def respond(_: web.Request) -> web.Response:
+        return web.Response(text=page)
+
+    async with serving(respond) as port:
+        server.configure(job(port, 1, name="vllm"))
+        async with server.up():
+            source = server.source(**documented_queries())
+            (view,) = await seen(source)
+            (reading,) = judge([view], "auto", Policy(), "prometheus").readings
+            assert (reading.f_sys, reading.f_epp, reading.max_sys) == (0.3, 0, 100)
+            await source.close()
+
+
+def documented_queries() -> dict[str, str]:
+    """The queries of the vLLM example in docs/signals.md."""
+    text = (Path(__file__).parents[2] / "docs" / "signals.md").read_text()
+    example = next(block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "vllm:" in block)
+    queries = yaml.safe_load(example)["signals"]["prometheus"]["queries"]
+    assert isinstance(queries, dict)
+    return queries
