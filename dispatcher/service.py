@@ -90,7 +90,7 @@ class Service:
         now = _now()
         self.limiter.settings(settings.policy(), now)
         self._tell_capacity(now)
-        self.dispatcher.options = _options(settings, self._observe)
+        self.dispatcher.reconfigure(_options(settings, self._observe))
         if settings.gateway != before.gateway:
             self._gateway.reconfigure(settings.gateway)
         if settings.signals != before.signals or settings.budget != before.budget:

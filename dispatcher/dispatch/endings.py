@@ -12,6 +12,11 @@ NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=
 """The lease of a request that expires without one."""
 
 
+def lease_of(ending: Ending) -> Lease:
+    """The lease that it ends."""
+    return ending.settlement.lease if isinstance(ending, Burial) else ending.lease
+
+
 def error(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
     """The request ends with an error of ours as its result."""
     return _settlement(lease, request, failed(request.id, code, message))

@@ -1,0 +1,6 @@
+"""The dispatch loop: allowance → claim → forward → settle, and the upkeep of what is held."""
+
+from dispatcher.dispatch.loop import Dispatcher
+from dispatcher.dispatch.options import Options
+
+__all__ = ["Dispatcher", "Options"]

@@ -1,0 +1,103 @@
+"""The queue as the loop uses it: an outage closes the gate and raises nothing; what it tells is learned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dispatcher.core.limiter import Limiter
+from dispatcher.dispatch.holding import Held
+from dispatcher.ports import Claimed, Counts, Overload, Queue, QueueUnavailableError, Renewed, Shared
+from dispatcher.telemetry import Event, emit
+
+PAUSE_S = (0.1, 1.0)
+"""Pauses between tries while the queue cannot be reached: they double from the first to the second."""
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class View:
+    """What is known of the queue, for people."""
+
+    counts: Counts | None = None
+    shared: Shared | None = None
+    problem: str | None = None
+
+
+class Access:
+    """One owner's access to its queue, shared by all parts of the loop.
+
+    `wake`: set whenever there may be something for the loop to do. `work`: there may be something to claim.
+    """
+
+    def __init__(self, queue: Queue, limiter: Limiter) -> None:
+        self.queue = queue
+        self.view = View()
+        self.wake = asyncio.Event()
+        self.work = True
+        self.pause_s = PAUSE_S[0]
+        self._limiter = limiter
+
+    async def ask(self, call: Awaitable[T]) -> T | None:
+        """The call's answer; None where the queue cannot be reached, and then the gate is closed."""
+        try:
+            answer = await call
+        except QueueUnavailableError as error:
+            if self.view.problem is None:
+                emit(Event.QUEUE_UNREACHABLE, why=str(error))
+            self.view.problem = str(error)
+            self._limiter.queue(str(error), now())
+            self.pause_s = min(self.pause_s * 2, PAUSE_S[1])
+            return None
+        if self.view.problem is not None:
+            emit(Event.QUEUE_BACK)
+            self.view.problem = None
+            self.pause_s = PAUSE_S[0]
+            self._limiter.queue(None, now())
+            self.found_work()
+        return answer
+
+    def found_work(self) -> None:
+        self.work = True
+        self.wake.set()
+
+    def learn(self, told: Claimed | Renewed) -> None:
+        """Counts, and what other replicas know."""
+        count, shared = told.count, told.shared
+        self.view.shared = shared
+        self._limiter.leases(count.at, others=count.others, young=count.young, lost=count.lost)
+        self._limiter.pause(shared.paused, now())
+        if shared.overload is not None:
+            self.overloaded(shared.overload, heard=True)
+        if isinstance(told, Claimed):
+            self._limiter.waiting(told.waiting, now())
+
+    def overloaded(self, overload: Overload, *, heard: bool = False) -> None:
+        """A refusal, of ours or `heard` of."""
+        self._limiter.overloaded(
+            overload.at,
+            until=overload.until,
+            capacity=overload.capacity,
+            in_flight=overload.in_flight,
+            heard=heard,
+        )
+
+    async def cancelled(self, several: Sequence[Held]) -> Sequence[bool | None]:
+        """Which of them have been cancelled; None for each where that cannot be known."""
+        named = [
+            (h.request.id, h.request.token) for h in several if h.request is not None and h.request.token
+        ]
+        if not named:
+            return [False] * len(several)
+        found = await self.ask(self.queue.cancelled(named))
+        if found is None:
+            return [None] * len(several)
+        answers = iter(found)
+        return [h.request is not None and bool(h.request.token) and next(answers) for h in several]
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()

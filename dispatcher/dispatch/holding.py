@@ -1,0 +1,89 @@
+"""What this process holds: each lease from its claim until the queue has confirmed its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from dispatcher.core.request import Request
+from dispatcher.ports import Lease
+
+Cut = Literal["cancelled", "lost", "drain"]
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One lease, and what has become of its request here."""
+
+    lease: Lease
+    probe: bool = False
+    """It was claimed to see whether the gateway is back."""
+    request: Request | None = None
+    """None where the member is none."""
+    task: asyncio.Task[None] | None = None
+    """Set while it is at the gateway."""
+    cut: Cut | None = None
+    """Why its task was cancelled."""
+
+
+class Holding:
+    """The leases by token, and those among them whose requests are at the gateway."""
+
+    def __init__(self) -> None:
+        self._by_token: dict[str, Held] = {}
+        self._running: dict[str, Held] = {}
+        self._stirred = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def __iter__(self) -> Iterator[Held]:
+        return iter(list(self._by_token.values()))
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    def at_gateway(self) -> list[Held]:
+        return list(self._running.values())
+
+    def add(self, lease: Lease, *, probe: bool) -> Held:
+        held = self._by_token[lease.token] = Held(lease, probe)
+        return held
+
+    def started(self, held: Held, task: asyncio.Task[None]) -> None:
+        held.task = task
+        self._running[held.lease.token] = held
+
+    def back(self, held: Held) -> None:
+        """Its request is no longer at the gateway."""
+        held.task = None
+        self._running.pop(held.lease.token, None)
+
+    def drop(self, token: str) -> None:
+        """The lease has ended."""
+        self._by_token.pop(token, None)
+        if not self._by_token:
+            self._stirred.set()
+
+    def cut(self, held: Held, why: Cut) -> None:
+        """Cancel its try, which closes the connection."""
+        if held.task is not None and held.cut is None:
+            held.cut = why
+            held.task.cancel()
+
+    def stir(self) -> None:
+        """Have `emptied` look again at how long it may wait."""
+        self._stirred.set()
+
+    async def emptied(self, within_s: float) -> None:
+        """Return when nothing is held, when the time has passed, or when stirred."""
+        self._stirred.clear()
+        if not self._by_token:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._stirred.wait()

@@ -1,0 +1,381 @@
+"""The loop: allowance → claim → forward → settle, and the upkeep of what is held.
+
+One task turns the loop: it hands in what has finished, then claims what the allowance leaves free, in two
+round trips however many requests that is. A request lives in a task of its own from claim to answer and
+ends as an item in `_done`, which the next turn hands in. Nothing else is buffered: a claim happens only for
+a free slot.
+
+    woken by   a finished request, new work, a reading, a retry that is due, a change of settings, an alarm
+    turn       done → settle/release/bury;  allowance → claim → check cancelled → start
+
+Upkeep runs beside it, each in a task with its own pace: leases are renewed, expired and due requests swept,
+cancel markers looked up, limits shared with other replicas.
+
+When the queue cannot be reached nothing is claimed, requests in flight go on, and what they bring stays in
+`_done` until the queue is back. Every step can be repeated: claims by nonce, the others fenced by the
+lease's token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+from collections.abc import Sequence
+
+from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import (
+    Delivered,
+    Failed,
+    Outcome,
+    Overloaded,
+    TooLarge,
+    Unreachable,
+    after,
+    after_losses,
+)
+from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.tenants import Tenants
+from dispatcher.dispatch import endings
+from dispatcher.dispatch.access import Access, View, now
+from dispatcher.dispatch.endings import Ending
+from dispatcher.dispatch.holding import Cut, Held, Holding
+from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.upkeep import Upkeep, permit_of
+from dispatcher.ports import (
+    Burial,
+    Forwarded,
+    Gateway,
+    Lease,
+    Overload,
+    Queue,
+    Release,
+    Settled,
+    Settlement,
+)
+from dispatcher.telemetry import Event, Metrics, emit
+
+GATHER_S = 0.002
+"""A finished request waits this long for others to be handed in with it, when others are running."""
+TURN_S = 1.0
+"""The loop turns at least this often."""
+SUSPECT_DELIVERIES = 3
+"""From this delivery on a request whose owners died runs without another such beside it in its process."""
+CONNECTED_S = 2.0
+"""A probe that has been connected this long has reached the gateway, though its answer is still to come."""
+LAST_HAND_IN_S = 10.0
+"""How long a stopping process tries to hand in what it has."""
+
+
+class Dispatcher:
+    """One owner at work on one queue. `run()` returns after `drain()`."""
+
+    def __init__(
+        self,
+        queue: Queue,
+        gateway: Gateway,
+        limiter: Limiter,
+        options: Options,
+        metrics: Metrics,
+        rand: random.Random | None = None,
+    ) -> None:
+        self.limiter = limiter
+        self.turned_at = 0.0
+        """When the loop last turned."""
+        self._options = options
+        self._queue = queue
+        self._gateway = gateway
+        self._metrics = metrics
+        self._random = rand or random.Random()
+        self._tenants = Tenants()
+        self._holding = Holding()
+        self._access = Access(queue, limiter)
+        self._upkeep = Upkeep(self._access, self._holding, limiter, options, metrics)
+        self._done: list[Ending] = []
+        self._nonce = self._probe_nonce = ""
+        """Of a claim or probe whose reply was lost: the next one repeats it."""
+        self._stop = asyncio.Event()
+        self._stop_by = float("inf")
+        self._alarm: asyncio.TimerHandle | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+
+    # From outside.
+
+    async def run(self) -> None:
+        """Work until drained. A surprise in a request costs it an attempt; one in the loop is raised."""
+        async with asyncio.TaskGroup() as tasks:
+            self._tasks = tasks
+            beside = self._upkeep.start(tasks)
+            beside.append(tasks.create_task(self._turns(), name="turns"))
+            self.poke()
+            await self._stop.wait()
+            await self._run_dry()
+            for task in beside:
+                task.cancel()
+
+    def drain(self, within_s: float) -> None:
+        """Claim nothing more, let what runs finish within `within_s`, give the rest back, end.
+
+        Again with less time: end sooner.
+        """
+        self._stop_by = min(self._stop_by, now() + within_s)
+        self.limiter.drain(now())
+        self._stop.set()
+        self._holding.stir()
+
+    def reconfigure(self, options: Options) -> None:
+        self._options = self._upkeep.options = options
+
+    def poke(self) -> None:
+        """Something that the allowance depends on has changed."""
+        self._access.wake.set()
+
+    @property
+    def running(self) -> int:
+        """Requests of this process at the gateway."""
+        return self._holding.running
+
+    @property
+    def view(self) -> View:
+        return self._access.view
+
+    def allowance(self) -> Allowance:
+        return self.limiter.allowance(now())
+
+    def explain(self) -> str:
+        return explain(self.allowance(), self.limiter.in_flight)
+
+    # The turn.
+
+    async def _turns(self) -> None:
+        while True:
+            await self._access.wake.wait()
+            self._access.wake.clear()
+            self.turned_at = now()
+            if self._done:
+                await self._hand_in()
+            if not self._options.observe:
+                await self._take()
+            self._set_alarm()
+
+    def _set_alarm(self) -> None:
+        """Wake when the allowance wants to be asked again, and each second at the latest."""
+        allowance = self.allowance()
+        at = now() + (self._access.pause_s if self._done else TURN_S)
+        if allowance.next_check_at is not None:
+            at = max(min(at, allowance.next_check_at), now() + 1e-4)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = asyncio.get_running_loop().call_at(at, self._access.wake.set)
+        self._upkeep.share(allowance)
+
+    async def _take(self) -> None:
+        """Claim what is free now, and start it."""
+        while True:
+            allowance = self.allowance()
+            if allowance.probe:
+                await self._probe()
+                return
+            free = allowance.limit - len(self._holding) - self.limiter.others
+            if free <= 0 or not self._access.work:
+                return
+            alone = any(held.lease.deliveries >= SUSPECT_DELIVERIES for held in self._holding)
+            self._nonce = self._nonce or secrets.token_hex(8)
+            claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=0 if alone else 1)
+            claimed = await self._access.ask(claim)
+            if claimed is None:
+                return
+            self._nonce = ""
+            self._access.learn(claimed)
+            self._access.work = claimed.waiting > 0
+            if not claimed.leases:
+                return
+            await self._start(claimed.leases)
+
+    async def _probe(self) -> None:
+        """One request to see whether the gateway is back; no other replica probes meanwhile."""
+        if any(held.probe for held in self._holding):
+            return
+        self.limiter.probed(now())
+        self._probe_nonce = self._probe_nonce or secrets.token_hex(8)
+        claimed = await self._access.ask(self._queue.probe(self._probe_nonce))
+        if claimed is not None:
+            self._probe_nonce = ""
+            self._access.learn(claimed)
+            await self._start(claimed.leases, probe=True)
+
+    async def _start(self, leases: Sequence[Lease], *, probe: bool = False) -> None:
+        """Look at what was claimed, and start what may be sent."""
+        ready: list[tuple[Held, Request]] = []
+        for lease in leases:
+            held = self._holding.add(lease, probe=probe)
+            parsed = parse(lease.member, max_payload_bytes=self._options.max_payload_bytes)
+            if isinstance(parsed, Rejection):
+                self._finish(endings.rejected(lease, parsed))
+            elif (verdict := after_losses(lease.losses, self._options.retry)) is not None:
+                self._finish(endings.deadly(lease, parsed, verdict))
+            elif parsed.deadline <= self._queue.unix_now():
+                self._finish(endings.expired(lease, parsed))
+            else:
+                held.request = parsed
+                ready.append((held, parsed))
+        cancelled = await self._access.cancelled([held for held, _ in ready])
+        # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
+        is_open = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
+        for (held, request), gone in zip(ready, cancelled, strict=True):
+            if gone:
+                self._finish(endings.cancelled(held.lease, request))
+            elif gone is None or not is_open:
+                self._finish(endings.returned(held.lease))
+            elif (rest_s := self._tenants.rest_s(self._tenant(request), now())) > 0:
+                self._finish(endings.returned(held.lease, after_s=rest_s))
+            elif self._tasks is not None:
+                self._holding.started(held, self._tasks.create_task(self._run(held, request)))
+                if probe:
+                    asyncio.get_running_loop().call_later(CONNECTED_S, self._still_connected, held)
+
+    # One request.
+
+    async def _run(self, held: Held, request: Request) -> None:
+        lease = held.lease
+        started = now()
+        self.limiter.sent(lease.token, started)
+        try:
+            deadline = started + request.deadline - self._queue.unix_now()
+            forwarded = await self._gateway.forward(request, deadline=deadline)
+        except asyncio.CancelledError:
+            self.limiter.answered(lease.token, now())
+            if held.cut is None:
+                raise
+            self._was_cut(held, held.cut, request)
+            return
+        except Exception as error:
+            emit(Event.SURPRISE, where="forward", error=repr(error))
+            forwarded = Forwarded(Failed(f"the dispatcher failed: {error!r}"), started, now())
+        finally:
+            self._holding.back(held)
+        self.limiter.answered(lease.token, forwarded.ended_at)
+        outcome = self._gateway_seen(request, forwarded)
+        self._metrics.tried(type(outcome).__name__, forwarded.ended_at - forwarded.sent_at)
+        self._finish(self._decide(lease, request, outcome))
+
+    def _was_cut(self, held: Held, why: Cut, request: Request) -> None:
+        if why == "cancelled":
+            self._finish(endings.cancelled(held.lease, request))
+        elif why == "drain":
+            self._finish(endings.returned(held.lease))
+        else:
+            self._drop(held.lease.token)
+
+    def _gateway_seen(self, request: Request, forwarded: Forwarded) -> Outcome:
+        """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
+        outcome, at, sent_at = forwarded.outcome, forwarded.ended_at, forwarded.sent_at
+        limiter, tenant = self.limiter, self._tenant(request)
+        match outcome:
+            case Overloaded():
+                limiter.reached(at, sent_at)
+                teaches = self._tenants.refused(tenant, at, limiter.allowance(at).read_at)
+                # Its lease has not ended, but the limiter has counted it out already.
+                overload = Overload(
+                    at=at,
+                    until=at + (outcome.retry_after_s or 0.0),
+                    capacity=outcome.capacity and teaches,
+                    in_flight=limiter.in_flight + 1,
+                )
+                self._access.overloaded(overload)
+                self._upkeep.share(limiter.allowance(at), overload)
+                return outcome
+            case Delivered() | TooLarge():
+                limiter.reached(at, sent_at)
+                self._tenants.accepted(tenant, sent_at)
+                return outcome
+            case Failed(nobody_home=True):
+                if limiter.nobody_home(at, outcome.why):
+                    outcome = Unreachable(outcome.why)
+            case Failed() if outcome.status is not None:
+                limiter.reached(at, sent_at)
+            case Unreachable():
+                limiter.unreachable(at, outcome.why)
+            case _:
+                pass  # no answer: it says nothing of the gateway
+        if isinstance(outcome, Unreachable):
+            self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
+        self._tenants.ended(tenant)
+        return outcome
+
+    def _tenant(self, request: Request) -> str:
+        return request.metadata.get(self._options.tenant_from, "")
+
+    def _decide(self, lease: Lease, request: Request, outcome: Outcome) -> Ending:
+        decision = after(
+            outcome,
+            attempts=lease.attempts,
+            refusals=lease.refusals,
+            deadline=request.deadline,
+            now=self._queue.unix_now(),
+            policy=self._options.retry,
+            rand=self._random.random(),
+        )
+        return endings.decided(lease, request, decision)
+
+    def _still_connected(self, held: Held) -> None:
+        """A probe that takes its time: it reached the gateway if it holds a connection for long enough."""
+        if held.request is None or held.task is None:
+            return
+        since = self._gateway.connected(held.request)
+        if since is not None and now() - since >= CONNECTED_S:
+            held.probe = False
+            self.limiter.reached(now(), since)
+            self.poke()
+        else:
+            again_s = CONNECTED_S if since is None else since + CONNECTED_S - now()
+            asyncio.get_running_loop().call_later(again_s + 0.001, self._still_connected, held)
+
+    def _finish(self, ending: Ending) -> None:
+        self._done.append(ending)
+        self.poke()
+
+    # Handing in.
+
+    async def _hand_in(self) -> None:
+        """Everything that has finished, one call for each way to end."""
+        if self.running and not self._stop.is_set():
+            await asyncio.sleep(GATHER_S)
+        done, self._done = self._done, []
+        settlements = [ending for ending in done if isinstance(ending, Settlement)]
+        releases = [ending for ending in done if isinstance(ending, Release)]
+        burials = [ending for ending in done if isinstance(ending, Burial)]
+        if settlements:
+            self._ended(settlements, await self._access.ask(self._queue.settle(settlements)))
+        if releases:
+            self._ended(releases, await self._access.ask(self._queue.release(releases)))
+        if burials:
+            self._ended(burials, await self._access.ask(self._queue.bury(burials)))
+
+    def _ended(self, handed_in: Sequence[Ending], answers: Sequence[Settled] | None) -> None:
+        if answers is None:
+            self._done.extend(handed_in)
+            return
+        for ending, answer in zip(handed_in, answers, strict=True):
+            self._metrics.ended(type(ending).__name__, answer)
+            self._drop(endings.lease_of(ending).token)
+            if isinstance(ending, Release) and ending.delay_s <= 0:
+                self._access.work = True
+
+    def _drop(self, token: str) -> None:
+        self._holding.drop(token)
+        self.poke()
+
+    async def _run_dry(self) -> None:
+        """Let what runs finish in time, give back the rest, hand everything in."""
+        while len(self._holding) and now() < self._stop_by:
+            await self._holding.emptied(self._stop_by - now())
+        for held in self._holding:
+            self._holding.cut(held, "drain")
+        give_up_at = now() + LAST_HAND_IN_S
+        while len(self._holding) and now() < give_up_at:
+            self.poke()
+            await self._holding.emptied(self._access.pause_s)
+        if len(self._holding):
+            emit(Event.LEFT_BEHIND, leases=len(self._holding))

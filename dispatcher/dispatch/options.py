@@ -1,0 +1,20 @@
+"""What the loop takes from the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dispatcher.core.outcome import RetryPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """May be replaced while the loop runs."""
+
+    retry: RetryPolicy
+    lease_s: float = 30.0
+    max_payload_bytes: int = 16 << 20
+    tenant_from: str = ""
+    """The metadata attribute that names a request's tenant."""
+    observe: bool = False
+    """Decide and show everything, touch nothing."""

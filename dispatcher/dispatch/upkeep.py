@@ -1,0 +1,166 @@
+"""What goes on beside the turns, whatever the gate says: each duty in a task with its own pace."""
+
+from __future__ import annotations
+
+import asyncio
+
+from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.budget import Reason
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.request import Request, parse
+from dispatcher.dispatch import endings
+from dispatcher.dispatch.access import Access, now
+from dispatcher.dispatch.holding import Holding
+from dispatcher.dispatch.options import Options
+from dispatcher.ports import Overload, Permit
+from dispatcher.telemetry import Event, Metrics, emit
+
+EACH_S = 1.0
+"""Counts, sweeps and cancel markers are looked at this often."""
+EXPIRED_AT_ONCE = 256
+EXPIRED_ROUNDS = 20
+"""Of EXPIRED_AT_ONCE in a row, before others get their turn."""
+
+
+class Upkeep:
+    """Renews leases, sweeps the queue, shares limits, hears of work and of cancelled requests."""
+
+    def __init__(
+        self, access: Access, holding: Holding, limiter: Limiter, options: Options, metrics: Metrics
+    ) -> None:
+        self.options = options
+        self._access = access
+        self._queue = access.queue
+        self._holding = holding
+        self._limiter = limiter
+        self._metrics = metrics
+        self._changed = asyncio.Event()
+        self._overload: Overload | None = None
+        """Ours, not shared yet."""
+        self._permit: Permit | None = None
+        """The newest that speaks of the pool, not only of this process."""
+        self._read_at = float("-inf")
+        """The newest reading that others were told of, or are about to be."""
+        self._expired_at = float("-inf")
+
+    def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        duties = [self._watch]
+        if not self.options.observe:
+            duties += [self._renew, self._sweep, self._share, self._cut_cancelled, self._listen]
+        return [tasks.create_task(duty(), name=duty.__name__.strip("_")) for duty in duties]
+
+    def share(self, allowance: Allowance, overload: Overload | None = None) -> None:
+        """Tell the other replicas, soon, if there is something new to tell."""
+        if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
+            self._permit = permit_of(allowance)
+        if overload is not None:
+            self._overload = overload
+        if overload is not None or allowance.read_at > self._read_at:
+            self._read_at = allowance.read_at
+            self._changed.set()
+
+    async def _share(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            permit, overload = self._permit, self._overload
+            if permit is None:
+                continue  # nothing has been read, so nothing has been sent
+            told = await self._access.ask(self._queue.share(permit, overload))
+            if told is None:
+                await asyncio.sleep(self._access.pause_s)
+                self._changed.set()
+                continue
+            if self._overload is overload:
+                self._overload = None
+            else:
+                self._changed.set()
+            self._access.learn(told)
+            self._access.wake.set()
+
+    async def _watch(self) -> None:
+        """Count the queue, and say when the gate's reason changes."""
+        reason = None
+        while True:
+            counts = await self._access.ask(self._queue.counts())
+            if counts is not None:
+                self._access.view.counts = counts
+                self._limiter.waiting(counts.pending, now())
+                if self.options.observe:
+                    self._limiter.leases(now(), others=counts.leased, young=0, lost=0)
+            allowance = self._limiter.allowance(now())
+            if allowance.reason is not reason:
+                reason = allowance.reason
+                told = explain(allowance, self._limiter.in_flight)
+                emit(Event.GATE, reason=str(reason), limit=allowance.limit, explanation=told)
+            await asyncio.sleep(EACH_S)
+
+    async def _renew(self) -> None:
+        pause = self.options.lease_s / 3
+        while True:
+            await asyncio.sleep(pause)
+            renewed = await self._access.ask(self._queue.renew([held.lease for held in self._holding]))
+            if renewed is None:
+                pause = self._access.pause_s
+                continue
+            pause = self.options.lease_s / 3
+            self._access.learn(renewed)
+            gone = set(renewed.lost)
+            for held in self._holding:
+                if held.lease.entry in gone:
+                    emit(Event.LEASE_LOST, entry=held.lease.entry)
+                    self._holding.cut(held, "lost")
+
+    async def _sweep(self) -> None:
+        """What ran out or is due goes back to its place; what is past its deadline ends."""
+        while True:
+            swept = await self._access.ask(self._queue.sweep())
+            pause = EACH_S
+            if swept is not None:
+                if swept.reclaimed or swept.due:
+                    self._access.found_work()
+                if now() - self._expired_at >= EACH_S:
+                    self._expired_at = now()
+                    await self._expire()
+                if swept.next_due_at is not None:
+                    pause = min(pause, max(0.01, swept.next_due_at - now()))
+            await asyncio.sleep(pause)
+
+    async def _expire(self) -> None:
+        for _ in range(EXPIRED_ROUNDS):
+            found = await self._access.ask(self._queue.expired(EXPIRED_AT_ONCE)) or ()
+            unix_now = self._queue.unix_now()
+            parsed = [(one, parse(one.member)) for one in found]
+            over = [
+                (one, endings.expired(endings.NOBODY, request))
+                for one, request in parsed
+                if isinstance(request, Request) and request.deadline <= unix_now
+            ]
+            if over:
+                self._metrics.expired(await self._access.ask(self._queue.expire(over)) or 0)
+            if len(found) < EXPIRED_AT_ONCE or not over:
+                return
+
+    async def _cut_cancelled(self) -> None:
+        """Cut requests in flight that were cancelled: closing the connection is the gateway's cue."""
+        while True:
+            await asyncio.sleep(EACH_S)
+            running = self._holding.at_gateway()
+            for held, gone in zip(running, await self._access.cancelled(running), strict=True):
+                if gone:
+                    self._holding.cut(held, "cancelled")
+
+    async def _listen(self) -> None:
+        while True:
+            if await self._access.ask(self._work_came()):
+                self._access.found_work()
+            else:
+                await asyncio.sleep(self._access.pause_s)
+
+    async def _work_came(self) -> bool:
+        await self._queue.wait_for_work()
+        return True
+
+
+def permit_of(allowance: Allowance) -> Permit:
+    return Permit(allowance.limit, allowance.read_at, allowance.lost)
