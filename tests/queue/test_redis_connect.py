@@ -1,0 +1,153 @@
+"""URLs: standalone, TLS, Sentinel, Cluster; and what each becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import trustme
+
+from dispatcher.ports import QueueUnavailableError, Settled
+from dispatcher.queue.connect import QueueUrlError, connect
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
+from tests.queue.servers import sentinel_set, server
+from tests.support import free_port, require_tool, wait_until
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://host/0", "unknown scheme 'http'"),
+        ("redis+proxy://host", "unknown scheme"),
+        ("redis://host:nan/0", "Port"),
+        ("redis+sentinel://host:26379", "name of the primary"),
+        ("redis+sentinel://host:26379/mymaster/x", "name of the primary"),
+        ("redis+sentinel://host:x/mymaster", "'host:x' is no host:port"),
+        ("redis+cluster://host:7000/3", "no database numbers"),
+        ("redis+cluster://,host:7000", "'' is no host:port"),
+    ],
+)
+def test_url_that_names_no_server_says_why_and_keeps_its_password(url, says):
+    with pytest.raises(QueueUrlError, match=says) as caught:
+        connect(url.replace("://", "://user:hush@"))
+    assert "hush" not in str(caught.value)
+
+
+async def test_sentinel_url_keeps_every_part():
+    client = connect(
+        "rediss+sentinel://us%40er:p%3Aw@h1:26380,h2,[::1]:26381/mymaster/4"
+        "?sentinel_username=watch&sentinel_password=word&ssl_cert_reqs=none"
+    )
+    pool = client.connection_pool
+    assert (pool.service_name, pool.connection_kwargs["db"]) == ("mymaster", 4)
+    assert (pool.connection_kwargs["username"], pool.connection_kwargs["password"]) == ("us@er", "p:w")
+    watchers = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
+    assert [(one["host"], one["port"]) for one in watchers] == [("h1", 26380), ("h2", 26379), ("::1", 26381)]
+    assert {(one["username"], one["password"]) for one in watchers} == {("watch", "word")}
+    assert "ssl" in pool.connection_class.__name__.lower()
+    assert all(
+        "ssl" in one.connection_pool.connection_class.__name__.lower()
+        for one in pool.sentinel_manager.sentinels
+    )
+    await client.aclose()
+
+
+async def test_cluster_url_keeps_every_part():
+    client = connect("rediss+cluster://user:word@h1:7001,h2?ssl_cert_reqs=none")
+    nodes = client.nodes_manager.startup_nodes.values()
+    assert [(node.host, node.port) for node in nodes] == [("h1", 7001), ("h2", 6379)]
+    kwargs = client.connection_kwargs
+    assert (kwargs["username"], kwargs["password"]) == ("user", "word")
+    assert "ssl" in kwargs["connection_class"].__name__.lower()
+
+
+async def test_tls_with_a_private_authority(tmp_path: Path):
+    require_tool("redis-server")
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1", "localhost")
+    ca, certificate, key = (tmp_path / name for name in ("ca.pem", "cert.pem", "key.pem"))
+    authority.cert_pem.write_to_path(ca)
+    issued.cert_chain_pems[0].write_to_path(certificate)
+    issued.private_key_pem.write_to_path(key)
+    port = free_port()
+    options = ("--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key))
+    options += ("--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no")
+    with server("redis", tmp_path / "data", *options):
+        async with queues(f"rediss://127.0.0.1:{port}/2?ssl_ca_certs={ca}", "a") as (queue,):
+            await queue.submit([submission("r-1")])
+            assert await queue.settle([answer(await claim_one(queue))]) == [Settled.DONE]
+        async with queues(f"rediss://127.0.0.1:{port}/2", "a") as (stranger,):
+            with pytest.raises(QueueUnavailableError, match=r"(?i)certificate"):
+                await stranger.counts()
+
+
+async def test_unix_socket(tmp_path: Path):
+    path = tmp_path / "s.sock"
+    with server("redis", tmp_path / "data", "--unixsocket", str(path)):
+        async with queues(f"unix://{path}?db=1", "a") as (queue,):
+            assert await queue.submit([submission("r-1")]) == 1
+            assert (await queue.counts()).pending == 1
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize("engine", ["redis", "valkey"])
+async def test_work_goes_on_after_a_failover(engine: str, tmp_path: Path):
+    """The primary is killed under load: what the new one knows of is answered, once."""
+    with sentinel_set(engine, tmp_path) as sentinels:
+        async with queues(sentinels.url, "a", try_s=1.0, lease_s=3) as (queue,):
+            await queue.submit([submission(f"r-{number}") for number in range(300)])
+            first = sentinels.primary()
+            await wait_until(lambda: replica_caught_up(first), 10)
+            work = asyncio.create_task(work_off(queue))
+            await wait_until(lambda: settled(first) > 30, 20)
+            first.kill()
+            killed_at = time.monotonic()
+            await wait_until(lambda: moved(sentinels, first), 30)
+            failed_over_at = time.monotonic()
+            await asyncio.wait_for(work, 40)
+            assert time.monotonic() - failed_over_at < 15, f"{failed_over_at - killed_at:.1f} s to elect"
+            with sentinels.primary().client() as client:
+                results = [msgspec.json.decode(one)["id"] for one in client.lrange(NAMES.results, 0, -1)]
+        assert len(results) == len(set(results))
+        # What replication had not carried over was undone whole: its requests ran again.
+        assert set(results) == {f"r-{number}" for number in range(300)}
+
+
+def replica_caught_up(primary) -> bool:
+    with primary.client() as client:
+        info = client.info("replication")
+    return info["slave0"]["offset"] >= info["master_repl_offset"]
+
+
+def settled(primary) -> int:
+    with suppress(Exception), primary.client() as client:
+        return client.llen(NAMES.results)
+    return 0
+
+
+def moved(sentinels, first) -> bool:
+    with suppress(Exception):
+        return sentinels.primary() is not first
+    return False
+
+
+async def work_off(queue: RedisQueue) -> None:
+    """Claim and settle until nothing is left, through whatever outage."""
+    held = []
+    while True:
+        try:
+            if not held:
+                held = list((await claim(queue, 4)).leases)
+            await queue.sweep()
+            if held:
+                await queue.settle([answer(lease) for lease in held])
+                held = []
+            elif (counts := await queue.counts()).pending + counts.leased == 0:
+                return
+        except QueueUnavailableError:
+            continue
