@@ -42,9 +42,9 @@ def draw(comparison: Comparison, path: Path) -> None:
         key=lambda pair: first.index(pair[0].name) if pair[0].name in first else len(first),
     )
     heights = [1.7 if run.name is Name.LAW or len(pairs) == 1 else 1.0 for run, _ in pairs]
-    figure = Figure(figsize=(12.0, 1.3 + 1.75 * sum(heights)), dpi=110, facecolor=PAPER, layout="constrained")
+    figure = Figure(figsize=(12.0, 1.3 + 1.75 * sum(heights)), dpi=110, facecolor=PAPER)
     FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(h_pad=0.09, w_pad=0.06)
+    figure.set_layout_engine("constrained", h_pad=0.09, w_pad=0.06)
     panels = figure.subplots(len(pairs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, (run, row) in zip(panels, pairs, strict=True):
         _panel(panel, run, row, comparison.setting.reserve)

@@ -140,12 +140,12 @@ def test_pressure_score_alone_is_warned_of() -> None:
 
 
 def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Path) -> None:
-    """A pool of 2,000 slots for 900 s takes seconds."""
+    """A large pool takes seconds."""
     trace = tmp_path / "pool.csv"
-    trace.write_text("time,running\n0,500\n900,1500\n")
+    trace.write_text("time,running\n0,200\n300,400\n")
     leader, follower = pty.openpty()
     process = subprocess.Popen(
-        [*COMMAND, "--trace", str(trace), "--slots", "2000", "--policy", "law"],
+        [*COMMAND, "--trace", str(trace), "--slots", "600", "--policy", "law"],
         stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, env=ENVIRON,
     )  # fmt: skip
     os.close(follower)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import Reason, Reading, Signal
+from dispatcher.core.budget import Reading, Reason, Signal
 from dispatcher.sim.experiment import Experiment, Moment, Name, Run, Setting
 from dispatcher.sim.metrics import Detector, Exporter
 from dispatcher.sim.trace import BUNDLED, Trace, load
