@@ -28,7 +28,7 @@ _PAGE = 500
 _HEAD_S = 10.0
 """An answer must begin within this; a watch's head comes at once, too."""
 _LIST_S = 60.0
-_PAUSE_LEAST_S, _PAUSE_MOST_S = 0.1, 30.0
+_PAUSE_LEAST_S, _PAUSE_CUT_S, _PAUSE_MOST_S = 0.05, 0.5, 30.0
 _ALIVE_S = 1.0
 """A watch that lived so long was one; its end is no failure."""
 
@@ -82,13 +82,13 @@ class Api:
 
     def __init__(self, access: Access) -> None:
         self._access = access
-        self._client: Any = None
-        self._stale = False
+        self._session: _Session | None = None
+        self._connecting = asyncio.Lock()
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        session, self._session = self._session, None
+        if session is not None:
+            await session.client.close()
 
     @asynccontextmanager
     async def get(
@@ -96,38 +96,35 @@ class Api:
     ) -> AsyncIterator[aiohttp.StreamReader]:
         """The body of a 200, to be read inside the block. `total_s`: until the block must be done."""
         try:
-            if self._client is None or self._stale:
-                await self._connect()
-            client = self._client
-            async with asyncio.timeout(_HEAD_S):
-                method, url, headers, _, _ = await client.param_serialize(
-                    "GET",
-                    path,
-                    query_params=list(query),
-                    header_params={"Accept": "application/json"},
-                    auth_settings=["BearerToken"],
-                )
-                answer = await client.call_api(
-                    method,
-                    url,
-                    headers,
-                    _request_timeout=aiohttp.ClientTimeout(total=total_s, sock_connect=5.0),
-                )
-            async with answer.response as response:
+            async with self._connected() as client, await _request(client, path, query, total_s) as response:
                 if response.status != 200:
                     raise await self._failure(response)
                 yield response.content
         except TimeoutError as error:
             raise ApiError("the Kubernetes API did not answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(
-                f"the Kubernetes API cannot be reached: {str(error) or type(error).__name__}"
-            ) from error
+            raise ApiError(f"the Kubernetes API cannot be reached: {_words(error)}") from error
         except ValueError as error:  # a line longer than the buffer, or not the JSON that it should be
-            raise ApiError(f"the Kubernetes API's answer cannot be read: {error}") from error
+            raise ApiError(f"the Kubernetes API's answer cannot be read: {_words(error)}") from error
 
-    async def _connect(self) -> None:
-        """Read the credentials, at first and whenever the server no longer takes those we have."""
+    @asynccontextmanager
+    async def _connected(self) -> AsyncIterator[Any]:
+        """A client with credentials that the server has not refused so far."""
+        async with self._connecting:
+            if self._session is None:
+                self._session = _Session(await self._connect())
+        session = self._session
+        session.users += 1
+        try:
+            yield session.client
+        finally:
+            session.users -= 1
+            # The watches that began with the old credentials go on with them to their end.
+            if session is not self._session and session.users == 0:
+                await session.client.close()
+
+    async def _connect(self) -> Any:
+        """Read the credentials: at first, and again when the server refuses those we have."""
         # A second of imports: not in the event loop's time.
         client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")
         config = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.config")
@@ -146,10 +143,9 @@ class Api:
                 await config.load_kube_config(
                     self._access.kubeconfig, client_configuration=configuration, persist_config=False
                 )
-        except (config.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
-            raise ApiError(f"{self._access} cannot be used: {error}") from error
-        await self.close()
-        self._client, self._stale = client.ApiClient(configuration), False
+            return client.ApiClient(configuration)
+        except Exception as error:  # whatever a file, a plugin or a certificate makes of it
+            raise ApiError(f"{self._access} cannot be used: {_words(error)}") from error
 
     async def _failure(self, response: aiohttp.ClientResponse) -> ApiError:
         body = await response.content.read(64 * 1024)
@@ -158,10 +154,36 @@ class Api:
         except msgspec.MsgspecError:
             message = body[:200].decode("utf-8", "replace").strip()
         if response.status == 401:
-            self._stale = True  # rotated or expired: the next request reads the credentials again
+            self._session = None  # rotated or expired: the next request reads the credentials again
         after = response.headers.get("Retry-After", "")
         why = f"the Kubernetes API answered {response.status}: {message or response.reason}"
         return ApiError(why, response.status, float(after) if after.isdigit() else 0.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    client: Any
+    users: int = 0
+
+
+async def _request(
+    client: Any, path: str, query: Sequence[tuple[str, str]], total_s: float
+) -> aiohttp.ClientResponse:
+    async with asyncio.timeout(_HEAD_S):
+        try:
+            method, url, headers, _, _ = await client.param_serialize(
+                "GET",
+                path,
+                query_params=list(query),
+                header_params={"Accept": "application/json"},
+                auth_settings=["BearerToken"],
+            )
+        except Exception as error:  # it reads the token's file now and then
+            raise ApiError(f"the token cannot be read: {_words(error)}") from error
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
+        answer = await client.call_api(method, url, headers, _request_timeout=timeout)
+    response: aiohttp.ClientResponse = answer.response
+    return response
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +251,9 @@ class Mirror(Generic[V]):
         self._watch_s = watch_s
         self._version = ""
         self._fruitful = False
+        """Whether the last round brought anything, or lasted."""
+        self._opened = False
+        """Whether it came as far as a watch."""
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
@@ -239,7 +264,7 @@ class Mirror(Generic[V]):
         """Keep the mirror, until cancelled."""
         failures = 0
         while True:
-            self._fruitful = False
+            self._fruitful = self._opened = False
             failure: ApiError | None = None
             try:
                 if not self._version:
@@ -253,9 +278,11 @@ class Mirror(Generic[V]):
             if failures == 0:
                 await asyncio.sleep(random.uniform(0.0, 0.05))
                 continue
-            if failure is not None and (failures > 1 or failure.standing):
+            if failure is not None and not self._opened and (failures > 1 or failure.standing):
                 self._failed(failure)
-            pause_s = min(_PAUSE_MOST_S, _PAUSE_LEAST_S * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
+            # A stream that begins and is cut is a nuisance on the way; what it missed comes with the next.
+            most_s = _PAUSE_CUT_S if self._opened else _PAUSE_MOST_S
+            pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
             await asyncio.sleep(max(pause_s, failure.retry_after_s if failure is not None else 0.0))
 
     async def _list(self) -> None:
@@ -291,7 +318,8 @@ class Mirror(Generic[V]):
             ("allowWatchBookmarks", "true"),
             ("timeoutSeconds", str(max(1, round(lasts_s)))),
         ]
-        async with self._api.get(self.resource.path, query, lasts_s + _HEAD_S) as body:
+        async with self._api.get(self.resource.path, query, lasts_s + min(lasts_s, _HEAD_S)) as body:
+            self._opened = True
             self._up()
             opened_at = self._loop.time()
             try:
@@ -305,7 +333,7 @@ class Mirror(Generic[V]):
     def _apply(self, event: _Event) -> None:
         if event.type == "ERROR":
             status = msgspec.json.decode(event.object, type=_Status)
-            # An error that comes as an event ends the stream, and says nothing of the connection.
+            self._version = ""  # 410 or not: where we stood, the server cannot go on from
             raise ApiError(f"the watch ended: {status.message or status.reason}", status.code)
         metadata = msgspec.json.decode(event.object, type=_Named).metadata
         self._version = metadata.version or self._version
@@ -360,6 +388,11 @@ class _Status(msgspec.Struct):
     message: str = ""
     reason: str = ""
     code: int | None = None
+
+
+def _words(error: BaseException) -> str:
+    """An error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _name(item: msgspec.Raw) -> str:

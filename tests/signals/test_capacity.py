@@ -1,0 +1,563 @@
+"""What the Kubernetes watch sees, through the real client, of an API server that fails as real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import random
+import ssl
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from dispatcher.settings import Epp, Pool
+from dispatcher.signals import capacity
+from dispatcher.signals.capacity import NOWHERE, CapacityWatch, Endpoints
+from dispatcher.signals.kube import Access
+from tests.signals.apiserver import (
+    OLD_POOLS,
+    PODS,
+    POOLS,
+    SLICES,
+    ApiServer,
+    endpoint_slice,
+    old_pool,
+    pod,
+    pool,
+)
+from tests.support import wait_until
+
+QWEN = Pool(name="qwen", namespace="default")
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
+    async with ApiServer().serve(tmp_path) as server:
+        yield server
+
+
+class Seen:
+    """What the watch told, in order."""
+
+    def __init__(self) -> None:
+        self.history: list[Endpoints] = []
+
+    def __call__(self, endpoints: Endpoints) -> None:
+        assert not self.history or endpoints != self.history[-1]
+        self.history.append(endpoints)
+
+    @property
+    def now(self) -> Endpoints:
+        return self.history[-1] if self.history else Endpoints(None, None, None)
+
+    async def ready(self, number: int | None) -> None:
+        await wait_until(lambda: bool(self.history) and self.now.ready == number, what=f"ready == {number}")
+
+    async def problem(self, *parts: str) -> str:
+        def told() -> bool:
+            return self.now.problem is not None and all(part in self.now.problem for part in parts)
+
+        await wait_until(told, what=f"problem with {parts}, not {self.now}")
+        return self.now.problem or ""
+
+
+def access(server: ApiServer) -> Access:
+    return Access(environ={"KUBECONFIG": str(server.kubeconfig)}, service_account=Path("/nonexistent"))
+
+
+@asynccontextmanager
+async def watching(where: ApiServer | Access, epp: Epp | None = None, **more: Any) -> AsyncIterator[Seen]:
+    seen = Seen()
+    way = where if isinstance(where, Access) else access(where)
+    watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(watch.run())
+        try:
+            yield seen
+        finally:
+            task.cancel()
+
+
+def populate(server: ApiServer, pods: int = 3, **more: Any) -> None:
+    server.put(POOLS, pool(**more))
+    server.put(SLICES, endpoint_slice("qwen-epp-x1", "qwen-epp", "10.0.0.1"))
+    for number in range(pods):
+        server.put(PODS, pod(f"p{number}"))
+
+
+async def test_ready_pods_times_ports_count(server: ApiServer) -> None:
+    populate(server, 3, ports=2)
+    server.put(PODS, pod("starting", ready=False))
+    server.put(PODS, pod("going", deleting=True))
+    server.put(PODS, pod("other", app="another"))
+    server.put(PODS, pod("elsewhere"), namespace="another")
+    async with watching(server) as seen:
+        await seen.ready(6)
+        await wait_until(lambda: seen.now == Endpoints(6, ("10.0.0.1",), None))
+
+
+async def test_a_pod_is_followed_through_its_life(server: ApiServer) -> None:
+    populate(server, 2)
+    async with watching(server) as seen:
+        await seen.ready(2)
+        server.put(PODS, pod("new", ready=False))
+        server.put(PODS, pod("new"))
+        await seen.ready(3)
+        server.put(PODS, pod("p0", deleting=True))
+        await seen.ready(2)
+        server.delete(PODS, "p0")
+        server.put(PODS, pod("p1", app="another"))  # no longer selected: the server says DELETED
+        await seen.ready(1)
+        server.delete(PODS, "new")
+        await seen.ready(0)
+        assert seen.now.problem is None
+        assert len(server.asked(PODS, watch=False)) == 1
+
+
+async def test_a_cut_watch_goes_on_where_it_was(server: ApiServer) -> None:
+    populate(server, 1)
+    async with watching(server) as seen:
+        await seen.ready(1)
+        for number in range(1, 6):
+            server.cut()
+            server.put(PODS, pod(f"p{number}"))
+            await seen.ready(number + 1)
+        assert len(server.asked(PODS, watch=False)) == 1
+        assert all(told.problem is None for told in seen.history)
+
+
+async def test_a_bookmark_spares_a_new_list(server: ApiServer) -> None:
+    populate(server, 1)
+    async with watching(server) as seen:
+        await seen.ready(1)
+        await wait_until(lambda: server.asked(PODS, watch=True))
+        first = server.asked(PODS, watch=True)[-1].query["resourceVersion"]
+        server.put(PODS, pod("other", app="another"))  # nothing for this watch
+
+        turn = itertools.cycle((server.bookmark, server.cut))
+
+        def goes_on_from_bookmark() -> bool:
+            next(turn)()
+            return int(server.asked(PODS, watch=True)[-1].query["resourceVersion"]) > int(first) + 1
+
+        await wait_until(goes_on_from_bookmark, every_s=0.1)
+        assert len(server.asked(PODS, watch=False)) == 1
+
+
+@pytest.mark.parametrize("as_status", [False, True])
+async def test_gone_means_list_again(server: ApiServer, as_status: bool) -> None:
+    populate(server, 3)
+    server.faults.expired_as_status = as_status
+    async with watching(server) as seen:
+        await seen.ready(3)
+        await wait_until(lambda: server.asked(PODS, watch=True))
+        server.faults.mute = True
+        server.cut()
+        server.delete(PODS, "p0")
+        server.put(PODS, pod("p1", ready=False))
+        server.compact()
+        server.faults.mute = False
+        server.cut()
+        await seen.ready(1)
+        assert len(server.asked(PODS, watch=False)) == 2
+        server.put(PODS, pod("p1"))
+        await seen.ready(2)
+
+
+async def test_a_watch_that_says_nothing_is_left_when_its_time_is_up(server: ApiServer) -> None:
+    populate(server, 1)
+    server.faults.deaf = True
+    async with watching(server, watch_s=0.5) as seen:
+        await seen.ready(1)
+        await wait_until(lambda: server.asked(PODS, watch=True))
+        server.put(PODS, pod("p1"))
+        server.faults.deaf = False
+        await seen.ready(2)
+        assert seen.now.problem is None
+
+
+async def test_another_selector_counts_other_pods(server: ApiServer) -> None:
+    populate(server, 3)
+    server.put(PODS, pod("b0", app="sglang"))
+    async with watching(server) as seen:
+        await seen.ready(3)
+        server.put(POOLS, pool(app="sglang"))
+        await seen.ready(1)
+        server.put(PODS, pod("p9"))
+        server.put(PODS, pod("b1", app="sglang"))
+        await seen.ready(2)
+        server.put(POOLS, pool(app="sglang", ports=4))
+        await seen.ready(8)
+        assert None not in [told.ready for told in seen.history[seen.history.index(seen.now) - 3 :]]
+
+
+async def test_a_deleted_pool_has_no_endpoints(server: ApiServer) -> None:
+    populate(server, 2)
+    async with watching(server) as seen:
+        await seen.ready(2)
+        server.delete(POOLS, "qwen")
+        await seen.ready(0)
+        assert "InferencePool default/qwen does not exist" in await seen.problem()
+        server.put(POOLS, pool())
+        await seen.ready(2)
+        await wait_until(lambda: seen.now.problem is None)
+
+
+async def test_a_pool_that_is_not_there_has_none_either(server: ApiServer) -> None:
+    server.put(POOLS, pool("another"))
+    async with watching(server) as seen:
+        await seen.ready(0)
+
+
+class TestOlderApi:
+    async def test_the_older_version_serves_where_the_newer_is_not(self, server: ApiServer) -> None:
+        server.faults.unserved = {POOLS}
+        server.put(OLD_POOLS, old_pool())
+        server.put(PODS, pod("p0"))
+        server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now == Endpoints(1, ("10.0.0.1",), None))
+            server.delete(OLD_POOLS, "qwen")
+            await seen.ready(0)
+
+    async def test_the_newer_wins_where_both_have_the_pool(self, server: ApiServer) -> None:
+        server.put(OLD_POOLS, old_pool(app="old"))
+        server.put(POOLS, pool())
+        server.put(PODS, pod("p0"))
+        server.put(PODS, pod("p1"))
+        server.put(PODS, pod("o1", app="old"))
+        async with watching(server) as seen:
+            await seen.ready(2)
+            server.delete(POOLS, "qwen")
+            await seen.ready(1)
+
+    async def test_a_role_without_the_older_is_no_problem(self, server: ApiServer) -> None:
+        server.faults.forbidden = {OLD_POOLS}
+        populate(server, 2)
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now == Endpoints(2, ("10.0.0.1",), None))
+            server.delete(POOLS, "qwen")
+            await seen.ready(0)
+
+    async def test_without_any_crd_it_says_what_to_install(self, server: ApiServer) -> None:
+        server.faults.unserved = {POOLS, OLD_POOLS}
+        async with watching(server) as seen:
+            assert "inferencepools.inference.networking.k8s.io" in await seen.problem("install the CRDs")
+            assert seen.now.ready is None
+            server.faults.unserved = set()
+            populate(server, 1)
+            await seen.ready(1)
+            await wait_until(lambda: seen.now.problem is None)
+
+
+@pytest.mark.parametrize(
+    ("collection", "group", "ready"),
+    [(POOLS, "inference.networking.k8s.io", None), (PODS, "", None), (SLICES, "discovery.k8s.io", 2)],
+)
+async def test_a_missing_right_is_named_with_its_rule(
+    server: ApiServer, collection: str, group: str, ready: int | None
+) -> None:
+    populate(server, 2)
+    server.faults.forbidden = {collection}
+    plural = collection.rpartition("/")[2]
+    async with watching(server) as seen:
+        rule = f'apiGroups: ["{group}"], resources: ["{plural}"], verbs: ["get", "list", "watch"]'
+        assert "\n" not in await seen.problem(f"not allowed to watch {plural} in namespace default", rule)
+        await seen.ready(ready)
+        server.faults.forbidden = set()
+        await wait_until(lambda: seen.now == Endpoints(2, ("10.0.0.1",), None))
+
+
+async def test_an_outage_is_bridged_for_a_while_and_then_nothing_is_claimed(server: ApiServer) -> None:
+    populate(server, 2)
+    loop = asyncio.get_running_loop()
+    async with watching(server, hold_s=1.0) as seen:
+        await wait_until(lambda: seen.now == Endpoints(2, ("10.0.0.1",), None))
+        await server.down()
+        down_at = loop.time()
+        await seen.problem("cannot be reached")
+        assert seen.now.ready == 2
+        await seen.ready(None)
+        assert loop.time() - down_at >= 1.0
+        assert seen.now.epp_addresses == ("10.0.0.1",)
+        assert "no longer counts" in await seen.problem()
+        server.put(PODS, pod("p2"))
+        await server.up()
+        await wait_until(lambda: seen.now == Endpoints(3, ("10.0.0.1",), None))
+
+
+@pytest.mark.parametrize("fault", ["garbage", "busy"])
+async def test_an_answer_that_is_none_is_a_problem_and_no_end(server: ApiServer, fault: str) -> None:
+    populate(server, 1)
+    server.faults.garbage = fault == "garbage"
+    server.faults.busy_s = 1 if fault == "busy" else None
+    async with watching(server) as seen:
+        await seen.problem("the Kubernetes API")
+        asked = [each.at for each in server.asked(POOLS, watch=False)]
+        if fault == "busy":
+            assert all(after - before >= 1.0 for before, after in itertools.pairwise(asked))
+        server.faults.garbage, server.faults.busy_s = False, None
+        await seen.ready(1)
+        await wait_until(lambda: seen.now.problem is None)
+
+
+async def test_a_long_list_comes_in_pages(server: ApiServer) -> None:
+    populate(server, 1_200)
+    server.faults.page_expires = True
+    async with watching(server) as seen:
+        await seen.ready(1_200)
+        pages = server.asked(PODS, watch=False)
+        # The second page had expired: from the start again.
+        assert ["continue" in page.query for page in pages] == [False, True, False, True, True]
+        # Half of a list is nobody's capacity.
+        assert {told.ready for told in seen.history} <= {None, 1_200}
+
+
+class TestCredentials:
+    async def test_a_new_token_in_the_kubeconfig_is_taken_up(self, server: ApiServer) -> None:
+        populate(server, 1)
+        async with watching(server) as seen:
+            await seen.ready(1)
+            server.tokens = {"t1"}
+            server.cut()
+            await seen.problem("401")
+            server.write_kubeconfig("t1")
+            server.put(PODS, pod("p1"))
+            await seen.ready(2)
+            await wait_until(lambda: seen.now.problem is None)
+            assert server.requests[-1].token == "t1"
+
+    async def test_a_pod_uses_its_service_account_and_its_rotating_token(self, tmp_path: Path) -> None:
+        authority = trustme.CA()
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        authority.issue_cert("127.0.0.1").configure_cert(tls)
+        async with ApiServer().serve(tmp_path, tls) as server:
+            populate(server, 1)
+            host, _, port = server.url.removeprefix("https://").partition(":")
+            authority.cert_pem.write_to_path(tmp_path / "ca.crt")
+            (tmp_path / "token").write_text("t0")
+            environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+                await seen.ready(1)
+                (tmp_path / "token").write_text("t1")
+                server.tokens = {"t1"}
+                server.cut()
+                server.put(PODS, pod("p1"))
+                await seen.ready(2)
+
+    async def test_without_a_cluster_it_says_so_once_and_ends(self, tmp_path: Path) -> None:
+        seen = Seen()
+        nowhere = Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
+        await CapacityWatch(QWEN, Epp(), seen, access=nowhere).run()
+        assert seen.history == [Endpoints(None, None, NOWHERE)]
+
+    async def test_the_usual_kubeconfig_is_found(self, server: ApiServer, tmp_path: Path) -> None:
+        populate(server, 1)
+        (tmp_path / ".kube").mkdir()
+        server.kubeconfig.rename(tmp_path / ".kube" / "config")
+        async with watching(
+            Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
+        ) as seen:
+            await seen.ready(1)
+
+    @pytest.mark.parametrize("content", [None, "", "[]", "{", "clusters: 3"])
+    async def test_a_bad_kubeconfig_is_a_problem_until_it_is_mended(
+        self, server: ApiServer, content: str | None
+    ) -> None:
+        populate(server, 1)
+        if content is None:
+            server.kubeconfig.unlink()
+        else:
+            server.kubeconfig.write_text(content)
+        async with watching(server) as seen:
+            await seen.problem(str(server.kubeconfig), "cannot be used")
+            server.write_kubeconfig("t0")
+            await seen.ready(1)
+
+
+class TestEndpointPicker:
+    async def test_its_ready_replicas_are_told(self, server: ApiServer) -> None:
+        populate(server, 1)
+        server.put(SLICES, endpoint_slice("qwen-epp-x2", "qwen-epp", "10.0.0.3", "10.0.0.2", ready=None))
+        server.put(SLICES, endpoint_slice("qwen-epp-x3", "qwen-epp", "10.0.0.4", ready=False))
+        server.put(SLICES, endpoint_slice("other", "other", "10.0.0.5"))
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.1", "10.0.0.2", "10.0.0.3"))
+            server.delete(SLICES, "qwen-epp-x2")
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.1",))
+            server.put(POOLS, pool(epp="other"))
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.5",))
+            server.delete(SLICES, "other")
+            await seen.problem("Service default/other has no ready endpoint")
+            assert seen.now.epp_addresses == ()
+            assert seen.now.ready == 1
+
+    @pytest.mark.parametrize("epp", [{"urls": ["http://epp:9090"]}, {"service": "epp"}])
+    async def test_it_is_not_looked_for_where_the_settings_name_it(
+        self, server: ApiServer, epp: dict[str, Any]
+    ) -> None:
+        populate(server, 1)
+        async with watching(server, Epp.model_validate(epp)) as seen:
+            await seen.ready(1)
+            server.put(PODS, pod("p1"))
+            await seen.ready(2)
+            assert seen.now == Endpoints(2, None, None)
+            assert not server.asked(SLICES, watch=False)
+
+
+class TestCheck:
+    """What `batch-dispatcher check` says."""
+
+    async def test_of_a_pool_that_is_fine(self, server: ApiServer) -> None:
+        populate(server, 2)
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [(each.ok, each.detail) for each in found] == [
+            (True, "2 ready endpoints"),
+            (True, "replicas: 10.0.0.1"),
+        ]
+
+    async def test_of_a_missing_right(self, server: ApiServer) -> None:
+        server.faults.forbidden = {POOLS}
+        (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert not found.ok
+        assert found.hint.startswith("add to the Role there the rule")
+
+    async def test_of_a_pool_without_pods(self, server: ApiServer) -> None:
+        populate(server, 0)
+        found = await capacity.probe(QWEN, Epp(service="epp"), access=access(server))
+        assert [(each.ok, each.detail) for each in found] == [(False, "0 ready endpoints")]
+
+    async def test_of_a_server_that_does_not_answer(self, server: ApiServer) -> None:
+        server.faults.mute = True
+        (found,) = await capacity.probe(QWEN, Epp(), access=access(server), timeout_s=0.3)
+        assert not found.ok
+        assert "did not answer within 0.3 s" in found.detail
+
+    async def test_of_no_cluster(self, tmp_path: Path) -> None:
+        nowhere = Access(environ={}, service_account=tmp_path)
+        (found,) = await capacity.probe(QWEN, Epp(), access=nowhere)
+        assert found.ok
+        assert "signals.epp.urls" in found.hint
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_happens_it_ends_with_the_truth(server: ApiServer, seed: int) -> None:
+    dice = random.Random(seed)
+    populate(server, 0)
+    truth: dict[str, bool] = {}
+
+    def put() -> None:
+        name = f"p{dice.randrange(20)}"
+        ready, app = dice.random() < 0.7, dice.choice(["vllm", "vllm", "another"])
+        server.put(PODS, pod(name, ready=ready, app=app))
+        truth[name] = ready and app == "vllm"
+
+    def remove() -> None:
+        if truth:
+            name = dice.choice(sorted(truth))
+            server.delete(PODS, name)
+            del truth[name]
+
+    acts: list[Callable[[], None]] = [put, put, put, put, remove, server.cut, server.compact, server.bookmark]
+    async with watching(server) as seen:
+        await seen.ready(0)
+        for _ in range(150):
+            dice.choice(acts)()
+            if dice.random() < 0.3:
+                await asyncio.sleep(dice.random() * 0.01)
+        await seen.ready(sum(truth.values()))
+        server.put(PODS, pod("last"))
+        await seen.ready(sum(truth.values()) + 1)
+
+
+@pytest.mark.serial
+async def test_a_rolling_update_is_followed_within_a_second(server: ApiServer) -> None:
+    """50 pods are replaced, while watches are cut every 2 s and their place is lost now and then."""
+    populate(server, 50)
+    server.faults.cut_s = 2.0
+    loop = asyncio.get_running_loop()
+    async with watching(server) as seen:
+        await seen.ready(50)
+        truth: list[tuple[float, int]] = [(loop.time(), 50)]
+        late: list[tuple[float, int | None]] = []
+
+        def change(by: int) -> None:
+            truth.append((loop.time(), truth[-1][1] + by))
+
+        async def pause(seconds: float) -> None:
+            until = loop.time() + seconds
+            while loop.time() < until:
+                await asyncio.sleep(0.01)
+                now = loop.time()
+                recent = {number for at, number in truth if at > now - 1.0}
+                standing = [number for at, number in truth if at <= now - 1.0][-1:]
+                if seen.now.ready not in recent.union(standing):
+                    late.append((now, seen.now.ready))
+
+        for number in range(50):
+            server.put(PODS, pod(f"p{number}", deleting=True))
+            change(-1)
+            await pause(0.05)
+            server.delete(PODS, f"p{number}")
+            server.put(PODS, pod(f"n{number}", ready=False))
+            await pause(0.05)
+            server.put(PODS, pod(f"n{number}"))
+            change(+1)
+            if number % 10 == 9:
+                server.compact()
+                server.cut()
+            await pause(0.04)
+        await pause(1.0)
+        assert late == []
+        assert seen.now.ready == 50
+        assert len(server.asked(PODS, watch=True)) >= 3  # it was cut
+        assert len(server.asked(PODS, watch=False)) >= 3  # and lost its place
+
+
+@pytest.mark.serial
+async def test_memory_stays_flat_over_ten_thousand_events(server: ApiServer) -> None:
+    """After 2,000 events nothing more is kept: 8,000 further ones leave less than 8 bytes each behind."""
+    populate(server, 30)
+    async with watching(server) as seen:
+        await seen.ready(30)
+
+        async def events(number: int) -> None:
+            for count in range(number // 2):
+                server.put(PODS, pod(f"p{count % 30}", ready=False))
+                server.put(PODS, pod(f"p{count % 30}"))
+                if count % 250 == 249:
+                    # Everything so far has arrived; then the server's own memory of it may go.
+                    server.put(PODS, pod("p0", ready=False))
+                    await seen.ready(29)
+                    server.put(PODS, pod("p0"))
+                    await seen.ready(30)
+                    server.forget()
+                    seen.history.clear()
+                    await asyncio.sleep(0)
+
+        tracemalloc.start()
+        try:
+            await events(2_000)
+            gc.collect()
+            before = tracemalloc.take_snapshot()
+            await events(8_000)
+            gc.collect()
+            after = tracemalloc.take_snapshot()
+        finally:
+            tracemalloc.stop()
+        ours = [tracemalloc.Filter(True, "*/dispatcher/signals/*")]
+        grown = {
+            "all": sum(stat.size_diff for stat in after.compare_to(before, "filename")),
+            "ours": sum(
+                stat.size_diff
+                for stat in after.filter_traces(ours).compare_to(before.filter_traces(ours), "filename")
+            ),
+        }
+    assert grown["ours"] < 8_192
+    assert grown["all"] < 65_536
