@@ -1,0 +1,64 @@
+"""docs/forwarding.md says what the code does: every row of its tables is run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dispatcher.core.outcome import (
+    DROP_REASON,
+    Delivered,
+    Failed,
+    Outcome,
+    Overloaded,
+    Refused,
+    Unreachable,
+    classify,
+)
+from dispatcher.core.routing import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON, Route
+from tests.forward.conftest import options
+
+PAGE = (Path(__file__).parents[2] / "docs" / "forwarding.md").read_text()
+
+
+def rows(heading: str) -> Iterator[list[str]]:
+    """The cells of the table whose first column has this heading, without their backticks."""
+    table = PAGE.split(f"\n| {heading} |", 1)[1].split("\n\n", 1)[0]
+    for line in table.splitlines()[2:]:
+        yield [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+
+
+def in_words(outcome: Outcome) -> str:
+    match outcome:
+        case Delivered():
+            return "delivered"
+        case Unreachable():
+            return "unreachable"
+        case Overloaded(capacity=capacity):
+            return "overloaded, teaches" if capacity else "overloaded"
+        case Failed(nobody_home=nobody_home):
+            return "failed, nobody home" if nobody_home else "failed"
+        case _:
+            return repr(outcome)
+
+
+@pytest.mark.parametrize(("status", "reason", "body", "expected"), list(rows("status")))
+def test_each_answer_leads_where_the_table_says(status: str, reason: str, body: str, expected: str) -> None:
+    outcome = classify(int(status), {DROP_REASON: reason} if reason else {}, body.encode(), 0.0)
+    assert in_words(outcome) == expected
+
+
+@pytest.mark.parametrize(("endpoint", "expected"), list(rows("endpoint")))
+def test_each_path_is_sent_or_refused_as_the_table_says(endpoint: str, expected: str) -> None:
+    path = Route(options("http://gateway"), user_agent="").path(endpoint)
+    assert ("INVALID_REQUEST" if isinstance(path, Refused) else "sent") == expected
+
+
+def test_the_table_of_headers_left_out_is_complete() -> None:
+    left_out = NOT_PASSED_ON | {prefix + "*" for prefix in PREFIXES_NOT_PASSED_ON}
+    table = PAGE.split("\n| left out |", 1)[1].split("\n\n", 1)[0]
+    named = {name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
+    assert named == left_out
