@@ -60,6 +60,7 @@ class EppSource:
     """Scrapes every EPP replica of a pool. Start nothing twice: one poll at a time."""
 
     name: Final = "epp"
+    interval_least_s: Final = 0.0
 
     def __init__(
         self,

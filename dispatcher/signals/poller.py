@@ -34,6 +34,11 @@ class Source(Protocol):
     @property
     def name(self) -> SourceName: ...
 
+    @property
+    def interval_least_s(self) -> float:
+        """Asking more often than this tells nothing new."""
+        ...
+
     async def poll(self) -> tuple[View, ...] | Unread:
         """The newest samples, one view per EPP replica. Bounded in time; never raises for what a network
         or a server can do."""
@@ -184,7 +189,8 @@ class Poller:
             wake.clear()
             if self._preference.needed(source.name):
                 self._heard(source.name, await source.poll())
-            pause = self._signals.interval_s * self._jitter.uniform(1 - JITTER, 1 + JITTER)
+            interval_s = max(self._signals.interval_s, source.interval_least_s)
+            pause = interval_s * self._jitter.uniform(1 - JITTER, 1 + JITTER)
             # However long the poll took, the next one leaves it some rest.
             rest = max(pause - (loop.time() - began), JITTER * pause)
             with contextlib.suppress(TimeoutError):

@@ -68,6 +68,8 @@ class PrometheusSource:
     """Asks Prometheus for a pool's series. One poll at a time, also while one hangs."""
 
     name: Final = "prometheus"
+    interval_least_s: Final = 1.0
+    """No scrape interval is shorter."""
 
     def __init__(
         self,

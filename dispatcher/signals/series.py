@@ -295,6 +295,9 @@ def _requests(views: Sequence[View]) -> tuple[float, bool] | Unread:
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]
     if len(averages) == len(views):
+        sent = [each.in_flight for each in views if each.in_flight is not None]
+        if len(sent) == len(views) and all(_may_be_truncated(each) for each in views):
+            return largest([*averages, math.fsum(sent)]), True
         return largest(averages), True
     # Before GIE 1.5 there is no average of running requests. What each replica has sent and not seen
     # answered is the same count, so long as every request passes an EPP; it has no pool label, though,
@@ -323,6 +326,17 @@ def _requests(views: Sequence[View]) -> tuple[float, bool] | Unread:
     if any(each.saturation is not None for each in views):
         hint = "signals.use: saturation does without the count (docs/signals.md says at what price); " + hint
     return Unread(Reason.UNREADABLE, f"{', '.join(missing)} not there", hint, Signal.REQUESTS)
+
+
+def _may_be_truncated(each: View) -> bool:
+    """Whether both averages are whole numbers, over several endpoints.
+
+    Some EPPs around GIE 1.5 divide whole numbers: three requests on four endpoints average 0. By chance whole
+    averages are rare, and then what was sent and is unanswered agrees with them.
+    """
+    if each.running is None or each.waiting is None or each.ready is None:
+        return False
+    return each.ready > 1 and each.running.is_integer() and each.waiting.is_integer()
 
 
 def _no_saturation(views: Sequence[View]) -> Unread:

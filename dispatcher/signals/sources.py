@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from dispatcher.signals.poller import Source
 from dispatcher.signals.prometheus import Access, PrometheusSource
 from dispatcher.signals.series import Family, Unread, Verdict, View, judge
 
-INTERVAL_LEAST_S = 1.0
-"""A poll may take nine tenths of its interval, but a short interval leaves it nine tenths of this."""
+TIMEOUT_SHARE = 0.9
+"""Of the interval; of a second where the interval is shorter, for a poll is never begun before its
+predecessor has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def sources(settings: Settings) -> tuple[Source, ...]:
     `auto`: the direct scrape, and Prometheus as its stand-in where it has a URL.
     """
     chosen = settings.signals.source
-    timeout_s = 0.9 * max(settings.signals.interval_s, INTERVAL_LEAST_S)
+    timeout_s = TIMEOUT_SHARE * max(settings.signals.interval_s, 1.0)
     made: list[Source] = []
     if chosen != "prometheus":
         made.append(_epp(settings, timeout_s))
@@ -169,12 +169,3 @@ def _budget(name: str, reading: Reading, policy: Policy) -> Finding:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def all_ok(findings: Sequence[Finding]) -> bool:
-    """Whether readings can be had: every finding of one source at least is good."""
-    names = {finding.name.split()[0].partition("[")[0] for finding in findings}
-    return any(
-        all(finding.ok for finding in findings if finding.name.split()[0].partition("[")[0] == name)
-        for name in names
-    )

@@ -107,6 +107,33 @@ def test_requests_in_flight_add_up_over_replicas() -> None:
 
 
 @pytest.mark.parametrize(
+    ("running", "waiting", "in_flight", "counted"),
+    [
+        ("0", "0", "3", 3),  # three requests on four endpoints, divided as whole numbers are
+        ("30", "1", "126", 126),
+        ("30", "1", "90", 124),
+        ("30.25", "1", "200", 125),  # not truncated: the averages know of requests that passed no EPP, too
+    ],
+)
+def test_truncated_averages_do_not_hide_requests(
+    running: str, waiting: str, in_flight: str, counted: float
+) -> None:
+    shown = {"running_requests": running, "average_queue_size": waiting, "request_running": in_flight}
+    lines = [
+        next((f"{line.rsplit(' ', 1)[0]} {value}" for name, value in shown.items() if name in line), line)
+        if line[0] != "#"
+        else line
+        for line in golden("router-newest-flow-control-off").splitlines()
+    ]
+    page = Page(NAMES)
+    page.feed("\n".join([*lines, ""]).encode())
+    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, View)
+    (reading,) = judge([made], "auto", POLICY, "epp").readings
+    assert reading.f_sys * 400 == pytest.approx(counted)
+
+
+@pytest.mark.parametrize(
     ("use", "signals"),
     [("saturation", {SATURATION}), ("requests", {REQUESTS}), ("both", {SATURATION, REQUESTS})],
 )

@@ -1,0 +1,108 @@
+"""The sources that settings ask for, and what `check` is told of each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dispatcher.settings import Settings
+from dispatcher.signals.sources import Finding, probe, sources
+from tests.signals.fakes import GOOD, FakeEpp, fake_epp, fake_prometheus, golden
+from tests.support import free_port
+
+
+def settings(**signals: Any) -> Settings:
+    return Settings.model_validate(
+        {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}, "signals": signals}
+    )
+
+
+@pytest.mark.parametrize(
+    ("signals", "names"),
+    [
+        ({}, ["epp"]),
+        ({"source": "epp", "prometheus": {"url": "http://p"}}, ["epp"]),
+        ({"prometheus": {"url": "http://p"}}, ["epp", "prometheus"]),
+        ({"source": "prometheus", "prometheus": {"url": "http://p"}}, ["prometheus"]),
+    ],
+)
+def test_the_settings_say_which_sources_and_which_first(signals: dict[str, Any], names: list[str]) -> None:
+    assert [source.name for source in sources(settings(**signals))] == names
+
+
+def find(findings: list[Finding], name: str) -> Finding:
+    (found,) = [finding for finding in findings if finding.name == name]
+    return found
+
+
+async def findings_of(epp: FakeEpp, **signals: Any) -> list[Finding]:
+    return await probe(settings(epp={"urls": [epp.url]}, **signals))
+
+
+async def test_a_probe_tells_series_values_and_the_budget_that_follows() -> None:
+    async with fake_epp() as epp:
+        found = await findings_of(epp)
+    assert all(finding.ok for finding in found)
+    assert "1 replica" in find(found, "signals.epp").detail
+    assert find(found, "signals.epp llm_d_epp_flow_control_queue_size").detail.startswith("12, 0.0 s old")
+    # D = 1 − (0.4 + 12/400 + 0.05)
+    assert "D 0.520, room for 208 more" in find(found, "signals.epp saturation").detail
+    assert "of 400 requests" in find(found, "signals.epp requests").detail
+
+
+async def test_what_is_missing_is_named_with_what_mends_it() -> None:
+    async with fake_epp() as epp:
+        epp.page = golden("router-newest-flow-control-off")
+        found = await findings_of(epp, use="saturation")
+    assert "flow control is off" in find(found, "signals.epp llm_d_epp_flow_control_pool_saturation").detail
+    unread = find(found, "signals.epp saturation")
+    assert not unread.ok
+    assert "flow control is off" in unread.hint
+
+
+async def test_every_source_is_tried_and_those_that_fail_say_why() -> None:
+    async with fake_prometheus() as prometheus:
+        prometheus.show(GOOD, age_s=3)
+        found = await probe(
+            settings(
+                epp={"urls": [f"http://127.0.0.1:{free_port()}"]},
+                prometheus={"url": prometheus.url},
+            )
+        )
+    assert not find(found, "signals.epp").ok
+    assert "refused" in find(found, "signals.epp").detail
+    assert find(found, "signals.prometheus").ok
+    assert "3.0 s old" in find(found, "signals.prometheus llm_d_epp_ready_endpoints").detail
+    assert find(found, "signals.prometheus saturation").ok
+
+
+async def test_an_old_sample_is_found_out() -> None:
+    async with fake_prometheus() as prometheus:
+        prometheus.show(GOOD, age_s=90)
+        found = await probe(settings(source="prometheus", prometheus={"url": prometheus.url}))
+    stale = find(found, "signals.prometheus stale")
+    assert not stale.ok
+    assert stale.hint == "signals.max_age_s"
+
+
+async def test_a_budget_that_is_not_believed_is_not_fine() -> None:
+    async with fake_epp() as epp:
+        epp.page = epp.page.replace('stage="effective"} 0.4', 'stage="effective"} NaN')
+        found = await findings_of(epp)
+    assert not find(found, "signals.epp saturation").ok
+    assert find(found, "signals.epp requests").ok
+
+
+async def test_several_replicas_are_listed_one_by_one() -> None:
+    async with fake_epp() as one, fake_epp() as two:
+        one.page, two.page = golden("replica-a"), golden("replica-b")
+        found = await probe(settings(epp={"urls": [one.url, two.url]}))
+    assert find(found, "signals.epp[1] llm_d_epp_flow_control_pool_saturation").detail.startswith("0.55")
+    assert "F_SYS 0.550" in find(found, "signals.epp saturation").detail
+
+
+async def test_discovered_addresses_are_tried() -> None:
+    async with fake_epp() as epp:
+        found = await probe(settings(epp={"port": epp.port}), ("127.0.0.1",))
+    assert find(found, "signals.epp").ok
