@@ -1,0 +1,454 @@
+"""The laws of the budget and the limit, one test each. docs/concepts.md has them in words."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from dispatcher.core.allowance import explain
+from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
+from dispatcher.core.held import DELTA_S
+from dispatcher.core.limiter import Limiter
+from tests.properties.worlds import AFTER_S, World
+
+CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
+SHARES = st.floats(0, 2)
+RESERVES = st.floats(0, 0.9)
+CAPACITIES = st.integers(1, 300)
+
+
+def test_every_law_in_the_docs_is_tested() -> None:
+    named = set(re.findall(r"`(test_\w+|TestNoEventOrder)`", CONCEPTS.read_text(encoding="utf-8")))
+    core = Path(__file__).parents[1] / "core"
+    written = {
+        name
+        for module in (Path(__file__), *core.glob("test_*.py"))
+        for name in re.findall(
+            r"^(?:def )?(test_\w+|TestNoEventOrder)\b", module.read_text("utf-8"), re.MULTILINE
+        )
+    }
+    assert named <= written
+    here = {name for name in globals() if name.startswith("test_law_") or name == "TestNoEventOrder"}
+    assert here <= named
+
+
+# The budget.
+
+
+def budget(f_sys: float, f_epp: float, max_sys: float, reserve: float) -> Budget:
+    return assess(Reading(Signal.SATURATION, 0, 0, f_sys, f_epp, max_sys), Policy(reserve=reserve))
+
+
+def test_law_worked_example() -> None:
+    limiter = Limiter(Policy(), (Signal.SATURATION,))
+    limiter.reading(Reading(Signal.SATURATION, 0, 0, 0.5, 0.1, 50), 0)
+    first = limiter.allowance(1)
+    assert first.budget is not None
+    assert (round(first.budget.d, 12), first.limit) == (0.35, 17)
+    for key in range(17):
+        limiter.sent(key, 1)
+    limiter.reading(Reading(Signal.SATURATION, 2, 2, 0.84, 0.1, 50), 2)
+    second = limiter.allowance(3)
+    assert second.budget is not None
+    assert (round(second.budget.d, 12), second.budget.headroom, second.limit) == (0.01, 0, 17)
+
+
+@given(SHARES, SHARES, CAPACITIES, RESERVES, st.floats(0, 0.5))
+def test_law_more_load_or_reserve_never_leaves_more(
+    f_sys: float, f_epp: float, max_sys: int, reserve: float, more: float
+) -> None:
+    before = budget(f_sys, f_epp, max_sys, reserve)
+    for after in (
+        budget(f_sys + more, f_epp, max_sys, reserve),
+        budget(f_sys, f_epp + more, max_sys, reserve),
+        budget(f_sys, f_epp, max_sys, min(1.0, reserve + more)),
+    ):
+        assert after.d <= before.d
+        assert after.headroom <= before.headroom
+
+
+@given(CAPACITIES, st.integers(0, 600), st.integers(0, 300), st.integers(0, 100))
+def test_law_float_edges_cost_and_win_no_slot(
+    max_sys: int, running: int, queued: int, reserve_percent: int
+) -> None:
+    """Against integers: floor(max_sys × (100 − reserve) / 100 − load), without a float."""
+    found = budget(running / max_sys, queued / max_sys, max_sys, reserve_percent / 100)
+    assert found.headroom == (max_sys * (100 - reserve_percent)) // 100 - running - queued
+    assert Policy(reserve=reserve_percent / 100).most(max_sys) == max_sys * (100 - reserve_percent) // 100
+
+
+# The limit, in a world that picks what each reading saw.
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("wait"), st.floats(0.001, 3)),
+        st.tuples(st.just("finish"), st.integers(1, 20)),
+        st.tuples(st.just("realtime"), st.integers(0, 60)),
+        st.tuples(st.just("sample"), st.floats(0, 6), st.floats(0, 0.5), st.sampled_from([0.0, 0.01, 1, 5])),
+    ),
+    max_size=30,
+)
+
+
+@st.composite
+def worlds(draw: st.DrawFn, *, greedy: bool | None = None) -> World:
+    return World(
+        Random(draw(st.integers(0, 2**32))),
+        max_sys=draw(st.integers(1, 60)),
+        realtime=draw(st.integers(0, 60)),
+        greedy=draw(st.booleans()) if greedy is None else greedy,
+    )
+
+
+def live(world: World, steps: list[tuple[object, ...]], *, changing: bool = True) -> None:
+    for step in steps:
+        match step:
+            case ("wait", float(seconds)):
+                world.wait(seconds)
+            case ("finish", int(most)):
+                world.finish(most)
+            case ("realtime", int(realtime)):
+                if changing:
+                    world.realtime = realtime
+            case ("sample", earlier_s, later_s, lag_s):
+                world.sample(earlier_s, later_s, lag_s)
+        world.wait(world.dice.random() * 0.05)
+
+
+@given(worlds(), STEPS)
+def test_law_system_never_holds_more_than_was_proven(world: World, steps: list[tuple[object, ...]]) -> None:
+    """(1) It rises only to lo + H, (2) is never above the newest reading by more than hi − what that saw, so
+    (3) ours and realtime stay within max_sys × (1 − B) + what realtime brought since the last rise."""
+    live(world, [("sample", 0.0, 0.0, 0.0), ("wait", 1.0), *steps, ("wait", 10.0)])
+    assert world.limits[-1] <= whole(world.room)
+
+
+@given(worlds(greedy=True), STEPS)
+def test_law_constant_world_is_met_by_the_first_reading_and_kept(
+    world: World, steps: list[tuple[object, ...]]
+) -> None:
+    """From an empty start, whatever comes and goes within whatever windows, however old the readings."""
+    world.wait(world.sample(0.1, 0.0, 0.0))
+    world.limits.clear()
+    live(world, steps, changing=False)
+    assert set(world.limits) <= {world.fair}
+
+
+@given(worlds(greedy=True), STEPS, st.integers(0, 60), st.lists(st.floats(0, 5), min_size=2, max_size=6))
+def test_law_constant_world_is_met_in_two_readings_from_any_limit(
+    world: World, steps: list[tuple[object, ...]], realtime: int, lags: list[float]
+) -> None:
+    """After any past, once realtime stands still: readings whose windows open after the limit was filled."""
+    live(world, [("sample", 0.0, 0.0, 0.0), *steps, ("wait", 10.0)])
+    world.realtime = realtime
+    for n, lag_s in enumerate(lags):
+        surplus = world.in_flight - world.limits[-1]
+        while surplus > 0:  # completions above the limit are not replaced
+            world.finish(surplus)
+            world.wait(0.1)
+            surplus = world.in_flight - world.limits[-1]
+        world.wait(2 * AFTER_S)
+        world.limits.clear()
+        world.wait(world.sample(world.dice.random() * AFTER_S / 2, 0.3, lag_s) + AFTER_S)
+        if n >= 2:
+            assert set(world.limits) == {world.fair}
+        elif n == 1:
+            assert world.limits[-1] == world.fair
+
+
+@given(worlds(greedy=True), STEPS, STEPS, st.integers(0, 60))
+def test_law_limit_nears_its_place_from_one_side_and_never_swings(
+    world: World, past: list[tuple[object, ...]], steps: list[tuple[object, ...]], realtime: int
+) -> None:
+    """After any past, among completions: from above it only falls, from below only rises, none passes."""
+    live(world, [("sample", 0.0, 0.0, 0.0), *past, ("wait", 10.0)])
+    world.realtime = realtime
+    world.limits.clear()
+    live(world, [("wait", 0.1), *steps], changing=False)
+    limits = world.limits
+    assert limits in (sorted(limits), sorted(limits, reverse=True))
+    assert all(limit >= world.fair for limit in limits) or all(limit <= world.fair for limit in limits)
+
+
+@given(st.integers(2, 100), st.integers(0, 100), st.integers(2, 30), st.floats(0.5, 2))
+def test_law_series_without_our_load_never_let_the_limit_run_away(
+    max_sys: int, load: int, readings: int, interval_s: float
+) -> None:
+    """Of 60 s requests: the cap holds, and two readings after ours outgrew what they show the gate closes."""
+    limiter = Limiter(Policy(), (Signal.REQUESTS,))
+    now, key, unseen = 10.0, 0, 0
+    for _ in range(readings):
+        running = limiter.in_flight
+        limiter.reading(Reading(Signal.REQUESTS, now, now, load / max_sys, 0, max_sys), now)
+        before = limiter.allowance(now).limit
+        allowance = limiter.allowance(now + AFTER_S)
+        unseen = unseen + 1 if running > load else 0
+        assert allowance.limit <= whole(max_sys * 0.95)
+        if unseen:
+            assert allowance.limit <= before
+        if unseen >= 2:
+            assert allowance.reason is Reason.IMPLAUSIBLE
+        while limiter.in_flight < allowance.limit:
+            limiter.sent(key, now + AFTER_S)
+            key += 1
+        now += interval_s
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(10, 80),
+    st.integers(0, 40),
+    st.lists(st.tuples(st.floats(0, 1), st.floats(0.2, 4)), min_size=1, max_size=8),
+)
+def test_law_owners_dying_at_any_share_never_lift_the_peak(
+    seed: int, max_sys: int, realtime: int, deaths: list[tuple[float, float]]
+) -> None:
+    """Others' requests leave the gateway when their owner dies, their leases 5 s later, and are lost then."""
+    dice = Random(seed)
+    policy = Policy(max_age_s=1e6)
+    room = max_sys * 0.95
+    limiter = Limiter(policy, (Signal.SATURATION,))
+    own = others = lost = key = 0
+    dead: list[tuple[float, int]] = []
+    now = 10.0
+
+    def count(at: float) -> None:
+        limiter.leases(at, others=others + sum(n for _, n in dead), young=0, lost=lost)
+
+    def claim(at: float) -> None:
+        """By the queue's own arithmetic: limit − (lost now − lost as the permit knew), over live leases."""
+        nonlocal own, others, key
+        permit = limiter.allowance(at)
+        free = permit.limit - (lost - permit.lost) - own - others - sum(n for _, n in dead)
+        for _ in range(max(0, free)):
+            if dice.random() < 0.5:
+                limiter.sent(key, at)
+                own, key = own + 1, key + 1
+            else:
+                others += 1
+        assert own + others + realtime <= max(room, realtime) + 1e-6
+
+    count(now)
+    pending = sorted((10.0 + i * 3 + after_s, share) for i, (share, after_s) in enumerate(deaths))
+    tick = 0
+    while pending or dead or tick % 4:
+        now, tick = now + 0.5 + 0.1 * dice.random(), tick + 1
+        while pending and pending[0][0] <= now:
+            gone = round(pending.pop(0)[1] * others)
+            others -= gone
+            dead.append((now + 5, gone))
+        expired = sum(n for at, n in dead if at <= now)
+        dead, lost = [(at, n) for at, n in dead if at > now], lost + expired
+        claim(now)  # by what was known before the count, as a replica that has heard nothing yet
+        if dice.random() < 0.7:
+            count(now)
+        load = (realtime + own + others) / max_sys
+        limiter.reading(Reading(Signal.SATURATION, now - 0.1, now, load, 0, max_sys), now)
+        claim(now + AFTER_S)
+        if dice.random() < 0.7:
+            count(now + 2 * AFTER_S)
+        claim(now + 2 * AFTER_S)
+
+
+@given(
+    st.floats(0, 5),
+    st.floats(-10, 200),
+    st.lists(st.tuples(st.floats(0.01, 3), st.floats(0, 6)), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_law_after_a_refusal_nothing_until_a_later_reading_and_its_retry_after(
+    after_s: float, retry_after_s: float, readings: list[tuple[float, float]], heard: bool
+) -> None:
+    policy = Policy(max_age_s=1e6, retry_after_max_s=20)
+    limiter = Limiter(policy, (Signal.SATURATION,))
+    limiter.reading(Reading(Signal.SATURATION, 10, 10, 0.5, 0, 50), 10)
+    assert limiter.allowance(11).limit == 22
+    at = now = 11 + after_s
+    limiter.overloaded(at, until=at + retry_after_s, capacity=False, in_flight=0, heard=heard)
+    wait_until, read_after = at + min(retry_after_s, 20), False
+    for pause_s, window_s in readings:
+        now += pause_s
+        limiter.reading(Reading(Signal.SATURATION, now - window_s, now, 0.5, 0, 50), now)
+        read_after = now - window_s > at
+        now += AFTER_S
+        expected = 22 if read_after and now >= wait_until else 0
+        assert limiter.allowance(now).limit == expected
+
+
+# Every event, in any order and at any time.
+
+KEYS = st.integers(0, 5)
+TIMES = st.floats(-100, 100)
+ANY_FLOAT = st.one_of(
+    st.sampled_from([0.0, 0.5, 1.0, 50.0, math.nan, math.inf, -math.inf, 1e308]), st.floats()
+)
+POLICIES = st.builds(
+    Policy,
+    reserve=st.floats(0, 0.99),
+    max_sys=st.none() | st.floats(1, 200),
+    max_in_flight=st.none() | st.integers(0, 100),
+    overload_backoff=st.floats(0.1, 0.9),
+    max_age_s=st.floats(1, 60),
+    retry_after_max_s=st.floats(0, 60),
+)
+
+
+class EveryEvent(RuleBasedStateMachine):
+    """Events as they come: out of order, twice, with values that are no numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limiter = Limiter(Policy(), tuple(Signal))
+        self.policy = Policy()
+        self.newest = self.latest = -math.inf
+
+    @rule(
+        signal=st.sampled_from(Signal),
+        opened_at=TIMES | ANY_FLOAT,
+        closed_at=TIMES | ANY_FLOAT,
+        f_sys=ANY_FLOAT,
+        f_epp=ANY_FLOAT,
+        max_sys=ANY_FLOAT,
+        exact=st.booleans(),
+        now=TIMES,
+    )
+    def any_reading(
+        self,
+        signal: Signal,
+        opened_at: float,
+        closed_at: float,
+        f_sys: float,
+        f_epp: float,
+        max_sys: float,
+        exact: bool,
+        now: float,
+    ) -> None:
+        reading = Reading(signal, opened_at, closed_at, f_sys, f_epp, max_sys, exact)
+        self.limiter.reading(reading, now)
+        self.latest = max(self.latest, now)
+
+    @rule(load=st.floats(0, 1.2), max_sys=st.floats(1, 200), window_s=st.floats(0, 6), now=TIMES)
+    def good_readings(self, load: float, max_sys: float, window_s: float, now: float) -> None:
+        for signal in Signal:
+            self.limiter.reading(Reading(signal, now - window_s, now, load, 0, max_sys), now)
+        self.latest = max(self.latest, now)
+        self.limiter.allowance(now + DELTA_S)
+
+    @rule(reason=st.sampled_from(Reason), now=TIMES)
+    def failed(self, reason: Reason, now: float) -> None:
+        self.limiter.reading_failed(reason, "why", now)
+
+    @rule(signals=st.sets(st.sampled_from(Signal)))
+    def uses(self, signals: set[Signal]) -> None:
+        self.limiter.uses(signals)
+
+    @rule(capacity=st.none() | ANY_FLOAT, now=TIMES)
+    def capacity(self, capacity: float | None, now: float) -> None:
+        self.limiter.capacity(capacity, now)
+
+    @rule(policy=POLICIES, now=TIMES)
+    def settings(self, policy: Policy, now: float) -> None:
+        self.policy = policy
+        self.limiter.settings(policy, now)
+
+    @rule(key=KEYS, now=TIMES)
+    def sent(self, key: int, now: float) -> None:
+        self.limiter.sent(key, now)
+
+    @rule(key=KEYS, told=TIMES, now=TIMES)
+    def answered(self, key: int, told: float, now: float) -> None:
+        before = self.limiter.allowance(now)
+        self.limiter.answered(key, told)
+        assert self.limiter.allowance(now).limit == before.limit, "a completion moved the limit"
+
+    @rule(now=TIMES, others=st.integers(-3, 50), young=st.integers(-3, 50), lost=st.integers(0, 60))
+    def leases(self, now: float, others: int, young: int, lost: int) -> None:
+        self.limiter.leases(now, others=others, young=young, lost=lost)
+
+    @rule(count=st.integers(0, 3), now=TIMES)
+    def waiting(self, count: int, now: float) -> None:
+        self.limiter.waiting(count, now)
+
+    @rule(
+        now=TIMES, until=ANY_FLOAT, capacity=st.booleans(), in_flight=st.integers(-1, 99), heard=st.booleans()
+    )
+    def overloaded(self, now: float, until: float, capacity: bool, in_flight: int, heard: bool) -> None:
+        self.limiter.overloaded(now, until=until, capacity=capacity, in_flight=in_flight, heard=heard)
+        read = [reading.opened_at for reading in self.limiter.readings]
+        if (
+            read
+            and max(read) <= now
+            and not self.limiter.allowance(now).reason.rank < Reason.BACKPRESSURE.rank
+        ):
+            # A reading that still waited for δ may have been taken after it; else the gate is closed.
+            allowance = self.limiter.allowance(now)
+            assert allowance.limit == 0 or allowance.read_at > now or heard
+
+    @rule(now=TIMES)
+    def nobody_home(self, now: float) -> None:
+        self.limiter.nobody_home(now, "empty 500")
+
+    @rule(now=TIMES)
+    def unreachable(self, now: float) -> None:
+        self.limiter.unreachable(now, "refused")
+        assert self.limiter.allowance(now).limit == 0
+
+    @rule(now=TIMES)
+    def probed(self, now: float) -> None:
+        self.limiter.probed(now)
+
+    @rule(now=TIMES, sent_at=TIMES)
+    def reached(self, now: float, sent_at: float) -> None:
+        self.limiter.reached(now, sent_at)
+
+    @rule(paused=st.booleans(), now=TIMES)
+    def pause(self, paused: bool, now: float) -> None:
+        self.limiter.pause(paused, now)
+
+    @rule(problem=st.none() | st.just("away"), now=TIMES)
+    def queue(self, problem: str | None, now: float) -> None:
+        self.limiter.queue(problem, now)
+
+    @rule(now=TIMES)
+    def drain(self, now: float) -> None:
+        self.limiter.drain(now)
+
+    @rule(now=TIMES)
+    def asked(self, now: float) -> None:
+        allowance = self.limiter.allowance(now)
+        assert allowance.limit >= 0
+        assert (allowance.limit == 0) == allowance.reason.closed
+        assert not allowance.probe or allowance.reason is Reason.GATEWAY_UNREACHABLE
+        assert explain(allowance, self.limiter.in_flight).endswith(".")
+        if not allowance.reason.closed:
+            capacities = [reading.max_sys for reading in self.limiter.readings]
+            assert allowance.limit <= min(self.policy.most(max_sys) for max_sys in capacities)
+
+    def teardown(self) -> None:
+        """Readings stop: nothing is allowed later than max_age after the last one was handed in, though the
+        limiter is asked only when it wants to be, as the loop does."""
+        if math.isfinite(self.latest):
+            close_at = self.latest + self.policy.max_age_s + 1e-5
+            now = self.latest
+            for _ in range(100):
+                due = self.limiter.allowance(now).next_check_at
+                if due is None or due > close_at:
+                    break
+                assert due > now or self.limiter.allowance(now).limit == 0
+                now = max(now, due)
+            else:
+                pytest.fail("asking again makes no headway")
+            assert self.limiter.allowance(now).limit == 0
+
+
+TestNoEventOrder = EveryEvent.TestCase
+TestNoEventOrder.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

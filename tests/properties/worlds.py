@@ -1,0 +1,151 @@
+"""A small adversarial pool around real limiters: it decides what each reading saw, anywhere within truth.
+
+Realtime holds some of the pool, each of ours the rest. A request of ours reaches the gateway up to δ after it
+was sent, leaves it up to δ before its answer is known, and a reading sees what is there at one moment of a
+window that it does not tell. `dice` chooses all of that; nothing here reads what the limiter believes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from random import Random
+
+from dispatcher.core.budget import Policy, Reading, Signal, whole
+from dispatcher.core.held import DELTA_S
+from dispatcher.core.limiter import Limiter
+
+AFTER_S = 1.01 * DELTA_S
+MOST_TRAVEL_S = 0.9 * DELTA_S
+POLICY = Policy(reserve=0.05, max_age_s=1e6)
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request of ours."""
+
+    at: float
+    arrives_at: float
+    left_at: float = math.inf
+    answered_at: float = math.inf
+
+
+@dataclass
+class World:
+    """One dispatcher and its pool. Every law is checked at every step (`check`)."""
+
+    dice: Random
+    max_sys: int
+    realtime: int
+    policy: Policy = POLICY
+    greedy: bool = True
+    """Every slot is filled at once."""
+    now: float = 100.0
+    log: list[Sent] = field(default_factory=list)
+    proven_by: int | None = None
+    """Realtime as the reading that last raised the limit saw it."""
+    limits: list[int] = field(default_factory=list)
+    """The limit after each event since the last `forget_limits`."""
+    last_limit: int = 0
+
+    def __post_init__(self) -> None:
+        self.limiter = Limiter(self.policy, (Signal.SATURATION,))
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = count()
+        self._running: dict[int, Sent] = {}
+        self._seen: dict[float, tuple[int, int]] = {}
+        """For each sample, by its window's end: realtime and ours as it saw them."""
+
+    # What happens.
+
+    @property
+    def room(self) -> float:
+        return self.max_sys * (1 - self.policy.reserve)
+
+    @property
+    def fair(self) -> int:
+        """The limit that a dispatcher would choose who knows everything."""
+        return max(0, whole(self.room - self.realtime))
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    def later(self, delay_s: float, do: Callable[[], None]) -> None:
+        heapq.heappush(self._agenda, (self.now + delay_s, next(self._order), do))
+
+    def wait(self, seconds: float) -> None:
+        until = self.now + seconds
+        while self._agenda and self._agenda[0][0] <= until:
+            self.now, _, do = heapq.heappop(self._agenda)
+            do()
+            self.act()
+        self.now = until
+        self.act()
+
+    def finish(self, most: int) -> None:
+        """Up to so many of ours leave the gateway; their answers are known up to δ later."""
+        there = [(key, sent) for key, sent in self._running.items() if sent.left_at == math.inf]
+        for key, sent in self.dice.sample(there, min(most, len(there))):
+            sent.left_at = max(self.now, sent.arrives_at)
+            travel_s = sent.left_at - self.now + self.dice.random() * MOST_TRAVEL_S
+            self.later(travel_s, lambda key=key: self._answer(key))
+
+    def _answer(self, key: int) -> None:
+        self._running.pop(key).answered_at = self.now
+        before = self.limiter.allowance(self.now).limit
+        self.limiter.answered(key, self.now)
+        assert self.limiter.allowance(self.now).limit == before, "a completion moved the limit"
+
+    def sample(self, earlier_s: float = 0.0, later_s: float = 0.0, lag_s: float = 0.0) -> float:
+        """A sample taken now; its window is wider, and it is handed in late. How long until it is applied."""
+        ours = sum(sent.arrives_at <= self.now < sent.left_at for sent in self.log)
+        later_s += self.dice.random() * 1e-3  # no two windows end at one moment
+        opened_at, closed_at = self.now - earlier_s, self.now + later_s
+        load = self.realtime + ours
+        self._seen[closed_at] = (self.realtime, ours)
+        f_epp = self.dice.choice((0, load // 3)) / self.max_sys
+        f_sys = load / self.max_sys - f_epp
+        reading = Reading(Signal.SATURATION, opened_at, closed_at, max(0.0, f_sys), f_epp, self.max_sys)
+        self.later(later_s + lag_s, lambda: self.limiter.reading(reading, self.now))
+        # Look at the limit the moment each reading is applied, so that none hides what another did.
+        heapq.heappush(self._agenda, (closed_at + DELTA_S, next(self._order), lambda: None))
+        return later_s + max(lag_s, AFTER_S)
+
+    # What the dispatcher does, and the laws.
+
+    def act(self) -> None:
+        allowance = self.limiter.allowance(self.now)
+        self.check()
+        most = allowance.limit - self.in_flight
+        for _ in range(most if self.greedy else self.dice.randint(0, max(0, most))):
+            key = len(self.log)
+            sent = Sent(self.now, self.now + self.dice.random() * MOST_TRAVEL_S)
+            self.log.append(sent)
+            self._running[key] = sent
+            self.limiter.sent(key, self.now)
+            assert self.proven_by is not None
+            assert self.proven_by + self.in_flight <= self.room + 1e-6, "more than a reading ever proved"
+
+    def check(self) -> None:
+        allowance = self.limiter.allowance(self.now)
+        limit = allowance.limit
+        assert limit <= whole(self.room)
+        newest = self.limiter.readings
+        if newest:
+            realtime, ours = self._seen[newest[0].closed_at]
+            if limit > self.last_limit:
+                self.proven_by = realtime
+                assert limit <= self.room - realtime + 1e-6, "raised beyond what the reading proves"
+            most = self._most_held(newest[0].opened_at, newest[0].closed_at)
+            assert limit <= max(0, whole(self.room - realtime) + most - ours), "beyond the interval"
+        self.last_limit = limit
+        self.limits.append(limit)
+
+    def _most_held(self, a: float, b: float) -> int:
+        """The most of ours between sending and answer at any moment of [a, b], counted one by one."""
+        moments = [a, *(sent.at for sent in self.log if a <= sent.at <= b)]
+        return max(sum(sent.at <= at <= sent.answered_at for sent in self.log) for at in moments)
