@@ -50,8 +50,9 @@ def draw(comparison: Comparison, path: Path) -> None:
         _panel(panel, run, row, comparison.setting.reserve)
     panels[-1].set_xlabel("seconds", color=FAINT, fontsize=9)
     setting = comparison.setting
+    believed = "" if setting.real_slots == setting.slots else f" (configured as {setting.slots})"
     figure.suptitle(
-        f"{comparison.trace} on {setting.real_slots} slots, a scrape every {setting.scrape_s:g} s "
+        f"{comparison.trace} on {setting.real_slots} slots{believed}, a scrape every {setting.scrape_s:g} s "
         f"known {setting.lag_s:g} s later",
         x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold",
     )  # fmt: skip

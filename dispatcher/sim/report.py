@@ -180,9 +180,11 @@ def _cell(value: float | None, spec: str, unit: str = "") -> str:
 def legend(comparison: Comparison) -> str:
     """What the columns mean, in a few lines."""
     setting = comparison.setting
+    truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
     lines = [
         (
-            f"{comparison.trace}, {setting.seconds:g} s, {setting.slots} slots, reserve {setting.reserve:g}, "
+            f"{comparison.trace}, {setting.seconds:g} s, {setting.slots} slots{truly}, "
+            f"reserve {setting.reserve:g}, "
             f"a scrape every {setting.scrape_s:g} s known after {setting.lag_s:g} s"
         ),
         "harvest: batch tokens relative to a dispatcher that knows everything at once",

@@ -1,0 +1,47 @@
+"""Runs the commands that docs/simulator.md shows, and writes what they print below them.
+
+python -m tests.sim.document        after a change that moves the figures
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+from dispatcher.cli import app
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "simulator.md"
+BLOCK = re.compile(r"(?<=```console\n).*?(?=```)", re.DOTALL)
+
+
+def table(command: str) -> str:
+    """The table that a command prints, without the legend below it."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+        app(shlex.split(command)[1:], prog_name="batch-dispatcher", standalone_mode=False)
+    rows = [line.rstrip() for line in printed.getvalue().splitlines()]
+    return "\n".join(rows[: next(i for i, row in enumerate(rows) if " slots" in row)])
+
+
+def blocks(text: str) -> Iterator[tuple[str, str]]:
+    """(the block as it stands, as it should be)."""
+    for block in BLOCK.findall(text):
+        commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+        yield block, "".join(f"$ {command}\n{table(command)}\n" for command in commands)
+
+
+def main() -> None:
+    text = DOCUMENT.read_text()
+    for stands, should in blocks(text):
+        text = text.replace(stands, should)
+    DOCUMENT.write_text(text)
+    plot = DOCUMENT.with_suffix(".png")
+    table(f"batch-dispatcher simulate --policy law,all-knowing,cap,literal,multiplier --plot {plot}")
+
+
+if __name__ == "__main__":
+    main()

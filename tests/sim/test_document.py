@@ -1,0 +1,21 @@
+"""docs/simulator.md shows what the commands print."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.sim.document import DOCUMENT, blocks
+
+NUMBER = re.compile(r"[+-]?\d[\d,]*\.?\d*")
+
+
+def test_figures_in_the_document_are_those_of_a_run() -> None:
+    """To a tenth: a mathematics library that rounds otherwise moves single requests."""
+    found = list(blocks(DOCUMENT.read_text()))
+    assert len(found) == 5
+    for stands, should in found:
+        assert NUMBER.sub("#", stands).split() == NUMBER.sub("#", should).split()
+        shown, printed = ([float(n.replace(",", "")) for n in NUMBER.findall(t)] for t in (stands, should))
+        assert shown == pytest.approx(printed, rel=0.1, abs=0.15), "run python -m tests.sim.document"
