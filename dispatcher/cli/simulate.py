@@ -192,8 +192,8 @@ def _policies(wanted: str) -> Sequence[Name]:
         return list(Name)
     try:
         return [Name(name.strip()) for name in wanted.split(",")]
-    except ValueError as error:
-        _fail(f"--policy {wanted}: {error}; there are all, {', '.join(Name)}")
+    except ValueError:
+        _fail(f"--policy {wanted}: no such policy; there are all, {', '.join(Name)}")
 
 
 def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:

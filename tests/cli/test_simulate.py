@@ -104,7 +104,7 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--policy", "best"], "'best' is not a valid Name; there are all, all-knowing, law"),
+        (["--policy", "best"], "--policy best: no such policy; there are all, all-knowing, law"),
         (["--outage", "30"], "two numbers with a colon"),
         (["--outage", "30:20"], "ends before it starts"),
         (["--outage", "10:20", "--outage", "15:30"], "overlap"),
