@@ -107,6 +107,10 @@ async def test_sixteen_megabytes_both_ways(gateway_to: MakeGateway) -> None:
 BODY = b'{"text":"' + b"abc " * 5000 + b'"}'
 
 
+def gzipped(data: bytes, level: int = 9) -> bytes:
+    return gzip.compress(data, level, mtime=0)
+
+
 def bare_deflate(data: bytes) -> bytes:
     packer = zlib.compressobj(wbits=-15)
     return packer.compress(data) + packer.flush()
@@ -115,16 +119,17 @@ def bare_deflate(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("encoding", "packed"),
     [
-        ("gzip", gzip.compress(BODY)),
-        ("GZIP", gzip.compress(BODY)),
-        ("x-gzip", gzip.compress(BODY)),
-        ("gzip", gzip.compress(BODY[:100]) + gzip.compress(BODY[100:])),
+        ("gzip", gzipped(BODY)),
+        ("GZIP", gzipped(BODY)),
+        ("x-gzip", gzipped(BODY)),
+        ("gzip", gzipped(BODY[:100]) + gzipped(BODY[100:])),
         ("deflate", zlib.compress(BODY)),
         ("deflate", bare_deflate(BODY)),
-        ("deflate, gzip", gzip.compress(zlib.compress(BODY))),
+        ("deflate, gzip", gzipped(zlib.compress(BODY))),
         ("identity", BODY),
         ("", BODY),
     ],
+    ids=["gzip", "upper", "x", "members", "zlib", "bare", "twice", "identity", "empty"],
 )
 async def test_a_packed_body_that_nobody_asked_for_is_unpacked(
     gateway_to: MakeGateway, encoding: str, packed: bytes
@@ -136,13 +141,14 @@ async def test_a_packed_body_that_nobody_asked_for_is_unpacked(
 @pytest.mark.parametrize(
     ("encoding", "packed"),
     [
-        ("gzip", gzip.compress(BODY)[:-12]),
+        ("gzip", gzipped(BODY)[:-12]),
         ("gzip", BODY),
-        ("gzip", gzip.compress(BODY) + b"junk"),
+        ("gzip", gzipped(BODY) + b"junk"),
         ("deflate", BODY),
         ("br", b"whatever"),
         ("zstd", b"whatever"),
     ],
+    ids=["cut", "not gzip", "junk after it", "not deflate", "br", "zstd"],
 )
 async def test_a_packed_body_that_cannot_be_unpacked_is_a_failure(
     gateway_to: MakeGateway, encoding: str, packed: bytes
@@ -154,7 +160,7 @@ async def test_a_packed_body_that_cannot_be_unpacked_is_a_failure(
 
 
 LIMIT = 100_000
-BOMB = gzip.compress(b"x" * (64 << 20), 9)
+BOMB = gzipped(b"x" * (64 << 20), 9)
 
 
 def chunked(total: int | None) -> Script:
@@ -186,15 +192,15 @@ def chunked(total: int | None) -> Script:
         (chunked(LIMIT), True),
         (chunked(LIMIT + 1), False),
         (chunked(None), False),
-        (always(body=gzip.compress(b"x" * LIMIT), headers="content-encoding: gzip\r\n"), True),
-        (always(body=gzip.compress(b"x" * (LIMIT + 1)), headers="content-encoding: gzip\r\n"), False),
+        (always(body=gzipped(b"x" * LIMIT), headers="content-encoding: gzip\r\n"), True),
+        (always(body=gzipped(b"x" * (LIMIT + 1)), headers="content-encoding: gzip\r\n"), False),
         (
-            always(body=gzip.compress(b"x" * (64 << 20), 9)[:LIMIT], headers="content-encoding: gzip\r\n"),
+            always(body=gzipped(b"x" * (64 << 20), 9)[:LIMIT], headers="content-encoding: gzip\r\n"),
             False,
         ),
         (
             always(
-                body=b"".join(gzip.compress(b"x" * LIMIT) for _ in range(3)),
+                body=b"".join(gzipped(b"x" * LIMIT) for _ in range(3)),
                 headers="content-encoding: gzip\r\n",
             ),
             False,
