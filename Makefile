@@ -40,9 +40,11 @@ test: setup ## Run every test but the long forms
 	$(PYTEST) -m "serial and not long" || status=$$?; \
 	exit $$status
 
+# Its own tests and laws alone count: what other tests happen to run through is not held by them.
 coverage: setup ## Hold the core to 99 % of its lines and branches
-	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties \
-		--cov=dispatcher.core --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=99
+	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore-glob='*queue*' \
+		--cov=dispatcher/core --cov-branch --cov-report=
+	$(BIN)/coverage report --include='dispatcher/core/*' --skip-covered --fail-under=99
 
 # All of them run, so that one failure does not hide another.
 check: setup ## Check format, lint, types, import contracts, generated pages
