@@ -13,8 +13,13 @@ from typing import Any
 from aiohttp import web
 
 PAGES = Path(__file__).parent / "pages"
-SECOND_S = 1.0
-"""Time-out of sources under test: long enough for a busy machine, short enough to wait for."""
+PATIENT_S = 30.0
+"""Time-out of a source that is to answer, on a machine however busy."""
+
+
+def patience_s(fault: str) -> float:
+    """Time-out of a source under a fault: short where nothing but the time-out ends the poll."""
+    return 0.5 if fault in ("hanging", "never-ending") else PATIENT_S
 
 
 def golden(name: str) -> str:

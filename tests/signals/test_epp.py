@@ -30,7 +30,7 @@ async def epp() -> AsyncIterator[FakeEpp]:
 async def poll(*urls: str, **options: Any) -> tuple[View, ...] | Unread:
     """One poll of a source made for it."""
     targets = options.pop("targets", Targets(urls=urls))
-    source = EppSource("qwen", targets, **{"timeout_s": fakes.SECOND_S, **options})
+    source = EppSource("qwen", targets, **{"timeout_s": fakes.PATIENT_S, **options})
     source.discovered(options.get("found"))
     try:
         return await source.poll()
@@ -67,7 +67,7 @@ async def test_a_url_without_a_path_means_metrics(epp: FakeEpp) -> None:
 
 
 async def test_the_connection_is_kept_between_scrapes(epp: FakeEpp) -> None:
-    source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=fakes.SECOND_S)
+    source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=fakes.PATIENT_S)
     ports = set()
     for _ in range(3):
         assert not isinstance(await source.poll(), Unread)
@@ -78,7 +78,7 @@ async def test_the_connection_is_kept_between_scrapes(epp: FakeEpp) -> None:
 
 async def test_the_token_is_read_again_for_each_scrape(epp: FakeEpp, tmp_path: Path) -> None:
     token = tmp_path / "token"
-    source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=fakes.SECOND_S, token_file=str(token))
+    source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=fakes.PATIENT_S, token_file=str(token))
     for text in ("first\n", "second"):
         token.write_text(text)
         assert not isinstance(await source.poll(), Unread)
@@ -192,7 +192,7 @@ async def test_every_fault_of_a_server_is_a_sentence(fault: str) -> None:
         assert why in (await unread(f"http://127.0.0.1:{free_port()}")).why
         return
     async with raw_server(talk) as port:
-        seen = await unread(f"http://127.0.0.1:{port}")
+        seen = await unread(f"http://127.0.0.1:{port}", timeout_s=fakes.patience_s(fault))
     assert seen.why.startswith(f"127.0.0.1:{port}: ")
     assert len(seen.why) > len(f"127.0.0.1:{port}: ")
     assert why in seen.why
@@ -201,11 +201,12 @@ async def test_every_fault_of_a_server_is_a_sentence(fault: str) -> None:
 async def test_a_page_may_not_outgrow_its_bound(epp: FakeEpp) -> None:
     """Neither as it is nor unpacked: four kilobytes of gzip hold four megabytes."""
     page = b"noise 1\n" * 500_000
+    packed = gzip.compress(page)
 
     async def respond(request: web.Request) -> web.Response:
         if request.path == "/plain":
             return web.Response(body=page)
-        return web.Response(body=gzip.compress(page), headers={"Content-Encoding": "gzip"})
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
 
     epp.respond = respond
     for path in ("plain", "packed"):
@@ -249,7 +250,7 @@ async def test_a_name_that_does_not_resolve_is_a_sentence() -> None:
 
 
 async def test_what_the_watch_finds_is_asked_on_the_metrics_port(epp: FakeEpp) -> None:
-    source = EppSource("qwen", Targets(port=epp.port), timeout_s=fakes.SECOND_S)
+    source = EppSource("qwen", Targets(port=epp.port), timeout_s=fakes.PATIENT_S)
     nothing = await source.poll()
     assert isinstance(nothing, Unread)
     assert "signals.epp.urls" in nothing.hint

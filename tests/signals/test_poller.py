@@ -36,6 +36,8 @@ class Scripted:
     name: Literal["epp", "prometheus"]
     answer: tuple[View, ...] | Unread | None = None
     """None: a healthy view of this moment."""
+    fails_every: int = 0
+    """Each poll of this number fails whatever `answer` says; 0: none."""
     age_s: float = 0.0
     interval_least_s: float = 0.0
     polls: int = 0
@@ -57,6 +59,8 @@ class Scripted:
             await asyncio.sleep(0)
         finally:
             self.under_way -= 1
+        if self.fails_every and self.polls % self.fails_every == 1:
+            return FAILED
         return (healthy(self.age_s),) if self.answer is None else self.answer
 
     async def close(self) -> None:
@@ -253,15 +257,11 @@ async def test_the_way_back_is_taken_after_some_good_scrapes() -> None:
 
 
 async def test_a_flapping_source_does_not_take_the_word() -> None:
-    epp, prometheus = Scripted("epp", FAILED), Scripted("prometheus")
+    """It is always one good scrape short of having it back."""
+    epp, prometheus = Scripted("epp", fails_every=RETURN_AFTER), Scripted("prometheus")
     async with polling(epp, prometheus) as (_, told):
-        await later(told, lambda poll: poll.source == "prometheus")()
-        start = len(told)
-        for _ in range(6):
-            polls = epp.polls
-            epp.answer = None if epp.answer is FAILED else FAILED
-            await wait_until(lambda polls=polls: epp.polls > polls)
-    assert {poll.source for poll in told[start:]} == {"prometheus"}
+        await wait_until(lambda: epp.polls >= 4 * RETURN_AFTER and told)
+    assert {poll.source for poll in told} == {"prometheus"}
 
 
 async def test_with_both_gone_both_are_named() -> None:
@@ -308,12 +308,13 @@ def test_nobody_is_preferred_before_it_has_answered() -> None:
 # ── every failure of every source, seen by the limiter ──────────────────────────────────────────────────
 
 
-def epp_source(url: str) -> Source:
-    return EppSource("qwen", Targets(urls=(url,)), timeout_s=fakes.SECOND_S)
+def epp_source(url: str, fault: str = "") -> Source:
+    return EppSource("qwen", Targets(urls=(url,)), timeout_s=fakes.patience_s(fault))
 
 
-def prometheus_source(url: str) -> Source:
-    return PrometheusSource(Access(url), "qwen", "default", timeout_s=fakes.SECOND_S, max_age_s=60)
+def prometheus_source(url: str, fault: str = "") -> Source:
+    timeout_s = fakes.patience_s(fault)
+    return PrometheusSource(Access(url), "qwen", "default", timeout_s=timeout_s, max_age_s=60)
 
 
 def page(*replacements: tuple[str, str]) -> bytes:
@@ -378,7 +379,7 @@ async def test_no_network_fault_leaves_an_allowance(fault: str, kind: str) -> No
         await closes(made(f"http://127.0.0.1:{free_port()}"), Reason.UNREADABLE, "open")
         return
     async with raw_server(TALKS[fault]) as port:
-        await closes(made(f"http://127.0.0.1:{port}"), Reason.UNREADABLE, "open")
+        await closes(made(f"http://127.0.0.1:{port}", fault), Reason.UNREADABLE, "open")
 
 
 @pytest.mark.parametrize("before", ["open", "starting"])

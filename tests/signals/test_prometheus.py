@@ -41,7 +41,7 @@ async def prometheus() -> AsyncIterator[FakePrometheus]:
 def source(url: str, **options: Any) -> PrometheusSource:
     access = Access(url, **{key: options.pop(key) for key in tuple(options) if key in Access.__slots__})
     return PrometheusSource(
-        access, "qwen", "default", **{"timeout_s": fakes.SECOND_S, "max_age_s": 60, **options}
+        access, "qwen", "default", **{"timeout_s": fakes.PATIENT_S, "max_age_s": 60, **options}
     )
 
 
@@ -94,7 +94,7 @@ async def test_everything_is_asked_in_one_query(prometheus: FakePrometheus) -> N
     (request,) = prometheus.requests
     assert request.path == "/prom/api/v1/query"
     assert request.query["query"] == pool_query("qwen", "default")
-    assert float(request.query["timeout"]) == fakes.SECOND_S
+    assert float(request.query["timeout"]) == fakes.PATIENT_S
     assert len(str(request.url)) < 8000  # what proxies in front commonly take
 
 
@@ -320,11 +320,8 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
 @pytest.mark.parametrize("fault", BROKEN)
 async def test_every_fault_of_a_server_is_a_sentence(fault: str) -> None:
     talk, why, hint = BROKEN[fault]
-    loop = asyncio.get_running_loop()
     async with raw_server(talk) as port:
-        began = loop.time()
-        seen = await unread(f"http://127.0.0.1:{port}")
-        assert loop.time() - began < 10 * fakes.SECOND_S
+        seen = await unread(f"http://127.0.0.1:{port}", timeout_s=fakes.patience_s(fault))
     assert len(seen.why) > len("127.0.0.1: ")
     assert why in seen.why
     assert hint in seen.hint
@@ -339,7 +336,7 @@ async def test_an_answer_may_not_outgrow_its_bound(prometheus: FakePrometheus) -
         return web.Response(body=b" " * 20_000_000)
 
     prometheus.respond = respond
-    assert "larger" in (await unread(prometheus.url, timeout_s=20)).why
+    assert "larger" in (await unread(prometheus.url)).why
 
 
 async def test_a_hanging_server_is_not_asked_twice() -> None:
