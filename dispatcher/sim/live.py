@@ -30,6 +30,7 @@ import msgspec
 from dispatcher.sim.epp import Epp
 from dispatcher.sim.gateway import Answer, Entry, Fault, Gateway
 from dispatcher.sim.pool import Pool
+from dispatcher.sim.trace import TraceError, load
 from dispatcher.sim.traffic import Realtime, parse_steps
 from dispatcher.sim.wire import Exchange, Server
 
@@ -106,7 +107,10 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class LiveWorld:
-    """`async with LiveWorld(Config(…)) as world`: listens at `gateway_url`, `metrics_url`, `control_url`."""
+    """`async with LiveWorld(Config(…)) as world`: listens at `gateway_url`, `metrics_url`, `control_url`.
+
+    Raises TraceError when it is made, for traffic that makes no sense.
+    """
 
     gateway_url: str
     metrics_url: str
@@ -142,6 +146,8 @@ class LiveWorld:
             log_max=config.log_max,
         )
         self.realtime = Realtime(self.pool, seconds=config.realtime_seconds, seed=config.seed)
+        self._steps = parse_steps(config.steps)
+        self._trace = load(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
         self._metrics = "ok"
         self._frozen = b""
         self._exporter = Server(self._scrape, config.host, config.metrics_port)
@@ -158,19 +164,21 @@ class LiveWorld:
         self.control_url = f"http://{config.host}:{self._desk.port}"
         self._resize()
         self._spawn(self.epp.flush_averages())
-        if config.steps:
-            self._spawn(self.realtime.step(parse_steps(config.steps)))
-        if config.trace:
-            self._spawn(self.realtime.replay(Path(config.trace), config.trace_from_s, config.trace_speed))
+        self._spawn(self.realtime.step(self._steps))
+        if self._trace is not None:
+            self._spawn(self.realtime.replay(self._trace, config.trace_from_s, config.trace_speed))
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self.realtime.hold(0)
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        ended = await asyncio.gather(*self._tasks, return_exceptions=True)
         for server in (self.gateway.server, self._exporter, self._desk):
             await server.close()
+        for result in ended:
+            if isinstance(result, Exception):
+                raise result  # a world whose traffic broke off is not the one that was asked for
 
     async def control(self, control: Control) -> None:
         """Change the world; when this returns it is changed."""
@@ -221,8 +229,7 @@ class LiveWorld:
         self.pool.resize(slots)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
+        self._tasks.add(asyncio.create_task(coroutine))
 
     async def _break_metrics(self, kind: str) -> None:
         if kind == "frozen" and self._metrics != "frozen":
@@ -325,7 +332,11 @@ async def serve(config: Config) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     import uvloop  # a third of the cost per request
 
-    uvloop.run(serve(_options(arguments)))
+    try:
+        uvloop.run(serve(_options(arguments)))
+    except (TraceError, OSError) as error:
+        sys.stderr.write(f"{error}\n")
+        sys.exit(2)
 
 
 if __name__ == "__main__":

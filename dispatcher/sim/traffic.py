@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from pathlib import Path
 
-from dispatcher.sim import trace
 from dispatcher.sim.pool import Job, Pool
+from dispatcher.sim.trace import Trace, TraceError
 from dispatcher.sim.world import work_s
 
 _AGAIN_S = 0.05
@@ -17,9 +16,12 @@ _CONTEXT = 500
 
 
 def parse_steps(text: str) -> list[tuple[float, int]]:
-    """`0:0,10:20,30:0` → [(0, 0), (10, 20), (30, 0)], ascending."""
+    """`0:0,10:20,30:0` → [(0, 0), (10, 20), (30, 0)], ascending. Raises TraceError."""
     steps = [part.split(":") for part in text.split(",") if part]
-    return sorted((float(at), int(level)) for at, level in steps)
+    try:
+        return sorted((float(at), int(level)) for at, level in steps)
+    except ValueError:
+        raise TraceError(f"steps: {text!r} is not seconds:level,seconds:level,…") from None
 
 
 class Realtime:
@@ -28,7 +30,6 @@ class Realtime:
     def __init__(self, pool: Pool, *, seconds: float | None, seed: int) -> None:
         self._pool = pool
         self._seconds = seconds
-        self._seed = seed
         self._random = random.Random(seed)
         self._loop = asyncio.get_running_loop()
         self._level = 0
@@ -48,11 +49,10 @@ class Realtime:
             await asyncio.sleep(start + at - self._loop.time())
             self.hold(level)
 
-    async def replay(self, path: Path, from_s: float, speed: float) -> None:
+    async def replay(self, trace: Trace, from_s: float, speed: float) -> None:
         """Send what the trace has from `from_s` on, `speed` times as fast; ends with it."""
-        read = await asyncio.to_thread(trace.load, path, slots=self._pool.slots, seed=self._seed)
         start = self._loop.time()
-        for arrived in itertools.dropwhile(lambda arrived: arrived.at < from_s, read.arrivals):
+        for arrived in itertools.dropwhile(lambda arrived: arrived.at < from_s, trace.arrivals):
             wait_s = start + (arrived.at - from_s) / speed - self._loop.time()
             if wait_s > 0:
                 await asyncio.sleep(wait_s)

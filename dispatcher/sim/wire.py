@@ -13,14 +13,16 @@ import contextlib
 import errno
 import socket
 import ssl
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
-from typing import cast
+from typing import TypeVar, cast
 
 _PHRASES = {status.value: status.phrase for status in HTTPStatus}
 _MAX_HEAD_BYTES = 65_536
 _FILLERS = 8
 _REBIND_S = 1.0
+
+T = TypeVar("T")
 
 
 def head(status: int, headers: Iterable[tuple[str, str]], length: int | None) -> bytes:
@@ -216,25 +218,8 @@ class Server:
     async def open(self, *, plain: bool = False) -> None:
         """Listen; `plain`: without TLS, which a client that expects it takes for a broken gateway."""
         await self.close()
-        loop = asyncio.get_running_loop()
-        until = loop.time() + _REBIND_S
-        while True:
-            try:
-                listener = await loop.create_server(
-                    lambda: _Connection(self),
-                    self.host,
-                    self.port,
-                    ssl=None if plain else self._tls,
-                    backlog=4096,
-                )
-                break
-            except OSError as error:
-                # The event loop closes a listener in a later turn: the address is free in a moment.
-                if error.errno != errno.EADDRINUSE or loop.time() > until:
-                    raise
-                await asyncio.sleep(0.01)
-        self._listener = listener
-        self.port = listener.sockets[0].getsockname()[1]
+        self._listener = await self._bound(lambda: self._listen(plain))
+        self.port = self._listener.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
         """Stop listening (new connections are refused) and reset all that are there."""
@@ -258,24 +243,42 @@ class Server:
             self._listener.close()
             self._listener = None
             await asyncio.sleep(0)
-        loop = asyncio.get_running_loop()
-        until = loop.time() + _REBIND_S
-        while not self._hole:
-            hole = socket.socket()
-            hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                hole.bind((self.host, self.port))
-                hole.listen(0)
-            except OSError:
-                hole.close()
-                if loop.time() > until:
-                    raise
-                await asyncio.sleep(0.01)
-            else:
-                self._hole.append(hole)
+        self._hole.append(await self._bound(self._dig))
         for _ in range(_FILLERS):
             filler = socket.socket()
             filler.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 filler.connect((self.host, self.port))
             self._hole.append(filler)
+
+    async def _listen(self, plain: bool) -> asyncio.Server:
+        return await asyncio.get_running_loop().create_server(
+            lambda: _Connection(self),
+            self.host,
+            self.port,
+            ssl=None if plain else self._tls,
+            backlog=4096,
+        )
+
+    async def _dig(self) -> socket.socket:
+        hole = socket.socket()
+        hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            hole.bind((self.host, self.port))
+            hole.listen(0)
+        except OSError:
+            hole.close()
+            raise
+        return hole
+
+    async def _bound(self, bind: Callable[[], Awaitable[T]]) -> T:
+        """Bind to our address. The event loop closes a listener in a later turn: it is free in a moment."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + _REBIND_S
+        while True:
+            try:
+                return await bind()
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or loop.time() > until:
+                    raise
+            await asyncio.sleep(0.01)

@@ -561,11 +561,16 @@ def test_it_runs_as_a_process_and_ends_when_told() -> None:
         assert process.wait(10) == 0
 
 
-def test_a_wrong_option_says_which() -> None:
-    command = (sys.executable, "-m", "dispatcher.sim.live", "--slots", "many")
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [("--slots", "many", "slots"), ("--trace", "/none", "/none"), ("--steps", "5:x", "steps: '5:x'")],
+)
+def test_a_wrong_option_says_what_is_wrong(option: str, value: str, said: str) -> None:
+    command = (sys.executable, "-m", "dispatcher.sim.live", option, value)
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
-    assert "slots" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.serial
