@@ -28,6 +28,11 @@ class Event(Enum):
     KUBERNETES_PROBLEM = ("kubernetes-problem", logging.WARNING, "The watch lacks something, and says what")
     KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The watch sees all that it needs again")
 
+    DEAD_DROPPED = ("dead-dropped", logging.WARNING, "More dead than queue.dead_max: the oldest went")
+    RESULT_LIST_AWAY = ("result-list-away", logging.WARNING, "Its Cluster node is away: results wait")
+    WAKE_UPS_GONE = ("wake-ups-gone", logging.WARNING, "No subscription: new work is found by polling")
+    WAKE_UPS_BACK = ("wake-ups-back", logging.INFO, "New work wakes the dispatcher again")
+
     STARTED = ("started", logging.INFO, "The dispatcher is up: version, pool, queue, gateway, owner")
     DRAINING = ("draining", logging.INFO, "A signal asked to stop; nothing more is claimed")
     STOPPED = ("stopped", logging.INFO, "Everything held was handed in or given back")

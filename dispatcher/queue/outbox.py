@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -11,10 +12,13 @@ from dispatcher.core.request import ErrorCode, decode_result, failed
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Scripts
+from dispatcher.telemetry import Event, emit
 
 _MARKER_TTL_S = 604_800
 """Longer than any result may wait in the outbox after its push, for the marker is what prevents a second."""
 _MOST = 100
+_AWAY_S = 5.0
+"""A list that could not be reached is left alone for so long: trying takes time that its neighbours need."""
 
 
 class Outbox:
@@ -29,6 +33,7 @@ class Outbox:
         self._names = names
         self._ttl_s = ttl_s
         self._slot = key_slot(names.queue.encode())
+        self._away: dict[bytes, float] = {}
 
     def needs(self, name: bytes) -> bool:
         """Whether the list lies in another slot than the queue."""
@@ -38,10 +43,13 @@ class Outbox:
         """Whether there can be a marker in that list's slot: not with a stray brace in its name."""
         return key_slot(self._marker(name)) == key_slot(name)
 
-    async def carry(self) -> int:
-        """Carry over what is there; how much was. A list whose node is away waits, alone."""
-        carried = 0
-        away: QueueUnavailableError | None = None
+    async def carry(self) -> None:
+        """Carry over what is there. A list whose node is away waits, alone; its results are safe here.
+
+        Raises QueueUnavailableError where the outbox itself cannot be read.
+        """
+        now = asyncio.get_running_loop().time()
+        self._away = {name: until for name, until in self._away.items() if until > now}
         after = "-inf"
         while found := await self._read(after):
             lists: dict[bytes, list[tuple[bytes, bytes, bytes]]] = defaultdict(list)
@@ -49,14 +57,16 @@ class Outbox:
                 number, list_name, result = _parse(element)
                 lists[list_name].append((number, result, element))
                 after = f"({number.decode()}"
-            for list_name, results in lists.items():
-                try:
-                    carried += await self._deliver(list_name, results)
-                except QueueUnavailableError as error:
-                    away = error
-        if away is not None:
-            raise away
-        return carried
+            reachable = [item for item in lists.items() if item[0] not in self._away]
+            await asyncio.gather(*(self._try(name, results) for name, results in reachable))
+
+    async def _try(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
+        try:
+            await self._deliver(name, results)
+        except QueueUnavailableError as error:
+            self._away[name] = asyncio.get_running_loop().time() + _AWAY_S
+            shown = name.decode(errors="replace")
+            emit(Event.RESULT_LIST_AWAY, list=shown, waiting=len(results), why=str(error))
 
     async def _read(self, after: str) -> Sequence[bytes]:
         async def read() -> Sequence[bytes]:
@@ -68,7 +78,7 @@ class Outbox:
 
         return await self._scripts.attempt(read)
 
-    async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> int:
+    async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         pushes = [part for number, result, _ in results for part in (number, result)]
         reply = await self._scripts.run(
             "push", [name, self._marker(name)], [self._ttl_s, _MARKER_TTL_S, *pushes]
@@ -88,7 +98,6 @@ class Outbox:
             await self._scripts.client.zrem(self._names.outbox, *elements)
 
         await self._scripts.attempt(remove)
-        return len(results)
 
     def _marker(self, name: bytes, suffix: bytes = b"") -> bytes:
         own = b":posted:" + self._names.queue.encode().replace(b"{", b"").replace(b"}", b"") + suffix

@@ -7,6 +7,7 @@ and back (clock.py); what the scripts keep is in Redis time alone, so that the o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.scripts import Argument, Client, Reply
 from dispatcher.queue.wake import WakeUps
+from dispatcher.telemetry import Event, emit
 
 CLAIM_BYTES = 2**20
 _SCRIPT_BYTES = 2**20
@@ -237,7 +239,8 @@ class RedisQueue(RedisDesk):
             if write.bad_list and statuses[at] == 0:
                 statuses[at] = _BAD_LIST
         if self._scripts.is_cluster:
-            await self._clean_up(checked, statuses)
+            with contextlib.suppress(QueueUnavailableError):
+                await self._clean_up(checked, statuses)
         if _STUCK in statuses:
             raise QueueUnavailableError(
                 f"{self.names.results} is no list that this user may push to: results have no place to go"
@@ -275,11 +278,17 @@ class RedisQueue(RedisDesk):
             return list(reply.value)
         now, dropped, *statuses = reply.value
         self._saw(reply, now)
-        self.dead_dropped += dropped
+        if dropped:
+            emit(Event.DEAD_DROPPED, count=dropped, dead_max=self._dead_max)
+            self.dead_dropped += dropped
         return list(statuses)
 
     async def _clean_up(self, writes: Sequence[_Write], statuses: Sequence[int]) -> None:
-        """On a Cluster: what the script could not reach. A crash before it leaves keys that expire."""
+        """On a Cluster: what the script could not reach.
+
+        Not to be told as a failure, for everything is settled: the sweep carries what stays in the outbox,
+        and markers expire.
+        """
         if any(
             self._outbox.needs(_key("", each.settlement.results or self.names.results)) for each in writes
         ):

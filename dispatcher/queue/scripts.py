@@ -102,14 +102,29 @@ class Scripts:
                 await asyncio.sleep(_PAUSES_S[number - 1])
             try:
                 async with asyncio.timeout(self._try_s):
-                    return await act()
-            except (errors.RedisError, OSError) as error:  # TimeoutError is an OSError
+                    return await heeded(act)
+            except (errors.RedisError, errors.RedisClusterException, OSError) as error:  # of which time-outs
                 refusal = _refusal(error)
                 if refusal is None:
                     raise
                 if number == len(_PAUSES_S) or isinstance(error, TimeoutError | errors.TimeoutError):
                     raise QueueUnavailableError(refusal) from error
         raise AssertionError("unreachable")
+
+
+async def heeded(act: Callable[[], Awaitable[T]]) -> T:
+    """The act's result, unless the task was cancelled meanwhile.
+
+    redis-py loses some cancellations on its way through connecting, and a task that was told to end would
+    then go on for ever.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        return await act()
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def _refusal(error: Exception) -> str | None:

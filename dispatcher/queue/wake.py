@@ -9,7 +9,8 @@ from redis import exceptions as errors
 from redis.asyncio.client import PubSub
 
 from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.scripts import Scripts, heeded
+from dispatcher.telemetry import Event, emit
 
 _FAILURES = (errors.RedisError, errors.RedisClusterException, OSError)
 _RETRY_S = 1.0
@@ -28,6 +29,7 @@ class WakeUps:
         self._poll_s = poll_s
         self._heard: PubSub | None = None
         self._again_at = 0.0
+        self._gone = False
 
     async def wait(self) -> None:
         """Return when a wake-up was heard, or poll_s passed and there is work."""
@@ -50,10 +52,16 @@ class WakeUps:
         if self._heard is not None or now < self._again_at:
             return False
         try:
-            self._heard = await self._open()
-        except _FAILURES:
+            self._heard = await heeded(self._open)
+        except _FAILURES as error:
             self._again_at = now + _RETRY_S
+            if not self._gone:
+                emit(Event.WAKE_UPS_GONE, why=str(error), poll_s=self._poll_s)
+            self._gone = True
             return False
+        if self._gone:
+            emit(Event.WAKE_UPS_BACK)
+        self._gone = False
         return True
 
     async def _open(self) -> PubSub:
@@ -79,8 +87,8 @@ class WakeUps:
             await asyncio.sleep(self._poll_s)
             return False
         try:
-            woken = await _message(heard, self._poll_s)
-            while woken and await _message(heard, 0.0):
+            woken = await heeded(lambda: _message(heard, self._poll_s))
+            while woken and await heeded(lambda: _message(heard, 0.0)):
                 pass
         except _FAILURES:
             await self.aclose()

@@ -163,8 +163,12 @@ async def test_scripts_are_loaded_again_after_a_flush(queue, client):
     assert await queue.settle([answer(lease)]) == [Settled.DONE]
 
 
-async def test_unreachable_server_is_a_sentence_not_a_crash():
-    queue = RedisQueue(connect("redis://127.0.0.1:1/0"), NAMES, "a")
+@pytest.mark.parametrize(
+    "url",
+    ["redis://127.0.0.1:1/0", "redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/mymaster"],
+)
+async def test_unreachable_server_is_a_sentence_not_a_crash(url):
+    queue = RedisQueue(connect(url), NAMES, "a")
     try:
         for act in (queue.sweep, queue.counts, lambda: claim(queue), lambda: queue.cancelled([("r-1", "t")])):
             with pytest.raises(QueueUnavailableError, match="cannot be reached"):
@@ -189,7 +193,7 @@ async def test_frozen_server_does_not_hang_a_call(any_server, client):
         await queue.aclose()
 
 
-async def test_lost_reply_of_a_settlement_is_remembered(queue, client, monkeypatch):
+async def test_lost_reply_of_a_settlement_is_remembered(queue, client):
     """The server did it, the connection died before it said so: the repetition says done, not lost."""
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
@@ -334,3 +338,26 @@ async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_
     order = [lease.member for lease in (await claim(queue)).leases]
     assert order == sorted(order)
     assert ids(order)
+
+
+async def test_a_lease_named_twice_in_one_call_ends_once(queue, client):
+    await queue.submit([submission("r-1"), submission("r-2")])
+    first, second = (await claim(queue)).leases
+    assert await queue.release([Release(first), Release(first)]) == [Settled.DONE, Settled.LOST]
+    assert await queue.settle([answer(second), answer(second)]) == [Settled.DONE, Settled.LOST]
+    assert await client.llen(NAMES.results) == 1
+    counts = (await queue.renew([])).count
+    assert (counts.live, counts.others) == (0, 0)
+
+
+async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(any_server, client):
+    async with queues(any_server.url, "a", dead_max=3) as (queue,):
+        await queue.submit([submission(f"r-{number}", 2_000_000_000 + number) for number in range(5)])
+        for number in range(5):
+            await queue.bury([Burial(answer(await claim_one(queue)), f"reason {number}")])
+        assert [dead.reason for dead in await queue.dead_list(10)] == ["reason 2", "reason 3", "reason 4"]
+        assert queue.dead_dropped == 2
+        assert await queue.dead_purge() == 3
+    assert await client.llen(NAMES.results) == 5
+    await client.delete(NAMES.results)
+    await assert_drained(client, NAMES)

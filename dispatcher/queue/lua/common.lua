@@ -64,11 +64,28 @@ local function give_back(id, state)
   save(id, state)
 end
 
-local function end_lease(id, state, probe)
-  call('ZREM', LEASES, lease_name(id, state))
-  if call('HINCRBY', OWNERS, state[OWNER], -1) <= 0 then call('HDEL', OWNERS, state[OWNER]) end
-  if tostring(id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
-  state[TOKEN], state[OWNER] = '', ''
+-- End the leases of `items` (.id, .state), at most a few thousand: what a script may name in one command.
+local function end_leases(items, probe)
+  if #items == 0 then return end
+  local names, counts = {}, {}
+  for number, item in ipairs(items) do
+    local state = item.state
+    names[number] = lease_name(item.id, state)
+    counts[state[OWNER]] = (counts[state[OWNER]] or 0) + 1
+    if tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
+    state[TOKEN], state[OWNER] = '', ''
+  end
+  call('ZREM', LEASES, unpack(names))
+  for owner, count in pairs(counts) do
+    if call('HINCRBY', OWNERS, owner, -count) <= 0 then call('HDEL', OWNERS, owner) end
+  end
+end
+
+-- Forget entries whole.
+local function forget(ids)
+  if #ids == 0 then return end
+  call('HDEL', ENTRIES, unpack(ids))
+  call('HDEL', MEMBERS, unpack(ids))
 end
 
 local FIELDS = {'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity',

@@ -22,8 +22,7 @@ for at = 2, #ARGV do
   local id = ARGV[at]
   if call('ZREM', DEAD, id) == 1 then
     call('ZREM', DEAD_AGE, string.format('%016d', id))
-    call('HDEL', ENTRIES, id)
-    call('HDEL', MEMBERS, id)
+    forget({id})
     gone = gone + 1
   end
 end

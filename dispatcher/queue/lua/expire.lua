@@ -39,8 +39,7 @@ if #live > 0 then
       if item.state then
         call('ZREM', SETS[item.state[WHERE]], seat(item.id, item.state))
         if item.state[WHERE] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
-        call('HDEL', ENTRIES, item.id)
-        call('HDEL', MEMBERS, item.id)
+        forget({item.id})
       else
         call('ZREM', PENDING, item.member)
       end

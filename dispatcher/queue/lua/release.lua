@@ -7,27 +7,31 @@ local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local now, probe = clock(), call('HGET', CONTROL, 'probe')
-local statuses, any = {text(now)}, false
+local statuses, ended, seen = {text(now)}, {}, {}
 open()
 for at = 2, #ARGV, 6 do
-  local id, delay_s = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
-  local state = held(id, ARGV[at + 1])
-  statuses[#statuses + 1] = state and 0 or 1
-  if state then
-    any = true
-    end_lease(id, state, probe)
-    state[ATTEMPTS] = state[ATTEMPTS] + tonumber(ARGV[at + 3])
-    state[REFUSALS] = state[REFUSALS] + tonumber(ARGV[at + 4])
-    state[DELIVERIES] = state[DELIVERIES] - tonumber(ARGV[at + 5])
-    if delay_s > 0 then
-      state[WHERE], state[MOVES] = 'D', state[MOVES] + 1
-      call('ZADD', DELAYED, text(now + delay_s), string.format('%016d', id))
-      call('ZADD', DELAYED_ORDER, state[SCORE], seat(id, state))
-      save(id, state)
-    else
-      give_back(id, state)
-    end
+  local item = {id = tonumber(ARGV[at]), at = at}
+  item.state = not seen[item.id] and held(item.id, ARGV[at + 1])
+  statuses[#statuses + 1] = item.state and 0 or 1
+  if item.state then
+    seen[item.id] = true
+    ended[#ended + 1] = item
   end
 end
-if any then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', ARGV[1]) end
+end_leases(ended, probe)
+for _, item in ipairs(ended) do
+  local state, delay_s = item.state, tonumber(ARGV[item.at + 2])
+  state[ATTEMPTS] = state[ATTEMPTS] + tonumber(ARGV[item.at + 3])
+  state[REFUSALS] = state[REFUSALS] + tonumber(ARGV[item.at + 4])
+  state[DELIVERIES] = state[DELIVERIES] - tonumber(ARGV[item.at + 5])
+  if delay_s > 0 then
+    state[WHERE], state[MOVES] = 'D', state[MOVES] + 1
+    call('ZADD', DELAYED, text(now + delay_s), string.format('%016d', item.id))
+    call('ZADD', DELAYED_ORDER, state[SCORE], seat(item.id, state))
+    save(item.id, state)
+  else
+    give_back(item.id, state)
+  end
+end
+if #ended > 0 then call('SET', REPLY, cmsgpack.pack(statuses), 'EX', ARGV[1]) end
 return statuses

@@ -8,7 +8,6 @@ if not call('ZSCORE', DEAD, id) then return 0 end
 call('ZADD', PENDING, ARGV[2], ARGV[3])
 call('ZREM', DEAD, id)
 call('ZREM', DEAD_AGE, string.format('%016d', id))
-call('HDEL', ENTRIES, id)
-call('HDEL', MEMBERS, id)
+forget({id})
 redis.pcall('PUBLISH', ARGV[4], 'work')
 return 1

@@ -27,27 +27,28 @@ local dropped, statuses = 0, {text(now), 0}
 if #live > 0 then
   open()
   write_results(live, ttl_s, now)
+  local ended, finished = {}, {}
   for _, item in ipairs(live) do
-    if item.status == DONE then
-      end_lease(item.id, item.state, probe)
-      if item.bury then
-        local state = item.state
-        state[WHERE], state[MOVES], state[REASON], state[DIED] = 'X', state[MOVES] + 1, item.reason, text(now)
-        save(item.id, state)
-        call('ZADD', DEAD, item.id, item.id)
-        call('ZADD', DEAD_AGE, text(now), string.format('%016d', item.id))
-      else
-        call('HDEL', ENTRIES, item.id)
-        call('HDEL', MEMBERS, item.id)
-      end
-      forget_markers(item)
-    end
+    if item.status == DONE then ended[#ended + 1] = item end
   end
+  end_leases(ended, probe)
+  for _, item in ipairs(ended) do
+    if item.bury then
+      local state = item.state
+      state[WHERE], state[MOVES], state[REASON], state[DIED] = 'X', state[MOVES] + 1, item.reason, text(now)
+      save(item.id, state)
+      call('ZADD', DEAD, item.id, item.id)
+      call('ZADD', DEAD_AGE, text(now), string.format('%016d', item.id))
+    else
+      finished[#finished + 1] = item.id
+    end
+    forget_markers(item)
+  end
+  forget(finished)
   while call('ZCARD', DEAD) > dead_max do
     local id = tonumber(call('ZPOPMIN', DEAD_AGE)[1])
     call('ZREM', DEAD, id)
-    call('HDEL', ENTRIES, id)
-    call('HDEL', MEMBERS, id)
+    forget({id})
     dropped = dropped + 1
   end
 end

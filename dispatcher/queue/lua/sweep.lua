@@ -30,17 +30,18 @@ elseif shared.tick and now - shared.tick > calm_s then
 end
 call('HSET', CONTROL, 'tick', text(now))
 
-local reclaimed, due = 0, 0
+local late, due = {}, 0
 if now >= (shared.quiet_until or 0) then
   for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', text(now), 'LIMIT', 0, most)) do
     local id = tonumber(string.match(name, '^%d+'))
-    local state = load(id)
-    end_lease(id, state, shared.probe)
-    state[DEATHS] = state[DEATHS] + 1
-    give_back(id, state)
-    reclaimed = reclaimed + 1
+    late[#late + 1] = {id = id, state = load(id)}
   end
-  if reclaimed > 0 then call('HINCRBY', CONTROL, 'lost', reclaimed) end
+  end_leases(late, shared.probe)
+  for _, item in ipairs(late) do
+    item.state[DEATHS] = item.state[DEATHS] + 1
+    give_back(item.id, item.state)
+  end
+  if #late > 0 then call('HINCRBY', CONTROL, 'lost', #late) end
 end
 for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', text(now), 'LIMIT', 0, most)) do
   local id = tonumber(name)
@@ -51,4 +52,4 @@ for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', text(now), 'LIMIT',
   due = due + 1
 end
 local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
-return {text(now), reclaimed, due, next_due or false, (reclaimed == most or due == most) and 1 or 0}
+return {text(now), #late, due, next_due or false, (#late == most or due == most) and 1 or 0}
