@@ -75,15 +75,12 @@ class MemoryQueue:
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         now = self._begin()
-        store = self.store
         held = self._claimed_before(nonce)
         if held is None:
             room = self._room(permit, now)
             held = self._take(min(most, room), suspects, now)
             self._remember(nonce, held, now)
-            suspects -= sum(each.entry.suspect for each in held)
-        waiting = store._counts().pending - (store._suspects if suspects <= 0 else 0)
-        return Claimed([_lease(each) for each in held], self._leases(now), self._shared(), waiting)
+        return self._claimed(held, suspects, now)
 
     async def probe(self, nonce: str) -> Claimed:
         now = self._begin()
@@ -95,9 +92,7 @@ class MemoryQueue:
             self._remember(nonce, held, now)
             if held:
                 store._probe = held[0].entry.id
-        return Claimed(
-            [_lease(each) for each in held], self._leases(now), self._shared(), store._counts().pending
-        )
+        return self._claimed(held, 1, now)
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         now = self._begin()
@@ -218,6 +213,12 @@ class MemoryQueue:
             else:
                 self._woken.clear()
                 return
+
+    def _claimed(self, held: Sequence[Held], suspects: int, now: float) -> Claimed:
+        store = self.store
+        more = suspects > sum(each.entry.suspect for each in held)
+        waiting = store._counts().pending - (0 if more else store._suspects)
+        return Claimed([_lease(each) for each in held], self._leases(now), self._shared(), waiting)
 
     def _begin(self) -> float:
         """The store's time of this step, if there is a store to reach."""

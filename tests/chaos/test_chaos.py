@@ -1,0 +1,221 @@
+"""Everything dies, and every request has one answer in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import redis.asyncio
+
+from dispatcher.ports import Permit, QueueUnavailableError, Settled, Settlement
+from dispatcher.queue.connect import connect
+from dispatcher.queue.desk import RedisDesk
+from dispatcher.queue.redis import RedisQueue
+from tests.chaos.bench import (
+    Network,
+    Owner,
+    assert_each_answered_once,
+    owners,
+    requests,
+    results_in,
+)
+from tests.chaos.worker import NAMES
+from tests.queue.known import assert_drained
+from tests.queue.servers import ENGINES, Server, sentinel_set, server
+from tests.support import wait_until
+
+LASTING = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+@asynccontextmanager
+async def looking_at(url: str) -> AsyncIterator[tuple[redis.asyncio.Redis, RedisDesk]]:
+    """A raw client and a desk, closed at the end."""
+    desk = RedisDesk(connect(url), NAMES, try_s=5.0)
+    client = connect(url)
+    try:
+        yield client, desk
+    finally:
+        await desk.aclose()
+        await client.aclose()
+
+
+async def everything_goes_wrong(
+    running: Server, *, total: int, kills: int, redis_kills: int, cuts: int
+) -> None:
+    """Kill owners at random while they work, Redis now and then, and cut one owner off for a while."""
+    lease_s = 1.5
+    chance = random.Random(total)
+    network = Network(running.port)
+    async with network.up() as port, looking_at(running.url) as (client, desk):
+        trio = [Owner(f"owner-{number}", running.url, lease_s) for number in range(2)]
+        trio.append(Owner("owner-2", f"redis://127.0.0.1:{port}/0", lease_s))
+        for owner in trio:
+            owner.work_s = (0.02, 0.5)
+        await desk.submit(requests(0, total))
+        async with owners(*trio):
+            redis_dies = set(chance.sample(range(kills), redis_kills))
+            network_dies = set(chance.sample(range(kills), cuts))
+            for number in range(kills):
+                if (await desk.counts()).pending < 50:  # never so few that an owner finds nothing to die with
+                    await desk.submit(requests(total, 100))
+                    total += 100
+                if number in redis_dies:
+                    await asyncio.to_thread(running.kill)
+                    await asyncio.to_thread(running.start)
+                if number in network_dies:
+                    await wait_until(trio[2].working.is_set, 60, what="the owner behind the network works")
+                    with network.cut():
+                        cut_at = time.monotonic()
+                        await wait_until(lambda since=cut_at: time.monotonic() > since + 2 * lease_s, 60)
+                victim = trio[chance.randrange(3)]
+                await wait_until(victim.working.is_set, 60, what=f"{victim.name} works")
+                strike_at = time.monotonic() + chance.uniform(0, 0.15)
+                await wait_until(lambda at=strike_at: time.monotonic() >= at, 60, every_s=0.005)
+                await victim.kill()
+                await victim.start()
+
+            async def all_done() -> bool:
+                counts = await desk.counts()
+                return counts.pending + counts.leased + counts.delayed == 0
+
+            await wait_until(all_done, 60 + total / 20, what="every request is finished", every_s=0.1)
+        assert (await desk.counts()).dead == 0
+        assert_each_answered_once(await results_in(client), total)
+        await assert_drained(client, NAMES)
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(180)
+async def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
+    with server("redis", tmp_path, *LASTING) as running:
+        await everything_goes_wrong(running, total=500, kills=20, redis_kills=2, cuts=1)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_every_request_is_answered_once_whatever_dies_at_length(tmp_path: Path, engine: str) -> None:
+    with server(engine, tmp_path, *LASTING) as running:
+        await everything_goes_wrong(running, total=5000, kills=200, redis_kills=10, cuts=10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_owner_cut_off_for_longer_than_its_lease_writes_nothing_when_it_is_back(
+    tmp_path: Path, engine: str
+) -> None:
+    lease_s = 0.6
+    with server(engine, tmp_path) as running:
+        network = Network(running.port)
+        async with network.up() as port, looking_at(running.url) as (client, desk):
+            await desk.submit(requests(0, 5))
+            far = RedisQueue(connect(f"redis://127.0.0.1:{port}/0"), NAMES, "far", lease_s=lease_s, try_s=30)
+            near = RedisQueue(connect(running.url), NAMES, "near", lease_s=lease_s)
+            loop = asyncio.get_running_loop()
+            held = (await far.claim(5, "far", Permit(5, loop.time(), 0))).leases
+            assert len(held) == 5
+            late = [Settlement(lease, b"too late", "") for lease in held]
+            with network.cut():
+                # On its way already: it arrives when the network is back, whoever holds the requests by then.
+                writing = asyncio.create_task(far.settle(late))
+
+                async def reclaimed() -> bool:
+                    await near.sweep()
+                    return (await near.counts()).pending == 5
+
+                await wait_until(reclaimed, 30)
+                again = (await near.claim(5, "near", Permit(5, loop.time(), 5))).leases
+                assert [lease.entry for lease in again] == [lease.entry for lease in held]
+            try:
+                assert set(await writing) == {Settled.LOST}
+            except QueueUnavailableError:  # its connection had timed out: it asks again
+                assert set(await far.settle(late)) == {Settled.LOST}
+            assert await results_in(client) == []
+            assert set(await near.settle([Settlement(one, b"in time", "") for one in again])) == {
+                Settled.DONE
+            }
+            assert await results_in(client) == [b"in time"] * 5
+            await assert_drained(client, NAMES)
+            await far.aclose()
+            await near.aclose()
+
+
+@pytest.mark.serial
+async def test_requests_of_a_killed_only_owner_run_again_within_its_lease_and_two_seconds(
+    tmp_path: Path,
+) -> None:
+    lease_s = 6.0
+    with server("redis", tmp_path) as running:
+        async with looking_at(running.url) as (client, desk):
+            await desk.submit(requests(0, 4))
+            slow = Owner("first", running.url, lease_s, work_s=(600, 600))
+            quick = Owner("second", running.url, lease_s, work_s=(0, 0))
+            async with owners(slow):
+                await wait_until(slow.working.is_set, 60)
+                await slow.kill()
+                died_at = time.monotonic()
+                async with owners(quick):
+
+                    async def answered() -> bool:
+                        return await client.llen(NAMES.results) == 4
+
+                    await wait_until(answered, 30, what="the second owner answers")
+                    took_s = time.monotonic() - died_at
+            assert took_s <= lease_s + 2
+            assert_each_answered_once(await results_in(client), 4)
+
+
+@pytest.mark.serial
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("engine", ["valkey", pytest.param("redis", marks=pytest.mark.long)])
+async def test_work_goes_on_after_a_failover(tmp_path: Path, engine: str) -> None:
+    """What Redis itself may lose (the last moments before the failover) runs again: nothing else happens.
+
+    `WAIT` at submission closes the gap for the requests themselves: each is answered once in the end.
+    """
+    with sentinel_set(engine, tmp_path) as pool:
+        old = pool.primary()
+        async with looking_at(pool.url) as (client, desk):
+            await desk.submit(requests(0, 300))
+            assert await client.wait(1, 10_000) == 1
+            pair = [Owner(f"owner-{n}", pool.url, 3.0, work_s=(0.02, 0.1)) for n in range(2)]
+            async with owners(*pair):
+                for owner in pair:
+                    await wait_until(owner.working.is_set, 60)
+                await asyncio.to_thread(old.kill)
+                await wait_until(
+                    lambda: pool.primary() is not old, 60, what="the sentinels agree on another", every_s=0.1
+                )
+                failed_over_at = time.monotonic()
+                found = await _count(client)
+
+                async def works() -> bool:
+                    return await _count(client) > found
+
+                await wait_until(works, 30, what="work goes on", every_s=0.05)
+                assert time.monotonic() - failed_over_at < 15
+
+                async def all_done() -> bool:
+                    try:
+                        counts = await desk.counts()
+                    except QueueUnavailableError:
+                        return False
+                    return counts.pending + counts.leased == 0
+
+                await wait_until(all_done, 120, what="every request is finished", every_s=0.1)
+            assert_each_answered_once(await results_in(client), 300)
+            await assert_drained(client, NAMES)
+            assert [json.loads(one)["status_code"] for one in await results_in(client)] == [200] * 300
+
+
+async def _count(client: redis.asyncio.Redis) -> int:
+    """Results so far; -1 while there is no primary to ask (no more than before, then)."""
+    try:
+        return await client.llen(NAMES.results)
+    except (redis.RedisError, OSError):
+        return -1
