@@ -151,7 +151,7 @@ def test_checking_imports_no_client_library(config: Path) -> None:
 
 @pytest.mark.serial
 def test_check_answers_in_under_0_6_s(config: Path) -> None:
-    """The process' own time, the best of seven: it waits for nothing, so on an idle machine that is the wall's.
+    """The process' own time, the best of seven. It waits for nothing: on an idle machine that is the wall's.
 
     What else the machine does meanwhile is not its share.
     """
