@@ -26,7 +26,14 @@ import redis
 import redis.asyncio
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -161,7 +168,13 @@ class QueueModel(RuleBasedStateMachine):
         self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
         self.written: Counter[tuple[str, bytes]] = Counter()
         self.accepted = self.finished = self.serial = 0
-        self.permits: set[int] = set()
+        self.moments: set[int] = set()
+        self.moment = 0
+        for number in range(10):
+            self.zadd(4.0e9 + number // 3, b"%d" % (number % 4))
+
+    seen: Counter[str]
+    """What happened in all runs: a model in which nothing happens would prove nothing."""
 
     def both(
         self, owner: int, step: Callable[[Any, int], Awaitable[Any]], lose: bool = False
@@ -170,18 +183,25 @@ class QueueModel(RuleBasedStateMachine):
         loop = self.bench.loops[owner]
         self.bench.clients[owner].lose_next = lose
         real = loop.run_until_complete(step(self.real[owner], 0))
+        self.seen["replies lost"] += lose and not self.bench.clients[owner].lose_next
         self.bench.clients[owner].lose_next = False
         return real, loop.run_until_complete(step(self.twin[owner], 1))
 
-    def at(self, owner: int, rank: int) -> float:
-        """A moment of the past, on the owner's clock; ranks are far enough apart for any measuring error."""
-        return self.began_at - 2000 + rank - (time.time() - self.bench.loops[owner].time())
+    def at(self, owner: int, moment: int) -> float:
+        """A moment on the owner's clock; they are far enough apart for any measuring error."""
+        return self.began_at - 2000 + moment - (time.time() - self.bench.loops[owner].time())
 
-    def permit(self, owner: int, limit: int, rank: int) -> Permit:
-        while rank in self.permits:  # two readings of one moment would be the same one, or nearly
-            rank += 1
-        self.permits.add(rank)
-        return Permit(limit, self.at(owner, rank), self.store._lost)
+    def when(self, owner: int, lag: int) -> float:
+        """Now, less a lag, in moments; no two are the same: equality is the conformance suite's business."""
+        self.moment += 2
+        moment = self.moment - lag
+        while moment in self.moments:
+            moment += 1
+        self.moments.add(moment)
+        return self.at(owner, moment)
+
+    def permit(self, owner: int, limit: int, lag: int = 0) -> Permit:
+        return Permit(limit, self.when(owner, lag), self.store._lost)
 
     def same_facts(self, owner: int, real: Claimed | Renewed, twin: Claimed | Renewed) -> None:
         self.same_count(real.count, twin.count)
@@ -205,9 +225,11 @@ class QueueModel(RuleBasedStateMachine):
 
     owners = st.integers(0, OWNERS - 1)
     lost = st.integers(0, 19).map(lambda number: number == 0)
-    ranks = st.integers(0, 900)
+    lags = st.sampled_from([0, 0, 0, 0, 3, 7])
+    limits = st.sampled_from([0, 1, 2, 4, 6, 8, 12, 16])
     members = st.binary(max_size=2)
     scores = st.one_of(
+        st.sampled_from([4.0e9, 4.0e9 + 1, 4.0e9 + 0.5]),
         st.sampled_from([0.0, -5.0, 0.5, 1e12, float("inf"), float("-inf"), 1_700_000_000.25]),
         st.builds(
             lambda band, at: float(band * BAND + at), st.integers(0, 2), st.sampled_from([1000, 4 * 10**9])
@@ -241,6 +263,10 @@ class QueueModel(RuleBasedStateMachine):
             alike(one, other)
         assert real.waiting == twin.waiting
         self.same_facts(owner, real, twin)
+        self.seen["leases"] += len(real.leases)
+        self.seen["suspects"] += sum(lease.deliveries > 2 for lease in real.leases)
+        self.seen["counted losses"] += sum(lease.losses > 0 for lease in real.leases)
+        self.seen["probes"] += real.shared.prober is not None
         known = {held.real.token for held in self.known[owner]}
         self.known[owner] += [
             Held(one, other)
@@ -251,16 +277,16 @@ class QueueModel(RuleBasedStateMachine):
     @rule(
         owner=owners,
         most=st.integers(0, 6),
-        limit=st.integers(0, 8),
-        rank=ranks,
+        limit=limits,
+        lag=lags,
         suspects=st.integers(0, 2),
         lose=lost,
     )
-    def claim(self, owner: int, most: int, limit: int, rank: int, suspects: int, lose: bool) -> None:
+    def claim(self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool) -> None:
         self.serial += 1
         nonce = f"n-{self.serial}"
         self.nonces[owner] = (nonce, False)
-        permit = self.permit(owner, limit, rank)
+        permit = self.permit(owner, limit, lag)
         real, twin = self.both(
             owner, lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects), lose
         )
@@ -280,7 +306,7 @@ class QueueModel(RuleBasedStateMachine):
         if not nonce:
             return
         before = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
-        permit = self.permit(owner, 8, 900)
+        permit = self.permit(owner, 8)
         if probing:
             real, twin = self.both(owner, lambda queue, _: queue.probe(nonce), lose)
         else:
@@ -298,10 +324,12 @@ class QueueModel(RuleBasedStateMachine):
 
     def pick(self, owner: int, data: st.DataObject, most: int = 4) -> list[Held]:
         """Some leases the owner holds or thinks it holds, or ended ones, each once."""
-        pool = self.known[owner] + self.ended[-4:]
+        if not self.known[owner]:
+            self.claim(owner, 4, 16, 0, 2, False)
+        pool = self.known[owner] + self.ended[-2:]
         if not pool:
             return []
-        at = st.lists(st.integers(0, len(pool) - 1), max_size=most, unique=True)
+        at = st.lists(st.integers(0, len(pool) - 1), min_size=1, max_size=most, unique=True)
         return [pool[number] for number in data.draw(at)]
 
     def drop(self, owner: int, held: Sequence[Held]) -> None:
@@ -317,7 +345,7 @@ class QueueModel(RuleBasedStateMachine):
     def settle(self, data: st.DataObject, owner: int, lose: bool, bury: bool) -> None:
         """Answer some, or bury them. What ended before stays ended."""
         chosen = sorted(self.pick(owner, data), key=lambda held: held.real.entry)
-        lists = [data.draw(st.sampled_from(LISTS)) for _ in chosen]
+        lists = [data.draw(st.sampled_from((*LISTS, LISTS[-1]))) for _ in chosen]
         requests = [_request_of(held.real.member) for held in chosen]
         ends = [
             [self.end(*each, which, request) for *each, request in zip(chosen, lists, requests, strict=True)]
@@ -330,6 +358,7 @@ class QueueModel(RuleBasedStateMachine):
             real, twin = self.both(owner, lambda queue, which: queue.settle(ends[which]), lose)
         assert list(real) == list(twin)
         for said, end in zip(real, ends[0], strict=True):
+            self.seen[f"{said} {bury=}"] += 1
             if said == "done":
                 self.written[end.results or NAMES.results, end.result] += 1
             if said != "lost" and not bury:
@@ -348,6 +377,7 @@ class QueueModel(RuleBasedStateMachine):
         )
         chosen = self.pick(owner, data)
         said = [data.draw(flags) for _ in chosen]
+        self.seen["delayed"] += sum(each["delay_s"] > 0 for each in said)
         releases = [
             [Release((held.real, held.twin)[which], **each) for held, each in zip(chosen, said, strict=True)]
             for which in (0, 1)
@@ -365,46 +395,55 @@ class QueueModel(RuleBasedStateMachine):
         self.same_facts(owner, real, twin)
         self.drop(owner, [held for held in self.known[owner] if held.real.entry in real.lost])
 
+    @rule(owner=owners, limit=limits, lag=lags, lose=lost)
+    def share(self, owner: int, limit: int, lag: int, lose: bool) -> None:
+        permit = self.permit(owner, limit, lag)
+        real, twin = self.both(owner, lambda queue, _: queue.share(permit, None), lose)
+        self.same_facts(owner, real, twin)
+
     @rule(
         owner=owners,
-        limit=st.integers(0, 8),
-        rank=ranks,
-        overload=st.one_of(
-            st.none(), st.tuples(ranks, st.sampled_from([0.0, 9000.0]), st.booleans(), st.integers(0, 9))
-        ),
+        limit=limits,
+        lag=lags,
+        lasts_s=st.sampled_from([0.0, 0.0, 9000.0]),
+        capacity=st.booleans(),
+        in_flight=st.integers(0, 9),
         lose=lost,
     )
-    def share(
-        self,
-        owner: int,
-        limit: int,
-        rank: int,
-        overload: tuple[int, float, bool, int] | None,
-        lose: bool,
+    def overload(
+        self, owner: int, limit: int, lag: int, lasts_s: float, capacity: bool, in_flight: int, lose: bool
     ) -> None:
-        told = None
-        if overload is not None:
-            # Half way between any two readings, and each once: equality is the conformance suite's business.
-            seen, lasts_s, capacity, in_flight = overload
-            while seen in self.permits:
-                seen += 1
-            self.permits.add(seen)
-            at = self.at(owner, seen)
-            told = Overload(at, at + lasts_s, capacity, in_flight)
-        permit = self.permit(owner, limit, rank)
+        permit = self.permit(owner, limit, lag)
+        at = self.when(owner, lag)
+        told = Overload(at, at + lasts_s, capacity, in_flight)
         real, twin = self.both(owner, lambda queue, _: queue.share(permit, told), lose)
         self.same_facts(owner, real, twin)
 
+    @precondition(lambda self: any(self.known))
     @rule(owner=owners)
     def crash(self, owner: int) -> None:
         """The process is gone, and what it knew; its successor has its name."""
         self.drop(owner, self.known[owner])
         self.nonces[owner] = ("", False)
 
-    @rule(data=st.data())
-    def time_of_some_leases_runs_out(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), owner=owners, swept=st.booleans())
+    def time_of_some_leases_runs_out(self, data: st.DataObject, owner: int, swept: bool) -> None:
+        if swept:
+            self.sweep(owner, False)
         if held := sorted(self.store._held):
-            self._run_out(data.draw(st.lists(st.sampled_from(held), unique=True)))
+            self._run_out(data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True)))
+            if swept:
+                self.sweep(owner, False)
+
+    @rule(owner=owners, times=st.integers(1, 4))
+    def owners_keep_dying(self, owner: int, times: int) -> None:
+        for _ in range(times):
+            self.sweep(owner, False)
+            self.third_of_a_lease_passes()
+            self.claim(owner, 3, 16, 0, 2, False)
+            self.drop(owner, self.known[owner])
+            self._run_out(sorted(self.store._held))
+            self.sweep(owner, False)
 
     def _run_out(self, entries: Sequence[int]) -> None:
         key = f"{NAMES.prefix}:leases"
@@ -414,14 +453,15 @@ class QueueModel(RuleBasedStateMachine):
             heapq.heappush(self.store._expiries, (0.0, entry))
             assert self.bench.raw.zadd(key, {f"{entry}:{held.owner}": 0.0}, xx=True, ch=True) in (0, 1)
 
-    @rule()
-    def all_delays_pass(self) -> None:
+    @rule(owner=owners)
+    def all_delays_pass(self, owner: int) -> None:
         key = f"{NAMES.prefix}:delayed"
         if delayed := self.bench.raw.zrange(key, 0, -1):
             self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
         heap = self.store._delayed._heap
         self.store._delayed._heap = [(0.0, *item[1:]) for item in heap]
         heapq.heapify(self.store._delayed._heap)
+        self.sweep(owner, False)
 
     @rule()
     def retry_after_passes(self) -> None:
@@ -450,14 +490,17 @@ class QueueModel(RuleBasedStateMachine):
     def sweep(self, owner: int, lose: bool) -> None:
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
         assert (real.reclaimed, real.due) == (twin.reclaimed, twin.due)
+        self.seen["reclaimed"] += real.reclaimed
+        self.seen["due"] += real.due
         assert (real.next_due_at is None) == (twin.next_due_at is None)
 
-    @rule(owner=owners)
-    def pause(self, owner: int) -> None:
+    @rule(owner=owners, probing=st.booleans())
+    def pause_and_resume(self, owner: int, probing: bool) -> None:
         self.both(owner, lambda queue, which: (queue, self.store)[which].pause("me", "why"))
-
-    @rule(owner=owners)
-    def resume(self, owner: int) -> None:
+        if probing:
+            self.probe(owner, False)
+        else:
+            self.claim(owner, 6, 16, 0, 1, False)
         self.both(owner, lambda queue, which: (queue, self.store)[which].resume())
 
     @rule(owner=owners, lose=lost)
@@ -478,6 +521,7 @@ class QueueModel(RuleBasedStateMachine):
         assert done[0] == done[1]
         self.written[NAMES.results, b"gone"] += done[0]
         self.finished += done[0]
+        self.seen["expired"] += done[0]
         assert self.both(owner, lambda queue, which: queue.expire(items[which])) == (0, 0)
 
     @precondition(lambda self: self.store._dead)
@@ -585,10 +629,14 @@ def _request_of(member: bytes) -> tuple[str, str]:
         return "", ""
 
 
-def _run(bench: Bench, examples: int, steps: int) -> None:
-    from hypothesis.stateful import run_state_machine_as_test
+HAPPENS = (
+    *("leases", "suspects", "counted losses", "probes", "delayed", "reclaimed", "due", "expired"),
+    *("replies lost", "done bury=False", "done bury=True", "lost bury=False", "bad-list bury=False"),
+)
 
-    machine = type("BoundModel", (QueueModel,), {"bench": bench})
+
+def run(bench: Bench, examples: int, steps: int) -> None:
+    machine = type("BoundModel", (QueueModel,), {"bench": bench, "seen": Counter()})
     run_state_machine_as_test(
         machine,
         settings=settings(
@@ -600,14 +648,15 @@ def _run(bench: Bench, examples: int, steps: int) -> None:
             suppress_health_check=list(HealthCheck),
         ),
     )
+    assert {what for what in HAPPENS if not machine.seen[what]} == set(), machine.seen
 
 
 @pytest.mark.timeout(300)
 def test_scripts_do_what_the_twin_does(bench: Bench) -> None:
-    _run(bench, examples=60, steps=40)
+    run(bench, examples=50, steps=40)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
 def test_scripts_do_what_the_twin_does_at_length(bench: Bench) -> None:
-    _run(bench, examples=3000, steps=80)
+    run(bench, examples=2000, steps=100)
