@@ -229,11 +229,9 @@ class ApiServer:
         self._tell(collection, gone, gone | {"deleted": True})
 
     def compact(self) -> None:
-        """Forget all events so far: who watches from before them is told 410."""
+        """Who begins to watch from a version before this is told 410. Watches that run go on."""
         self._version += 1
         self._oldest = self._version
-        for events in self._events.values():
-            events.clear()
 
     def forget(self) -> None:
         """Drop the events that every watch has had by now; nobody is told 410 for them."""
