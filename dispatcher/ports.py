@@ -251,7 +251,7 @@ class Queue(Protocol):
 
         A sweep that comes more than lease_s/3 after the last one (the queue was away, or all owners were)
         reclaims nothing, nor does any other for lease_s/3 from then: living owners renew first, so that
-        only what dead ones held counts as lost.
+        only what dead ones held counts as lost. So sweep at least every lease_s/6, however short the lease.
         """
         ...
 
