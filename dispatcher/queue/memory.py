@@ -37,7 +37,7 @@ YOUNG_S = 0.02
 """A lease touched within this is young: its request is not surely sent yet."""
 CLAIM_BYTES = 2**20
 """A claim stops before its members sum to more than this."""
-NONCE_TTL_S = 120.0
+NONCE_TTL_S = 60.0
 """How long a claim can be repeated."""
 
 
