@@ -227,7 +227,7 @@ class QueueModel(RuleBasedStateMachine):
     lost = st.integers(0, 19).map(lambda number: number == 0)
     lags = st.sampled_from([0, 0, 0, 0, 3, 7])
     limits = st.sampled_from([0, 1, 2, 4, 6, 8, 12, 16])
-    members = st.binary(max_size=2)
+    members = st.one_of(st.sampled_from([b"0", b"1", b"2", b"3"]), st.binary(max_size=2))
     scores = st.one_of(
         st.sampled_from([4.0e9, 4.0e9 + 1, 4.0e9 + 0.5]),
         st.sampled_from([0.0, -5.0, 0.5, 1e12, float("inf"), float("-inf"), 1_700_000_000.25]),
