@@ -122,7 +122,7 @@ class Service:
             why = f"{worst.why} (look at: {worst.hint})" if worst.hint else worst.why
             self.limiter.reading_failed(worst.reason, why, poll.at)
         self._gateway.resize(self.limiter.allowance(now).limit)
-        self.dispatcher.poke()
+        self.dispatcher.readings_came()
 
     def _endpoints(self, endpoints: Endpoints) -> None:
         self._endpoints_ready = endpoints.ready

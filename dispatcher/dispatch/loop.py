@@ -131,6 +131,11 @@ class Dispatcher:
         """Something that the allowance depends on has changed."""
         self._access.wake.set()
 
+    def readings_came(self) -> None:
+        """The limiter was handed new readings."""
+        self._upkeep.count()
+        self.poke()
+
     @property
     def running(self) -> int:
         """Requests of this process at the gateway."""

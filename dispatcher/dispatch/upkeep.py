@@ -20,6 +20,8 @@ EACH_S = 1.0
 EXPIRED_AT_ONCE = 256
 EXPIRED_ROUNDS = 20
 """Of EXPIRED_AT_ONCE in a row, before others get their turn."""
+NO_PERMIT = Permit(limit=0, read_at=0.0, lost=0)
+"""Before anything was read: older than all that others may have read."""
 
 
 class Upkeep:
@@ -49,6 +51,10 @@ class Upkeep:
             duties += [self._renew, self._sweep, self._share, self._cut_cancelled, self._listen]
         return [tasks.create_task(duty(), name=duty.__name__.strip("_")) for duty in duties]
 
+    def count(self) -> None:
+        """Count the leases soon: a reading that has just come can say more between two counts."""
+        self._changed.set()
+
     def share(self, allowance: Allowance, overload: Overload | None = None) -> None:
         """Tell the other replicas, soon, if there is something new to tell."""
         if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
@@ -63,9 +69,7 @@ class Upkeep:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            permit, overload = self._permit, self._overload
-            if permit is None:
-                continue  # nothing has been read, so nothing has been sent
+            permit, overload = self._permit or NO_PERMIT, self._overload
             told = await self._access.ask(self._queue.share(permit, overload))
             if told is None:
                 await asyncio.sleep(self._access.pause_s)
