@@ -21,6 +21,7 @@ from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.redis import RedisQueue
+from tests.queue.known import assert_only_known_keys
 from tests.queue.servers import Server
 
 QUEUE = "batch:{qwen}:requests"
@@ -176,6 +177,7 @@ class RedisWorld(World):
         return door
 
     async def close(self) -> None:
+        await assert_only_known_keys(self._raw, self.names)
         for door in self._doors:
             await door.aclose()
         await self._raw.aclose()
