@@ -74,10 +74,14 @@ def test_running_requests_of_a_monitoring_system_serve_as_a_trace(tmp_path: Path
 
 def test_timeline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
-    done = simulate("--seconds", "60", "--plot", tmp_path / "out.png", "--metrics-gap", "20:40")
+    done = simulate(
+        "--seconds", "60", "--policy", "law,none", "--plot", tmp_path / "out.png", "--metrics-gap", "20:40"
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    again = simulate("--seconds", "60", "--plot", tmp_path / "again.png", "--metrics-gap", "20:40")
+    again = simulate(
+        "--seconds", "60", "--policy", "law,none", "--plot", tmp_path / "again.png", "--metrics-gap", "20:40"
+    )
     assert again.returncode == 0
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "out.png").read_bytes()
     refused = simulate("--seconds", "10", "--plot", tmp_path / "nowhere" / "out.png")

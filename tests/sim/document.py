@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import re
 import shlex
-from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -27,17 +26,21 @@ def table(command: str) -> str:
     return "\n".join(rows[: next(i for i, row in enumerate(rows) if " slots" in row)])
 
 
-def blocks(text: str) -> Iterator[tuple[str, str]]:
-    """(the block as it stands, as it should be)."""
-    for block in BLOCK.findall(text):
-        commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
-        yield block, "".join(f"$ {command}\n{table(command)}\n" for command in commands)
+def blocks(text: str) -> list[str]:
+    """The console blocks of the document, as they stand."""
+    return BLOCK.findall(text)
+
+
+def rerun(block: str) -> str:
+    """A block as it should be: its commands, each with what it prints now."""
+    commands = [line[2:] for line in block.splitlines() if line.startswith("$ ")]
+    return "".join(f"$ {command}\n{table(command)}\n" for command in commands)
 
 
 def main() -> None:
     text = DOCUMENT.read_text()
-    for stands, should in blocks(text):
-        text = text.replace(stands, should)
+    for block in blocks(text):
+        text = text.replace(block, rerun(block))
     DOCUMENT.write_text(text)
     plot = DOCUMENT.with_suffix(".png")
     table(f"batch-dispatcher simulate --policy law,all-knowing,cap,literal,multiplier --plot {plot}")
