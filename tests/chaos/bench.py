@@ -7,7 +7,7 @@ import contextlib
 import json
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,7 +93,7 @@ class Network:
             await asyncio.gather(*self._streams, return_exceptions=True)
 
     @contextlib.contextmanager
-    def cut(self) -> contextlib.AbstractContextManager[None]:
+    def cut(self) -> Iterator[None]:
         """For the length of the block nothing passes; what was sent in it arrives afterwards."""
         self._open.clear()
         try:

@@ -166,6 +166,7 @@ async def test_requests_of_a_killed_only_owner_run_again_within_its_lease_and_tw
 
                     await wait_until(answered, 30, what="the second owner answers")
                     took_s = time.monotonic() - died_at
+            print(f"ran again {took_s:.1f} s after its owner's death; lease {lease_s:g} s")
             assert took_s <= lease_s + 2
             assert_each_answered_once(await results_in(client), 4)
 
@@ -198,7 +199,9 @@ async def test_work_goes_on_after_a_failover(tmp_path: Path, engine: str) -> Non
                     return await _count(client) > found
 
                 await wait_until(works, 30, what="work goes on", every_s=0.05)
-                assert time.monotonic() - failed_over_at < 15
+                took_s = time.monotonic() - failed_over_at
+                print(f"work went on {took_s:.1f} s after the failover")
+                assert took_s < 15
 
                 async def all_done() -> bool:
                     try:

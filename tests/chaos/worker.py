@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -114,7 +115,7 @@ class Worker:
         await self._queue.sweep()
 
     @staticmethod
-    async def _every(seconds: float, step: object) -> None:
+    async def _every(seconds: float, step: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await step()
