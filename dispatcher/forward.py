@@ -7,6 +7,9 @@ proxies of the environment, decoding) is neither wanted nor free. Below it lies 
 knows, for each try, since when it holds a connection and whether that had been used before: a kept-alive
 connection that breaks before an answer says nothing but that the server had closed it, and such a request
 goes out once more on a new one.
+
+A try that ends without an answer may be the request's fault or the gateway's, which took all that it was
+running with it. So the gateway is asked for a connection then: where it gives none, there is no gateway.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 from weakref import WeakSet
 
 import aiohttp
@@ -198,6 +202,7 @@ class _Line:
     """A transport and its connections; replaced as a whole when TLS changes."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:
+        self.tls = tls
         self.connector = _Connector(tls)
         session = aiohttp.ClientSession(connector=self.connector, cookie_jar=aiohttp.DummyCookieJar())
         self._transport = AiohttpTransport(verify=tls, trust_env=False, client=session)
@@ -220,6 +225,8 @@ class _Plan:
         if options.url.credentials:
             self.basic = "Basic " + base64.b64encode(":".join(options.url.credentials).encode()).decode()
         self._base = options.url.bare.rstrip("/")
+        address = urlsplit(self._base)
+        self.host, self.port = address.hostname or "", address.port or (443 if self.secure else 80)
 
     def url(self, endpoint: str) -> str | Refused:
         path = self.route.path(endpoint)
@@ -298,6 +305,9 @@ class HttpGateway:
         if self._retired:
             await self._close_retired()
         ended = now()
+        if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
+            why = await _knock(line, plan)
+            outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
         return Forwarded(outcome, ended if current.connected_at is None else current.connected_at, ended)
 
     def _refresh(self, now: float) -> _Line | Unreachable:
@@ -318,6 +328,21 @@ class HttpGateway:
         self._retired = [line for line in self._retired if line.running]
         for line in done:
             await line.aclose()
+
+
+async def _knock(line: _Line, plan: _Plan) -> str:
+    """Connect to the gateway and hang up; why that cannot be done, or nothing."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(
+                plan.host, plan.port, ssl=line.tls if plan.secure else None
+            )
+    except TimeoutError:
+        return f"no connection within {CONNECT_S:g} s"
+    except OSError as error:
+        return f"no connection: {_words(error)}"
+    writer.transport.abort()
+    return ""
 
 
 def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
