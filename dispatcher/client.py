@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from redis import exceptions as errors
 
@@ -18,6 +19,8 @@ from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Client as RedisClient
 
+SUBMIT_AT_ONCE = 16
+"""More submissions at a time would each want a connection of their own."""
 WAIT_S = 5.0
 """One blocking pop takes at most this long; then another one follows."""
 
@@ -45,6 +48,7 @@ class Client:
         self._names = names
         self._results = f"batch-results:{secrets.token_hex(8)}"
         self._arrived: dict[str, Result] = {}
+        self._submitting = asyncio.Semaphore(SUBMIT_AT_ONCE)
 
     async def submit(
         self,
@@ -84,7 +88,8 @@ class Client:
             metadata=metadata or {},
         )
         score = score_of(deadline, priority)
-        await self._desk.submit([Submission(member, score, ticket.id, ticket.token, deadline)])
+        async with self._submitting:
+            await self._desk.submit([Submission(member, score, ticket.id, ticket.token, deadline)])
         return ticket
 
     async def result(self, ticket: Ticket, *, timeout_s: float | None = None) -> Result:
@@ -106,18 +111,27 @@ class Client:
         """Ask for it to be cancelled; False where it has ended."""
         return await self._desk.cancel(ticket.id, ticket.token)
 
+    async def waiting(self) -> int:
+        """How many requests wait for their first or next delivery."""
+        return (await self._desk.counts()).pending
+
+    async def results(self) -> list[bytes]:
+        """What lies in the queue's default result list, oldest first; nothing is taken."""
+        found: list[bytes] = await self._reached(self._redis.lrange(self._names.results, 0, -1))
+        return found[::-1]
+
     async def aclose(self) -> None:
         await self._desk.aclose()
 
     async def _pop(self, within_s: float) -> bytes | None:
+        popped = await self._reached(self._redis.brpop([self._results], timeout=within_s))
+        return None if popped is None else popped[1]
+
+    async def _reached(self, command: Any) -> Any:
         try:
-            popped = await self._redis.brpop([self._results], timeout=within_s)
+            return await command
         except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
             raise QueueUnavailableError(f"the queue cannot be reached: {error}") from error
-        if popped is None:
-            return None
-        result = popped[1]
-        return result if isinstance(result, bytes) else result.encode()
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ VERBS = {
     "submit": "dispatcher.cli.submit",
     "status": "dispatcher.cli.status",
     "simulate": "dispatcher.cli.simulate",
+    "demo": "dispatcher.cli.demo",
     "version": "dispatcher.cli.version",
 }
 """Verb → the module that has a function of that name, or a `typer.Typer` for a family (`dead list|show|…`).

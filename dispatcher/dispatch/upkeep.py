@@ -17,6 +17,8 @@ from dispatcher.telemetry import Event, Metrics, emit
 
 EACH_S = 1.0
 """Counts, sweeps and cancel markers are looked at this often."""
+SWEEPS_PER_LEASE = 6
+"""Sweeps must be steady by the lease's own measure, or the queue takes each for the first after an outage."""
 EXPIRED_AT_ONCE = 256
 EXPIRED_ROUNDS = 20
 """Of EXPIRED_AT_ONCE in a row, before others get their turn."""
@@ -119,7 +121,7 @@ class Upkeep:
         """What ran out or is due goes back to its place; what is past its deadline ends."""
         while True:
             swept = await self._access.ask(self._queue.sweep())
-            pause = EACH_S
+            pause = min(EACH_S, self.options.lease_s / SWEEPS_PER_LEASE)
             if swept is not None:
                 if swept.reclaimed or swept.due:
                     self._access.found_work()

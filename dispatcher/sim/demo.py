@@ -1,0 +1,304 @@
+"""The dispatcher at work on this machine: a live world, an embedded Valkey, and `run` as a process.
+
+First realtime traffic has the pool for itself, to know what it looks like. Then batch requests are submitted;
+halfway the dispatcher is killed (SIGKILL) and started again. The verdict is measured in this very run: by the
+world's observer, who sees what the gateway sees, and by the results in Redis.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from dispatcher.client import Client
+from dispatcher.core.request import decode_result
+from dispatcher.ports import QueueUnavailableError
+from dispatcher.queue.connect import connect
+from dispatcher.queue.embedded import running_url
+from dispatcher.queue.keys import Names
+
+SLOTS = 64
+RESERVE = 0.05
+WARM_UP_S = 5.0
+"""Until as many realtime requests leave the pool as come."""
+ALONE_S = 8.0
+"""How long realtime then has the pool for itself, to know what it looks like."""
+GIVE_UP_S = 180.0
+TRACE_FROM_S = 240.0
+"""Where in the trace the traffic begins: it starts slowly."""
+LEASE_S = 3.0
+"""Short, so that what a killed dispatcher held is soon another's."""
+
+CONFIG = """\
+pool: {{name: demo}}
+gateway: {{url: "{gateway}"}}
+queue: {{data_dir: "{data}", lease_s: {lease_s}}}
+signals: {{epp: {{urls: ["{metrics}"]}}, interval_s: 0.5}}
+budget: {{reserve: {reserve}, per_endpoint: {slots}}}
+retry: {{base_s: 0.5}}
+admin: {{host: 127.0.0.1, port: {port}}}
+log: {{level: warning, format: json}}
+"""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the verdict."""
+
+    ok: bool
+    what: str
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was measured."""
+
+    submitted: int
+    answers: Counter[int] = field(default_factory=Counter)
+    """Results by status; 0: an error of ours."""
+    twice: int = 0
+    peak: int = 0
+    alone: dict[str, Any] = field(default_factory=dict)
+    together: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def checks(self) -> Sequence[Check]:
+        results = sum(self.answers.values())
+        refused = self.together["gateway"]["answers"].get("429", 0)
+        use = [shown["pool"]["running"]["mean"] / SLOTS for shown in (self.alone, self.together)]
+        wait = [shown["pool"]["wait_s"]["realtime"]["p99"] or 0.0 for shown in (self.alone, self.together)]
+        times = [shown["pool"]["time_s"]["realtime"]["p50"] or 0.0 for shown in (self.alone, self.together)]
+        return (
+            Check(
+                results == self.submitted and not self.twice,
+                f"{results} of {self.submitted} requests have a result, {self.twice} have two, "
+                f"though the dispatcher was killed",
+            ),
+            Check(self.answers[200] == self.submitted, f"{self.answers[200]} of them are answers (200)"),
+            Check(
+                self.peak <= SLOTS * (1 - RESERVE) + 1,
+                f"at most {self.peak} batch requests at the gateway, in a pool of {SLOTS} less {RESERVE:.0%}",
+            ),
+            Check(use[1] > use[0], f"the pool was {use[1]:.0%} in use; {use[0]:.0%} with realtime alone"),
+            Check(
+                wait[1] <= wait[0] + 1.0,
+                f"realtime waited {wait[1] * 1000:.0f} ms for a slot (p99), alone {wait[0] * 1000:.0f} ms; a "
+                f"fuller pool answers slower: median {times[1]:.2f} s, alone {times[0]:.2f} s",
+            ),
+            Check(refused <= self.submitted * 0.025, f"{refused} answers were 429"),
+        )
+
+
+async def play(directory: Path, requests: int, tell: Tell) -> Verdict:
+    """Run the demonstration in a directory of its own and tell what happens as it happens."""
+    verdict = Verdict(requests)
+    with as_file(files("dispatcher.sim") / "data" / "azure-conv-900s.csv") as trace:
+        world = await _start_world(trace)
+        async with _ending(world.process), aiohttp.ClientSession() as http:
+            tell(f"A pool of {SLOTS} slots serves a chat service's realtime traffic (a real hour, replayed).")
+            await asyncio.sleep(WARM_UP_S)
+            await world.restart(http)
+            await asyncio.sleep(ALONE_S)
+            verdict.alone = await world.observed(http)
+            tell(_line("realtime alone", verdict.alone, None))
+            await world.restart(http)
+            await _with_batch(directory, requests, world, http, verdict, tell)
+    return verdict
+
+
+async def _with_batch(
+    directory: Path, requests: int, world: _World, http: aiohttp.ClientSession, verdict: Verdict, tell: Tell
+) -> None:
+    config, data, port = directory / "config.yaml", directory / "data", _free_port()
+    text = CONFIG.format(
+        gateway=world.gateway,
+        metrics=world.metrics,
+        data=data,
+        lease_s=LEASE_S,
+        reserve=RESERVE,
+        slots=SLOTS,
+        port=port,
+    )
+    config.write_text(text)
+    tell(f"batch-dispatcher run --config {config}")
+    dispatcher = await _run(config, data)
+    async with _ending_last() as last:
+        last.append(dispatcher)
+        client = await _client(data)
+        began = time.monotonic()
+        payloads = (json.dumps({"model": "demo", "prompt": f"request {n}"}).encode() for n in range(requests))
+        await asyncio.gather(*(client.submit(payload, results="") for payload in payloads))
+        tell(f"{requests} batch requests are submitted.")
+        killed = False
+        while time.monotonic() - began < GIVE_UP_S:
+            await asyncio.sleep(1.0)
+            shown = await world.observed(http)
+            status = await _status(http, port)
+            served = shown["gateway"]["ids"]["served"]
+            tell(_line(f"{served:4d} served", shown, status))
+            if served >= requests / 2 and not killed:
+                killed = True
+                dispatcher.send_signal(signal.SIGKILL)
+                await dispatcher.wait()
+                await client.aclose()
+                tell("SIGKILL: the dispatcher is gone, with what it held. It is started again.")
+                dispatcher = await _run(config, data)
+                last.append(dispatcher)
+                client = await _client(data)
+            if served >= requests and await _finished(client, requests):
+                break
+        verdict.seconds = time.monotonic() - began
+        verdict.together = await world.observed(http)
+        verdict.peak = verdict.together["gateway"]["batch"]["peak"]
+        await _read_results(client, verdict)
+        await client.aclose()
+        tell("SIGTERM: the dispatcher hands in what it has and ends.")
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    process: asyncio.subprocess.Process
+    gateway: str
+    metrics: str
+    control: str
+
+    async def observed(self, http: aiohttp.ClientSession) -> dict[str, Any]:
+        async with http.get(f"{self.control}/observed") as answer:
+            shown: dict[str, Any] = await answer.json()
+        return shown
+
+    async def restart(self, http: aiohttp.ClientSession) -> None:
+        """Begin a new measurement."""
+        async with http.post(f"{self.control}/control", json={"restart": True}) as answer:
+            answer.raise_for_status()
+
+
+async def _start_world(trace: Path) -> _World:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dispatcher.sim.live"),
+        *("--slots", str(SLOTS), "--queue-limit", str(SLOTS // 2), "--pool", "demo"),
+        *("--trace", str(trace), "--trace-from-s", str(TRACE_FROM_S)),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    if process.stdout is None:
+        raise RuntimeError("the world has no standard output")
+    urls = json.loads(await process.stdout.readline() or b"{}")
+    return _World(process, urls["gateway"], urls["metrics"], urls["control"])
+
+
+async def _run(config: Path, data: Path) -> asyncio.subprocess.Process:
+    """A dispatcher, once its queue is there."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "dispatcher", "run", "--config", str(config))
+    )
+    until = time.monotonic() + 30.0
+    while running_url(data) is None:
+        if process.returncode is not None or time.monotonic() > until:
+            raise RuntimeError("the dispatcher did not start")
+        await asyncio.sleep(0.05)
+    return process
+
+
+async def _client(data: Path) -> Client:
+    """A producer of the dispatcher's queue, once that answers."""
+    names = Names("batch:{demo}:requests", "batch:{demo}:results")
+    until = time.monotonic() + 30.0
+    while True:
+        url = running_url(data)
+        if url is not None:
+            client = Client(connect(url), names)
+            with suppress(QueueUnavailableError):
+                await client.waiting()
+                return client
+            await client.aclose()
+        if time.monotonic() > until:
+            raise RuntimeError("the queue does not answer")
+        await asyncio.sleep(0.1)
+
+
+async def _finished(client: Client, requests: int) -> bool:
+    with suppress(QueueUnavailableError):
+        return len(await client.results()) >= requests
+    return False
+
+
+async def _read_results(client: Client, verdict: Verdict) -> None:
+    seen: Counter[str] = Counter()
+    for raw in await client.results():
+        result = decode_result(raw)
+        seen[result.id] += 1
+        if seen[result.id] == 1:
+            verdict.answers[result.status_code or 0] += 1
+    verdict.twice = sum(count > 1 for count in seen.values())
+
+
+async def _status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | None:
+    try:
+        async with http.get(f"http://127.0.0.1:{port}/status") as answer:
+            status: dict[str, Any] = await answer.json()
+    except aiohttp.ClientError:
+        return None
+    return status
+
+
+def _line(label: str, shown: dict[str, Any], status: dict[str, Any] | None) -> str:
+    pool = shown["pool"]
+    realtime, batch = pool["realtime"]["now"], pool["batch"]["now"]
+    bar = "█" * realtime + "▒" * batch + "·" * max(0, SLOTS - realtime - batch)
+    told = f"  limit {status['limit']:2d}  {status['reason']}" if status else ""
+    return f"{label:>14}  {bar[: SLOTS + 8]}  realtime {realtime:2d}  batch {batch:2d}{told}"
+
+
+@asynccontextmanager
+async def _ending(process: asyncio.subprocess.Process) -> AsyncIterator[None]:
+    """SIGTERM at the end of the block, SIGKILL if that does not help."""
+    try:
+        yield
+    finally:
+        await _end(process)
+
+
+@asynccontextmanager
+async def _ending_last() -> AsyncIterator[list[asyncio.subprocess.Process]]:
+    """The last process of the list is ended with the block; those before it are gone."""
+    processes: list[asyncio.subprocess.Process] = []
+    try:
+        yield processes
+    finally:
+        if processes:
+            await _end(processes[-1])
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        try:
+            async with asyncio.timeout(15.0):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
