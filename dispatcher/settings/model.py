@@ -5,7 +5,7 @@ docs/configuration.md is made of this. Frozen: settings in use never change, a r
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -16,8 +16,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dispatcher.core.budget import Policy
+from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
     Headers,
@@ -409,8 +411,10 @@ class Tracing(_Section):
     sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests that are traced.")
 
 
-class Settings(_Section):
+class Settings(_Section, BaseSettings):
     """The whole configuration of one dispatcher."""
+
+    model_config: ClassVar[SettingsConfigDict] = {}  # a section's, with the library's own beside it
 
     pool: Pool = Pool()
     gateway: Gateway
@@ -423,8 +427,30 @@ class Settings(_Section):
     log: Log = Log()
     tracing: Tracing = Tracing()
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What is given outright, else our tree of file and environment, and nothing else.
+
+        The environment is in the tree already, with its mistakes found; a variable `GATEWAY`, a `.env` that
+        happens to lie in the working directory, or a directory of secrets is not meant for us.
+        """
+        return init_settings, TreeSource(settings_cls)
+
+    @classmethod
+    def of(cls, tree: Node) -> Self:
+        """The settings that a tree of file and environment comes to; raises ValidationError."""
+        with TreeSource.reading(tree):
+            return cls()
+
     @model_validator(mode="after")
-    def _name_the_queue(self) -> Settings:
+    def _name_the_queue(self) -> Self:
         """Fill in the names that derive from the pool's, without marking them as set by the operator."""
         queue = self.queue
         values = {

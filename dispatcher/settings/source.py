@@ -8,13 +8,18 @@ Nothing here recurses over the input, and nothing raises for what a file can hol
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
 
 from dispatcher.settings.values import SecretUrl
 
@@ -263,6 +268,37 @@ def _variables(model: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[t
         )
         many = getattr(kind, "__origin__", None) is dict
         yield PREFIX + "__".join(here).upper(), (here, None if text else many)
+
+
+class TreeSource(PydanticBaseSettingsSource):
+    """Hands a tree to pydantic-settings, which makes its sources itself: so the tree waits in a context."""
+
+    _tree: ContextVar[Node | None] = ContextVar("tree", default=None)
+
+    def __init__(self, settings_cls: type[BaseSettings]) -> None:
+        super().__init__(settings_cls)
+        tree = self._tree.get()
+        self._values: dict[str, Any] = {} if tree is None else tree.plain()
+
+    @classmethod
+    @contextmanager
+    def reading(cls, tree: Node) -> Iterator[None]:
+        """For the length of the block, settings are made of this tree."""
+        before = cls._tree.set(tree)
+        try:
+            yield
+        finally:
+            cls._tree.reset(before)
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return self._values.get(field_name), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        return self._values  # with the unknown keys, so that the model refuses them
+
+
+# With PYDANTIC_SETTINGS_DEBUG set it logs what every source says: passwords too.
+logging.getLogger("pydantic_settings").disabled = True
 
 
 def _set(root: Node, path: tuple[str, ...], value: Node) -> None:
