@@ -199,7 +199,7 @@ async def test_delayed_request_comes_back_to_its_place_when_it_is_due(world: Wor
     counts = await owner.counts()
     assert (counts.pending, counts.delayed) == (1, 2)
     swept = await owner.sweep()
-    assert swept.next_due_at == pytest.approx(released_at + 0.2, abs=0.1)
+    assert swept.next_due_at == pytest.approx(released_at + 0.2, abs=0.5)
 
     async def due() -> bool:
         return (await owner.sweep()).due == 1
@@ -310,7 +310,7 @@ async def test_counts_of_leases_tell_own_from_others_and_young_from_old(world: W
     before = asyncio.get_running_loop().time()
     count = (await first.renew([])).count
     assert (count.live, count.others, count.lost) == (5, 3, 0)
-    assert count.at == pytest.approx(before, abs=0.1)
+    assert count.at == pytest.approx(before, abs=0.5)
     count = (await second.renew([])).count
     assert (count.live, count.others) == (5, 2)
 

@@ -31,6 +31,7 @@ NOW = int(time.time())
 """Unix seconds, for deadlines well before and after it."""
 
 _nonces = itertools.count()
+_readings = itertools.count()
 
 
 def member(request_id: str = "r-1", *, deadline: int = NOW + 3600, token: str = "", **data: Any) -> bytes:
@@ -40,9 +41,13 @@ def member(request_id: str = "r-1", *, deadline: int = NOW + 3600, token: str = 
     return json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode()
 
 
-def permit(limit: int = 1000, *, read_at: float | None = None, lost: int = 0) -> Permit:
-    """A permit by a reading of just now."""
-    return Permit(limit, asyncio.get_running_loop().time() if read_at is None else read_at, lost)
+def permit(limit: int = 1000, *, lost: int = 0) -> Permit:
+    """A permit by a reading a second newer than the last one's.
+
+    Not of just now: owners know the server's clock to a round trip, and two readings closer than that may
+    come out in either order.
+    """
+    return Permit(limit, asyncio.get_running_loop().time() + next(_readings), lost)
 
 
 async def claim(queue: Queue, most: int = 100, limit: int = 1000, **options: Any) -> Sequence[Lease]:

@@ -653,7 +653,8 @@ def run(bench: Bench, examples: int, steps: int, *, derandomize: bool) -> None:
             database=None,
             print_blob=True,
             derandomize=derandomize,
-            phases=[Phase.explicit, Phase.generate],
+            # Shrinking takes minutes: the long form does it.
+            phases=[Phase.generate] if derandomize else [Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         ),
     )
