@@ -204,11 +204,11 @@ class Queue(Protocol):
 
         The same nonce again returns the same leases, those that still are the caller's, and claims nothing.
 
-        Room: a permit whose reading is no older than the shared one becomes the shared one, and its limit
-        holds; by an older permit the smaller of both limits holds. Each is lowered by the leases lost since
-        it was computed. A lease counts as live until it is settled, released, buried or reclaimed, however
-        long its time has run out. No room at all while paused, before Overload.until, or when the newest
-        overload is no older than the permit's reading.
+        Room: a permit whose reading is no older than the shared one becomes the shared one (not while
+        paused), and its limit holds; by an older permit the smaller of both limits holds. Each is lowered
+        by the leases lost since it was computed. A lease counts as live until it is settled, released,
+        buried or reclaimed, however long its time has run out. No room at all while paused, before
+        Overload.until, or when the newest overload is no older than the permit's reading.
 
         `suspects`: how many requests whose owners died twice or more (their leases ran out) may be among
         them. Such a request keeps its place in the order, and is passed over where it may not be claimed.

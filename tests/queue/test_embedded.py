@@ -169,6 +169,17 @@ async def test_cancelled_block_ends_the_server(tmp_path: Path) -> None:
     await gone(server)
 
 
+def test_runs_on_the_dispatcher_s_own_event_loop_too(tmp_path: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def use() -> None:
+        async with connected(tmp_path) as client:
+            assert await client.set("kept", "yes")
+
+    uvloop.run(use())
+    assert running_url(tmp_path) is None
+
+
 async def test_directory_too_deep_for_a_socket_works(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 120) / "x y'\"é#%"
     async with embedded_valkey(deep) as url:
