@@ -67,6 +67,8 @@ class Lease:
     """Overload answers to this request."""
     losses: int
     """Owners that died holding it since it runs apart from other suspects."""
+    suspect: bool = False
+    """Owners died holding it, often enough that it must run apart from other suspects."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,8 +60,6 @@ GATHER_S = 0.002
 """A finished request waits this long for others to be handed in with it, when others are running."""
 TURN_S = 1.0
 """The loop turns at least this often."""
-SUSPECT_DELIVERIES = 3
-"""From this delivery on a request whose owners died runs without another such beside it in its process."""
 CONNECTED_S = 2.0
 """A probe that has been connected this long has reached the gateway, though its answer is still to come."""
 LAST_HAND_IN_S = 10.0
@@ -185,7 +183,7 @@ class Dispatcher:
             free = allowance.limit - len(self._holding) - self.limiter.others
             if free <= 0 or not self._access.work:
                 return
-            alone = any(held.lease.deliveries >= SUSPECT_DELIVERIES for held in self._holding)
+            alone = any(held.lease.suspect for held in self._holding)
             self._nonce = self._nonce or secrets.token_hex(8)
             claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=0 if alone else 1)
             claimed = await self._access.ask(claim)

@@ -10,17 +10,10 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.request import (
-    PRIORITIES,
-    PRIORITY_STEP,
-    Rejection,
-    encode_member,
-    parse,
-    score_of,
-)
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.clock import ServerClock
 from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.requeue import accept_anew
 from dispatcher.queue.scripts import Argument, Client, Reply, Scripts
 
 CANCEL_TTL_S = 604_800
@@ -165,7 +158,7 @@ class RedisDesk:
         done = 0
         for entry in entries:
             dead = next((one for one in await self.dead_list(1, entry - 1) if one.entry == entry), None)
-            again = None if dead is None else _accept_anew(dead.member, dead.score, deadline)
+            again = None if dead is None else accept_anew(dead.member, dead.score, deadline)
             if again is None:
                 continue
             await self._mark([again], time.time())
@@ -211,31 +204,6 @@ def _batches(submissions: Sequence[Submission]) -> Sequence[Sequence[Submission]
             size = len(each.member)
         batches[-1].append(each)
     return batches
-
-
-def _accept_anew(member: bytes, score: float, deadline: int) -> Submission | None:
-    request = parse(member)
-    if isinstance(request, Rejection):
-        return None
-    again = encode_member(
-        request.id,
-        request.payload,
-        deadline,
-        created=request.created,
-        endpoint=request.endpoint,
-        headers=request.headers,
-        metadata=request.metadata,
-        token=request.token,
-        results=request.results,
-        labels=request.labels,
-        kind=request.kind,
-        queue=request.queue,
-        queue_id=request.queue_id,
-        correlation_id=request.correlation_id,
-    )
-    band = score // PRIORITY_STEP
-    priority = int(band) if band in PRIORITIES else 0
-    return Submission(again, score_of(deadline, priority), request.id, request.token, deadline)
 
 
 def _dead(

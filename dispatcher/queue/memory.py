@@ -351,4 +351,5 @@ def _lease(held: Held) -> Lease:
         entry.attempts,
         entry.refusals,
         entry.losses,
+        entry.suspect,
     )

@@ -340,8 +340,17 @@ def _lease(
     refusals: int,
     deaths: int,
 ) -> Lease:
-    losses = max(0, deaths - SUSPECT_DEATHS)
-    return Lease(entry, token.decode(), member, float(score), deliveries, attempts, refusals, losses)
+    return Lease(
+        entry,
+        token.decode(),
+        member,
+        float(score),
+        deliveries,
+        attempts,
+        refusals,
+        losses=max(0, deaths - SUSPECT_DEATHS),
+        suspect=deaths >= SUSPECT_DEATHS,
+    )
 
 
 def _fence(lease: Lease) -> tuple[int, str]:

@@ -18,12 +18,9 @@ from dispatcher.core.request import (
     PRIORITIES,
     PRIORITY_STEP,
     ErrorCode,
-    Rejection,
     deadline_of_score,
     decode_result,
-    encode_member,
     failed,
-    parse,
 )
 from dispatcher.ports import (
     Counts,
@@ -37,6 +34,7 @@ from dispatcher.ports import (
     Submission,
 )
 from dispatcher.queue.keys import Names
+from dispatcher.queue.requeue import accept_anew
 
 SUSPECT_DEATHS = 2
 """Owners that died holding a request before it runs apart from others like it."""
@@ -430,32 +428,6 @@ class MemoryStore:
         while len(self._dead) > self.dead_max:
             self._forget(next(iter(self._dead.values()))[0])
             self.dead_dropped += 1
-
-
-def accept_anew(member: bytes, score: float, deadline: int) -> Submission | None:
-    """A dead request as a new submission with another deadline, its priority kept; None if unreadable."""
-    request = parse(member)
-    if isinstance(request, Rejection):
-        return None
-    again = encode_member(
-        request.id,
-        request.payload,
-        deadline,
-        created=request.created,
-        endpoint=request.endpoint,
-        headers=request.headers,
-        metadata=request.metadata,
-        token=request.token,
-        results=request.results,
-        labels=request.labels,
-        kind=request.kind,
-        queue=request.queue,
-        queue_id=request.queue_id,
-        correlation_id=request.correlation_id,
-    )
-    band = score // PRIORITY_STEP
-    priority = int(band) if band in PRIORITIES else 0
-    return Submission(again, float(priority * PRIORITY_STEP + deadline), request.id, request.token, deadline)
 
 
 def _dead(entry: Entry, reason: str, died_at: float) -> Dead:

@@ -31,12 +31,13 @@ from dispatcher.queue.keys import Names
 
 SLOTS = 64
 RESERVE = 0.05
-WARM_UP_S = 5.0
+WARM_UP_S = 8.0
 """Until as many realtime requests leave the pool as come."""
 ALONE_S = 8.0
 """How long realtime then has the pool for itself, to know what it looks like."""
+TELL_S = 1.5
 GIVE_UP_S = 180.0
-TRACE_FROM_S = 240.0
+TRACE_FROM_S = 525.0
 """Where in the trace the traffic begins: it starts slowly."""
 LEASE_S = 3.0
 """Short, so that what a killed dispatcher held is soon another's."""
@@ -145,7 +146,7 @@ async def _with_batch(
         tell(f"{requests} batch requests are submitted.")
         killed = False
         while time.monotonic() - began < GIVE_UP_S:
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(TELL_S)
             shown = await world.observed(http)
             status = await _status(http, port)
             served = shown["gateway"]["ids"]["served"]

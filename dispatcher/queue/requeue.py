@@ -1,0 +1,39 @@
+"""A dead request accepted anew."""
+
+from __future__ import annotations
+
+from dispatcher.core.request import (
+    PRIORITIES,
+    PRIORITY_STEP,
+    Rejection,
+    encode_member,
+    parse,
+    score_of,
+)
+from dispatcher.ports import Submission
+
+
+def accept_anew(member: bytes, score: float, deadline: int) -> Submission | None:
+    """A dead request as a new submission with another deadline, its priority kept; None if unreadable."""
+    request = parse(member)
+    if isinstance(request, Rejection):
+        return None
+    again = encode_member(
+        request.id,
+        request.payload,
+        deadline,
+        created=request.created,
+        endpoint=request.endpoint,
+        headers=request.headers,
+        metadata=request.metadata,
+        token=request.token,
+        results=request.results,
+        labels=request.labels,
+        kind=request.kind,
+        queue=request.queue,
+        queue_id=request.queue_id,
+        correlation_id=request.correlation_id,
+    )
+    band = score // PRIORITY_STEP
+    priority = int(band) if band in PRIORITIES else 0
+    return Submission(again, score_of(deadline, priority), request.id, request.token, deadline)
