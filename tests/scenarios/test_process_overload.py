@@ -1,0 +1,107 @@
+"""What a 429 does: it closes the gate for all, it teaches, and it stops no one but whom it concerns."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scenarios.processes import Stage, World
+from tests.support import wait_until_sync
+
+REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "body": "saturated"}
+ON_THE_WIRE_S = 0.25
+"""What was sent before the refusal had arrived, and been told to the other replicas, arrives within this."""
+
+
+def scrapes(world: World, seen: list[float]) -> list[float]:
+    """The times of the scrapes so far, when this is called more often than there are any."""
+    newest = world.observed()["scraped_at"]
+    if newest is not None and newest not in seen:
+        seen.append(newest)
+    return seen
+
+
+def test_after_a_refusal_no_replica_sends_until_a_newer_reading(stage: Stage) -> None:
+    world = stage.world(slots=32, seconds=0.5)
+    settings = stage.settings(world, signals={"interval_s": 3.0})
+    replicas = [stage.dispatcher(settings) for _ in range(2)]
+
+    def both_take_part() -> bool:
+        stage.producer.submit(2)
+        return all(each.status()["running"] for each in replicas)
+
+    wait_until_sync(both_take_part, 20, what="both replicas to take part", every_s=0.05)
+    stage.producer.submit(3000)
+    wait_until_sync(lambda: world.in_flight() >= 30, 15, what="the slack to be filled")
+    read: list[float] = []
+    known = len(scrapes(world, read))
+    wait_until_sync(lambda: len(scrapes(world, read)) > known, 10, what="a reading")
+    # Twice, right after a reading: the replicas read in turn, and one of the two pauses between is long.
+    unread_s = []
+    for _ in range(2):
+        last = world.log()[-1].number
+        world.control(gateway={"answer": REFUSAL, "times": 1})
+        refused = min(wait_until_sync(lambda n=last: refusals(world, n), 10, what="a refusal"))
+        later = min(wait_until_sync(lambda at=refused: after(scrapes(world, read), at), 10, what="a reading"))
+        wait_until_sync(lambda at=later: after([e.arrived_at for e in world.log()], at), 10, what="more work")
+        told_at = refused + ON_THE_WIRE_S
+        assert not [e for e in world.log() if told_at < e.arrived_at < later], "sent without a new reading"
+        unread_s.append(later - refused)
+    print(f"from the refusals to the next scrape: {unread_s}")
+    assert max(unread_s) > 2 * ON_THE_WIRE_S, "otherwise this shows nothing"
+    assert any(event["reason"] == "backpressure" for each in replicas for event in each.events("gate"))
+
+
+def refusals(world: World, number: int) -> list[float]:
+    return [e.ended_at for e in world.log(number) if e.status == 429 and e.ended_at is not None]
+
+
+def after(times: list[float], at: float) -> list[float]:
+    return [time for time in times if time > at]
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("interval_s", "seconds", "measured_s"),
+    [(0.3, 0.15, 8.0), pytest.param(1.0, 0.5, 60.0, marks=pytest.mark.long)],
+    ids=["short", "long"],
+)
+def test_a_pool_of_a_third_of_its_declared_size_is_learned(
+    stage: Stage, interval_s: float, seconds: float, measured_s: float
+) -> None:
+    """In the short form everything is three times as fast, the requests too."""
+    world = stage.world(slots=11, declared=32, queue_limit=8, seconds=seconds)
+    stage.producer.submit(12_000)
+    stage.dispatcher(stage.settings(world, signals={"interval_s": interval_s}))
+    begun = wait_until_sync(lambda: world.observed()["scrapes"], 20, what="a first reading")
+    wait_until_sync(
+        lambda: world.observed()["scrapes"] >= begun + 30,
+        45 * interval_s + 5,
+        what="30 readings",
+        every_s=0.1,
+    )
+    seen = world.mean_in_flight(measured_s)
+    answers = seen["gateway"]["answers"]
+    refused, served = answers.get("429", 0), answers["200"]
+    print(f"{refused} refused, {served} served, {seen['pool']['running']}")
+    assert refused / (refused + served) < 0.025
+    assert seen["pool"]["running"]["mean"] >= 0.85 * 11
+
+
+def test_a_tenant_that_is_always_refused_stops_nobody_else(stage: Stage) -> None:
+    world = stage.world(slots=32, seconds=0.2)
+    world.control(gateway={"answer": REFUSAL, "match": "greedy"})
+    producer = stage.producer
+    one = stage.dispatcher(stage.settings(world))
+    # An earlier deadline: all of them lie before the others.
+    greedy = producer.submit(300, prefix="greedy", metadata={"userid": "greedy"}, deadline_s=3000)
+    modest = producer.submit(600, prefix="modest", metadata={"userid": "modest"})
+    producer.wait_for_all(modest, 30)
+    assert set(producer.results) == set(modest)
+    assert producer.answers() == {"200": 600}
+    refused = [entry for entry in world.log() if entry.status == 429]
+    print(f"{len(refused)} refused, {one.status()}")
+    assert {entry.tenant for entry in refused} == {"greedy"}
+    counts = producer.counts()
+    assert counts["dead"] == 0
+    assert counts["pending"] + counts["delayed"] + counts["leased"] == len(greedy)
+    assert one.status()["ceiling"] is None or one.status()["ceiling"] >= 10, "it lowers nobody else's room"
