@@ -57,7 +57,7 @@ class Worker:
         nonce = uuid.uuid4().hex
         while True:
             self._freed.clear()
-            suspects = 0 if any(lease.deliveries > 2 for lease, _ in self._held.values()) else 1
+            suspects = 0 if any(lease.suspect for lease, _ in self._held.values()) else 1
             permit = Permit(LIMIT, asyncio.get_running_loop().time(), self._lost)
             try:
                 claimed = await self._queue.claim(

@@ -8,220 +8,55 @@ run): it is moved by hand, on the documented keys in Redis and on what stands fo
 
 from __future__ import annotations
 
-import asyncio
 import heapq
 import json
-import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-import redis
-import redis.asyncio
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from dispatcher.core.request import answered
 from dispatcher.ports import (
     Burial,
     Claimed,
-    Lease,
-    Leases,
     Overload,
-    Permit,
     Release,
-    Renewed,
     Settlement,
-    Shared,
     Submission,
 )
-from dispatcher.queue.keys import Names
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.store import Place
-from tests.queue.known import assert_only_known_keys
-from tests.queue.servers import Server, server
-
-OWNERS = 3
-CLOCKS_APART_S = (0.0, 1_000_000.0, -500_000.0)
-LEASE_S = 3000.0
-DEAD_MAX = 3
-LISTS = ("", "l:{m}:1", "l:{m}:2", "m:{m}:q:leases")
-"""The default, two of the requests' own, and one that takes no results."""
-NAMES = Names("m:{m}:q", "m:{m}:results")
-UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
-BAND = 10**11
-
-
-class ApartLoop(asyncio.SelectorEventLoop):
-    """An event loop on another machine, as far as its clock tells."""
-
-    apart_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.apart_s
-
-
-class LossyRedis(redis.asyncio.Redis):
-    """A connection that may break after a script ran and before its reply came."""
-
-    lose_next = False
-
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
-        reply = await super().execute_command(*args, **options)
-        if self.lose_next and args[0] in ("EVALSHA", "EVAL"):
-            self.lose_next = False
-            raise redis.ConnectionError("the reply was lost")
-        return reply
-
-
-@dataclass
-class Bench:
-    """What all runs share: one server, and one loop and connection per owner."""
-
-    raw: redis.Redis
-    loops: list[ApartLoop]
-    clients: list[LossyRedis]
+from tests.properties.twins import (
+    BAND,
+    LEASE_S,
+    LISTS,
+    NAMES,
+    OWNERS,
+    UNLEASED,
+    Bench,
+    Held,
+    Twins,
+    alike,
+    open_bench,
+)
 
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[Bench]:
-    with _valkey() as running:
-        socket = str(running.directory / "s")
-        loops, clients = [], []
-        for apart_s in CLOCKS_APART_S:
-            loop = ApartLoop()
-            loop.apart_s = apart_s
-            loops.append(loop)
-            retry = Retry(NoBackoff(), 0)
-            clients.append(LossyRedis(unix_socket_path=socket, protocol=2, retry=retry))
-        with redis.Redis(unix_socket_path=socket) as raw:
-            yield Bench(raw, loops, clients)
-        for loop, client in zip(loops, clients, strict=True):
-            loop.run_until_complete(client.aclose())
-            loop.close()
+    with open_bench() as found:
+        yield found
 
 
-@contextmanager
-def _valkey() -> Iterator[Server]:
-    # Not pytest's directory: its names are too long for a socket.
-    directory = Path(mkdtemp(prefix="model-"))
-    with server("valkey", directory, "--unixsocket", str(directory / "s")) as running:
-        yield running
-    for file in directory.iterdir():
-        file.unlink()
-    directory.rmdir()
-
-
-@dataclass(frozen=True)
-class Held:
-    """One lease, as Redis and as memory told it."""
-
-    real: Lease
-    twin: Lease
-
-
-def alike(real: Lease, twin: Lease) -> None:
-    assert replace(real, token="") == replace(twin, token="")
-
-
-class QueueModel(RuleBasedStateMachine):
-    """One run: an empty queue, in Redis and in memory."""
-
-    bench: Bench
-
-    @initialize()
-    def begin(self) -> None:
-        self.bench.raw.flushall()
-        self.began_at = time.time()
-        # Redis TIME and time.time() are one clock on one machine: the twin's time is Redis's.
-        self.store = MemoryStore(
-            time.time, lease_s=LEASE_S, name=NAMES.queue, results=NAMES.results, dead_max=DEAD_MAX
-        )
-        self.real: list[RedisQueue] = []
-        self.twin: list[MemoryQueue] = []
-        for number, (loop, client) in enumerate(zip(self.bench.loops, self.bench.clients, strict=True)):
-            client.lose_next = False
-            queue = RedisQueue(client, NAMES, f"owner-{number}", lease_s=LEASE_S, dead_max=DEAD_MAX)
-            self.real.append(queue)
-            self.twin.append(MemoryQueue(self.store, f"owner-{number}", clock=loop.time))
-            for _ in range(3):  # know the server's clock well
-                loop.run_until_complete(queue.renew([]))
-        self.known: list[list[Held]] = [[] for _ in range(OWNERS)]
-        self.ended: list[Held] = []
-        self.nonces: list[tuple[str, bool]] = [("", False)] * OWNERS
-        self.written: Counter[tuple[str, bytes]] = Counter()
-        self.accepted = self.finished = self.serial = 0
-        self.moments: set[int] = set()
-        self.moment = 0
-        for number in range(10):
-            self.zadd(4.0e9 + number // 3, b"%d" % (number % 4))
-
-    seen: Counter[str]
-    """What happened in all runs: a model in which nothing happens would prove nothing."""
-
-    def both(
-        self, owner: int, step: Callable[[Any, int], Awaitable[Any]], lose: bool = False
-    ) -> tuple[Any, Any]:
-        """Do a step on Redis (where `lose`, its first reply is lost) and in memory, as one owner."""
-        loop = self.bench.loops[owner]
-        self.bench.clients[owner].lose_next = lose
-        real = loop.run_until_complete(step(self.real[owner], 0))
-        self.seen["replies lost"] += lose and not self.bench.clients[owner].lose_next
-        self.bench.clients[owner].lose_next = False
-        return real, loop.run_until_complete(step(self.twin[owner], 1))
-
-    def at(self, owner: int, moment: int) -> float:
-        """A moment on the owner's clock; they are far enough apart for any measuring error."""
-        return self.began_at - 2000 + moment - (time.time() - self.bench.loops[owner].time())
-
-    def when(self, owner: int, lag: int) -> float:
-        """Now, less a lag, in moments; no two are the same: equality is the conformance suite's business."""
-        self.moment += 2
-        moment = self.moment - lag
-        while moment in self.moments:
-            moment += 1
-        self.moments.add(moment)
-        return self.at(owner, moment)
-
-    def permit(self, owner: int, limit: int, lag: int = 0) -> Permit:
-        return Permit(limit, self.when(owner, lag), self.store._lost)
-
-    def same_facts(self, owner: int, real: Claimed | Renewed, twin: Claimed | Renewed) -> None:
-        self.same_count(real.count, twin.count)
-        self.same_shared(real.shared, twin.shared)
-
-    @staticmethod
-    def same_count(real: Leases, twin: Leases) -> None:
-        assert (real.live, real.others, real.lost) == (twin.live, twin.others, twin.lost)
-        assert real.at == pytest.approx(twin.at, abs=0.3)
-
-    @staticmethod
-    def same_shared(real: Shared, twin: Shared) -> None:
-        assert (real.limit, real.prober, real.paused) == (twin.limit, twin.prober, twin.paused)
-        if real.limit is not None:
-            assert real.read_at == pytest.approx(twin.read_at, abs=0.3)
-        assert (real.overload is None) == (twin.overload is None)
-        if real.overload is not None and twin.overload is not None:
-            a, b = real.overload, twin.overload
-            assert (a.capacity, a.in_flight) == (b.capacity, b.in_flight)
-            assert (a.at, a.until) == pytest.approx((b.at, b.until), abs=0.3)
+class QueueModel(Twins):
+    """The steps: everything that owners, producers, operators and time do."""
 
     owners = st.integers(0, OWNERS - 1)
     lost = st.integers(0, 19).map(lambda number: number == 0)
@@ -238,17 +73,14 @@ class QueueModel(RuleBasedStateMachine):
 
     @rule(score=scores, member=members)
     def zadd(self, score: float, member: bytes) -> None:
-        """A foreign producer."""
-        new = self.store.add(member, score)
-        assert self.bench.raw.zadd(NAMES.queue, {member: score}) == new
-        self.accepted += new
+        self.add(score, member)
 
     @precondition(lambda self: self.store._entries)
     @rule(data=st.data())
     def zadd_again(self, data: st.DataObject) -> None:
         """A member identical to one that was claimed before."""
         entry = self.store._entries[data.draw(st.sampled_from(sorted(self.store._entries)))]
-        self.zadd(entry.score, entry.member)
+        self.add(entry.score, entry.member)
 
     @rule(owner=owners, number=st.integers(0, 2), deadline=st.sampled_from([1000, 4 * 10**9]), lose=lost)
     def submit(self, owner: int, number: int, deadline: int, lose: bool) -> None:
@@ -554,76 +386,6 @@ class QueueModel(RuleBasedStateMachine):
     def cancel(self, owner: int, number: int) -> None:
         real, twin = self.both(owner, lambda queue, which: (queue, self.store)[which].cancel(f"r-{number}"))
         assert real == twin
-
-    @invariant()
-    def every_request_is_in_exactly_one_place(self) -> None:
-        places = self.real_places()
-        assert places == {
-            entry.id: (entry.place.value, entry.member, entry.score) for entry in self.store._entries.values()
-        }
-        pending = dict(self.bench.raw.zrange(NAMES.queue, 0, -1, withscores=True))
-        assert pending == {member: entry.score for member, entry in self.store._pending.items()}
-        dropped = self.store.dead_dropped
-        assert self.accepted == self.finished + dropped + len(places) + len(pending)
-
-    def real_places(self) -> dict[int, tuple[str, bytes, float]]:
-        """Where each claimed request lies in Redis; fails on one that lies in two places, or in none."""
-        raw, prefix = self.bench.raw, NAMES.prefix
-        pipe = raw.pipeline(transaction=False)
-        for suffix in ("returned", "suspects", "delayed:order", "leases", "dead"):
-            pipe.zrange(f"{prefix}:{suffix}", 0, -1, withscores=True)
-        pipe.zrange(f"{prefix}:delayed", 0, -1)
-        pipe.hgetall(f"{prefix}:members")
-        pipe.hkeys(f"{prefix}:entries")
-        returned, suspects, order, leases, dead, delayed, members, entries = pipe.execute()
-        found: list[tuple[int, str]] = []
-        found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in [*returned, *suspects]]
-        found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
-        found += [(int(name.partition(b":")[0]), Place.LEASED.value) for name, _ in leases]
-        found += [(int(entry), Place.DEAD.value) for entry, _ in dead]
-        places = dict(found)
-        assert len(places) == len(found)
-        assert {int(name) for name in delayed} == {entry for entry, at in found if at == "delayed"}
-        assert {int(entry) for entry in members} == {int(entry) for entry in entries} == set(places)
-        scores = {int(seat[-16:]): score for seat, score in [*returned, *suspects, *order]}
-        return {
-            entry: (place, members[b"%d" % entry], scores.get(entry, self.store._entries[entry].score))
-            for entry, place in places.items()
-        }
-
-    @invariant()
-    def order_is_by_score_then_bytes(self) -> None:
-        loop = self.bench.loops[0]
-        line = list(loop.run_until_complete(self.real[0].peek(1000)))
-        assert line == sorted(line)
-        assert line == list(loop.run_until_complete(self.store.peek(1000)))
-
-    @invariant()
-    def each_result_is_there_exactly_once(self) -> None:
-        found: Counter[tuple[str, bytes]] = Counter()
-        refused = 0
-        for name in (NAMES.results, *LISTS[1:3]):
-            results = self.bench.raw.lrange(name, 0, -1)
-            assert sorted(results) == sorted(self.store.lists.get(name, ()))
-            for result in results:
-                if b'"error_code":"INVALID_REQUEST"' in result:
-                    refused += 1
-                else:
-                    found[name, result] += 1
-        assert found == self.written
-
-    @invariant()
-    def markers_are_the_same(self) -> None:
-        for number in range(3):
-            for kind, twins in (("active", self.store._active), ("cancel", self.store._cancel)):
-                value = self.bench.raw.get(f"request-{kind}:r-{number}")
-                twin = self.store._value(twins, f"r-{number}")
-                assert (None if value is None else value.decode()) == twin
-
-    def teardown(self) -> None:
-        if hasattr(self, "store"):
-            loop = self.bench.loops[0]
-            loop.run_until_complete(assert_only_known_keys(self.bench.clients[0], NAMES, *LISTS[1:3]))
 
 
 @cache
