@@ -10,6 +10,9 @@ first, flat around the place W of the last refusal, then ever faster, until it n
 
     C(k) = W + RISE × W × ((k − K) / K)³     k readings after the refusal, K = PLATEAU readings to W
 
+A reading that shows requests waiting in the picker raises nothing: the pool is full as it is, and the next
+refusal would be realtime's as much as ours.
+
 At k = 0 that is W × (1 − RISE) with RISE = 1 − β.
 """
 
@@ -45,11 +48,14 @@ class Ceiling:
         cut = max(1.0, backoff * self._refused_at)
         self.value = cut if self.value is None else min(cut, self.value)
 
-    def reading(self, unbound: int) -> None:
-        """A reading came without a refusal; `unbound`: the limit there would be without a ceiling at its
-        highest. Past that the ceiling has nothing left to say and is forgotten."""
+    def reading(self, unbound: int, *, waiting: bool = False) -> None:
+        """A reading came without a refusal; `waiting`: it showed requests that wait in the picker.
+
+        `unbound`: the limit there would be without a ceiling at its highest. Past that the ceiling has
+        nothing left to say and is forgotten.
+        """
         self._fresh = True
-        if self.value is None:
+        if self.value is None or waiting:
             return
         self._readings += 1
         step = (self._readings - PLATEAU) / PLATEAU

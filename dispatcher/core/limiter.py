@@ -32,6 +32,8 @@ NOBODY_HOME = 3
 """So many answers in a row that no gateway gave mean that there is none."""
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
+ONE_WAITS = 0.5
+"""Requests in the picker's queue from which on somebody waits; several samples' mean need not be whole."""
 KEPT_READINGS = 16
 KEPT_LOSSES = 1024
 HEARD_SLOP_S = 0.05
@@ -452,11 +454,15 @@ class Limiter:
 
     def _teach_ceiling(self) -> None:
         if self._overload_at is None or self._read_at() > self._overload_at:
-            budgets = [track.budget for track in self._tracks.values()]
+            budgets = [
+                t.budget for t in self._tracks.values() if t.budget is not None and t.budget.fault is None
+            ]
             # A faulty reading keeps the gate shut: that nothing was refused meanwhile teaches nothing.
-            rooms = [self._policy.most(b.max_sys) for b in budgets if b is not None and b.fault is None]
-            if rooms and len(rooms) == len(budgets):
-                self._ceiling.reading(min(rooms))
+            if budgets and len(budgets) == len(self._tracks):
+                self._ceiling.reading(
+                    min(self._policy.most(budget.max_sys) for budget in budgets),
+                    waiting=any(budget.f_epp * budget.max_sys >= ONE_WAITS for budget in budgets),
+                )
 
     # ── leases lost ─────────────────────────────────────────────────────────────────────────────────────
 

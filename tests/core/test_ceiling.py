@@ -89,3 +89,22 @@ def test_ceiling_over_a_pool_without_room_is_forgotten_once_it_allows_one() -> N
     ceiling = refused_at(1)
     ceiling.reading(0)
     assert ceiling.value is None
+
+
+def test_ceiling_holds_while_anything_waits_in_the_picker() -> None:
+    ceiling = refused_at(40)
+    before = ceiling.value
+    for _ in range(3 * PLATEAU):
+        ceiling.reading(NEVER_UNBOUND, waiting=True)
+    assert ceiling.value == before
+    ceiling.reading(NEVER_UNBOUND)
+    assert ceiling.value is not None
+    assert before is not None
+    assert ceiling.value > before
+
+
+def test_reading_that_shows_somebody_waiting_still_lets_the_next_refusal_cut() -> None:
+    ceiling = refused_at(40)
+    ceiling.reading(NEVER_UNBOUND, waiting=True)
+    ceiling.refused(20, BACKOFF)
+    assert ceiling.value == pytest.approx(14)

@@ -449,6 +449,22 @@ def test_other_refusals_teach_none() -> None:
     assert (allowance.ceiling, allowance.limit) == (None, 17)
 
 
+def test_ceiling_holds_while_somebody_waits_in_the_picker() -> None:
+    pool = open_pool()
+    overload(pool, T0 + 1, capacity=True, in_flight=10)
+
+    def ceiling(at: float, waiting: int) -> float | None:
+        pool.reading(Reading(SATURATION, at, at, 0.5, waiting / 50, 50), at)
+        return pool.allowance(at + 2 * DELTA_S).ceiling
+
+    taught = ceiling(T0 + 2, waiting=1)
+    assert taught is not None
+    assert ceiling(T0 + 3, waiting=1) == taught
+    raised = ceiling(T0 + 4, waiting=0)
+    assert raised is not None
+    assert raised > taught
+
+
 def test_ceiling_rises_once_a_sample_however_many_signals_it_is_of() -> None:
     one, two = Pool(), Pool(uses=(SATURATION, REQUESTS))
     for pool, signals in ((one, (SATURATION,)), (two, (SATURATION, REQUESTS))):
