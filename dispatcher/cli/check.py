@@ -2,62 +2,69 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from dispatcher.cli.probes import Finding, connections
 from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines
 
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was tried, and what came of it."""
-
-    level: Literal["ok", "warning", "failed"]
-    where: str
-    """The setting it is about."""
-    what: str
-
-    def __str__(self) -> str:
-        return f"{self.level}: {self.where}: {self.what}"
+_COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
 
 def check(
     config: Annotated[
         Path, typer.Option("--config", "-c", help="The configuration file.", show_default=False)
     ],
+    offline: Annotated[
+        bool, typer.Option("--offline", "--no-connect", help="Validate only; try no connection.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 when a connection failed, not only when a file did.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Validate a configuration, and print what is in effect: secrets masked, defaults marked.
+    """Validate a configuration, print what is in effect, then try every connection and say what each found.
 
-    Exit code 2: the configuration is wrong; 1: it is right, but something that it names is not there.
+    Secrets are masked, defaults marked. Nothing is sent to a model and nothing taken from the queue.
+
+    Exit code 2: the configuration is wrong; 1: a file that it names cannot be read, or, with --strict, a
+    connection failed. Without --strict a connection that fails is told but does not fail the check: a
+    configuration is often checked where its servers cannot be reached.
     """
     found = load(config, os.environ)
     if isinstance(found, list):
         _refuse(found, json_output)
         raise typer.Exit(2)
-    tried = list(findings(found))
-    ok = all(finding.level != "failed" for finding in tried)
-    if json_output:
-        answer = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in tried]}
-        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
-    else:
+    if not json_output:
         for line in lines(found):
             typer.secho(str(line), dim=line.default or None)
-        for finding in tried:
+    told: list[Finding] = []
+
+    def tell(finding: Finding) -> None:
+        told.append(finding)
+        if not json_output:
             typer.secho(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
+
+    for finding in (*_doubtful(found), *_files(found)):
+        tell(finding)
+    if not offline:
+        asyncio.run(connections(found, tell))
+    failed = [finding.where for finding in told if finding.level == "failed"]
+    ok = not failed if strict else not any(where.endswith("_file") for where in failed)
+    if json_output:
+        answer = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
+        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
     if not ok:
         raise typer.Exit(1)
-
-
-_COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
 
 def _refuse(problems: list[Problem], json_output: bool) -> None:
@@ -67,12 +74,6 @@ def _refuse(problems: list[Problem], json_output: bool) -> None:
         return
     for problem in problems:
         typer.secho(str(problem), err=True, fg=typer.colors.RED)
-
-
-def findings(settings: Settings) -> Iterator[Finding]:
-    """Try what the settings name. Probes of the signals, the queue and the gateway join here."""
-    yield from _doubtful(settings)
-    yield from _files(settings)
 
 
 def _doubtful(settings: Settings) -> Iterator[Finding]:

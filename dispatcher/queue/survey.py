@@ -1,0 +1,89 @@
+"""What stands behind queue.url, for `batch-dispatcher check`: asked through the dispatcher's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from dispatcher.ports import Counts, QueueUnavailableError
+from dispatcher.queue.connect import connect
+from dispatcher.queue.desk import RedisDesk
+from dispatcher.queue.keys import Names
+from dispatcher.queue.scripts import Scripts
+
+OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
+"""The versions that the scripts are written for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server says of itself; what it does not tell is taken for good."""
+
+    name: str
+    """`Redis` or `Valkey`."""
+    version: str
+    replica: bool
+    evicts: str
+    """The policy by which it drops keys when its memory is full; empty: it never does."""
+    durable: bool
+    """It keeps an append-only file."""
+
+    @property
+    def too_old(self) -> bool:
+        return tuple(map(int, re.findall(r"\d+", self.version)[:2])) < OLDEST[self.name]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    counts: Counts
+    paused: tuple[str, str] | None
+    """Who paused the queue and why."""
+    answer_s: float
+    """How long a PING took."""
+    server: Server | None
+    """None: it does not let this user ask."""
+
+
+async def survey(url: str, names: Names) -> Survey:
+    """Connect, ask, change nothing. Raises QueueUnavailableError, or QueueUrlError for a URL of no server."""
+    client = connect(url)
+    desk = RedisDesk(client, names)
+    scripts = Scripts(client)
+    try:
+        await scripts.attempt(scripts.client.ping)  # connected, TLS and password included
+        answer_s = min([await _ping(scripts) for _ in range(3)])  # what else the process does is not its time
+        return Survey(await desk.counts(), await desk.paused(), answer_s, await _server(scripts))
+    finally:
+        await desk.aclose()
+
+
+async def _ping(scripts: Scripts) -> float:
+    clock = asyncio.get_running_loop().time
+    asked_at = clock()
+    await scripts.attempt(scripts.client.ping)
+    return clock() - asked_at
+
+
+async def _server(scripts: Scripts) -> Server | None:
+    try:
+        told = await scripts.attempt(lambda: _info(scripts.client, is_cluster=scripts.is_cluster))
+    except QueueUnavailableError:  # it worked a moment ago: it is this command that is not permitted
+        return None
+    name, version = ("Valkey", told["valkey_version"]) if "valkey_version" in told else ("Redis", "")
+    policy = str(told.get("maxmemory_policy", "noeviction"))
+    return Server(
+        name,
+        str(version or told.get("redis_version", "0")),
+        replica=told.get("role") == "slave",
+        evicts=policy if told.get("maxmemory") and policy != "noeviction" else "",
+        durable=bool(told.get("aof_enabled", 1)),
+    )
+
+
+async def _info(client: Any, *, is_cluster: bool) -> dict[str, Any]:
+    """INFO of the server; of a Cluster, of one node: they are set up alike."""
+    where = {"target_nodes": client.get_default_node()} if is_cluster else {}
+    found: dict[str, Any] = await client.execute_command("INFO", **where)
+    return found

