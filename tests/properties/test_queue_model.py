@@ -164,7 +164,7 @@ class QueueModel(Twins):
     def pick(self, owner: int, data: st.DataObject, most: int = 4) -> list[Held]:
         """Some leases the owner holds or thinks it holds, or ended ones, each once."""
         if not self.known[owner]:
-            self.claim(owner, 4, 16, 0, 2, False)
+            self.claim(owner, 4, data.draw(self.limits), 0, 2, False)
         pool = self.known[owner] + self.ended[-2:]
         if not pool:
             return []
@@ -274,12 +274,12 @@ class QueueModel(Twins):
             if swept:
                 self.sweep(owner, False)
 
-    @rule(owner=owners, times=st.integers(1, 4))
-    def owners_keep_dying(self, owner: int, times: int) -> None:
+    @rule(owner=owners, times=st.integers(1, 4), limit=limits)
+    def owners_keep_dying(self, owner: int, times: int, limit: int) -> None:
         for _ in range(times):
             self.sweep(owner, False)
             self.third_of_a_lease_passes()
-            self.claim(owner, 3, 16, 0, 2, False)
+            self.claim(owner, 3, limit, 0, 2, False)
             self.drop(owner, self.known[owner])
             self._run_out(sorted(self.store._held))
             self.sweep(owner, False)
@@ -425,7 +425,7 @@ def run(bench: Bench, examples: int, steps: int, *, derandomize: bool) -> None:
 
 @pytest.mark.timeout(300)
 def test_scripts_do_what_the_twin_does(bench: Bench) -> None:
-    run(bench, examples=50, steps=40, derandomize=True)
+    run(bench, examples=70, steps=40, derandomize=True)
 
 
 @pytest.mark.long
