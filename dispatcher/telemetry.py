@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -69,9 +71,27 @@ class Event(Enum):
 _logger = structlog.get_logger("dispatcher")
 
 
+_listener: ContextVar[Callable[[Event, dict[str, Any]], None] | None] = ContextVar("listener", default=None)
+
+
 def emit(event: Event, **fields: Any) -> None:
     """Log an event with its fields. Never a secret among them: settings redact theirs."""
-    _logger.log(event.level, event.event, **fields)
+    listener = _listener.get()
+    if listener is None:
+        _logger.log(event.level, event.event, **fields)
+    else:
+        listener(event, fields)
+
+
+@contextmanager
+def diverted(to: Callable[[Event, dict[str, Any]], None]) -> Iterator[None]:
+    """Within the block, and in tasks started there, events go to `to` instead of the log: what happens in a
+    simulation has not happened."""
+    token = _listener.set(to)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def configure_logging(level: str, style: Literal["auto", "console", "json"]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import heapq
+import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +11,14 @@ from math import inf
 
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reading, Reason, Signal, whole
-from dispatcher.sim import policies
+from dispatcher.sim import policies, virtual
+from dispatcher.sim.fleet import Law
 from dispatcher.sim.metrics import Detector, Exporter
-from dispatcher.sim.policies import End
+from dispatcher.sim.road import End, Road
 from dispatcher.sim.trace import Trace
-from dispatcher.sim.world import Arrival, Job, PoolState, World, work_s
+from dispatcher.sim.world import Job, PoolState, World, batch_job, batch_tokens
+from dispatcher.telemetry import diverted
 
-SEND_S = 0.002
-ANSWER_S = 0.003
-BATCH_CONTEXT = 500
 SETTLED_AFTER = 30
 """Readings after which a ceiling is expected to have been learned."""
 
@@ -132,26 +131,49 @@ class Run:
     moments: list[Moment] = field(default_factory=list)
 
 
-class Experiment:
-    """A policy, a world, and between them the time that requests and answers take to travel."""
+def play(
+    setting: Setting,
+    trace: Trace,
+    name: Name,
+    *,
+    moment_s: float = 0.0,
+    progress: Callable[[float], None] = lambda now: None,
+) -> Run:
+    """Live through setting.seconds in virtual time; keep a moment each moment_s (0: none)."""
+
+    async def live() -> Run:
+        async with asyncio.TaskGroup() as tasks:
+            return await _Experiment(setting, trace, name, tasks, progress).live(moment_s)
+
+    with diverted(lambda event, fields: None):  # the dispatchers in it have no log
+        return virtual.run(live())
+
+
+class _Experiment:
+    """A policy, a world, and between them the road and the monitoring."""
 
     def __init__(
-        self, setting: Setting, trace: Trace, name: Name, *, progress: Callable[[float], None] | None = None
+        self,
+        setting: Setting,
+        trace: Trace,
+        name: Name,
+        tasks: asyncio.TaskGroup,
+        progress: Callable[[float], None],
     ) -> None:
-        self.setting = setting
         per_pod = setting.real_slots / setting.pods
-        self.world = World(
+        world = World(
             setting.real_slots,
             reserve=setting.reserve,
             queue_limit=setting.queue_limit,
             realtime=trace.jobs(),
             slots_at=[(at, round(pods * per_pod)) for at, pods in setting.pods_at],
             outages=setting.outages,
-            on_finish=self._finished,
-            on_gone=self._gone,
             on_slots=self._slots_changed,
         )
-        self.exporter = Exporter(
+        self._setting = setting
+        self._loop = asyncio.get_running_loop()
+        self._road = Road(world, on_realtime=self._answered, on_change=self._changed)
+        self._exporter = Exporter(
             setting.uses,
             slots_per_pod=setting.slots / setting.pods,
             true_slots_per_pod=per_pod,
@@ -159,29 +181,25 @@ class Experiment:
             kv_full=setting.kv_full,
             flush_s=setting.flush_s,
         )
-        self.policy = self._policy(name)
-        self.run = Run(name, setting.seconds)
+        self._run = Run(name, setting.seconds)
+        self._policy = self._make(name, tasks)
         self._progress = progress
         self._sizes = random.Random(f"{setting.seed}/batch")
         self._jitters = random.Random(f"{setting.seed}/scrapes")
-        self._heap: list[tuple[float, int, Callable[[float], None]]] = []
-        self._events = 0
         self._scrapes = 0
-        self._jobs: dict[int, Job] = {}
-        self._keys: dict[Job, int] = {}
-        self._travelling = 0
         self._check_at = inf
 
-    def _policy(self, name: Name) -> policies.Policy:
-        setting = self.setting
+    def _make(self, name: Name, tasks: asyncio.TaskGroup) -> policies.Policy:
+        setting = self._setting
         budgeting, slots = setting.budgeting, setting.slots
         match name:
             case Name.ALL_KNOWING:
                 return policies.AllKnowing(budgeting, slots, self._true_room)
             case Name.LAW:
-                return policies.Law(
-                    budgeting, slots, setting.uses, replicas=setting.replicas, lease_s=setting.lease_s
-                )
+                return Law(
+                    budgeting, slots, setting.uses, self._road, tasks,
+                    replicas=setting.replicas, lease_s=setting.lease_s, seed=setting.seed,
+                )  # fmt: skip
             case Name.POINT:
                 return policies.Point(budgeting, slots)
             case Name.CAP:
@@ -193,169 +211,122 @@ class Experiment:
             case Name.NONE:
                 return policies.NoBatch(budgeting, slots)
 
-    def play(self, *, moment_s: float = 0.0) -> Run:
-        """Live through setting.seconds; keep a moment each moment_s (0: none)."""
-        setting, world, policy = self.setting, self.world, self.policy
-        self._at(0.0, self._scrape)
+    async def live(self, moment_s: float) -> Run:
+        setting, call_at = self._setting, self._loop.call_at
+        ended = self._loop.create_future()
+        self._scrape(0.0)
         if setting.flush_s:
-            self._at(0.0, self._flush)
+            self._flush(0.0)
         if moment_s:
-            self._at(0.0, lambda now: self._keep(now, moment_s))
+            self._keep(0.0, moment_s)
         for at in setting.deaths:
-            self._at(at, self._die)
-        heap, end = self._heap, setting.seconds
-        while True:
-            world_at = world.next_event_at()
-            at = heap[0][0] if heap else inf
-            if min(world_at, at) > end:
-                break
-            if world_at <= at:
-                world.advance(world_at)
-                if policy.all_knowing:
-                    self._fill(world_at)
-            else:
-                heapq.heappop(heap)[2](at)
-        world.advance(end)
+            call_at(at, self._policy.kill)
+        call_at(setting.seconds, ended.set_result, None)
+        await ended
+        self._policy.stop()
         return self._settle()
 
     # ── what happens ────────────────────────────────────────────────────────────────────────────────────
 
-    def _at(self, at: float, action: Callable[[float], None]) -> None:
-        self._events += 1
-        heapq.heappush(self._heap, (at, self._events, action))
-
-    def _fill(self, now: float) -> None:
-        while (room := self.policy.room(now)) > 0:
+    def _fill(self) -> None:
+        now = self._loop.time()
+        while (room := self._policy.room(now)) > 0:
             for _ in range(room):
                 self._send(now)
-        at = max(self.policy.check_at(now), now + 1e-6)
+        at = max(self._policy.check_at(now), now + 1e-6)
         if at < self._check_at:
             self._check_at = at
-            self._at(at, self._check)
+            self._loop.call_at(at, self._check, at)
 
-    def _check(self, now: float) -> None:
-        if now >= self._check_at:
+    def _check(self, at: float) -> None:
+        if at >= self._check_at:
             self._check_at = inf
-        self._fill(now)
+        self._fill()
 
     def _send(self, now: float) -> None:
-        generated = max(8, round(self._sizes.lognormvariate(4.8, 0.6)))
-        run = self.run
-        run.sent += 1
-        key = run.sent
-        if self._scrapes > SETTLED_AFTER:
-            run.sent_settled += 1
-        job = self._jobs[key] = Job(work_s(BATCH_CONTEXT, generated), generated, batch=True)
-        self._keys[job] = key
-        self._travelling += 1
-        self.policy.sent(key, now)
-        self._at(now + SEND_S, lambda at: self._arrive(key, job, at))
+        self._policy.sent(now)
+        self._road.send(batch_job(batch_tokens(self._sizes)), self._back)
 
-    def _arrive(self, key: int, job: Job, now: float) -> None:
-        self._travelling -= 1
-        if job.gone:  # its sender died on the way
-            return
-        arrival = self.world.arrive(job, now)
-        if arrival is Arrival.ACCEPTED:
-            return
-        run = self.run
-        if arrival is Arrival.REFUSED:
-            run.refused += 1
-            run.refused_settled += self._scrapes > SETTLED_AFTER
-        else:
-            run.unreachable += 1
-        how = End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE
-        self._at(now + ANSWER_S, lambda at: self._back(key, at, how))
+    def _back(self, how: End) -> None:
+        self._policy.ended(self._loop.time(), how)
+        self._fill()
 
-    def _finished(self, job: Job) -> None:
-        if not job.batch:
-            self.run.waits.append(job.started_at - job.arrived_at)
-            self.run.latencies.append(job.finished_at - job.arrived_at)
-            return
-        self.run.tokens += job.tokens
-        self.run.answered += 1
-        key = self._keys[job]
-        self._at(job.finished_at + ANSWER_S, lambda at: self._back(key, at, End.ANSWERED))
+    def _answered(self, realtime: Job) -> None:
+        self._run.waits.append(realtime.started_at - realtime.arrived_at)
+        self._run.latencies.append(realtime.finished_at - realtime.arrived_at)
 
-    def _gone(self, job: Job) -> None:
-        if job.batch:
-            self.run.cut += 1
-            key = self._keys[job]
-            self._at(self.world.now + ANSWER_S, lambda at: self._back(key, at, End.CUT))
+    def _changed(self) -> None:
+        if self._policy.all_knowing:
+            self._fill()
 
-    def _back(self, key: int, now: float, how: End) -> None:
-        job = self._jobs.pop(key, None)
-        if job is None:  # it died with its process
-            return
-        del self._keys[job]
-        self.policy.ended(key, now, how)
-        self._fill(now)
-
-    def _scrape(self, now: float) -> None:
-        self.world.advance(now)
-        setting = self.setting
+    def _scrape(self, at: float) -> None:
+        setting, call_at = self._setting, self._loop.call_at
+        self._road.now()
         self._scrapes += 1
-        if any(start <= now < end for start, end in setting.gaps):
-            self._at(now + setting.lag_s, self._unread)
+        if self._scrapes == SETTLED_AFTER + 1:
+            self._run.sent_settled, self._run.refused_settled = self._road.sent, self._refused()
+        if any(start <= at < end for start, end in setting.gaps):
+            call_at(at + setting.lag_s, self._unread)
         else:
-            readings = self.exporter.read(self.world.observe())
-            self._at(now + setting.lag_s, lambda at: self._read(at, readings))
+            call_at(at + setting.lag_s, self._read, self._exporter.read(self._road.world.observe()))
         late = self._jitters.random() * setting.jitter * setting.scrape_s
-        self._at(self._scrapes * setting.scrape_s + late, self._scrape)
-        if self._progress is not None:
-            self._progress(now)
+        next_at = self._scrapes * setting.scrape_s + late
+        call_at(next_at, self._scrape, next_at)
+        self._progress(at)
 
-    def _read(self, now: float, readings: list[Reading]) -> None:
-        self.policy.read(readings, now)
-        self._fill(now)
+    def _read(self, readings: list[Reading]) -> None:
+        self._policy.read(readings, self._loop.time())
+        self._fill()
 
-    def _unread(self, now: float) -> None:
-        self.policy.unread("the metrics endpoint does not answer", now)
-        self._fill(now)
+    def _unread(self) -> None:
+        self._policy.unread("the metrics endpoint does not answer", self._loop.time())
+        self._fill()
 
-    def _flush(self, now: float) -> None:
-        self.world.advance(now)
-        self.exporter.flush(self.world.observe())
-        self._at(now + self.setting.flush_s, self._flush)
+    def _flush(self, at: float) -> None:
+        self._road.now()
+        self._exporter.flush(self._road.world.observe())
+        self._loop.call_at(at + self._setting.flush_s, self._flush, at + self._setting.flush_s)
 
     def _slots_changed(self, slots: int) -> None:
-        known = slots * self.setting.slots / self.setting.real_slots
-        self._at(self.world.now, lambda at: self._capacity(known, at))
+        known = slots * self._setting.slots / self._setting.real_slots
+        self._loop.call_soon(self._capacity, known)
 
-    def _capacity(self, slots: float, now: float) -> None:
-        self.policy.capacity(slots, now)
-        self._fill(now)
-
-    def _die(self, now: float) -> None:
-        for key in self.policy.kill(now):
-            job = self._jobs.pop(key)
-            del self._keys[job]
-            self.world.leave(job, now)
-            job.gone = True
-        self._fill(now)
+    def _capacity(self, slots: float) -> None:
+        self._policy.capacity(slots, self._loop.time())
+        self._fill()
 
     def _true_room(self) -> int:
-        world = self.world
+        world = self._road.world
         if world.down:
             return 0
-        room = whole(world.slots * (1.0 - self.setting.reserve)) - world.in_system - self._travelling
+        room = whole(world.slots * (1.0 - self._setting.reserve)) - world.in_system - self._road.travelling
         return max(0, room)
 
     # ── what is kept ────────────────────────────────────────────────────────────────────────────────────
 
-    def _keep(self, now: float, every_s: float) -> None:
-        self.world.advance(now)
-        limit, closed = self.policy.shown(now)
-        self.run.moments.append(Moment(self.world.observe(), limit, closed))
+    def _keep(self, at: float, every_s: float) -> None:
+        self._road.now()
+        limit, closed = self._policy.shown(self._loop.time())
+        self._run.moments.append(Moment(self._road.world.observe(), limit, closed))
         if closed is not None:
-            self.run.closed_s[closed.value] = self.run.closed_s.get(closed.value, 0.0) + every_s
-        self._at(now + every_s, lambda at: self._keep(at, every_s))
+            self._run.closed_s[closed.value] = self._run.closed_s.get(closed.value, 0.0) + every_s
+        self._loop.call_at(at + every_s, self._keep, at + every_s, every_s)
+
+    def _refused(self) -> int:
+        return self._road.ended[End.REFUSED]
 
     def _settle(self) -> Run:
-        run, world = self.run, self.world
-        run.over_mean = world.overshoot.mean(self.setting.seconds)
+        run, road, world = self._run, self._road, self._road.world
+        now = road.now()
+        run.tokens, run.sent, run.refused = road.tokens, road.sent, self._refused()
+        run.answered, run.cut = road.ended[End.ANSWERED], road.ended[End.CUT]
+        run.unreachable = road.ended[End.UNREACHABLE]
+        settled = self._scrapes > SETTLED_AFTER
+        run.sent_settled = run.sent - run.sent_settled if settled else 0
+        run.refused_settled = run.refused - run.refused_settled if settled else 0
+        run.over_mean = world.overshoot.mean(self._setting.seconds)
         run.over_worst = world.overshoot.worst
         run.realtime_refused = world.realtime_refused
         run.realtime_unreachable = world.realtime_unreachable
-        run.waits += [world.now - job.arrived_at for job in world.realtime_waiting]
+        run.waits += [now - job.arrived_at for job in world.realtime_waiting]
         return run

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.sim.experiment import SETTLED_AFTER, Experiment, Name, Run, Setting
+from dispatcher.sim.experiment import SETTLED_AFTER, Name, Run, Setting, play
 from dispatcher.sim.trace import Trace
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ def compare(
         def report(now: float, done: int = done, name: Name = name) -> None:
             progress(name, (done + now / setting.seconds) / len(every))
 
-        experiment = Experiment(setting, trace, name, progress=report)
-        runs[name] = experiment.play(moment_s=max(0.25, setting.seconds / 1800))
+        moment_s = max(0.25, setting.seconds / 1800)
+        runs[name] = play(setting, trace, name, moment_s=moment_s, progress=report)
     best, idle = runs[Name.ALL_KNOWING], runs[Name.NONE]
     wanted = [runs[name] for name in every if name in names]
     return Comparison(setting, trace.name, [_row(run, best, idle) for run in wanted], wanted)

@@ -19,6 +19,10 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf, nan
 from operator import itemgetter
+from random import Random
+
+BATCH_CONTEXT = 500
+"""Context tokens of a batch request."""
 
 
 def work_s(context: int, generated: int) -> float:
@@ -46,6 +50,16 @@ class Job:
     """When it left: answered, or gone before."""
     gone: bool = False
     """It left without an answer: its client or the gateway closed the connection."""
+
+
+def batch_tokens(draws: Random) -> int:
+    """How many tokens the next batch request generates."""
+    return max(8, round(draws.lognormvariate(4.8, 0.6)))
+
+
+def batch_job(generated: int) -> Job:
+    """A batch request that generates so many tokens."""
+    return Job(work_s(BATCH_CONTEXT, generated), generated, batch=True)
 
 
 class Arrival(Enum):
@@ -116,7 +130,8 @@ class World:
         self.realtime_unreachable = 0
         self._reserve = reserve
         self._queue_limit = inf if queue_limit is None else queue_limit
-        self._on_finish, self._on_gone, self._on_slots = on_finish, on_gone, on_slots
+        self.on_finish, self.on_gone = on_finish, on_gone
+        self._on_slots = on_slots
         self._realtime = iter(realtime)
         self._next_realtime = next(self._realtime, None)
         self._changes: list[tuple[float, Callable[[], None]]] = [
@@ -248,7 +263,7 @@ class World:
         job.finished_at = self.now
         self._running[job.batch] -= 1
         self._start_waiting()
-        self._on_finish(job)
+        self.on_finish(job)
 
     def _realtime_arrives(self, job: Job) -> None:
         match self._admit(job):
@@ -277,7 +292,7 @@ class World:
         self._running = {False: 0, True: 0}
         for job in lost:
             job.finished_at, job.gone = self.now, True
-            self._on_gone(job)
+            self.on_gone(job)
 
     def _comes_up(self) -> None:
         self.down = False

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Reading, Reason, Signal
-from dispatcher.sim.experiment import Experiment, Moment, Name, Run, Setting
+from dispatcher.sim.experiment import Moment, Name, Run, Setting
+from dispatcher.sim.experiment import play as live
 from dispatcher.sim.metrics import Detector, Exporter
 from dispatcher.sim.trace import BUNDLED, Trace, load
 from dispatcher.sim.world import PoolState
@@ -21,7 +22,7 @@ def trace() -> Trace:
 
 
 def play(name: Name = Name.LAW, **setting: Any) -> Run:
-    return Experiment(Setting(**{"seconds": 300, **setting}), trace(), name).play(moment_s=0.25)
+    return live(Setting(**{"seconds": 300, **setting}), trace(), name, moment_s=0.25)
 
 
 def between(run: Run, start: float, end: float) -> Sequence[Moment]:
@@ -86,7 +87,7 @@ def test_stale_metrics_close_the_gate() -> None:
 
 def test_all_knowing_fills_an_idle_pool_to_the_reserve_and_no_further() -> None:
     idle = Trace("nobody", [], 50.0)
-    run = Experiment(Setting(seconds=50), idle, Name.ALL_KNOWING).play(moment_s=0.25)
+    run = live(Setting(seconds=50), idle, Name.ALL_KNOWING, moment_s=0.25)
     assert {m.state.running for m in run.moments[1:]} <= {58, 59, 60}
     assert run.over_worst == 0
 

@@ -1,0 +1,176 @@
+"""The way between a dispatcher and the simulated pool, on the running loop: requests and answers travel.
+
+The loop is a virtual one (`virtual.run`): the road wakes whenever the world changes by itself, and carries
+what happens there back to whoever sent the request. `RoadGateway` is that road as the dispatch loop knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from enum import Enum
+from math import inf, isnan
+
+from dispatcher.core.outcome import Delivered, Expired, Outcome, Overloaded, Unreachable
+from dispatcher.core.request import Request
+from dispatcher.ports import Forwarded
+from dispatcher.sim.world import Arrival, Job, World
+
+SEND_S = 0.002
+ANSWER_S = 0.003
+
+
+class End(Enum):
+    """How a request came back."""
+
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    """429 `rejected-saturated`."""
+    UNREACHABLE = "unreachable"
+    CUT = "cut"
+    """The connection broke while it ran."""
+
+
+class Road:
+    """Takes requests to the world, and answers back. It drives the world: nobody else advances it into the
+    future, and its `on_finish` and `on_gone` are taken.
+
+    `on_realtime`: a realtime request was answered. `on_change`: the world has changed by itself.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        *,
+        send_s: float = SEND_S,
+        answer_s: float = ANSWER_S,
+        on_realtime: Callable[[Job], None] = lambda job: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.world = world
+        self.travelling = 0
+        """Requests that were sent and have not arrived."""
+        self.sent = 0
+        self.ended: Counter[End] = Counter()
+        """Batch requests by how they ended at the pool; those whose sender left are in none."""
+        self.tokens = 0
+        """Of batch requests that were answered."""
+        self._send_s, self._answer_s = send_s, answer_s
+        self._on_realtime, self._on_change = on_realtime, on_change
+        self._loop = asyncio.get_running_loop()
+        self._backs: dict[Job, Callable[[End], None]] = {}
+        self._wakes_at = inf
+        world.on_finish, world.on_gone = self._finished, self._gone
+        self._wind()
+
+    def now(self) -> float:
+        """The world's time, brought up to the loop's."""
+        self.world.advance(self._loop.time())
+        return self.world.now
+
+    def send(self, job: Job, back: Callable[[End], None]) -> None:
+        """Send a request; `back` hears how it ended, once, unless the sender leaves before."""
+        self.sent += 1
+        self.travelling += 1
+        self._backs[job] = back
+        self._loop.call_later(self._send_s, self._arrive, job)
+
+    def leave(self, job: Job) -> None:
+        """The sender closes the connection: the request stops, wherever it is. Nothing if it has ended."""
+        if self._backs.pop(job, None) is not None:
+            self.world.leave(job, self._loop.time())
+            job.gone = True
+            self._wind()
+
+    def _arrive(self, job: Job) -> None:
+        self.travelling -= 1
+        if job.gone:  # its sender left while it was on the way
+            return
+        arrival = self.world.arrive(job, self._loop.time())
+        if arrival is not Arrival.ACCEPTED:
+            self._answer(job, End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE)
+        self._wind()
+
+    def _finished(self, job: Job) -> None:
+        if job.batch:
+            self.tokens += job.tokens
+            self._answer(job, End.ANSWERED)
+        else:
+            self._on_realtime(job)
+
+    def _gone(self, job: Job) -> None:
+        if job.batch:
+            self._answer(job, End.CUT)
+
+    def _answer(self, job: Job, how: End) -> None:
+        self.ended[how] += 1
+        self._loop.call_at(self.world.now + self._answer_s, self._arrived_back, job, how)
+
+    def _arrived_back(self, job: Job, how: End) -> None:
+        back = self._backs.pop(job, None)
+        if back is not None:
+            back(how)
+
+    def _wind(self) -> None:
+        """Wake when the world next changes by itself."""
+        at = self.world.next_event_at()
+        if at < self._wakes_at:
+            self._wakes_at = at
+            self._loop.call_at(at, self._wake, at)
+
+    def _wake(self, at: float) -> None:
+        if at >= self._wakes_at:
+            self._wakes_at = inf
+        self.world.advance(at)
+        self._on_change()
+        self._wind()
+
+
+class RoadGateway:
+    """The gateway at the end of a road; implements `ports.Gateway`. Several dispatchers may share it.
+
+    `job_of`: the work that a request is.
+    """
+
+    def __init__(self, road: Road, job_of: Callable[[Request], Job]) -> None:
+        self.road = road
+        self._job_of = job_of
+        self._jobs: dict[int, Job] = {}
+
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        loop = asyncio.get_running_loop()
+        sent_at = loop.time()
+        job = self._jobs[id(request)] = self._job_of(request)
+        ended: asyncio.Future[End] = loop.create_future()
+        self.road.send(job, ended.set_result)
+        try:
+            async with asyncio.timeout_at(deadline):
+                outcome = _outcome(await ended, request)
+        except TimeoutError:
+            outcome = Expired()
+        finally:
+            self.road.leave(job)
+            del self._jobs[id(request)]
+        never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)
+        ended_at = loop.time()
+        return Forwarded(outcome, ended_at if never_there else sent_at, ended_at)
+
+    def connected(self, request: Request) -> float | None:
+        job = self._jobs.get(id(request))
+        return None if job is None or isnan(job.arrived_at) or job.gone else job.arrived_at
+
+    def resize(self, limit: int) -> None:
+        """A road has no connections to keep."""
+
+
+def _outcome(end: End, request: Request) -> Outcome:
+    match end:
+        case End.ANSWERED:
+            return Delivered(200, b'{"id":"%s"}' % request.id.encode())
+        case End.REFUSED:
+            return Overloaded(429, "rejected-saturated", capacity=True)
+        case End.UNREACHABLE:
+            return Unreachable("connection refused")
+        case End.CUT:
+            return Unreachable("the gateway went away with the request")
