@@ -346,16 +346,9 @@ async def _knock(line: _Line, plan: _Plan) -> str:
 
 
 def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
-    """Raises OSError (ssl.SSLError is one) where a file is missing or wrong."""
     if not secure:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
-    context = ssl.create_default_context(cafile=options.ca_file or None)
-    if options.cert_file:
-        context.load_cert_chain(options.cert_file, options.key_file or None)
-    if options.insecure_skip_verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
+    return options.context()
 
 
 def _bearer(token_file: str) -> str:

@@ -83,7 +83,9 @@ class Service:
                     task.cancel()
 
     def apply(self, settings: Settings) -> None:
-        """A new configuration takes effect, without losing a request."""
+        """A new configuration takes effect, without losing a request. Raises OSError, and nothing has
+        changed, where a file that it names cannot be used."""
+        asked = sources(settings)
         before, self.settings = self.settings, settings
         self.generation += 1
         self.problem = None
@@ -94,7 +96,7 @@ class Service:
         if settings.gateway != before.gateway:
             self._gateway.reconfigure(settings.gateway)
         if settings.signals != before.signals or settings.budget != before.budget:
-            self.poller.reconfigure(sources(settings), settings.signals, settings.policy())
+            self.poller.reconfigure(asked, settings.signals, settings.policy())
         if settings.log != before.log:
             telemetry.configure_logging(settings.log.level, settings.log.format)
         self.dispatcher.poke()
@@ -272,11 +274,15 @@ class _Reloader:
     def _take(self, found: str | Problem) -> None:
         service = self._service
         new = Refusal((str(found),)) if isinstance(found, Problem) else self._reload(found)
+        if isinstance(new, Settings):
+            try:
+                service.apply(new)
+            except OSError as error:
+                new = Refusal((f"{self._path.name}: {error}",))
         if isinstance(new, Refusal):
             service.problem = str(new)
             emit(Event.RELOAD_REFUSED, reasons=list(new.reasons))
         else:
-            service.apply(new)
             emit(Event.RELOADED, generation=service.generation)
 
     def _reload(self, text: str) -> Settings | Refusal:

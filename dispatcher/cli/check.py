@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli.probes import Finding, connections
-from dispatcher.settings import Problem, Settings, load
+from dispatcher.settings import Problem, Settings, Tls, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines
 
@@ -79,7 +79,7 @@ def _refuse(problems: list[Problem], json_output: bool) -> None:
 def _doubtful(settings: Settings) -> Iterator[Finding]:
     """What is allowed, but seldom meant."""
     gateway, signals = settings.gateway, settings.signals
-    for where, tls in (("gateway.tls", gateway.tls), ("signals.prometheus.tls", signals.prometheus.tls)):
+    for where, tls in _tls_sections(settings):
         if tls.insecure_skip_verify:
             yield Finding(
                 "warning", f"{where}.insecure_skip_verify", "anybody on the way can read and answer"
@@ -101,14 +101,19 @@ def _files(settings: Settings) -> Iterator[Finding]:
         "signals.epp.token_file": settings.signals.epp.token_file,
         "admin.token_file": settings.admin.token_file,
     }
-    for where, tls in (
-        ("gateway.tls", settings.gateway.tls),
-        ("signals.prometheus.tls", settings.signals.prometheus.tls),
-    ):
+    for where, tls in _tls_sections(settings):
         named |= {f"{where}.{name}": getattr(tls, name) for name in ("ca_file", "cert_file", "key_file")}
     for where, name in named.items():
         if name:
             yield _file(where, Path(name))
+
+
+def _tls_sections(settings: Settings) -> Sequence[tuple[str, Tls]]:
+    return (
+        ("gateway.tls", settings.gateway.tls),
+        ("signals.prometheus.tls", settings.signals.prometheus.tls),
+        ("signals.epp.tls", settings.signals.epp.tls),
+    )
 
 
 def _file(where: str, path: Path) -> Finding:

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import dispatcher
-from dispatcher.settings import SecretUrl, Settings, Tls
+from dispatcher.settings import SecretUrl, Settings
 
 CONNECT_S = 1.5
 ANSWER_S = 3.0
@@ -76,7 +76,7 @@ async def _gateway(settings: Settings) -> Findings:
     secure = address.scheme == "https"
     host, port = address.hostname or "", address.port or (443 if secure else 80)
     try:
-        tls = _tls_context(gateway.tls) if secure else None
+        tls = gateway.tls.context() if secure else None
     except OSError as error:
         return [Finding("failed", "gateway.tls", f"cannot be used: {error}")]
     try:
@@ -139,16 +139,6 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bool]:
     if length is not None:
         return int(match[1]), int(length[1]) == 0
     return int(match[1]), (await reader.read(1)) in (b"", b"0")  # its end, or the empty last chunk
-
-
-def _tls_context(tls: Tls) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=tls.ca_file or None)
-    if tls.cert_file:
-        context.load_cert_chain(tls.cert_file, tls.key_file)
-    if tls.insecure_skip_verify:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    return context
 
 
 # The queue.

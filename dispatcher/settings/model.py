@@ -5,6 +5,7 @@ docs/configuration.md is made of this. Frozen: settings in use never change, a r
 
 from __future__ import annotations
 
+import ssl
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -89,6 +90,16 @@ class Tls(_Section):
         if bool(cert_file) != bool(key_file):
             raise refuse("cert_file and key_file are needed together")
         return key_file
+
+    def context(self) -> ssl.SSLContext:
+        """What a client speaks TLS by. Raises OSError (ssl.SSLError is one) for a file missing or wrong."""
+        context = ssl.create_default_context(cafile=self.ca_file or None)
+        if self.cert_file:
+            context.load_cert_chain(self.cert_file, self.key_file or None)
+        if self.insecure_skip_verify:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        return context
 
 
 class Gateway(_Section):
@@ -235,7 +246,8 @@ class Prometheus(_Section):
 class Epp(_Section):
     """Signals scraped from the endpoint picker itself.
 
-    With neither `urls` nor `service` its replicas are found through the InferencePool.
+    With neither `urls` nor `service` its replicas are found through the InferencePool. Those that are found
+    are asked over https where anything of `tls` is set, over plain http else.
     """
 
     urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
@@ -248,6 +260,7 @@ class Epp(_Section):
         description="File with a bearer token, read again for each scrape. Empty: the service account's, if"
         " any.",
     )
+    tls: Tls = Tls()
 
 
 class Signals(_Section):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dispatcher.core.budget import Policy, Reading, Reason, assess
-from dispatcher.settings import Settings
+from dispatcher.settings import Settings, Tls
 from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource, Targets
 from dispatcher.signals.poller import Source
 from dispatcher.signals.prometheus import Access, PrometheusSource
@@ -53,8 +53,10 @@ def _epp(settings: Settings, timeout_s: float) -> EppSource:
         service=epp.service,
         namespace=settings.pool.namespace,
         port=epp.port,
+        secure=epp.tls != Tls(),
     )
-    return EppSource(settings.pool.name, targets, timeout_s=timeout_s, token_file=token_file)
+    tls = epp.tls.context() if epp.tls != Tls() else None
+    return EppSource(settings.pool.name, targets, timeout_s=timeout_s, token_file=token_file, tls=tls)
 
 
 def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from dispatcher.settings import Settings
 from dispatcher.signals.sources import Finding, probe, sources
@@ -29,6 +32,24 @@ def settings(**signals: Any) -> Settings:
 )
 def test_the_settings_say_which_sources_and_which_first(signals: dict[str, Any], names: list[str]) -> None:
     assert [source.name for source in sources(settings(**signals))] == names
+
+
+async def test_an_own_authority_for_the_endpoint_picker(tmp_path: Path) -> None:
+    authority, server = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(server)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    async with fake_epp(tls=server) as epp:
+        url = f"https://localhost:{epp.port}"
+        (told,) = [f for f in await probe(settings(epp={"urls": [url]})) if f.name == "signals.epp"]
+        assert not told.ok
+        trusting = settings(epp={"urls": [url], "tls": {"ca_file": str(tmp_path / "ca.pem")}})
+        (told,) = [f for f in await probe(trusting) if f.name == "signals.epp"]
+        assert told.ok
+
+
+def test_a_missing_authority_file_is_an_error_of_the_operating_system(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No such file"):
+        sources(settings(epp={"tls": {"ca_file": str(tmp_path / "none.pem")}}))
 
 
 def find(findings: list[Finding], name: str) -> Finding:
