@@ -5,6 +5,7 @@ A gateway may refuse one tenant's requests (a quota, an admission rule) while it
 them at the head of the queue. So refusals are also counted by tenant: once per closure of the gate, from
 zero again with each request of the tenant that is accepted. From the REST_FROM-th on the tenant rests, for
 a time that doubles, and then one of its requests is tried; its others go back to the queue unsent meanwhile.
+One that is tried and never heard of again (cancelled, its lease lost) holds the others up for REST_MOST_S.
 A tenant at rest teaches no ceiling: nothing of ours was accepted from it for several readings, so the room
 was not what it lacked.
 
@@ -31,8 +32,8 @@ class _Standing:
     closed_by: float = float("-inf")
     """The reading that the newest counted refusal fell under."""
     rests_until: float = float("-inf")
-    trying: bool = False
-    """After a rest, one request is out to see."""
+    tried_until: float = float("-inf")
+    """After a rest one request is out to see: no other goes before this."""
 
 
 class Tenants:
@@ -50,7 +51,7 @@ class Tenants:
         self._standing[tenant] = standing  # newest last
         if len(self._standing) > KEPT:
             del self._standing[next(iter(self._standing))]
-        standing.trying = False
+        standing.tried_until = float("-inf")
         if read_at > standing.closed_by:
             standing.closed_by = read_at
             standing.closures += 1
@@ -69,7 +70,7 @@ class Tenants:
         """A request of the tenant came back with neither: the next one may try."""
         standing = self._standing.get(tenant)
         if standing is not None:
-            standing.trying = False
+            standing.tried_until = float("-inf")
 
     def rest_s(self, tenant: str, now: float) -> float:
         """How long a request of the tenant must wait unsent; 0: it may go, and does."""
@@ -78,7 +79,7 @@ class Tenants:
             return 0.0
         if now < standing.rests_until:
             return standing.rests_until - now
-        if standing.trying:
-            return REST_FIRST_S
-        standing.trying = True
+        if now < standing.tried_until:
+            return min(REST_FIRST_S, standing.tried_until - now)
+        standing.tried_until = now + REST_MOST_S
         return 0.0

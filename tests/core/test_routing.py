@@ -1,0 +1,151 @@
+"""Where a request may go and what goes with it, decided without a connection: see docs/forwarding.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.core.outcome import Refused
+from dispatcher.core.request import Request, encode_member, parse
+from dispatcher.core.routing import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON, Route
+
+TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
+
+
+@dataclass(frozen=True)
+class Options:
+    path: str = "/v1/completions"
+    allowed_paths: Sequence[str] = ("/v1/*",)
+    objective: str = ""
+    fairness_from: str = "userid"
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def route(**options: object) -> Route:
+    return Route(Options(**options), user_agent="us/1")  # type: ignore[arg-type]
+
+
+def a_request(
+    headers: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    request_id: str = "r-1",
+) -> Request:
+    member = encode_member(request_id, b"{}", 2_000_000_000, headers=headers or {}, metadata=metadata or {})
+    request = parse(member)
+    assert isinstance(request, Request)
+    return request
+
+
+@pytest.mark.parametrize("endpoint", ["", "/v1/completions", "/v1/chat/completions", "/v1/a-b_c.d~e/"])
+def test_default_and_allowed_paths_are_taken(endpoint: str) -> None:
+    assert route().path(endpoint) == (endpoint or "/v1/completions")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "why"),
+    [
+        ("/v2/completions", "not among gateway.allowed_paths"),
+        ("/v1", "not among gateway.allowed_paths"),
+        ("v1/completions", "not a plain path"),
+        ("//evil/v1/x", "not a plain path"),
+        ("/v1/../admin", "not a plain path"),
+        ("/v1/./x", "not a plain path"),
+        ("/v1/%2e%2e/admin", "not a plain path"),
+        ("/v1//x", "not a plain path"),
+        ("/v1/x?y=1", "not a plain path"),
+        ("/v1/x#y", "not a plain path"),
+        ("/v1/x\r\nHost: evil", "not a plain path"),
+        ("/v1/x\n", "not a plain path"),
+        ("/v1\\x", "not a plain path"),
+        ("http://evil/v1/x", "not a plain path"),
+        ("/v1/ä", "not a plain path"),
+    ],
+)
+def test_other_paths_are_refused_with_the_reason(endpoint: str, why: str) -> None:
+    refused = route().path(endpoint)
+    assert isinstance(refused, Refused)
+    assert why in refused.why
+
+
+def test_no_path_is_allowed_but_the_default_where_none_is_named() -> None:
+    assert route(allowed_paths=()).path("") == "/v1/completions"
+    assert isinstance(route(allowed_paths=()).path("/v1/chat/completions"), Refused)
+
+
+def test_star_stands_for_any_characters_and_all_else_for_itself() -> None:
+    narrow = route(allowed_paths=("/v1/*/generate", "/a.b"))
+    assert narrow.path("/v1/m/x/generate") == "/v1/m/x/generate"
+    assert narrow.path("/a.b") == "/a.b"
+    assert isinstance(narrow.path("/aXb"), Refused)
+
+
+@given(st.text("/v1.%2eE\\ab?#:@\r\n ", max_size=30))
+def test_no_path_that_is_sent_can_be_read_in_two_ways(endpoint: str) -> None:
+    path = route(allowed_paths=("*",)).path(endpoint)
+    if isinstance(path, str):
+        assert path.startswith("/")
+        assert not path.startswith("//")
+        assert not set(path) & set("%?#\\ \r\n")
+        assert not {".", ".."} & set(path.split("/"))
+
+
+def test_request_without_anything_has_exactly_our_headers() -> None:
+    assert route().headers_for(a_request(), "") == {
+        "accept": "*/*",
+        "accept-encoding": "identity",
+        "content-type": "application/json",
+        "user-agent": "us/1",
+        "x-request-id": "r-1",
+    }
+
+
+def test_credentials_objective_fairness_and_trace_are_ours_to_set() -> None:
+    sent = route(objective="batch", headers={"X-Team": "blue"}).headers_for(
+        a_request(
+            {"x-team": "mine", "authorization": "mine", "x-own": "1"},
+            {"userid": "tenant 1", "traceparent": TRACE, "other": "x"},
+        ),
+        "Bearer t",
+    )
+    assert sent["authorization"] == "Bearer t"
+    assert sent["x-llm-d-inference-objective"] == "batch"
+    assert sent["x-llm-d-inference-fairness-id"] == "tenant%201"
+    assert (sent["traceparent"], sent["x-team"], sent["x-own"]) == (TRACE, "blue", "1")
+    assert "other" not in sent
+
+
+@pytest.mark.parametrize("metadata", [{}, {"userid": ""}, {"traceparent": "00-x"}])
+def test_what_metadata_does_not_hold_is_not_sent(metadata: dict[str, str]) -> None:
+    sent = route().headers_for(a_request(metadata=metadata), "")
+    assert not {"x-llm-d-inference-fairness-id", "traceparent"} & set(sent)
+
+
+@given(
+    st.sampled_from(sorted(NOT_PASSED_ON) + [prefix + "x" for prefix in PREFIXES_NOT_PASSED_ON]),
+    st.randoms(use_true_random=False),
+)
+def test_no_spelling_of_a_header_that_is_not_the_callers_gets_through(name: str, chance: object) -> None:
+    spelt = "".join(
+        chance.choice((letter.upper(), letter, "_" if letter == "-" else letter))  # type: ignore[attr-defined]
+        for letter in name
+    )
+    before = route().headers_for(a_request(), "")
+    assert route().headers_for(a_request({spelt: "evil"}), "") == before
+
+
+def test_headers_that_the_connection_header_names_stay_behind() -> None:
+    sent = route().headers_for(a_request({"connection": "close, X-Hop", "x-hop": "1", "x-far": "2"}), "")
+    assert "x-hop" not in sent
+    assert sent["x-far"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("request_id", "sent"),
+    [("r/1:a%", "r/1:a%"), ("a b", "a%20b"), ("é\r\nx: y", "%C3%A9%0D%0Ax:%20y")],
+)
+def test_id_that_is_no_header_value_is_escaped(request_id: str, sent: str) -> None:
+    assert route().headers_for(a_request(request_id=request_id), "")["x-request-id"] == sent
