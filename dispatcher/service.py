@@ -241,7 +241,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
     async with AsyncExitStack() as stack:
         url = wanted.url.reveal() if wanted.url else ""
         if not url:
-            url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir)))
+            url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir), fsync=wanted.fsync))
         queue = RedisQueue(
             connect(url),
             Names(wanted.name, wanted.results),

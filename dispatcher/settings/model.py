@@ -179,6 +179,11 @@ class Queue(_Section):
         "`data_dir`. Give a password through the environment, not in a ConfigMap.",
     )
     data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
+    fsync: Literal["everysec", "always"] = Field(
+        "everysec",
+        description="When the embedded Valkey's file is forced to the disk. A crash of the machine, not of the "
+        "process, loses up to a second with `everysec`, nothing with `always`, which costs throughput.",
+    )
     name: Key = Field(
         "",
         description="Key of the queue. Empty: `batch:{<pool>}:requests`; the braces keep all its keys in one "
