@@ -1,0 +1,251 @@
+"""A gateway that is gone costs no request anything but time, however it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import trustme
+import yaml
+
+from tests.forward.test_envoy import envoy_path
+from tests.scenarios.processes import Dispatcher, Stage, World, hold
+from tests.support import free_port, running, wait_until_sync
+
+LIMIT = 30
+RESUMED_S = 3.0
+BURNT = 2
+"""Attempts that a replica may count against requests before it knows that there is no gateway."""
+
+stretches = pytest.mark.parametrize(
+    "gone_s", [4.0, pytest.param(60.0, marks=pytest.mark.long)], ids=["short", "long"]
+)
+
+
+def burnt(one: Dispatcher) -> float:
+    return one.metrics().get("tries_total{failed}", 0.0)
+
+
+def outlive(
+    stage: Stage,
+    world: World,
+    gateway: dict[str, Any],
+    gone_s: float,
+    leave: Callable[[], object],
+    come_back: Callable[[], object],
+) -> None:
+    """Two replicas at work; the gateway leaves for `gone_s` and comes back; every request gets its answer."""
+    producer = stage.producer
+    settings = stage.settings(world, gateway=gateway)
+    replicas = [stage.dispatcher(settings) for _ in range(2)]
+
+    def both_take_part() -> bool:
+        producer.submit(2)
+        return all(one.status()["running"] for one in replicas)
+
+    wait_until_sync(both_take_part, 20, what="both replicas to take part", every_s=0.05)
+    producer.submit(500)
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, 15, what="the slack to be filled")
+
+    leave()
+    for one in replicas:
+        one.wait_for(reason="gateway-unreachable")
+    wait_until_sync(lambda: producer.counts()["leased"] <= 1, 10, what="all but a probe to be back")
+    hold(lambda: producer.counts()["leased"] <= 1, gone_s, what="two probes at a time")
+    assert {one.status()["reason"] for one in replicas} == {"gateway-unreachable"}
+    assert set(producer.collect()) < set(producer.submitted), "otherwise nothing was held back"
+
+    known = max((entry.number for entry in world.log()), default=0)
+    come_back()
+    back_at = time.monotonic()
+    served = wait_until_sync(
+        lambda: [e for e in world.log(known) if e.arrived_at > back_at], RESUMED_S + 5, what="a request"
+    )
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, RESUMED_S + 5, what="the slack to be filled again")
+    full_s = time.monotonic() - back_at
+    print(f"sent {served[0].arrived_at - back_at:.2f} s, full {full_s:.2f} s after the return;")
+    print(f"attempts burnt: {[burnt(one) for one in replicas]}")
+    assert full_s < RESUMED_S
+
+    producer.wait_for_all(timeout_s=40)
+    assert producer.answers() == {"200": len(producer.submitted)}
+    assert not producer.twice()
+    assert not producer.unaccounted()
+    assert all(burnt(one) <= BURNT for one in replicas)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"listener": "refuse"},
+        {"listener": "blackhole"},
+        {"answer": {"kind": "status", "status": 401, "body": "who"}},
+        {"answer": {"kind": "status", "status": 404}},
+        {"answer": {"kind": "status", "status": 500}},
+    ],
+    ids=["refused", "blackholed", "401", "404 empty", "500 empty"],
+)
+@stretches
+def test_a_gateway_that_is_gone_burns_nothing(stage: Stage, fault: dict[str, Any], gone_s: float) -> None:
+    world = stage.world(slots=32, seconds=0.2)
+    # What hangs in a black hole hangs until then; real connections are given up by the system, too.
+    gateway = {"timeout_s": 3}
+    outlive(
+        stage,
+        world,
+        gateway,
+        gone_s,
+        lambda: world.control(gateway=fault),
+        lambda: world.control(gateway=None),
+    )
+
+
+@stretches
+def test_a_gateway_that_lost_its_tls_burns_nothing(stage: Stage, tmp_path: Path, gone_s: float) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
+    world = stage.world(slots=32, seconds=0.2, tls_cert=tmp_path / "server.pem")
+    outlive(
+        stage,
+        world,
+        {"tls": {"ca_file": str(tmp_path / "ca.pem")}},
+        gone_s,
+        lambda: world.control(gateway={"listener": "plaintext"}),
+        lambda: world.control(gateway=None),
+    )
+
+
+GO_ON = b"\x0a\x00"
+"""A ProcessingResponse that lets the request's headers pass as they are."""
+
+
+@dataclass
+class Picker:
+    """As much of an endpoint picker as Envoy asks for: a gRPC server that says yes to every request."""
+
+    port: int = field(default_factory=free_port)
+    server: grpc.Server | None = None
+
+    def up(self) -> None:
+        self.server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
+        handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (GO_ON for _ in asked))
+        service = "envoy.service.ext_proc.v3.ExternalProcessor"
+        self.server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {"Process": handler}),)
+        )
+        self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.server.start()
+
+    def down(self) -> None:
+        if self.server is not None:
+            self.server.stop(None).wait()
+
+
+def address(port: int) -> dict[str, Any]:
+    return {"socket_address": {"address": "127.0.0.1", "port_value": port}}
+
+
+def cluster(name: str, port: int, **more: Any) -> dict[str, Any]:
+    endpoint = {"endpoint": {"address": address(port)}}
+    return {
+        "name": name,
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}]},
+    } | more
+
+
+def envoy_config(port: int, upstream: int, picker: int) -> dict[str, Any]:
+    """A route to the pool for what the picker says yes to; without the picker it fails closed."""
+    filters = "type.googleapis.com/envoy.extensions.filters"
+    http2 = "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions"
+    picking = {
+        "@type": f"{filters}.http.ext_proc.v3.ExternalProcessor",
+        "failure_mode_allow": False,
+        "processing_mode": {"response_header_mode": "SKIP"},
+        "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
+    }
+    everything = {"name": "all", "domains": ["*"]}
+    everything["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "pool"}}]
+    manager = {
+        "@type": f"{filters}.network.http_connection_manager.v3.HttpConnectionManager",
+        "stat_prefix": "test",
+        "route_config": {"virtual_hosts": [everything]},
+        "http_filters": [
+            {"name": "envoy.filters.http.ext_proc", "typed_config": picking},
+            {
+                "name": "envoy.filters.http.router",
+                "typed_config": {"@type": f"{filters}.http.router.v3.Router"},
+            },
+        ],
+    }
+    chain = [{"name": "envoy.filters.network.http_connection_manager", "typed_config": manager}]
+    protocol = {"@type": http2, "explicit_http_config": {"http2_protocol_options": {}}}
+    return {
+        "static_resources": {
+            "listeners": [{"address": address(port), "filter_chains": [{"filters": chain}]}],
+            "clusters": [
+                cluster("pool", upstream),
+                cluster(
+                    "picker", picker, typed_extension_protocol_options={http2.rpartition("/")[2]: protocol}
+                ),
+            ],
+        }
+    }
+
+
+@contextlib.contextmanager
+def envoy_before(world: World, picker: Picker, folder: Path) -> Iterator[str]:
+    port = free_port()
+    config = folder / "envoy.yaml"
+    upstream = int(world.gateway.rpartition(":")[2])
+    config.write_text(yaml.safe_dump(json.loads(json.dumps(envoy_config(port, upstream, picker.port)))))
+    command = (envoy_path(), "-c", config, "--concurrency", "1", "--disable-hot-restart")
+    with (folder / "envoy.log").open("wb") as log, running(*command, stderr=log) as process:
+
+        def serves() -> bool:
+            assert process.poll() is None, (folder / "envoy.log").read_text()
+            with contextlib.suppress(httpx.HTTPError):
+                return httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={}).status_code == 200
+            return False
+
+        wait_until_sync(serves, 30, what="Envoy to serve", every_s=0.1)
+        yield f"http://127.0.0.1:{port}"
+
+
+@stretches
+def test_an_envoy_without_its_endpoint_picker_burns_nothing(
+    stage: Stage, tmp_path: Path, gone_s: float
+) -> None:
+    world = stage.world(slots=32, seconds=0.2)
+    picker = Picker()
+    picker.up()
+    try:
+        with envoy_before(world, picker, tmp_path) as url:
+            outlive(stage, world, {"url": url}, gone_s, picker.down, picker.up)
+    finally:
+        picker.down()
+
+
+def test_a_body_that_makes_the_gateway_reset_stops_nobody_but_itself(stage: Stage) -> None:
+    world = stage.world(slots=32, seconds=0.2)
+    producer = stage.producer
+    one = stage.dispatcher(stage.settings(world, retry={"base_s": 0.1, "max_s": 0.2, "max_attempts": 4}))
+    poison = producer.submit(5, b'{"sim":{"kind":"reset"}}', prefix="poison", deadline_s=3000)
+    plain = producer.submit(600, prefix="plain")
+    producer.wait_for_all(timeout_s=30)
+    assert {producer.results[id_][0]["status_code"] for id_ in plain} == {200}
+    assert {producer.results[id_][0]["error_code"] for id_ in poison} == {"RETRIES_EXHAUSTED"}
+    assert not producer.twice()
+    assert producer.counts() == {"pending": 0, "leased": 0, "delayed": 0, "dead": 5}
+    assert burnt(one) == 4 * len(poison)
+    assert not [event for event in one.events("gate") if event["reason"] == "gateway-unreachable"]
