@@ -1,15 +1,18 @@
-"""`batch-dispatcher status`: what waits, what runs, and why not more."""
+"""`batch-dispatcher status` and `explain`: what waits, what runs, and why not more."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.target import Config, QueueName, QueueUrl, Target, find
+from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Target, ask, find
+
+if TYPE_CHECKING:
+    from dispatcher.queue.desk import RedisDesk
 
 
 def status(
@@ -17,39 +20,39 @@ def status(
     queue_url: QueueUrl = "",
     queue: QueueName = "",
     watch: Annotated[bool, typer.Option("--watch", help="Again each second, until interrupted.")] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: Json = False,
 ) -> None:
     """Show the queue; and with --config, where the dispatcher's admin port answers, its gate.
 
     Exit code 1: the queue cannot be reached.
     """
-    import asyncio
-
-    from dispatcher.ports import QueueUnavailableError
-
     target = find(config, queue_url, queue)
     while True:
-        try:
-            shown = asyncio.run(_look(target))
-        except QueueUnavailableError as error:
-            typer.secho(str(error), err=True, fg=typer.colors.RED)
-            raise typer.Exit(1) from error
+        shown = ask(target, lambda desk: look(target, desk))
         typer.echo(json.dumps(shown) if json_output else _text(shown))
         if not watch:
             return
         time.sleep(1.0)
 
 
-async def _look(target: Target) -> dict[str, Any]:
-    from dispatcher.queue.connect import connect
-    from dispatcher.queue.desk import RedisDesk
+def explain(
+    config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "", json_output: Json = False
+) -> None:
+    """Say in one paragraph why the dispatcher sends what it sends.
 
-    desk = RedisDesk(connect(target.url), target.names)
-    try:
-        counts = await desk.counts()
-        paused = await desk.paused()
-    finally:
-        await desk.aclose()
+    Where none answers (only --config says where to ask), say what the queue alone can tell. Exit code 1: the
+    queue cannot be reached.
+    """
+    target = find(config, queue_url, queue)
+    shown = ask(target, lambda desk: look(target, desk))
+    paragraph = _paragraph(shown)
+    typer.echo(json.dumps({"explanation": paragraph, **shown}) if json_output else paragraph)
+
+
+async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
+    """What the queue tells, and the dispatcher where it answers."""
+    counts = await desk.counts()
+    paused = await desk.paused()
     return {
         "queue": target.names.queue,
         "pending": counts.pending,
@@ -59,6 +62,20 @@ async def _look(target: Target) -> dict[str, Any]:
         "paused": None if paused is None else {"by": paused[0], "why": paused[1]},
         "dispatcher": await _dispatcher(target),
     }
+
+
+def _paragraph(shown: dict[str, Any]) -> str:
+    gate, paused = shown["dispatcher"], shown["paused"]
+    told = [gate["explanation"] if gate else "No dispatcher answers, so nothing is known of its gate."]
+    if paused:
+        told.append(f"The queue is paused by {paused['by']}: {paused['why']}.")
+    told.append(
+        f"{shown['pending']} requests wait, {shown['leased']} are held, {shown['delayed']} wait for a retry, "
+        f"{shown['dead']} are dead."
+    )
+    if gate and gate["reading_age_s"] is not None:
+        told.append(f"The newest sample, from {gate['source']}, is {gate['reading_age_s']:.1f} s old.")
+    return " ".join(told)
 
 
 async def _dispatcher(target: Target) -> dict[str, Any] | None:

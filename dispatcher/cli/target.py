@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -13,12 +14,19 @@ from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names, QueueNameError
 from dispatcher.settings import Settings, load
 
+if TYPE_CHECKING:
+    from dispatcher.queue.desk import RedisDesk
+
+T = TypeVar("T")
+
 Config = Annotated[Path | None, typer.Option("--config", "-c", help="The configuration file.")]
 QueueUrl = Annotated[str, typer.Option("--queue-url", help="redis://… of the queue, instead of a file.")]
 QueueName = Annotated[
     str,
     typer.Option("--queue", help="The queue's name, with --queue-url. Default: that of the pool `default`."),
 ]
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,28 @@ def find(config: Path | None, url: str, queue: str) -> Target:
             f"queue.url is empty, and no dispatcher runs on {settings.queue.data_dir}: its queue lives in it"
         )
     return Target(embedded, names, settings)
+
+
+def ask(target: Target, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
+    """What the act brings, done at the queue's desk; where that cannot be reached, say so and exit with 1."""
+    import asyncio
+
+    from dispatcher.ports import QueueUnavailableError
+    from dispatcher.queue.connect import connect
+    from dispatcher.queue.desk import RedisDesk
+
+    async def at_desk() -> T:
+        desk = RedisDesk(connect(target.url), target.names)
+        try:
+            return await act(desk)
+        finally:
+            await desk.aclose()
+
+    try:
+        return asyncio.run(at_desk())
+    except QueueUnavailableError as error:
+        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        raise typer.Exit(1) from error
 
 
 def _wrong(what: str) -> typer.Exit:

@@ -1,0 +1,161 @@
+"""The operator's verbs, on a real queue without a dispatcher: each by its exit code and what it prints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dispatcher.core.request import encode_member
+from dispatcher.ports import Burial, Permit, Settlement, Submission
+from dispatcher.queue.connect import connect
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import RedisQueue
+from tests.queue.servers import ENGINES, Server, server
+
+NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NOW_PERMIT_LIMIT = 10
+
+
+@pytest.fixture(scope="module")
+def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(ENGINES[-1], tmp_path_factory.mktemp("operate")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def empty(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        client.flushall()
+
+
+def verb(queue_server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dispatcher", *arguments, "--queue-url", queue_server.url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+async def submitted(queue_server: Server, *ids: str) -> None:
+    deadline = int(time.time()) + 600
+    async with _queue(queue_server) as queue:
+        for name in ids:
+            member = encode_member(name, b'{"a":1}', deadline, token=f"token-of-{name}")
+            await queue.submit([Submission(member, float(deadline), name, f"token-of-{name}", deadline)])
+
+
+async def buried(queue_server: Server, name: str) -> None:
+    await submitted(queue_server, name)
+    async with _queue(queue_server) as queue:
+        now = asyncio.get_running_loop().time()
+        claimed = await queue.claim(1, f"nonce-{name}", Permit(NOW_PERMIT_LIMIT, now, 0))
+        (lease,) = claimed.leases
+        await queue.bury([Burial(Settlement(lease, b'{"id":"x"}', "", name, ""), "it broke")])
+
+
+class _queue:  # noqa: N801 - a context manager
+    def __init__(self, queue_server: Server) -> None:
+        self.url = queue_server.url
+
+    async def __aenter__(self) -> RedisQueue:
+        self.queue = RedisQueue(connect(self.url), NAMES, "owner")
+        return self.queue
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.queue.aclose()
+
+
+def status(queue_server: Server) -> dict[str, Any]:
+    shown: dict[str, Any] = json.loads(verb(queue_server, "status", "--json").stdout)
+    return shown
+
+
+async def test_status_and_explain_tell_the_queue_without_a_dispatcher(queue_server: Server) -> None:
+    await submitted(queue_server, "a", "b")
+    shown = status(queue_server)
+    assert (shown["pending"], shown["leased"], shown["dead"], shown["paused"]) == (2, 0, 0, None)
+    told = verb(queue_server, "explain")
+    assert told.returncode == 0
+    assert "No dispatcher answers" in told.stdout
+    assert "2 requests wait" in told.stdout
+
+
+async def test_pause_says_who_and_why_until_resume(queue_server: Server) -> None:
+    assert verb(queue_server, "pause", "--by", "ann", "--why", "upgrade").returncode == 0
+    assert status(queue_server)["paused"] == {"by": "ann", "why": "upgrade"}
+    assert "paused by ann: upgrade" in verb(queue_server, "explain").stdout
+    async with _queue(queue_server) as queue:
+        assert (await queue.renew([])).shared.paused
+    assert verb(queue_server, "resume").returncode == 0
+    assert status(queue_server)["paused"] is None
+
+
+async def test_cancel_sets_the_marker_of_an_active_request_only(queue_server: Server) -> None:
+    await submitted(queue_server, "a")
+    assert verb(queue_server, "cancel", "a").returncode == 0
+    with queue_server.client() as client:
+        assert client.get("request-cancel:a") == b"token-of-a"
+    missing = verb(queue_server, "cancel", "nobody")
+    assert (missing.returncode, missing.stderr.strip()) == (1, "nobody: not active")
+
+
+async def test_dead_are_listed_shown_requeued_and_purged(queue_server: Server) -> None:
+    await buried(queue_server, "broken")
+    (listed,) = json.loads(verb(queue_server, "dead", "list", "--json").stdout)
+    assert (listed["id"], listed["reason"]) == ("broken", "it broke")
+    entry = str(listed["entry"])
+    assert '"prompt"' not in verb(queue_server, "dead", "list").stdout
+    assert '\\"a\\":1' in verb(queue_server, "dead", "show", entry).stdout
+    assert verb(queue_server, "dead", "show", "999").returncode == 1
+
+    again = verb(queue_server, "dead", "requeue", entry)
+    assert again.returncode == 0
+    assert "second result" in again.stdout
+    assert (status(queue_server)["pending"], status(queue_server)["dead"]) == (1, 0)
+    assert verb(queue_server, "dead", "requeue", entry).returncode == 1
+
+    with queue_server.client() as client:
+        client.delete(NAMES.queue)
+    await buried(queue_server, "worse")
+    assert verb(queue_server, "dead", "purge", "--all").stdout.strip() == "1 forgotten"
+    assert status(queue_server)["dead"] == 0
+
+
+@pytest.mark.parametrize("arguments", [("requeue",), ("purge",), ("purge", "1", "--all")])
+def test_dead_wants_numbers_or_all(queue_server: Server, arguments: tuple[str, ...]) -> None:
+    assert verb(queue_server, "dead", *arguments).returncode == 2
+
+
+def test_a_queue_that_is_not_there_is_said_so(tmp_path: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "dispatcher", "status", "--queue-url", "redis://127.0.0.1:1/0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert told.returncode == 1
+    assert "cannot be reached" in told.stderr
+
+
+def test_neither_or_both_ways_to_name_the_queue_is_wrong_usage(tmp_path: Path) -> None:
+    for arguments in ([], ["--config", "c.yaml", "--queue-url", "redis://h"]):
+        told = subprocess.run(
+            [sys.executable, "-m", "dispatcher", "status", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert told.returncode == 2, arguments
+        assert "either --config or --queue-url" in told.stderr
