@@ -8,7 +8,7 @@ JOBS ?= auto
 PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test coverage check format docs bench chaos soak constraints clean
+.PHONY: help setup demo simulate test coverage check format docs bench chaos soak constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,9 +29,12 @@ $(BIN)/python:
 		$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV)/bin/python install --quiet pip; \
 	else echo "$(PYTHON) has neither ensurepip nor pip: install python3-venv, or set PYTHON" >&2; exit 1; fi
 
-demo: setup ## Show the control law beside its alternatives: a table and a picture
+demo: setup ## Show the dispatcher at work on this machine: a pool, a queue, a crash, a verdict
+	$(BIN)/batch-dispatcher demo
+
+simulate: setup ## Show the control law beside its alternatives: a table, and a picture in build/
 	@mkdir -p build
-	$(BIN)/batch-dispatcher simulate --plot build/demo.png
+	$(BIN)/batch-dispatcher simulate --plot build/simulate.png
 
 # What measures time or load runs alone, after the rest. Both parts run, so that one failure does not hide another.
 test: setup ## Run every test but the long forms
@@ -40,7 +43,8 @@ test: setup ## Run every test but the long forms
 	$(PYTEST) -m "serial and not long" || status=$$?; \
 	exit $$status
 
-# Its own tests and laws alone count: what other tests happen to run through is not held by them.
+# Its own tests and laws alone count: what other tests happen to run through is not held by them. The queue's model
+# is a law of the scripts, not of the core.
 coverage: setup ## Hold the core to 99 % of its lines and branches
 	$(PYTEST) -n $(JOBS) -m "not serial and not long" tests/core tests/properties --ignore-glob='*queue*' \
 		--cov=dispatcher/core --cov-branch --cov-report=

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dispatcher.cli.probes import Finding, connections
-from dispatcher.settings import Problem, Settings, Tls, load
+from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines
+from dispatcher.settings.load import key_paths
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
@@ -79,11 +81,9 @@ def _refuse(problems: list[Problem], json_output: bool) -> None:
 def _doubtful(settings: Settings) -> Iterator[Finding]:
     """What is allowed, but seldom meant."""
     gateway, signals = settings.gateway, settings.signals
-    for where, tls in _tls_sections(settings):
-        if tls.insecure_skip_verify:
-            yield Finding(
-                "warning", f"{where}.insecure_skip_verify", "anybody on the way can read and answer"
-            )
+    for where in key_paths(Settings):
+        if where.endswith(".insecure_skip_verify") and attrgetter(where)(settings):
+            yield Finding("warning", where, "anybody on the way can read and answer")
     if not gateway.objective:
         what = "none named: batch requests compete with everything of priority 0"
         yield Finding("warning", "gateway.objective", what)
@@ -95,25 +95,12 @@ def _doubtful(settings: Settings) -> Iterator[Finding]:
 
 
 def _files(settings: Settings) -> Iterator[Finding]:
-    named = {
-        "gateway.token_file": settings.gateway.token_file,
-        "signals.prometheus.token_file": settings.signals.prometheus.token_file,
-        "signals.epp.token_file": settings.signals.epp.token_file,
-        "admin.token_file": settings.admin.token_file,
-    }
-    for where, tls in _tls_sections(settings):
-        named |= {f"{where}.{name}": getattr(tls, name) for name in ("ca_file", "cert_file", "key_file")}
-    for where, name in named.items():
-        if name:
-            yield _file(where, Path(name))
-
-
-def _tls_sections(settings: Settings) -> Sequence[tuple[str, Tls]]:
-    return (
-        ("gateway.tls", settings.gateway.tls),
-        ("signals.prometheus.tls", settings.signals.prometheus.tls),
-        ("signals.epp.tls", settings.signals.epp.tls),
-    )
+    """Every file that a setting names: their keys end in `_file`."""
+    for where in key_paths(Settings):
+        if where.endswith("_file"):
+            name = attrgetter(where)(settings)
+            if name:
+                yield _file(where, Path(name))
 
 
 def _file(where: str, path: Path) -> Finding:

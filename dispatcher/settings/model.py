@@ -407,7 +407,9 @@ class Admin(_Section):
         8080, ge=0, le=65535, description="Port to listen on. 0: any free one, logged at the start."
     )
     token_file: Text = Field(
-        "", description="File with a bearer token that changes (pause, resume) must show. Empty: none."
+        "",
+        description="File with a bearer token that /metrics and /status ask for, read again at each request; "
+        "the probes stay open. Empty: none.",
     )
 
 
