@@ -1,0 +1,40 @@
+"""`run --observe`: it decides, shows and exports everything, and touches nothing."""
+
+from __future__ import annotations
+
+from tests.scenarios.processes import Stage, hold
+from tests.support import wait_until_sync
+
+LIMIT = 30
+
+
+def test_an_observer_beside_a_working_dispatcher_claims_nothing_and_shows_what_it_would(
+    stage: Stage,
+) -> None:
+    world = stage.world(slots=32, seconds=0.3)
+    producer = stage.producer
+    settings = stage.settings(world)
+    observer = stage.dispatcher(settings, "--observe")
+    producer.submit(400)
+    observer.wait_for(limit=LIMIT, pending=400, reason="open")
+    hold(lambda: producer.counts() == {"pending": 400, "leased": 0, "delayed": 0, "dead": 0}, 1.5)
+    assert world.observed()["gateway"]["arrived"] == 0
+    before = set(producer.client.scan_iter())
+
+    worker = stage.dispatcher(settings)
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, 20, what="the worker to fill the slack")
+    shown = observer.wait_for(reason="full")
+    assert shown["observe"]
+    assert shown["running"] == 0
+    assert shown["in_flight"] >= LIMIT - 5, "what the worker has running, to the second"
+    assert shown["limit"] == LIMIT
+    metrics = observer.metrics()
+    assert metrics["limit"] == LIMIT
+    assert metrics["max_sys"] == 32
+    assert sum(value for name, value in metrics.items() if name.startswith("gate{")) == 1
+    producer.wait_for_all(timeout_s=30)
+    assert not any(name.startswith(("tries_total{", "leases_ended_total{")) for name in observer.metrics())
+    assert worker.metrics()["tries_total{delivered}"] == 400
+    assert before == {producer.names.queue.encode()}, "the observer alone had written nothing at all"
+    assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
+    assert observer.terminate() == 0
