@@ -214,9 +214,9 @@ class _Experiment:
     async def live(self, moment_s: float) -> Run:
         setting, call_at = self._setting, self._loop.call_at
         ended = self._loop.create_future()
-        self._scrape(0.0)
         if setting.flush_s:
             self._flush(0.0)
+        self._scrape(0.0)
         if moment_s:
             self._keep(0.0, moment_s)
         for at in setting.deaths:
@@ -285,7 +285,9 @@ class _Experiment:
     def _flush(self, at: float) -> None:
         self._road.now()
         self._exporter.flush(self._road.world.observe())
-        self._loop.call_at(at + self._setting.flush_s, self._flush, at + self._setting.flush_s)
+        next_at = at + self._setting.flush_s
+        # A hair early: a scrape at the same moment sees it.
+        self._loop.call_at(next_at - 1e-6, self._flush, next_at)
 
     def _slots_changed(self, slots: int) -> None:
         known = slots * self._setting.slots / self._setting.real_slots

@@ -84,7 +84,7 @@ class Exporter:
         queued = self._split(state)[1] if flow_control else 0
         return Reading(
             Signal.REQUESTS,
-            opened_at=state.at - self.flush_s,
+            opened_at=max(0.0, state.at - self.flush_s),  # the world began at 0, and so did its averages
             closed_at=state.at,
             f_sys=(seen.running + waiting) / max_sys,
             f_epp=queued / max_sys,

@@ -19,19 +19,21 @@ class StuckError(RuntimeError):
 
 
 class _Jump(selectors.SelectSelector):
-    """Never waits: what the loop would have slept is added to its time."""
+    """Never waits: what the loop would have slept is added to its time. Sockets are looked at only where
+    there is nothing else to do."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        ready = super().select(0)
-        if ready:
-            return ready
         if timeout is None:
-            raise StuckError("nothing is ready and no timer is set: the simulation would wait for ever")
-        self.now += max(0.0, timeout)
+            ready = super().select(0)
+            if not ready:
+                raise StuckError("nothing is ready and no timer is set: the simulation would wait for ever")
+            return ready
+        if timeout > 0:
+            self.now += timeout
         return []
 
 
