@@ -69,6 +69,8 @@ class Access:
         count, shared = told.count, told.shared
         self.view.shared = shared
         self._limiter.leases(count.at, others=count.others, young=count.young, lost=count.lost)
+        if shared.limit is not None:
+            self._limiter.shared(shared.limit, shared.read_at)
         self._limiter.pause(shared.paused, now())
         if shared.overload is not None:
             self.overloaded(shared.overload, heard=True)

@@ -47,6 +47,11 @@ class Holding:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def suspects(self) -> int:
+        """How many of them are of requests whose owners died."""
+        return sum(held.lease.suspect for held in self._by_token.values())
+
     def at_gateway(self) -> list[Held]:
         return list(self._running.values())
 

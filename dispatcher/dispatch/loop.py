@@ -42,6 +42,7 @@ from dispatcher.dispatch.access import Access, View, now
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import Cut, Held, Holding
 from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.suspects import Suspects
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
 from dispatcher.ports import (
     Burial,
@@ -87,6 +88,7 @@ class Dispatcher:
         self._metrics = metrics
         self._random = rand or random.Random()
         self._tenants = Tenants()
+        self._suspects = Suspects()
         self._holding = Holding()
         self._access = Access(queue, limiter)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, metrics)
@@ -183,18 +185,20 @@ class Dispatcher:
             free = allowance.limit - len(self._holding) - self.limiter.others
             if free <= 0 or not self._access.work:
                 return
-            alone = any(held.lease.suspect for held in self._holding)
+            suspects = self._suspects.room(self._holding.suspects, now())
             self._nonce = self._nonce or secrets.token_hex(8)
-            claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=0 if alone else 1)
+            claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=suspects)
             claimed = await self._access.ask(claim)
             if claimed is None:
                 return
             self._nonce = ""
             self._access.learn(claimed)
-            self._access.work = claimed.waiting > 0
-            if not claimed.leases:
+            again = self._suspects.claimed(claimed.waiting)
+            self._access.work = claimed.waiting > 0 or again
+            if claimed.leases:
+                await self._start(claimed.leases)
+            elif not again:
                 return
-            await self._start(claimed.leases)
 
     async def _probe(self) -> None:
         """One request to see whether the gateway is back; no other replica probes meanwhile."""
@@ -363,7 +367,7 @@ class Dispatcher:
         for ending, answer in zip(handed_in, answers, strict=True):
             self._metrics.ended(type(ending).__name__, answer)
             self._drop(endings.lease_of(ending).token)
-            if isinstance(ending, Release) and ending.delay_s <= 0:
+            if self._suspects.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
                 self._access.work = True
 
     def _drop(self, token: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -32,10 +32,26 @@ def queue_server(
 @pytest.fixture
 def stage(queue_server: Server, tmp_path: Path) -> Iterator[Stage]:
     """An empty queue and a stage around it. No dispatcher may show a defect of its own in its log."""
-    with queue_server.client() as client:
+    with _stage_around(queue_server, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def own_stage(tmp_path: Path) -> Iterator[Stage]:
+    """The same around a server of its own, which a test may freeze or kill: it has an append-only file."""
+    with (
+        server(default_engine(), tmp_path / "queue", "--appendonly", "yes") as running,
+        _stage_around(running, tmp_path) as made,
+    ):
+        yield made
+
+
+@contextmanager
+def _stage_around(running: Server, folder: Path) -> Iterator[Stage]:
+    with running.client() as client:
         client.flushall()
     with ExitStack() as stack:
-        made = Stage(tmp_path, queue_server, stack)
+        made = Stage(folder, running, stack)
         yield made
         complaints = made.complaints()
     assert not complaints, "\n".join(complaints)

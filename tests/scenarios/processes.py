@@ -132,6 +132,12 @@ class Dispatcher:
         assert self._http is not None
         return dict(self._http.get("/status").json())
 
+    def probe(self, path: str) -> tuple[int, str]:
+        """Status and text of /livez or /readyz."""
+        assert self._http is not None
+        answer = self._http.get(path)
+        return answer.status_code, answer.text.strip()
+
     def metrics(self) -> dict[str, float]:
         """The /metrics page: `name` or `name{value of its labels, …}` → value, without the common prefix."""
         assert self._http is not None
