@@ -14,7 +14,7 @@ from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, ask, find
 if TYPE_CHECKING:
     from dispatcher.ports import Dead
 
-dead = typer.Typer(no_args_is_help=True, help="Requests that were put aside, and why.")
+dead = typer.Typer(add_completion=False, no_args_is_help=True, help="Requests that were put aside, and why.")
 
 Entry = Annotated[int, typer.Argument(help="The number that `dead list` shows.")]
 Entries = Annotated[list[int] | None, typer.Argument(help="The numbers that `dead list` shows.")]
