@@ -80,10 +80,11 @@ class Limiter:
     def __init__(self, policy: Policy, uses: Iterable[Signal]) -> None:
         self._policy = policy
         self._tracks = {signal: _Track() for signal in uses}
-        self._held = self._ledger()
+        self._held = Held(horizon_s=_horizon(policy))
         self._ceiling = Ceiling()
         self._capacity: float | None = None
         self._losses: list[tuple[float, int]] = []
+        self._shared = (float("-inf"), 0)
         self._waiting: int | None = None
         self._failure: tuple[Reason, str, float] | None = None
         self._draining = self._paused = False
@@ -166,7 +167,7 @@ class Limiter:
         for track in self._tracks.values():
             reading = track.reading
             if reading is not None and counted_at < reading.closed_at <= now:
-                track.interval = self._held.between(reading.opened_at, reading.closed_at)
+                track.interval = self._ours_in(reading)
                 self._reassess(track)
                 self._standing = None
         known = self._losses[-1][1] if self._losses else None
@@ -179,6 +180,10 @@ class Limiter:
             del self._losses[:-KEPT_LOSSES]
         if lost != known:
             self._standing = None
+
+    def shared(self, limit: int, read_at: float) -> None:
+        """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""
+        self._shared = (read_at, limit)
 
     def waiting(self, count: int, now: float) -> None:
         """How many requests could be claimed now."""
@@ -399,8 +404,9 @@ class Limiter:
     def _smallest(self) -> tuple[Signal | None, int]:
         """The signal with the smallest limit, and that limit less the leases lost since its reading."""
         smallest: tuple[Signal | None, int] = (None, 0)
+        lost = self._losses[-1][1] if self._losses else 0
         for signal, track in self._tracks.items():
-            limit = track.limit - self._lost_since(track)
+            limit = track.limit - max(0, lost - track.lost_before)
             if smallest[0] is None or limit < smallest[1]:
                 smallest = (signal, limit)
         return smallest
@@ -429,15 +435,27 @@ class Limiter:
 
     def _apply(self, track: _Track, reading: Reading) -> None:
         lost_before = self._lost_at(reading.opened_at)
-        track.before = track.limit - max(0, lost_before - track.lost_before)
+        limit, known = track.limit, track.lost_before
+        own_at = track.reading.opened_at if track.reading is not None else float("-inf")
+        if self._shared[0] - HEARD_SLOP_S > own_at:
+            limit, known = self._shared[1], self._lost_at(self._shared[0])
+        track.before = limit - max(0, lost_before - known)
         track.lost_before = max(track.lost_before, lost_before)
         track.reading = reading
         track.capacity = self._capacity
-        track.interval = self._held.between(reading.opened_at, reading.closed_at)
+        track.interval = self._ours_in(reading)
         shown = (reading.f_sys + reading.f_epp) * reading.max_sys
         unseen = reading.exact and shown + 0.5 < track.interval.own_lo
         track.disbelieved = track.disbelieved + 1 if unseen else 0
         self._reassess(track)
+
+    def _ours_in(self, reading: Reading) -> Interval:
+        """How much of ours it contains. Without a gateway nothing surely: a probe that is connecting counts
+        as sent, and would have the readings disbelieved that rightly do not show it."""
+        interval = self._held.between(reading.opened_at, reading.closed_at)
+        if self._unreachable is None:
+            return interval
+        return replace(interval, lo=interval.lo - interval.own_lo, own_lo=0)
 
     def _reassess(self, track: _Track) -> None:
         """The track's budget and limit, from its newest reading under the policy and capacity of now."""
@@ -475,17 +493,9 @@ class Limiter:
             lost = count
         return lost
 
-    def _lost_since(self, track: _Track) -> int:
-        return max(0, self._losses[-1][1] - track.lost_before) if self._losses else 0
-
-    # ── for people ──────────────────────────────────────────────────────────────────────────────────────
-
     def explain(self, now: float) -> str:
         """One sentence: why nothing, or only so much, is being sent."""
         return explain(self.allowance(now), self.in_flight)
-
-    def _ledger(self) -> Held:
-        return Held(horizon_s=_horizon(self._policy))
 
     def __repr__(self) -> str:
         standing = self._standing
