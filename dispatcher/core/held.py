@@ -33,6 +33,10 @@ class Interval:
     own_lo: int
     """The part of `lo` that is this process's own: known from memory, not from leases."""
 
+    def unsure_of_own(self) -> Interval:
+        """The same, where nothing that this process has sent is known to have arrived."""
+        return Interval(self.lo - self.own_lo, self.hi, 0)
+
 
 @dataclass(slots=True)
 class _Count:

@@ -416,8 +416,6 @@ class Limiter:
         opened = [t.reading.opened_at for t in self._tracks.values() if t.reading is not None]
         return max(opened, default=float("-inf"))
 
-    # ── readings ────────────────────────────────────────────────────────────────────────────────────────
-
     def _apply_due(self, now: float) -> None:
         applied_to = self._newest_sample_at
         for track in self._tracks.values():
@@ -450,12 +448,9 @@ class Limiter:
         self._reassess(track)
 
     def _ours_in(self, reading: Reading) -> Interval:
-        """How much of ours it contains. Without a gateway nothing surely: a probe that is connecting counts
-        as sent, and would have the readings disbelieved that rightly do not show it."""
+        """What of ours it contains; without a gateway nothing surely: what connects or hangs is not there."""
         interval = self._held.between(reading.opened_at, reading.closed_at)
-        if self._unreachable is None:
-            return interval
-        return replace(interval, lo=interval.lo - interval.own_lo, own_lo=0)
+        return interval if self._unreachable is None else interval.unsure_of_own()
 
     def _reassess(self, track: _Track) -> None:
         """The track's budget and limit, from its newest reading under the policy and capacity of now."""
@@ -481,8 +476,6 @@ class Limiter:
                     min(self._policy.most(budget.max_sys) for budget in budgets),
                     waiting=any(budget.f_epp * budget.max_sys >= ONE_WAITS for budget in budgets),
                 )
-
-    # ── leases lost ─────────────────────────────────────────────────────────────────────────────────────
 
     def _lost_at(self, at: float) -> int:
         """Leases known to be lost by `at`."""

@@ -522,6 +522,25 @@ def test_probes_pause_from_a_tenth_of_a_second_to_a_second() -> None:
     assert pauses == [0.1, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
 
 
+def test_without_a_gateway_nothing_that_was_sent_is_missed_in_a_reading() -> None:
+    """A probe that takes long to connect, requests that hang: they are not in the pool, and no reading that
+    does not show them is wrong, nor does it prove room beside them."""
+    pool = open_pool()
+    pool.send(10, T0 + 0.5)
+    pool.unreachable(T0 + 1, "no connection within 1.5 s")
+    for second in range(2, 8):
+        allowance = pool.read(T0 + second, load=5 if second < 5 else 35)
+        assert allowance.reason is Reason.GATEWAY_UNREACHABLE
+    assert allowance.probe
+
+    pool = open_pool()
+    pool.send(10, T0 + 0.5)
+    pool.unreachable(T0 + 1, "refused")
+    pool.read(T0 + 2, load=35)
+    pool.reached(T0 + 3, sent_at=T0 + 2.9)
+    assert pool.allowance(T0 + 3).limit == 17, "not 10 + 12, for it may not have seen one of them"
+
+
 def test_no_probe_while_refused_or_without_room() -> None:
     pool = open_pool()
     pool.unreachable(T0 + 1, "refused")
