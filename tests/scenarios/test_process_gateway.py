@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 import trustme
@@ -139,30 +138,39 @@ def test_a_gateway_that_dies_with_first_requests_of_new_connections_burns_nothin
     assert burnt(one) == 0
 
 
-GO_ON = b"\x0a\x00"
-"""A ProcessingResponse that lets the request's headers pass as they are."""
+def test_a_probe_does_not_ride_on_a_connection_that_was_kept(stage: Stage) -> None:
+    """It would be connected for as long as it liked, and take that for a gateway."""
+    world = stage.world(slots=32, seconds=0.3)
+    producer = stage.producer
+    one = stage.dispatcher(stage.settings(world, gateway={"timeout_s": 2}))
+    producer.wait_for_all(producer.submit(LIMIT), 20)
+    assert world.observed()["gateway"]["connections"] == LIMIT, "all of them kept, and idle"
+    world.control(gateway={"listener": "blackhole"})
+    producer.submit(5)
+    one.wait_for(reason="gateway-unreachable")
+    hold(lambda: one.status()["reason"] == "gateway-unreachable", 4.0, what="reached, without a gateway")
+    world.control(gateway=None)
+    producer.wait_for_all(timeout_s=20)
+    assert producer.answers() == {"200": LIMIT + 5}
+    assert burnt(one) == 0
 
 
-@dataclass
 class Picker:
-    """As much of an endpoint picker as Envoy asks for: a gRPC server that says yes to every request."""
+    """The endpoint picker behind an Envoy, which can go down and come up again on its port."""
 
-    port: int = field(default_factory=free_port)
-    server: grpc.Server | None = None
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self.port = free_port()
+        self._stack = stack
+        self._process: subprocess.Popen[bytes] | None = None
 
     def up(self) -> None:
-        self.server = grpc.server(ThreadPoolExecutor(64), options=[("grpc.so_reuseport", 0)])
-        handler = grpc.stream_stream_rpc_method_handler(lambda asked, _: (GO_ON for _ in asked))
-        service = "envoy.service.ext_proc.v3.ExternalProcessor"
-        self.server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(service, {"Process": handler}),)
-        )
-        self.server.add_insecure_port(f"127.0.0.1:{self.port}")
-        self.server.start()
+        program = Path(__file__).with_name("picker.py")
+        self._process = self._stack.enter_context(running(sys.executable, program, str(self.port)))
 
     def down(self) -> None:
-        if self.server is not None:
-            self.server.stop(None).wait()
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
 
 
 def address(port: int) -> dict[str, Any]:
@@ -240,13 +248,11 @@ def test_an_envoy_without_its_endpoint_picker_burns_nothing(
     stage: Stage, tmp_path: Path, gone_s: float
 ) -> None:
     world = stage.world(slots=32, seconds=0.2)
-    picker = Picker()
-    picker.up()
-    try:
-        with envoy_before(world, picker, tmp_path) as url:
-            Pair(stage, world, {"url": url}).outlive(gone_s, picker.down, picker.up)
-    finally:
-        picker.down()
+    with contextlib.ExitStack() as stack:
+        picker = Picker(stack)
+        picker.up()
+        url = stack.enter_context(envoy_before(world, picker, tmp_path))
+        Pair(stage, world, {"url": url}).outlive(gone_s, picker.down, picker.up)
 
 
 def test_a_body_that_makes_the_gateway_reset_stops_nobody_but_itself(stage: Stage) -> None:
