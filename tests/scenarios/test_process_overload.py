@@ -62,13 +62,13 @@ def after(times: list[float], at: float) -> list[float]:
 @pytest.mark.serial
 @pytest.mark.parametrize(
     ("interval_s", "seconds", "measured_s"),
-    [(0.3, 0.15, 7.0), pytest.param(1.0, 0.5, 60.0, marks=pytest.mark.long)],
+    [(0.25, 0.125, 6.0), pytest.param(1.0, 0.5, 60.0, marks=pytest.mark.long)],
     ids=["short", "long"],
 )
 def test_a_pool_of_a_third_of_its_declared_size_is_learned(
     stage: Stage, interval_s: float, seconds: float, measured_s: float
 ) -> None:
-    """In the short form everything is three times as fast, the requests too."""
+    """In the short form everything is four times as fast, the requests too."""
     world = stage.world(slots=11, declared=32, queue_limit=8, seconds=seconds)
     stage.producer.submit(12_000)
     stage.dispatcher(stage.settings(world, signals={"interval_s": interval_s}))
