@@ -181,8 +181,8 @@ class Queue(_Section):
     data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
     fsync: Literal["everysec", "always"] = Field(
         "everysec",
-        description="When the embedded Valkey's file is forced to the disk. A crash of the machine, not of the "
-        "process, loses up to a second with `everysec`, nothing with `always`, which costs throughput.",
+        description="When the embedded Valkey's file is forced to the disk. A crash of the machine, not of "
+        "the process, loses up to a second with `everysec`, nothing with `always`, which costs throughput.",
     )
     name: Key = Field(
         "",
