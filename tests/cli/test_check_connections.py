@@ -223,7 +223,7 @@ async def test_server_that_may_lose_requests_is_warned_of(tmp_path: Path) -> Non
 
 async def test_replica_is_no_place_for_a_queue(tmp_path: Path) -> None:
     with (
-        server("valkey", tmp_path / "primary") as primary,
+        server("valkey", tmp_path / "primary", "--repl-diskless-sync-delay", "0") as primary,
         server("valkey", tmp_path / "replica", "--replicaof", f"127.0.0.1 {primary.port}") as replica,
     ):
 
