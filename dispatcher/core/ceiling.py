@@ -34,19 +34,30 @@ class Ceiling:
     _rise: float = 0.3
     _readings: int = 0
     """k."""
+    _uncut: float | None = None
+    """C before the newest cut."""
     _fresh: bool = True
     """A reading has come since the last cut: the next refusal may cut again."""
 
-    def refused(self, in_flight: int, backoff: float) -> None:
-        """A refusal for lack of capacity with `in_flight` of ours out there. Cuts once per reading."""
-        if not self._fresh:
+    def refused(self, in_flight: int, backoff: float, *, known: bool = False) -> None:
+        """A refusal for lack of capacity with `in_flight` of ours out there. Cuts once per reading.
+
+        Requests that are refused together count each other out one by one, and replicas do not know the
+        newest of each other: of several refusals under one reading the largest number is the truth.
+        `known`: heard of before, so it starts no new cut.
+        """
+        if self._fresh:
+            if known:
+                return
+            self._fresh = False
+            self._uncut = self.value
+        elif in_flight <= self._refused_at:
             return
-        self._fresh = False
         self._refused_at = max(1.0, float(in_flight))
         self._rise = 1.0 - backoff
         self._readings = 0
         cut = max(1.0, backoff * self._refused_at)
-        self.value = cut if self.value is None else min(cut, self.value)
+        self.value = cut if self._uncut is None else min(cut, self._uncut)
 
     def reading(self, unbound: int, *, waiting: bool = False) -> None:
         """A reading came without a refusal; `waiting`: it showed requests that wait in the picker.

@@ -206,11 +206,10 @@ class Limiter:
         if wait_until - slop > self._overload_until:
             self._overload_until = wait_until
             self._standing = None
-        if self._overload_at is not None and now <= self._overload_at + slop:
-            return
-        self._overload_at = now
+        known = self._overload_at is not None and now <= self._overload_at + slop
         if capacity:
-            self._ceiling.refused(in_flight, self._policy.overload_backoff)
+            self._ceiling.refused(in_flight, self._policy.overload_backoff, known=known)
+        self._overload_at = self._overload_at if known else now
         self._standing = None
 
     def nobody_home(self, now: float, why: str) -> bool:

@@ -78,12 +78,13 @@ class Access:
             self._limiter.waiting(told.waiting, now())
 
     def overloaded(self, overload: Overload, *, heard: bool = False) -> None:
-        """A refusal, of ours or `heard` of."""
+        """A refusal, of ours or `heard` of. Whoever told it may not have known how many of the others' were in
+        flight; as long as it keeps the gate closed those that are now were then."""
         self._limiter.overloaded(
             overload.at,
             until=overload.until,
             capacity=overload.capacity,
-            in_flight=overload.in_flight,
+            in_flight=max(overload.in_flight, self._limiter.in_flight),
             heard=heard,
         )
 

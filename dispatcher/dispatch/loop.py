@@ -59,6 +59,8 @@ from dispatcher.telemetry import Event, Metrics, emit
 
 GATHER_S = 0.002
 """A finished request waits this long for others to be handed in with it, when others are running."""
+GATHERED = 8
+"""So many are worth a call of their own: where they come fast, a turn's own length gathers them."""
 TURN_S = 1.0
 """The loop turns at least this often."""
 CONNECTED_S = 2.0
@@ -93,6 +95,8 @@ class Dispatcher:
         self._access = Access(queue, limiter)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, metrics)
         self._done: list[Ending] = []
+        self._refused = (float("-inf"), 0)
+        """Under the reading of when refusals came last, and the most in flight at one of them."""
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
         self._stop = asyncio.Event()
@@ -282,13 +286,16 @@ class Dispatcher:
         match outcome:
             case Overloaded():
                 limiter.reached(at, sent_at)
-                teaches = self._tenants.refused(tenant, at, limiter.allowance(at).read_at)
-                # Its lease has not ended, but the limiter has counted it out already.
+                read_at = limiter.allowance(at).read_at
+                teaches = self._tenants.refused(tenant, at, read_at)
+                # The limiter has counted it out already, and those that were refused with it.
+                before = self._refused[1] if self._refused[0] == read_at else 0
+                self._refused = (read_at, max(before, limiter.in_flight + 1))
                 overload = Overload(
                     at=at,
                     until=at + (outcome.retry_after_s or 0.0),
                     capacity=outcome.capacity and teaches,
-                    in_flight=limiter.in_flight + 1,
+                    in_flight=self._refused[1],
                 )
                 self._access.overloaded(overload)
                 self._upkeep.share(limiter.allowance(at), overload)
@@ -347,7 +354,7 @@ class Dispatcher:
 
     async def _hand_in(self) -> None:
         """Everything that has finished, one call for each way to end."""
-        if self.running and not self._stop.is_set():
+        if self.running and len(self._done) < GATHERED and not self._stop.is_set():
             await asyncio.sleep(GATHER_S)
         done, self._done = self._done, []
         settlements = [ending for ending in done if isinstance(ending, Settlement)]

@@ -57,3 +57,23 @@ def test_leases_lost_since_the_shared_reading_lower_it() -> None:
     one.leases(2.5, others=60, young=60, lost=5)
     one.reading(reading(2.0, 60), 2.0)
     assert one.allowance(3.0).limit == 55
+
+
+def test_largest_number_in_flight_at_refusals_under_one_reading_sets_the_ceiling() -> None:
+    one = replica(60)
+    one.overloaded(1.0, until=0.0, capacity=True, in_flight=1)
+    assert one.allowance(1.0).ceiling == 1
+    one.overloaded(1.001, until=0.0, capacity=True, in_flight=40, heard=True)
+    assert one.allowance(1.1).ceiling == pytest.approx(28)
+    one.overloaded(1.002, until=0.0, capacity=True, in_flight=20)
+    assert one.allowance(1.1).ceiling == pytest.approx(28)
+
+
+def test_refusal_heard_of_again_after_a_reading_cuts_nothing() -> None:
+    one = replica(60)
+    one.overloaded(1.0, until=0.0, capacity=True, in_flight=40)
+    one.reading(reading(2.0, 35), 2.0)
+    raised = one.allowance(2.5).ceiling
+    assert raised is not None
+    one.overloaded(1.0, until=0.0, capacity=True, in_flight=90, heard=True)
+    assert one.allowance(2.6).ceiling == raised > 28

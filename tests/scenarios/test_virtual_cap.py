@@ -26,8 +26,8 @@ async def test_cap_holds_and_is_used_whatever_the_path_adds(
     await asyncio.sleep(5 * scrape_s)
     mean = await stage.mean_over(20)
     assert stage.peak <= stage.setting.most + 1
-    # Requests take 0.97 s in a pool so full. A slot is empty while an answer travels back and the next request
-    # comes, and for 2 ms more where answers are gathered: with 20 ms each way that alone is 4 %.
+    # Requests take 0.97 s in a pool so full. A slot is empty while an answer travels back and the next
+    # request comes, and for 2 ms more where answers are gathered: with 20 ms each way that alone is 4 %.
     busy = 0.97 / (0.97 + 2 * way_s + 0.002)
     assert mean >= min(0.97, 0.985 * busy) * stage.setting.most
 
@@ -95,9 +95,7 @@ def test_no_order_of_deaths_and_births_lifts_the_peak_or_loses_a_request(
 ) -> None:
     async def scene(stage: Stage) -> None:
         stage.submit(100)
-        which = 0
-        for step, wait_s in steps:
-            which += 1
+        for which, (step, wait_s) in enumerate(steps):
             dead = [i for i, replica in enumerate(stage.replicas) if replica is None]
             alive = [i for i, replica in enumerate(stage.replicas) if replica is not None]
             match step:

@@ -1,4 +1,4 @@
-"""The stage of the virtual scenarios: the real dispatch loop, a queue in memory, a simulated pool, no waiting.
+"""The stage of the virtual scenarios: the real dispatch loop, a queue in memory, a simulated pool.
 
 A scenario is a coroutine that lives in virtual time: an hour costs what happens in it. Each ends in the same
 way: the dispatchers drain, and then every request must have exactly one result or lie in the queue.
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, nan
 from typing import Any
-
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable
@@ -342,7 +341,7 @@ def perform(scene: Scene, **setting: Any) -> None:
 
 
 def scenario(**setting: Any) -> Callable[[Scene], Callable[..., None]]:
-    """Make a test of a coroutine `scene(stage, **parameters)`. The setting may come from the parameters too."""
+    """Make a test of a coroutine `scene(stage, **parameters)`; parameters named as in Setting set it."""
 
     def decorate(scene: Scene) -> Callable[..., None]:
         parameters = list(inspect.signature(scene).parameters.values())[1:]
