@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 import trustme
-import yaml
 
 from tests.forward.test_envoy import envoy_path
 from tests.scenarios.processes import Dispatcher, Stage, World, hold
@@ -32,6 +31,10 @@ stretches = pytest.mark.parametrize(
 
 def burnt(one: Dispatcher) -> float:
     return one.metrics().get("tries_total{failed}", 0.0)
+
+
+def probed(one: Dispatcher) -> float:
+    return one.metrics().get("tries_total{unreachable}", 0.0)
 
 
 class Pair:
@@ -55,7 +58,10 @@ class Pair:
         for one in replicas:
             one.wait_for(reason="gateway-unreachable")
         wait_until_sync(lambda: producer.counts()["leased"] <= 1, 10, what="all but a probe to be back")
+        finished, probes = len(producer.collect()), sum(map(probed, replicas))
         hold(lambda: producer.counts()["leased"] <= 1, gone_s, what="two probes at a time")
+        assert sum(map(probed, replicas)) > probes, "otherwise nothing was looked for"
+        assert len(producer.collect()) == finished, "no result without a gateway"
         assert {one.status()["reason"] for one in replicas} == {"gateway-unreachable"}
         assert set(producer.collect()) < set(producer.submitted), "otherwise nothing was held back"
 
@@ -227,9 +233,9 @@ def envoy_config(port: int, upstream: int, picker: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def envoy_before(world: World, picker: Picker, folder: Path) -> Iterator[str]:
     port = free_port()
-    config = folder / "envoy.yaml"
+    config = folder / "envoy.json"
     upstream = int(world.gateway.rpartition(":")[2])
-    config.write_text(yaml.safe_dump(json.loads(json.dumps(envoy_config(port, upstream, picker.port)))))
+    config.write_text(json.dumps(envoy_config(port, upstream, picker.port)))
     command = (envoy_path(), "-c", config, "--concurrency", "1", "--disable-hot-restart")
     with (folder / "envoy.log").open("wb") as log, running(*command, stderr=log) as process:
 

@@ -7,6 +7,8 @@ import time
 from typing import Any
 from urllib.parse import unquote
 
+import pytest
+
 from tests.forward.test_documented import rows
 from tests.scenarios.processes import Producer, Stage
 from tests.support import wait_until_sync
@@ -52,6 +54,7 @@ class Crowd:
         }
 
 
+@pytest.mark.parametrize("queue_server", ["valkey"], indirect=True)  # the other scenarios run on Redis
 def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) -> None:
     world = stage.world(slots=32, seconds=0.05)
     one = stage.dispatcher(
