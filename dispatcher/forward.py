@@ -21,7 +21,7 @@ import socket
 import ssl
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ WATCH_S = 1.0
 STREAMED_BYTES = 262_144
 """Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
 
-_TIMEOUTS = {"timeout": {"connect": CONNECT_S, "pool": CONNECT_S}}
+_TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
 _VISIBLE = re.compile(r"[!-~]+")
 
 T = TypeVar("T")
@@ -136,27 +136,59 @@ class _Pieces(httpx.AsyncByteStream):
 
 
 class _Prepared(httpx.Request):
-    """A POST that holds just what the transport reads.
-
-    Building a plain httpx.Request and its Headers costs as much as a third of the whole exchange, and the
-    transport would convert the headers to aiohttp's mapping anyway.
-    """
+    """A POST that holds just what the transport reads. Building a plain one costs a third of an exchange."""
 
     def __init__(self, url: str, headers: dict[str, str], payload: bytes) -> None:
-        self.method = "POST"
         self.url = url  # type: ignore[assignment] # the transport wants its text
         self.headers = CIMultiDict(headers)  # type: ignore[assignment]
-        self.extensions = _TIMEOUTS
-        self._payload = payload
+        self.data: bytes | _Pieces = payload
         if len(payload) > STREAMED_BYTES:
             self.headers["content-length"] = str(len(payload))
-            self.stream = _Pieces(payload)
+            self.data = _Pieces(payload)
 
-    @property
-    def content(self) -> bytes:
-        if len(self._payload) > STREAMED_BYTES:
-            raise httpx.RequestNotRead  # makes the transport take the stream
-        return self._payload
+
+class _Body(httpx.AsyncByteStream):
+    """An answer's body as it comes."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._answer.content.iter_any().__aiter__()
+
+    async def aclose(self) -> None:
+        await self._answer.__aexit__(None, None, None)
+
+
+class _Answer(httpx.Response):
+    """What is read of an answer; building a whole one costs a tenth of an exchange."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self.status_code = answer.status
+        self.raw_headers = answer.raw_headers
+        self.body = _Body(answer)
+
+
+class _Transport(AiohttpTransport):
+    """httpx's transport over aiohttp, for prepared requests. aiohttp's errors come as they are: their
+    translation to httpx's is lossy (a reset becomes a connect time-out)."""
+
+    def __init__(self, session: aiohttp.ClientSession, tls: ssl.SSLContext) -> None:
+        super().__init__(verify=tls, trust_env=False, client=session)
+        self._session = session
+
+    async def handle_async_request(self, request: httpx.Request) -> _Answer:
+        assert isinstance(request, _Prepared)  # noqa: S101 - nobody else has this transport
+        answer = await self._session.request(
+            "POST",
+            str(request.url),
+            headers=request.headers,
+            data=request.data,
+            allow_redirects=False,
+            auto_decompress=False,
+            timeout=_TIMEOUT,
+        )
+        return _Answer(answer)
 
 
 class _Watched(Generic[T]):
@@ -205,8 +237,8 @@ class _Line:
         self.tls = tls
         self.connector = _Connector(tls)
         session = aiohttp.ClientSession(connector=self.connector, cookie_jar=aiohttp.DummyCookieJar())
-        self._transport = AiohttpTransport(verify=tls, trust_env=False, client=session)
-        self.send: Callable[[httpx.Request], Awaitable[httpx.Response]] = self._transport.handle_async_request
+        self._transport = _Transport(session, tls)
+        self.send = self._transport.handle_async_request
         self.running = 0
 
     async def aclose(self) -> None:
@@ -361,29 +393,27 @@ def _bearer(token_file: str) -> str:
     return f"Bearer {token}"
 
 
-async def _exchange(line: _Line, request: httpx.Request, current: _Try, limit_bytes: int) -> Outcome:
+async def _exchange(line: _Line, request: _Prepared, current: _Try, limit_bytes: int) -> Outcome:
     """Send and read the answer. The time limit is the caller's."""
     while True:
         try:
             response = await line.send(request)
             break
         except _ERRORS as error:
-            cause = _cause(error)
-            if current.reused and isinstance(cause, _CLOSED_BY_PEER):
+            if current.reused and isinstance(error, _CLOSED_BY_PEER):
                 current.fresh, current.reused, current.connected_at = True, False, None
                 continue
             if current.connected_at is None:
                 line.connector.close_idle(0)  # they lead to what is not there any more
-                return Unreachable(f"no connection: {_words(cause)}")
-            if _is_tls(cause):
-                return Unreachable(f"no connection: {_words(cause)}")
-            return Failed(f"no answer: {_words(cause)}")
-    stream, headers = response.stream, _plain(response.headers)
-    assert isinstance(stream, httpx.AsyncByteStream)  # noqa: S101 - the transport's
+                return Unreachable(f"no connection: {_words(error)}")
+            if _is_tls(error):
+                return Unreachable(f"no connection: {_words(error)}")
+            return Failed(f"no answer: {_words(error)}")
+    stream, headers = response.body, _plain(response.raw_headers)
     try:
         body = await _read(headers, stream, limit_bytes)
     except _ERRORS as error:
-        return Failed(f"the answer ({response.status_code}) broke off: {_words(_cause(error))}")
+        return Failed(f"the answer ({response.status_code}) broke off: {_words(error)}")
     finally:
         await stream.aclose()
     if body is None:
@@ -391,16 +421,16 @@ async def _exchange(line: _Line, request: httpx.Request, current: _Try, limit_by
     return classify(response.status_code, headers, body, time.time())
 
 
-def _plain(headers: httpx.Headers) -> dict[str, str]:
-    """Names in lower case; looked up several times, which httpx.Headers is slow at."""
+def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Names in lower case."""
     plain: dict[str, str] = {}
-    for raw_name, raw_value in headers.raw:
+    for raw_name, raw_value in headers:
         name, value = raw_name.lower().decode("latin-1"), raw_value.decode("latin-1")
         plain[name] = f"{plain[name]}, {value}" if name in plain else value
     return plain
 
 
-async def _read(headers: Mapping[str, str], stream: httpx.AsyncByteStream, limit_bytes: int) -> bytes | None:
+async def _read(headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_bytes: int) -> bytes | None:
     """The body, decoded; None when it is larger than the limit."""
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit_bytes:
@@ -447,14 +477,9 @@ def _decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes | None:
     return b"".join(parts)
 
 
-_ERRORS = (httpx.HTTPError, aiohttp.ClientError, OSError)
+_ERRORS = (aiohttp.ClientError, OSError)
 """All that a network or a server can do to us."""
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """What aiohttp raised: the transport's translation is lossy (a reset becomes a connect time-out)."""
-    return (error.__cause__ or error) if isinstance(error, httpx.HTTPError) else error
 
 
 def _is_tls(error: BaseException | None) -> bool:

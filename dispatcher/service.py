@@ -11,6 +11,7 @@ configuration again, as a change of the file does.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import secrets
 import signal
@@ -224,6 +225,7 @@ async def serve(
             observe=observe,
         )
         reloader = _Reloader(service, text, path, environ)
+        _settle_garbage()
         with _signals(
             {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.now}
         ):
@@ -287,6 +289,14 @@ class _Reloader:
 
     def _reload(self, text: str) -> Settings | Refusal:
         return reload(self._service.settings, text, self._environ, name=self._path.name)
+
+
+def _settle_garbage() -> None:
+    """What was imported and built by now lives as long as the process: looking at it again and again is a
+    tenth of the cost of a request."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 20, 50)
 
 
 @contextmanager
