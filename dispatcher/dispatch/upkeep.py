@@ -112,7 +112,7 @@ class Upkeep:
             pause = self.options.lease_s / 3
             self._access.learn(renewed)
             gone = set(renewed.lost)
-            for held in self._holding:
+            for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
                 if held.lease.entry in gone:
                     emit(Event.LEASE_LOST, entry=held.lease.entry)
                     self._holding.cut(held, "lost")
