@@ -94,10 +94,10 @@ def test_a_tenant_that_is_always_refused_stops_nobody_else(stage: Stage) -> None
     one = stage.dispatcher(stage.settings(world))
     # An earlier deadline: all of them lie before the others.
     greedy = producer.submit(200, prefix="greedy", metadata={"userid": "greedy"}, deadline_s=3000)
-    modest = producer.submit(400, prefix="modest", metadata={"userid": "modest"})
+    modest = producer.submit(300, prefix="modest", metadata={"userid": "modest"})
     producer.wait_for_all(modest, 30)
     assert set(producer.results) == set(modest)
-    assert producer.answers() == {"200": 400}
+    assert producer.answers() == {"200": 300}
     refused = [entry for entry in world.log() if entry.status == 429]
     print(f"{len(refused)} refused, {one.status()}")
     assert {entry.tenant for entry in refused} == {"greedy"}
