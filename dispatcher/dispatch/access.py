@@ -78,8 +78,8 @@ class Access:
             self._limiter.waiting(told.waiting, now())
 
     def overloaded(self, overload: Overload, *, heard: bool = False) -> None:
-        """A refusal, of ours or `heard` of. Whoever told it may not have known how many of the others' were in
-        flight; as long as it keeps the gate closed those that are now were then."""
+        """A refusal, of ours or `heard` of. Whoever told it may not have known how many of the others' were
+        in flight; as long as it keeps the gate closed those that are now were then."""
         self._limiter.overloaded(
             overload.at,
             until=overload.until,

@@ -160,6 +160,9 @@ class Upkeep:
         while True:
             if await self._access.ask(self._work_came()):
                 self._access.found_work()
+                shared = self._access.view.shared
+                if shared is not None and shared.paused:
+                    self._changed.set()  # what woke us may have been the end of the pause: ask
             else:
                 await asyncio.sleep(self._access.pause_s)
 

@@ -22,7 +22,7 @@ REPLICAS = pytest.mark.parametrize("replicas", [1, 3])
 async def test_cap_holds_and_is_used_whatever_the_path_adds(
     stage: Stage, replicas: int, way_s: float, scrape_s: float
 ) -> None:
-    stage.submit(2000)
+    await stage.submit(2000)
     await asyncio.sleep(5 * scrape_s)
     mean = await stage.mean_over(20)
     assert stage.peak <= stage.setting.most + 1
@@ -35,7 +35,7 @@ async def test_cap_holds_and_is_used_whatever_the_path_adds(
 @SCRAPE_S
 @scenario(replicas=3, lease_s=10.0)
 async def test_killed_and_restarted_replica_never_lifts_the_peak(stage: Stage, scrape_s: float) -> None:
-    stage.submit(3000)
+    await stage.submit(3000)
     await asyncio.sleep(10)
     before = stage.in_flight
     busiest = max(range(3), key=lambda i: stage.alive[i].dispatcher.running)
@@ -61,7 +61,7 @@ async def test_realtime_that_comes_is_given_way_to_and_what_it_leaves_is_taken(
     stage: Stage, replicas: int, scrape_s: float
 ) -> None:
     """0 → 20 → 0. It comes all at once, so nobody can know before the next reading."""
-    stage.submit(5000)
+    await stage.submit(5000)
     await asyncio.sleep(REALTIME_AT - 0.5)
     stage.restart_peak()
     await asyncio.sleep(0.6 + 2 * scrape_s + 2)
@@ -94,7 +94,7 @@ def test_no_order_of_deaths_and_births_lifts_the_peak_or_loses_a_request(
     steps: list[tuple[str, float]], scrape_s: float, way_s: float
 ) -> None:
     async def scene(stage: Stage) -> None:
-        stage.submit(100)
+        await stage.submit(100)
         for which, (step, wait_s) in enumerate(steps):
             dead = [i for i, replica in enumerate(stage.replicas) if replica is None]
             alive = [i for i, replica in enumerate(stage.replicas) if replica is not None]
@@ -104,7 +104,7 @@ def test_no_order_of_deaths_and_births_lifts_the_peak_or_loses_a_request(
                 case "start" if dead:
                     stage.start(dead[which % len(dead)])
                 case "submit":
-                    stage.submit(40)
+                    await stage.submit(40)
                 case _:
                     pass
             await asyncio.sleep(wait_s)

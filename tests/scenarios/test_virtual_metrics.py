@@ -24,7 +24,7 @@ from tests.scenarios.virtual_stage import Metrics, Stage, scenario
 async def test_blindness_closes_the_gate_and_sight_opens_it(
     stage: Stage, replicas: int, kind: Metrics, reason: Reason, within_s: float
 ) -> None:
-    stage.submit(3000)
+    await stage.submit(3000)
     await asyncio.sleep(5.5)
     stage.metrics, blind_at = kind, stage.now
     await asyncio.sleep(30)
@@ -41,7 +41,7 @@ async def test_blindness_closes_the_gate_and_sight_opens_it(
 
 @scenario(scrape_s=3.0)
 async def test_one_failed_scrape_closes_until_the_next_good_one_only(stage: Stage) -> None:
-    stage.submit(2000)
+    await stage.submit(2000)
     await asyncio.sleep(8)
     stage.metrics = Metrics.GONE
     await stage.until(lambda: stage.reasons() == {Reason.UNREADABLE}, 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def refusals(stage: Stage, prefix: str = "") -> list[float]:
 @pytest.mark.parametrize("replicas", [1, 3])
 @scenario(scrape_s=3.0)
 async def test_after_a_refusal_nobody_sends_until_a_newer_reading(stage: Stage, replicas: int) -> None:
-    stage.submit(3000)
+    await stage.submit(3000)
     await asyncio.sleep(10.1)
     refuse(stage, 1)
     await stage.until(lambda: refusals(stage), 5)
@@ -57,7 +58,7 @@ async def test_after_a_refusal_nobody_sends_until_a_newer_reading(stage: Stage, 
 
 @scenario(replicas=3)
 async def test_retry_after_is_waited_for_by_all(stage: Stage) -> None:
-    stage.submit(3000)
+    await stage.submit(3000)
     await asyncio.sleep(5)
     refuse(stage, 1, retry_after="7")
     await stage.until(lambda: refusals(stage), 5)
@@ -73,7 +74,7 @@ async def test_retry_after_is_waited_for_by_all(stage: Stage) -> None:
 @pytest.mark.parametrize("replicas", [1, 3])
 @scenario(slots=33, true_slots=11, queue_limit=8)
 async def test_pool_of_a_third_of_its_declared_size_is_learned(stage: Stage, replicas: int) -> None:
-    stage.submit(6000)
+    await stage.submit(6000)
     await asyncio.sleep(30.5)
     sent, refused = len(stage.tries), len(refusals(stage))
     assert refused, "otherwise this shows nothing"
@@ -100,8 +101,8 @@ async def test_tenant_whose_every_request_is_refused_stops_nobody_else(stage: St
 
     stage.fault = fault
     # An earlier deadline: all of them lie before the others.
-    greedy = stage.submit(300, "greedy", deadline_s=1e5, userid="greedy")
-    modest = stage.submit(600, "modest", userid="modest")
+    greedy = await stage.submit(300, "greedy", deadline_s=1e5, userid="greedy")
+    modest = await stage.submit(600, "modest", userid="modest")
     took_s = await stage.until_answered(80, modest)
     print(f"600 answered in {took_s:.0f} s, {len(refusals(stage))} refusals")
     assert took_s <= 2.0 * 600 / stage.setting.most, "at half of the speed that they would have alone"
@@ -122,12 +123,12 @@ async def test_request_that_is_always_refused_waits_longer_each_time(stage: Stag
         return Overloaded(429, "", capacity=True)
 
     stage.fault = fault
-    (cursed,) = stage.submit(1, "cursed", deadline_s=300)
-    others = stage.submit(400, deadline_s=1000)
+    (cursed,) = await stage.submit(1, "cursed", deadline_s=300)
+    others = await stage.submit(400, deadline_s=1000)
     await stage.until_answered(60, others)
     await stage.until_answered(320)
     at = [one.began_at for one in stage.tries if one.id == cursed]
-    gaps = [later - earlier for earlier, later in zip(at, at[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(at)]
     # Back at once (after the next reading), then 2, 4, 8 … 60 s, and each time a reading newer than others'.
     for nth, gap in enumerate(gaps[1:]):
         assert gap >= min(60.0, 2.0 * 2**nth) - 1e-6

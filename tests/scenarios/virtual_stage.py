@@ -220,7 +220,9 @@ class Stage:
 
     # The producers.
 
-    def submit(self, count: int, prefix: str = "r", *, deadline_s: float = 1e6, **metadata: str) -> list[str]:
+    async def submit(
+        self, count: int, prefix: str = "r", *, deadline_s: float = 1e6, **metadata: str
+    ) -> list[str]:
         """Put requests into the queue and wake the dispatchers."""
         deadline = int(EPOCH + self.now + deadline_s)
         first = len(self.submitted)
@@ -235,7 +237,7 @@ class Stage:
             )
             for name in names
         ]
-        self._tasks.create_task(self.store.submit(submissions))
+        await self.store.submit(submissions)
         self.submitted += names
         return names
 
@@ -245,6 +247,10 @@ class Stage:
     @property
     def results(self) -> list[Result]:
         return [decode_result(each) for each in self.store.lists.get(self.store.results, ())]
+
+    @property
+    def answered(self) -> int:
+        return len(self.store.lists.get(self.store.results, ()))
 
     def statuses(self) -> Counter[int | str | None]:
         """How many results there are, by status or error code."""
@@ -296,7 +302,7 @@ class Stage:
     async def until_answered(self, within_s: float, names: Sequence[str] | None = None) -> float:
         wanted = set(self.submitted if names is None else names)
         return await self.until(
-            lambda: len(self.results) >= len(wanted) and wanted <= {r.id for r in self.results},
+            lambda: self.answered >= len(wanted) and wanted <= {r.id for r in self.results},
             within_s,
             "every answer",
         )
