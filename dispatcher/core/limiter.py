@@ -417,6 +417,7 @@ class Limiter:
 
     def _apply_due(self, now: float) -> None:
         applied_to = self._newest_sample_at
+        ours_at = self._read_at()
         for track in self._tracks.values():
             due = [r for r in track.waiting if r.closed_at + DELTA_S <= now]
             if not due:
@@ -424,17 +425,16 @@ class Limiter:
             track.waiting = [r for r in track.waiting if r.closed_at + DELTA_S > now]
             for reading in sorted(due, key=lambda r: r.closed_at):
                 if track.reading is None or reading.closed_at > track.reading.closed_at:
-                    self._apply(track, reading)
+                    self._apply(track, reading, ours_at)
                     applied_to = max(applied_to, reading.closed_at)
         if applied_to > self._newest_sample_at:
             self._newest_sample_at = applied_to  # once per sample, however many signals it was of
             self._teach_ceiling()
 
-    def _apply(self, track: _Track, reading: Reading) -> None:
+    def _apply(self, track: _Track, reading: Reading, ours_at: float) -> None:
         lost_before = self._lost_at(reading.opened_at)
         limit, known = track.limit, track.lost_before
-        own_at = track.reading.opened_at if track.reading is not None else float("-inf")
-        if self._shared[0] - HEARD_SLOP_S > own_at:
+        if self._shared[0] - HEARD_SLOP_S > ours_at:
             limit, known = self._shared[1], self._lost_at(self._shared[0])
         track.before = limit - max(0, lost_before - known)
         track.lost_before = max(track.lost_before, lost_before)
