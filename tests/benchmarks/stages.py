@@ -1,0 +1,34 @@
+"""A stage of real processes for the benchmarks, and what a process costs as the system counts it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.queue.servers import server
+from tests.scenarios.conftest import default_engine
+from tests.scenarios.processes import Dispatcher, Stage
+
+MIB = 2**20
+
+
+@contextmanager
+def stage_in(folder: Path) -> Iterator[Stage]:
+    with server(default_engine(), folder / "queue") as running, ExitStack() as stack:
+        stage = Stage(folder, running, stack)
+        yield stage
+        complaints = stage.complaints()
+    assert not complaints, "\n".join(complaints)
+
+
+def cpu_s(one: Dispatcher) -> float:
+    """CPU seconds of the process so far."""
+    times = psutil.Process(one.child.pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def rss_mib(one: Dispatcher) -> float:
+    return float(psutil.Process(one.child.pid).memory_info().rss / MIB)

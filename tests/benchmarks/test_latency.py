@@ -1,0 +1,117 @@
+"""From a submission to the request's arrival at the gateway, through a dispatcher with nothing else to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dispatcher.client import open_client
+from tests.benchmarks.stages import stage_in
+from tests.scenarios.processes import NAMES, Stage, World
+from tests.support import wait_until_sync
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
+
+REQUESTS = 200
+POLL_S = 0.2
+LIMIT_S = 0.015
+TRIES = 4
+"""The best counts: what else runs on the machine is not what is measured."""
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with stage_in(tmp_path) as made:
+        yield made
+
+
+def quiet(stage: Stage) -> World:
+    world = stage.world(slots=32, seconds=0.001)
+    one = stage.dispatcher(stage.settings(world, queue={"poll_s": POLL_S, "lease_s": 30}))
+    one.wait_for(reason="idle")
+    return world
+
+
+def arrivals(world: World, sent_at: dict[str, float]) -> list[float]:
+    """From submission to arrival at the gateway, ascending. The clocks are one: CLOCK_MONOTONIC."""
+    wait_until_sync(lambda: len(world.log()) >= len(sent_at), 10, what="all to arrive")
+    return sorted(
+        entry.arrived_at - sent_at.pop(entry.id) for entry in reversed(world.log()) if entry.id in sent_at
+    )
+
+
+def p99(times: list[float]) -> float:
+    return times[int(len(times) * 0.99) - 1]
+
+
+def scheduling_p99() -> float:
+    """How late a short timer of this process is: what the machine alone adds, just now."""
+
+    async def late() -> list[float]:
+        times = []
+        for _ in range(REQUESTS):
+            due = time.monotonic() + 0.002
+            await asyncio.sleep(0.002)
+            times.append(time.monotonic() - due)
+        return sorted(times)
+
+    return p99(asyncio.run(late()))
+
+
+async def by_our_client(stage: Stage, requests: int) -> dict[str, float]:
+    """One after the other, each submitted when the one before was answered."""
+    sent_at = {}
+    async with open_client(stage.server.url, NAMES) as client:
+        for _ in range(requests):
+            before = time.monotonic()
+            ticket = await client.submit(b'{"prompt":"hi"}')
+            sent_at[ticket.id] = before
+            await client.result(ticket, timeout_s=20)
+    return sent_at
+
+
+async def by_zadd(stage: Stage, requests: int) -> dict[str, float]:
+    """A foreign producer, which wakes nobody."""
+    sent_at = {}
+    for _ in range(requests):
+        before = time.monotonic()
+        (id_,) = stage.producer.submit(1)
+        sent_at[id_] = before
+        stage.producer.wait_for_all([id_], 20)
+    return sent_at
+
+
+@pytest.mark.parametrize(
+    ("produce", "requests", "within_s"),
+    [
+        pytest.param(by_our_client, REQUESTS, LIMIT_S, id="our-client"),
+        pytest.param(by_zadd, 40, POLL_S + LIMIT_S, id="foreign-producer"),
+        pytest.param(by_our_client, 3_000, LIMIT_S, id="our-client-long", marks=pytest.mark.long),
+        pytest.param(by_zadd, 600, POLL_S + LIMIT_S, id="foreign-producer-long", marks=pytest.mark.long),
+    ],
+)
+def test_p99_from_submission_to_the_gateway(
+    stage: Stage,
+    produce: Callable[[Stage, int], Awaitable[dict[str, float]]],
+    requests: int,
+    within_s: float,
+) -> None:
+    """Processes pass the request on five times; a machine that wakes each late may be late five times."""
+    world = quiet(stage)
+    asyncio.run(produce(stage, 5))
+    found = []
+    for _ in range(TRIES):
+        busy_s = scheduling_p99()
+        times = arrivals(world, asyncio.run(produce(stage, requests)))
+        found.append(p99(times) - 5 * busy_s)
+        print(
+            f"median {times[len(times) // 2] * 1000:.1f} ms, p99 {p99(times) * 1000:.1f} ms, "
+            f"most {times[-1] * 1000:.1f} ms; the machine's own p99 {busy_s * 1000:.1f} ms"
+        )
+        if p99(times) <= within_s:
+            return
+    assert min(found) <= within_s

@@ -1,0 +1,122 @@
+"""Bytes on their way: from a producer to the gateway, and from its answer to the result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tests.scenarios.processes import Stage
+
+ECHO = b'"sim":{"echo":true}'
+
+NASTY = [
+    b'{"b":1,"a":2,"A":3}',
+    b'{ "spaces" :\t1 ,\n"more" : [ ] }',
+    b'{"big":18446744073709551615,"small":-9223372036854775808,"real":1.0e-320,"same":1.10}',
+    b'{"escapes":"\\u00e9\\/\\n\\u0000\\ud83d\\ude00\\ud800"}',
+    '{"text":"é ☃ 😀 \u2028 \ufeff \u202e"}'.encode(),
+    b'{"twice":1,"twice":2}',
+    b'{"":{"deep":' + b"[" * 50 + b"]" * 50 + b"}}",
+    b'{"html":"</script><!--","quotes":"\\"\\\\\\""}',
+]
+
+
+def test_sixteen_megabytes_both_ways(stage: Stage) -> None:
+    frame = b'{"prompt":"%s",' + ECHO + b"}"
+    payload = frame % (("é".encode()) * ((16 * 2**20 - len(frame) + 2) // 2))
+    assert 16 * 2**20 - 2 < len(payload) <= 16 * 2**20, "the most that queue.max_payload_bytes lets through"
+    world = stage.world(seconds=0.01)
+    (id_,) = stage.producer.submit(1, payload)
+    (larger,) = stage.producer.submit(1, payload.replace(b"true", b" true "))
+    stage.dispatcher(stage.settings(world, queue={"lease_s": 10}))
+    results = stage.producer.wait_for_all(timeout_s=40)
+    assert [result["status_code"] for result in results[id_]] == [200]
+    assert results[id_][0]["payload"].encode() == payload
+    assert [result["error_code"] for result in results[larger]] == ["TOO_LARGE"]
+
+
+def test_a_stream_of_events_is_kept_whole(stage: Stage) -> None:
+    world = stage.world(seconds=0.01)
+    (id_,) = stage.producer.submit(1, b'{"stream":true,"sim":{"events":500}}')
+    stage.dispatcher(stage.settings(world))
+    ((result,),) = stage.producer.wait_for_all(timeout_s=20).values()
+    events = result["payload"].split("\n\n")
+    assert events == [
+        *(f'data: {{"id":"{id_}","choices":[{{"text":"t{n}"}}]}}' for n in range(500)),
+        "data: [DONE]",
+        "",
+    ]
+
+
+def test_payloads_and_answers_pass_byte_for_byte(stage: Stage) -> None:
+    """The gateway answers with what it got: so the result holds both ways at once."""
+    world = stage.world()
+    ids = [stage.producer.submit(1, payload)[0] for payload in NASTY]
+    with plain_gateway() as url:
+        one = stage.dispatcher(stage.settings(world, gateway={"url": url}))
+        results = stage.producer.wait_for_all(timeout_s=20)
+        one.terminate()
+    for id_, payload in zip(ids, NASTY, strict=True):
+        assert results[id_] == [{"id": id_, "status_code": 200, "payload": payload.decode()}]
+
+
+INVALID = b'{"text":"caf\xe9 \xf0\x9f\x98 \xc3\xa9"}'
+
+
+class _Plain(BaseHTTPRequestHandler):
+    """Answers with what it got and looks at nothing; where it got `latin`, in bytes that are no UTF-8."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        body = INVALID if b"latin" in body else body
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def plain_gateway() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Plain) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join(10)
+
+
+def test_bytes_that_are_no_utf_8_are_replaced_and_the_result_says_so(stage: Stage) -> None:
+    world = stage.world()
+    stage.producer.submit(1, b'{"prompt":"latin"}')
+    with plain_gateway() as url:
+        one = stage.dispatcher(stage.settings(world, gateway={"url": url}))
+        ((result,),) = stage.producer.wait_for_all(timeout_s=20).values()
+        one.terminate()
+    assert result["status_code"] == 200
+    assert result["payload"] == INVALID.decode(errors="replace")
+    assert result["payload"].count("\ufffd") == 2
+    assert "UTF-8" in result["payload_note"]
+    assert "byte 12" in result["payload_note"]
+
+
+@pytest.mark.long
+def test_many_large_ones_at_once(stage: Stage) -> None:
+    world = stage.world(seconds=0.2)
+    payloads = [b'{"n":%d,"prompt":"%s",%s}' % (n, b"x" * 2**20, ECHO) for n in range(100)]
+    ids = [stage.producer.submit(1, payload)[0] for payload in payloads]
+    stage.dispatcher(stage.settings(world, queue={"lease_s": 10}))
+    results = stage.producer.wait_for_all(timeout_s=90)
+    for id_, payload in zip(ids, payloads, strict=True):
+        assert [result["payload"].encode() for result in results[id_]] == [payload]
