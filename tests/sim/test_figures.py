@@ -29,12 +29,17 @@ def trace() -> Trace:
     return load(BUNDLED, slots=64)
 
 
+@cache
+def law_in(setting: Setting) -> Comparison:
+    return compare(setting, trace(), [Name.LAW])
+
+
 def rows(names: Sequence[Name], **setting: Any) -> dict[Name, Row]:
     return {row.policy: row for row in compare(Setting(**setting), trace(), names).rows}
 
 
 def law(**setting: Any) -> Row:
-    return rows([Name.LAW], **setting)[Name.LAW]
+    return law_in(Setting(**setting)).rows[0]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +84,7 @@ def test_alternatives_land_near_the_table_of_the_design(i: int) -> None:
         assert found[name].over_mean == pytest.approx(over, abs=0.3, rel=0.12), name
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_law_is_as_good_with_other_batch_requests(seed: int) -> None:
     row = law(seed=seed, jitter=0.2)
     assert row.harvest is not None
@@ -88,7 +93,7 @@ def test_law_is_as_good_with_other_batch_requests(seed: int) -> None:
 
 
 def test_full_pool_makes_realtime_slower_and_the_reserve_is_the_price() -> None:
-    full = rows([Name.ALL_KNOWING, Name.LAW, Name.NONE])
+    full = {**rows([Name.ALL_KNOWING, Name.NONE]), Name.LAW: law()}
     thrifty = law(reserve=0.3)
     assert full[Name.NONE].latency_p50_ratio == 1.0
     for row in (full[Name.ALL_KNOWING], full[Name.LAW]):
@@ -128,8 +133,8 @@ def swings(comparison: Comparison) -> float:
 
 @pytest.mark.parametrize("flush_s", [0.0, 5.0])
 def test_default_detector_with_requests_beside_it_is_no_bang_bang(flush_s: float) -> None:
-    exact = compare(Setting(), trace(), [Name.LAW])
-    both = compare(Setting(detector=Detector.UTILIZATION, flush_s=flush_s, pods=4), trace(), [Name.LAW])
+    exact = law_in(Setting())
+    both = law_in(Setting(detector=Detector.UTILIZATION, flush_s=flush_s, pods=4))
     row = both.rows[0]
     assert row.harvest is not None
     assert row.harvest >= 0.90
