@@ -23,8 +23,8 @@ _INTRODUCTION = f"""# Configuration
 
 One YAML file. Only `gateway.url` is required. `batch-dispatcher check --config FILE` says what is wrong with
 it, all at once, and prints what is in effect; then it tries every connection and says what each found. With
-`--offline` it only validates. It exits with 2 when the configuration is wrong, with 1 when a file that it names
-cannot be read or, with `--strict`, when a connection failed.
+`--offline` it only validates. It exits with 2 when the configuration is wrong, with 1 when a file that it
+names cannot be read or, with `--strict`, when a connection failed.
 
 Every key can also be set in the environment, which wins over the file: `{PREFIX}` and the key's
 path in capitals with `__` between its parts, such as `{PREFIX}BUDGET__RESERVE=0.1`. Lists and
