@@ -11,13 +11,14 @@ configuration again, as a change of the file does.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import gc
 import os
 import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,10 @@ from dispatcher.telemetry import Event, Status, emit
 
 LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
+LARGE_BYTES = 262_144
+"""Memory in pieces this large goes back to the system when it is free."""
+_M_MMAP_THRESHOLD = -3
+"""Of glibc's malloc.h."""
 
 
 class Service:
@@ -225,7 +230,7 @@ async def serve(
             observe=observe,
         )
         reloader = _Reloader(service, text, path, environ)
-        _settle_garbage()
+        _settle_memory()
         with _signals(
             {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.now}
         ):
@@ -291,12 +296,17 @@ class _Reloader:
         return reload(self._service.settings, text, self._environ, name=self._path.name)
 
 
-def _settle_garbage() -> None:
-    """What was imported and built by now lives as long as the process: looking at it again and again is a
-    tenth of the cost of a request."""
+def _settle_memory() -> None:
+    """Tell the collectors what they cannot know.
+
+    What was imported and built by now lives as long as the process: looking at it again and again is a tenth
+    of the cost of a request. And large payloads come and go: glibc, left alone, keeps them in its heap.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 20, 50)
+    with suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 @contextmanager

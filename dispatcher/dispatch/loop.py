@@ -22,6 +22,7 @@ import asyncio
 import random
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.limiter import Limiter
@@ -61,6 +62,8 @@ GATHER_S = 0.002
 """A finished request waits this long for others to be handed in with it, when others are running."""
 GATHERED = 8
 """So many are worth a call of their own: where they come fast, a turn's own length gathers them."""
+LARGE_BYTES = 65_536
+"""A member longer than this is not kept beside its request, which holds the payload once more."""
 TURN_S = 1.0
 """The loop turns at least this often."""
 CONNECTED_S = 2.0
@@ -230,6 +233,8 @@ class Dispatcher:
                 self._finish(endings.expired(lease, parsed))
             else:
                 held.request = parsed
+                if len(lease.member) > LARGE_BYTES:
+                    held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
         cancelled = await self._access.cancelled([held for held, _ in ready])
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
