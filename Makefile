@@ -76,8 +76,9 @@ bench: setup ## Measure: throughput, latency, cost
 
 chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
 	$(call long,tests/chaos,long,7200)
+	$(call long,tests/scenarios,long,7200)
 
-soak: setup ## Run for hours and watch for what grows
+soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits

@@ -1,0 +1,57 @@
+"""Hours of changing work, and a look each round at what should not grow. SOAK_S: how many seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+
+from tests.benchmarks.stages import rss_mib, stage_in
+from tests.support import wait_until_sync
+
+pytestmark = [pytest.mark.long, pytest.mark.serial]
+
+SOAK_S = float(os.environ.get("SOAK_S", "7200"))
+SETTLED = 3
+"""Rounds until everything that grows to a working size has done so."""
+RSS_MIB = 110
+
+
+def test_nothing_grows_and_nothing_is_lost(tmp_path: Path) -> None:
+    chance = random.Random(1)
+    with stage_in(tmp_path) as stage:
+        world = stage.world(slots=128, seconds=0.02, log_max=1000)
+        one = stage.dispatcher(stage.settings(world, max_sys=128, queue={"lease_s": 10, "result_ttl_s": 60}))
+        producer, process = stage.producer, psutil.Process(one.child.pid)
+        ends, found = time.monotonic() + SOAK_S, []
+        while time.monotonic() < ends or len(found) <= SETTLED:
+            world.control(realtime=chance.choice([0, 20, 60]), path_s=chance.choice([0.0, 0.01]))
+            size = chance.choice([100, 1_000, 50_000])
+            asked = len(producer.submit(100_000_000 // max(50_000, 20 * size), b'{"p":"%s"}' % (b"x" * size)))
+            wait_until_sync(
+                lambda n=asked: len(producer.collect()) >= n, 300, what="all results", every_s=0.1
+            )
+            assert producer.answers() == {"200": asked}
+            assert not producer.twice()
+            # The producer's own memory must not be what grows: its ids go on counting.
+            producer.results.clear()
+            found.append((round(rss_mib(one), 1), process.num_fds(), lasting_keys(producer.client)))
+            print(f"{asked:,} of {size:,} bytes: {found[-1]}", flush=True)
+            assert found[-1][0] <= RSS_MIB
+    memory, descriptors, keys = zip(*found, strict=True)
+    assert max(memory[SETTLED:]) <= max(memory[:SETTLED]) + 10
+    assert max(descriptors[SETTLED:]) <= max(descriptors[:SETTLED]) + 130, (
+        "a connection for each slot at most"
+    )
+    assert max(keys) < 20, "what the queue keeps beside its own keys expires"
+
+
+def lasting_keys(client: redis.Redis) -> int:
+    """Keys that nothing but a command will remove."""
+    space = client.info("keyspace").get("db0", {"keys": 0, "expires": 0})
+    return int(space["keys"] - space["expires"])
