@@ -8,7 +8,8 @@ only witness is a refusal for lack of capacity. The first one sets a ceiling C o
 Every reading without another refusal raises it again, along the curve of CUBIC congestion control: fast at
 first, flat around the place W of the last refusal, then ever faster, until it no longer binds.
 
-    C(k) = W + RISE × W × ((k − K) / K)³     k readings after the refusal, K = PLATEAU readings to W
+    C(k) = W + RISE × W × ((k − K) / K)³     k readings after the refusal, K readings to W: PLATEAU, or
+                                             fewer for a small W, so that it is as steep as a larger one
 
 A reading that shows requests waiting in the picker raises nothing: the pool is full as it is, and the next
 refusal would be realtime's as much as ours.
@@ -21,7 +22,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PLATEAU = 20
-"""Readings until the ceiling is back where the last refusal came."""
+"""Readings until the ceiling is back where the last refusal came, at most."""
+STEEPNESS = 0.3 * 30 / PLATEAU**3
+"""In requests per reading³: a ceiling below 30 rises as one of 30 does, or a single refusal while little was in
+flight would hold for a hundred readings."""
 
 
 @dataclass(slots=True)
@@ -69,7 +73,8 @@ class Ceiling:
         if self.value is None or waiting:
             return
         self._readings += 1
-        step = (self._readings - PLATEAU) / PLATEAU
+        plateau = min(PLATEAU, (self._rise * self._refused_at / STEEPNESS) ** (1 / 3))
+        step = (self._readings - plateau) / plateau
         self.value = max(self.value, self._refused_at * (1.0 + self._rise * step * step * step))
         if self.value >= max(1, unbound):
             self.value = None

@@ -108,3 +108,11 @@ def test_reading_that_shows_somebody_waiting_still_lets_the_next_refusal_cut() -
     ceiling.reading(NEVER_UNBOUND, waiting=True)
     ceiling.refused(20, BACKOFF)
     assert ceiling.value == pytest.approx(14)
+
+
+def test_one_refusal_while_little_was_in_flight_is_forgotten_within_forty_readings() -> None:
+    assert None in risen(refused_at(1), 40, unbound=30)
+
+
+def test_large_ceiling_is_back_where_it_was_refused_after_the_plateau() -> None:
+    assert risen(refused_at(200), PLATEAU)[-1] == pytest.approx(200)
