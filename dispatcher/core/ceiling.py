@@ -24,8 +24,8 @@ from dataclasses import dataclass
 PLATEAU = 20
 """Readings until the ceiling is back where the last refusal came, at most."""
 STEEPNESS = 0.3 * 30 / PLATEAU**3
-"""In requests per reading³: a ceiling below 30 rises as one of 30 does, or a single refusal while little was in
-flight would hold for a hundred readings."""
+"""In requests per reading³: a ceiling below 30 rises as one of 30 does, or a single refusal while little was
+in flight would hold for a hundred readings."""
 
 
 @dataclass(slots=True)
