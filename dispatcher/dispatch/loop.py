@@ -23,6 +23,7 @@ import random
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.limiter import Limiter
@@ -247,7 +248,9 @@ class Dispatcher:
             elif (rest_s := self._tenants.rest_s(self._tenant(request), now())) > 0:
                 self._finish(endings.returned(held.lease, after_s=rest_s))
             elif self._tasks is not None:
-                self._holding.started(held, self._tasks.create_task(self._run(held, request)))
+                task = self._tasks.create_task(self._run(held, request))
+                task.add_done_callback(partial(self._never_began, held, request))
+                self._holding.started(held, task)
                 if probe:
                     asyncio.get_running_loop().call_later(CONNECTED_S, self._still_connected, held)
 
@@ -275,6 +278,12 @@ class Dispatcher:
         outcome = self._gateway_seen(request, forwarded)
         self._metrics.tried(type(outcome).__name__, forwarded.ended_at - forwarded.sent_at)
         self._finish(self._decide(lease, request, outcome))
+
+    def _never_began(self, held: Held, request: Request, _task: asyncio.Task[None]) -> None:
+        """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
+        if held.task is not None:
+            self._holding.back(held)
+            self._was_cut(held, held.cut or "drain", request)
 
     def _was_cut(self, held: Held, why: Cut, request: Request) -> None:
         if why == "cancelled":

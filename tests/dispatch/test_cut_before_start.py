@@ -1,0 +1,57 @@
+"""A request that is cut in the very moment between its claim and its first step."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.request import Request, encode_member
+from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.dispatch.holding import Cut
+from dispatcher.ports import Forwarded, Submission
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.sim.virtual import run
+from dispatcher.telemetry import Metrics
+
+
+class NeverReached:
+    """A gateway that nothing must come to."""
+
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        raise AssertionError(f"{request.id} was sent")
+
+    def connected(self, request: Request) -> float | None:
+        return None
+
+    def resize(self, limit: int) -> None: ...
+
+
+@pytest.mark.parametrize(("why", "handed_in"), [("drain", 1), ("cancelled", 1), ("lost", 0)])
+def test_request_cut_before_its_first_step_leaves_nothing_behind(why: Cut, handed_in: int) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        store = MemoryStore(clock=loop.time)
+        deadline = int(time.time()) + 10**6
+        await store.submit([Submission(encode_member("r", b"{}", deadline), float(deadline))])
+        limiter = Limiter(Policy(max_sys=10), [Signal.REQUESTS])
+        limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+        dispatcher = Dispatcher(
+            MemoryQueue(store, "a"), NeverReached(), limiter, Options(RetryPolicy()), Metrics()
+        )
+        async with asyncio.TaskGroup() as tasks:
+            dispatcher._tasks = tasks
+            await dispatcher._take()  # no step of the queue in memory suspends: the task has not begun
+            (held,) = dispatcher._holding
+            dispatcher._holding.cut(held, why)
+        assert dispatcher.running == 0
+        assert len(dispatcher._done) == handed_in
+        if handed_in:
+            await dispatcher._hand_in()
+        assert len(dispatcher._holding) == 0
+
+    run(main(), start=2.0)
