@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from redis import exceptions as errors
 
 from dispatcher.core.request import Result, decode_result, encode_member, score_of
@@ -68,6 +69,10 @@ class Client:
         the result goes to; None: this client's own, empty: the queue's default. Raises ValueError for what
         no dispatcher would take, QueueUnavailableError where the queue cannot be reached.
         """
+        try:
+            msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+        except msgspec.DecodeError as error:
+            raise ValueError(f"the payload is no JSON object: {error}") from error
         now = time.time()
         deadline = int(now + max(1.0, deadline_s))
         ticket = Ticket(

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from dispatcher import __version__, telemetry
 from dispatcher.admin import AdminServer, Views
-from dispatcher.core.allowance import explain
+from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Reason
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
@@ -156,6 +156,14 @@ class Service:
             return "queue: not asked yet"
         return allowance.because if allowance.reason is Reason.STARTING else None
 
+    def _explanation(self, allowance: Allowance) -> str:
+        told = explain(allowance, self.limiter.in_flight)
+        return (
+            f"Observing only, nothing is claimed by this process. It would be: {told}"
+            if self._observe
+            else told
+        )
+
     def status(self) -> Status:
         now = _now()
         allowance = self.limiter.allowance(now)
@@ -164,11 +172,12 @@ class Service:
         return Status(
             version=__version__,
             pool=self.settings.pool.name,
+            queue=self.settings.queue.name,
             owner=self._queue.owner,
             observe=self._observe,
             reason=str(allowance.reason),
             open=not allowance.reason.closed,
-            explanation=explain(allowance, self.limiter.in_flight),
+            explanation=self._explanation(allowance),
             limit=allowance.limit,
             in_flight=self.limiter.in_flight,
             running=self.dispatcher.running,
@@ -218,7 +227,10 @@ async def serve(
         service = Service(settings, queue, gateway, observe=observe)
         admin = settings.admin
         server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
-        await stack.enter_async_context(server)
+        try:
+            await stack.enter_async_context(server)
+        except OSError as error:
+            raise OSError(f"admin.host, admin.port: {error.strerror or error}") from error
         emit(
             Event.STARTED,
             version=__version__,

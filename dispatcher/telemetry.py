@@ -124,6 +124,7 @@ class Status:
 
     version: str
     pool: str
+    queue: str
     owner: str
     observe: bool
     reason: str

@@ -29,4 +29,4 @@ def resume(config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "
     """Let the dispatchers send again."""
     target = find(config, queue_url, queue)
     ask(target, lambda desk: desk.resume())
-    typer.echo(f"{target.names.queue} is not paused")
+    typer.echo(f"{target.names.queue}: the dispatchers may send")

@@ -68,7 +68,7 @@ def _paragraph(shown: dict[str, Any]) -> str:
     gate, paused = shown["dispatcher"], shown["paused"]
     told = [gate["explanation"] if gate else "No dispatcher answers, so nothing is known of its gate."]
     if paused:
-        told.append(f"The queue is paused by {paused['by']}: {paused['why']}.")
+        told.append(f"The queue is {_paused(paused)}.")
     told.append(
         f"{shown['pending']} requests wait, {shown['leased']} are held, {shown['delayed']} wait for a retry, "
         f"{shown['dead']} are dead."
@@ -104,12 +104,19 @@ def _token(path: str) -> str:
     return Path(path).read_text().strip()
 
 
+def _paused(switch: dict[str, str]) -> str:
+    by, why = switch["by"], switch["why"]
+    return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
+
+
 def _text(shown: dict[str, Any]) -> str:
     counts = "  ".join(f"{name} {shown[name]}" for name in ("pending", "leased", "delayed", "dead"))
     lines = [f"{shown['queue']}: {counts}"]
     if shown["paused"]:
-        lines.append(f"paused by {shown['paused']['by']}: {shown['paused']['why']}")
+        lines.append(_paused(shown["paused"]))
     if shown["dispatcher"]:
         dispatcher = shown["dispatcher"]
+        if dispatcher["pool"] and shown["queue"] != dispatcher["queue"]:
+            lines.append(f"the dispatcher that answers works on another queue, {dispatcher['queue']}:")
         lines.append(f"{dispatcher['reason']}: {dispatcher['explanation']}")
     return "\n".join(lines)

@@ -64,7 +64,8 @@ def find(config: Path | None, url: str, queue: str) -> Target:
     embedded = running_url(Path(settings.queue.data_dir))
     if embedded is None:
         raise _wrong(
-            f"queue.url is empty, and no dispatcher runs on {settings.queue.data_dir}: its queue lives in it"
+            "queue.url is empty, so the queue lives in the dispatcher, and none runs on "
+            f"{settings.queue.data_dir}: start `batch-dispatcher run --config {config}`, or name a Redis"
         )
     return Target(embedded, names, settings)
 

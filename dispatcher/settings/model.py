@@ -377,8 +377,8 @@ class Retry(_Section):
     max_deliveries: int = Field(
         5,
         ge=1,
-        description="Dispatchers that may die with a suspect request before it is dead; fewer than 5 may blame "
-        "one that only stood beside the deadly one (docs/decisions/0004).",
+        description="Dispatchers that may die with a suspect request before it is dead. Fewer than 5 may "
+        "blame one that only stood beside the deadly one (docs/decisions/0004).",
     )
 
     @field_validator("max_s")

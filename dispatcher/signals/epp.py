@@ -204,7 +204,7 @@ class EppSource:
         except MalformedPageError as error:
             return _unread(target, f"the page is malformed: {error}")
         except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
-            return _unread(target, _words(error))
+            return _unread(target, _words(error), "signals.epp: the address, or the network on the way there")
         if isinstance(samples, Unread):
             return samples
         seen = view(samples, self._pool, opened_at, loop.time())

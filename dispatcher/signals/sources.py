@@ -126,10 +126,13 @@ def _series(part: str, view: View, now: float) -> list[Finding]:
         for name, value in view.raw.items()
         if name.startswith("queries.")
     ]
+    running = ", ".join(sorted(filter(None, view.detectors)))
+    if running:  # a label tells it; the series' value says nothing
+        found.append(Finding(f"{part} {Family.DETECTOR.value[0]}", True, f"the detector is {running}"))
     absent = [
         Finding(f"{part} {family.value[0]}", True, f"not there: {_ABSENT[family]}")
         for family, names in shown.items()
-        if not names and family in _ABSENT
+        if not names and family in _ABSENT and not (running and family is Family.DETECTOR)
     ]
     return found + own + absent
 

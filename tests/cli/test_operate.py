@@ -136,6 +136,16 @@ def test_dead_wants_numbers_or_all(queue_server: Server, arguments: tuple[str, .
     assert verb(queue_server, "dead", *arguments).returncode == 2
 
 
+@pytest.mark.parametrize("payload", ["", '{"model": ', "[1]", "7"])
+def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
+    queue_server: Server, payload: str
+) -> None:
+    told = verb(queue_server, "submit", payload)
+    assert told.returncode == 2
+    assert "the payload is no JSON object" in told.stderr
+    assert status(queue_server)["pending"] == 0
+
+
 def test_a_queue_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     told = subprocess.run(
         [sys.executable, "-m", "dispatcher", "status", "--queue-url", "redis://127.0.0.1:1/0"],
