@@ -188,7 +188,7 @@ class Poller:
             began = loop.time()
             wake.clear()
             if self._preference.needed(source.name):
-                self._heard(source.name, await source.poll())
+                self._heard(source.name, await _polled(source))
             interval_s = max(self._signals.interval_s, source.interval_least_s)
             pause = interval_s * self._jitter.uniform(1 - JITTER, 1 + JITTER)
             # However long the poll took, the next one leaves it some rest.
@@ -277,3 +277,12 @@ class Poller:
         elif self._told:
             emit(Event.SIGNALS_READABLE, source=self._source)
         self._told = told
+
+
+async def _polled(source: Source) -> tuple[View, ...] | Unread:
+    """What a source tells; a defect of ours in it closes the gate, and does not end the dispatcher."""
+    try:
+        return await source.poll()
+    except Exception as error:
+        emit(Event.SURPRISE, where=f"signals.{source.name}", error=repr(error))
+        return Unread(Reason.UNREADABLE, f"the dispatcher failed: {error!r}", "a defect: please report it")

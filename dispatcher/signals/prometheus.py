@@ -11,6 +11,7 @@ but its own next query.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import math
 import time
@@ -91,6 +92,8 @@ class PrometheusSource:
         self._query = pool_query(pool, namespace)
         # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
         self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
+        # Not in the errand's thread: two threads that import parts of one package see it unfinished.
+        importlib.import_module("prometheus_api_client.prometheus_connect")
         self._errand = Errand("prometheus")
         self._session = _Session(access, timeout_s)
         self._client: Any = None
@@ -120,7 +123,7 @@ class PrometheusSource:
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
         """Run the queries; in the errand's thread."""
         if self._client is None:
-            from prometheus_api_client import PrometheusConnect  # 0.1 s, and not all need it
+            from prometheus_api_client import PrometheusConnect  # imported when we were made
             from urllib3.util.retry import Retry
 
             self._client = PrometheusConnect(

@@ -431,3 +431,17 @@ async def test_a_real_scrape_opens_the_limiter() -> None:
     tell(limiter, told[0])
     # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400
     assert limiter.allowance(told[0].at + 1).limit == 208
+
+
+async def test_a_defect_in_a_source_closes_the_gate_and_ends_nothing() -> None:
+    class Broken(Scripted):
+        async def poll(self) -> tuple[View, ...] | Unread:
+            await super().poll()
+            raise ImportError("half a package")
+
+    async with polling(Broken("epp"), interval_s=0.05) as (_, polls):
+        await wait_until(lambda: len(polls) >= 2)
+    for poll in polls:
+        (unread,) = poll.unread
+        assert unread.reason is Reason.UNREADABLE
+        assert "half a package" in unread.why

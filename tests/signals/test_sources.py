@@ -74,10 +74,9 @@ async def test_a_probe_tells_series_values_and_the_budget_that_follows() -> None
 
 async def test_a_detector_that_only_its_label_names_is_there() -> None:
     async with fake_epp() as epp:
-        epp.page += 'llm_d_epp_flow_control_stale_endpoints{detector="concurrency-detector"} 0\n'
         found = await findings_of(epp)
     told = find(found, "signals.epp llm_d_epp_flow_control_stale_endpoints").detail
-    assert told == "the detector is concurrency-detector"
+    assert told == "the detector is utilization-detector"
 
 
 async def test_what_is_missing_is_named_with_what_mends_it() -> None:
