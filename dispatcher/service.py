@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from dispatcher import __version__, telemetry
 from dispatcher.admin import AdminServer, Views
@@ -123,6 +124,7 @@ class Service:
         if poll.max_age_s != policy.max_age_s:
             policy = replace(policy, max_age_s=poll.max_age_s)
         self.limiter.settings(policy, now)
+        self._tell_capacity(now)
         for reading in poll.readings:
             self.limiter.reading(reading, now)
         if poll.unread:
@@ -139,8 +141,20 @@ class Service:
         self.dispatcher.poke()
 
     def _tell_capacity(self, now: float) -> None:
-        ready = self._endpoints_ready
-        self.limiter.capacity(None if ready is None else ready * self.settings.budget.per_endpoint, now)
+        ready, per_endpoint = self._endpoints_ready, self.settings.budget.per_endpoint
+        if per_endpoint is None and self._poll is not None:
+            per_endpoint = self._poll.per_endpoint
+        # Before the first poll nothing is sent, however much the pool takes.
+        self.limiter.capacity(None if ready is None or per_endpoint is None else ready * per_endpoint, now)
+
+    def _capacity_from(self) -> Literal["setting", "picker", "assumption"] | None:
+        """Where the requests per endpoint come from; None where nothing is reckoned with them."""
+        budget, poll = self.settings.budget, self._poll
+        if budget.max_sys is not None or poll is None or poll.per_endpoint is None:
+            return None
+        if budget.per_endpoint is not None:
+            return "setting"
+        return "picker" if poll.picker_k is not None else "assumption"
 
     # What is shown.
 
@@ -169,6 +183,7 @@ class Service:
         allowance = self.limiter.allowance(now)
         budget, view, counts = allowance.budget, self.dispatcher.view, self.dispatcher.view.counts
         readings = self.limiter.readings
+        capacity_from = self._capacity_from()
         return Status(
             version=__version__,
             pool=self.settings.pool.name,
@@ -191,6 +206,10 @@ class Service:
             ceiling=allowance.ceiling,
             reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
             source=self._poll.source if self._poll else None,
+            detector=self._poll.detector if self._poll else None,
+            per_endpoint=self._poll.per_endpoint if self._poll and capacity_from else None,
+            per_endpoint_from=capacity_from,
+            picker_max_concurrency=self._poll.picker_k if self._poll else None,
             readings=[
                 {
                     "signal": str(reading.signal),

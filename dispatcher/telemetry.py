@@ -33,6 +33,12 @@ class Event(Enum):
     SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "Other signals decide than before")
     SIGNALS_UNREADABLE = ("signals-unreadable", logging.WARNING, "The gate closes: a signal cannot be read")
     SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
+    CAPACITY_LEARNED = ("capacity-learned", logging.INFO, "The picker's pages show its maxConcurrency")
+    CAPACITY_DIFFERS = (
+        "capacity-differs",
+        logging.WARNING,
+        "budget.per_endpoint is not what the picker counts with: one of the two is wrong",
+    )
     KUBERNETES_ABSENT = ("kubernetes-absent", logging.INFO, "No cluster is known: nothing is watched")
     KUBERNETES_PROBLEM = ("kubernetes-problem", logging.WARNING, "The watch lacks something, and says what")
     KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The watch sees all that it needs again")
@@ -146,6 +152,13 @@ class Status:
     ceiling: float | None
     reading_age_s: float | None
     source: str | None
+    detector: str | None = None
+    """What is known of the picker's saturation detector."""
+    per_endpoint: float | None = None
+    """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
+    per_endpoint_from: Literal["setting", "picker", "assumption"] | None = None
+    picker_max_concurrency: int | None = None
+    """As the picker's pages show it; None: they do not."""
     readings: list[dict[str, Any]] = field(default_factory=list)
     """The newest reading of each signal with the raw values it came from."""
     pending: int | None = None
@@ -171,6 +184,11 @@ _GAUGES = (
     ("budget", "D = 1 - (F_SYS + F_EPP + B)"),
     ("headroom", "floor(max_SYS x D), in requests"),
     ("max_sys", "Capacity of the pool, in requests"),
+    ("per_endpoint", "Requests per endpoint that the capacity is reckoned with"),
+    (
+        "picker_max_concurrency",
+        "maxConcurrency of the endpoint picker; absent where its pages do not show it",
+    ),
     ("ceiling", "What refusals taught; absent while none is in force"),
     ("reading_age_seconds", "Age of the newest sample"),
     ("pending", "Requests waiting for their first or next delivery"),

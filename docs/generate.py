@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART
 from dispatcher.settings.source import MAX_BYTES, PREFIX
+from dispatcher.settings.values import AUTO
 
 HERE = Path(__file__).parent
 
@@ -80,6 +81,8 @@ def _kind(info: FieldInfo) -> str:
     choices = get_args(kind)
     if kind in _NAMES:
         text = _NAMES[kind]
+    elif AUTO in info.metadata:
+        text = f"`{AUTO}` or {_NAMES[choices[0]]}"
     elif type(None) in choices:
         text = f"{_NAMES[choices[0]]} or null"
     elif choices and all(isinstance(choice, str) for choice in choices):
@@ -100,6 +103,8 @@ def _default(info: FieldInfo) -> str:
     if info.is_required():
         return "required"
     value = info.get_default(call_default_factory=True, validated_data={})
+    if value is None and AUTO in info.metadata:
+        return f"`{AUTO}`"
     if value is None:
         return "`null`"
     if isinstance(value, bool):

@@ -43,7 +43,7 @@ def test_minimal_file_has_the_documented_defaults() -> None:
         "reserve": 0.05,
         "upper": None,
         "max_sys": None,
-        "per_endpoint": 100.0,
+        "per_endpoint": None,
         "max_in_flight": None,
         "overload_backoff": 0.7,
     }

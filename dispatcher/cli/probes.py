@@ -251,7 +251,10 @@ async def _look_around(settings: Settings) -> tuple[Findings, tuple[str, ...] | 
 
 def _finding(told: Any) -> Finding:
     """What a signals probe found, in the terms of `check`."""
-    return Finding("ok" if told.ok else "failed", told.name, told.detail, told.hint)
+    level: Literal["ok", "warning", "failed"] = (
+        "failed" if not told.ok else "warning" if told.doubtful else "ok"
+    )
+    return Finding(level, told.name, told.detail, told.hint)
 
 
 # Reaching.

@@ -66,7 +66,8 @@ class Policy:
     """u: a budget above it is not believed; None: 1 − reserve."""
     max_sys: float | None = None
     """Capacity in requests; None: ready endpoints × per_endpoint."""
-    per_endpoint: float = 100.0
+    per_endpoint: float | None = None
+    """None: what the endpoint picker counts with, where its pages show that, else an assumption."""
     max_in_flight: int | None = None
     """Hard cap on our requests, whatever the readings say."""
     overload_backoff: float = 0.7

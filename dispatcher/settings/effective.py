@@ -84,7 +84,8 @@ def _notes(settings: Settings) -> dict[str, str]:
     if budget.upper is None:
         notes["budget.upper"] = f"{1 - budget.reserve:g}, the room of an idle pool"
     if budget.max_sys is None:
-        notes["budget.max_sys"] = f"ready endpoints × {budget.per_endpoint:g}"
+        slots = "per_endpoint" if budget.per_endpoint is None else f"{budget.per_endpoint:g}"
+        notes["budget.max_sys"] = f"ready endpoints × {slots}"
     if not queue.url:
         notes["queue.url"] = "embedded Valkey in queue.data_dir"
     return notes

@@ -23,6 +23,7 @@ from dispatcher.core.budget import Policy
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
+    AutoNumber,
     Headers,
     HeaderValue,
     Key,
@@ -285,9 +286,9 @@ class Signals(_Section):
     use: Literal["auto", "saturation", "requests", "both"] = Field(
         "auto",
         description="`saturation`: the EPP's pool saturation and queue. `requests`: running and waiting "
-        "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP shows "
-        "that it runs the concurrency detector; then saturation alone. The default detector can"
-        " read near 0 while every slot is taken, so `saturation` alone suits the concurrency "
+        "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP's pages show "
+        "that its saturation counts requests (concurrency detector); then saturation alone. The default "
+        "detector can read near 0 while every slot is taken, so `saturation` alone suits the concurrency "
         "detector only.",
     )
     prometheus: Prometheus = Prometheus()
@@ -335,11 +336,12 @@ class Budget(_Section):
     max_sys: float | None = Field(
         None, gt=0, description="Capacity of the pool in requests. null: ready endpoints × `per_endpoint`."
     )
-    per_endpoint: float = Field(
-        100.0,
+    per_endpoint: AutoNumber = Field(
+        None,
         gt=0,
-        description="Requests that one endpoint runs at once. No series tells it: set it to the model "
-        "server's limit (and the EPP's `maxConcurrency`).",
+        description="Requests that one endpoint runs at once: the model server's limit (and the EPP's "
+        "`maxConcurrency`). `auto`: the EPP's `maxConcurrency` where its pages show it (concurrency "
+        "detector), else 100 is assumed.",
     )
     max_in_flight: int | None = Field(
         None, ge=1, description="Hard cap on our requests in flight, whatever the readings say."

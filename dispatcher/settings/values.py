@@ -9,7 +9,7 @@ import re
 from typing import Annotated, Any
 from urllib.parse import unquote
 
-from pydantic import AfterValidator, GetCoreSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 MASK = "***"
@@ -134,6 +134,26 @@ class SecretUrl:
             custom_error_context={"why": "a URL is expected"},
             serialization=core_schema.plain_serializer_function_ser_schema(str, when_used="json"),
         )
+
+
+AUTO = "auto"
+
+
+def _auto_is_none(value: object) -> object:
+    if isinstance(value, str):
+        if value != AUTO:
+            raise refuse("a number or auto is expected")
+        return None
+    return value
+
+
+AutoNumber = Annotated[
+    float | None,
+    BeforeValidator(_auto_is_none),
+    PlainSerializer(lambda value: AUTO if value is None else value, when_used="json"),
+    AUTO,
+]
+"""A number, or the word `auto` (None): the value is found out."""
 
 
 def url(*schemes: str, hosts: int = 1) -> AfterValidator:

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.counting import Count
 from dispatcher.settings import Signals
 from dispatcher.settings import Source as SourceName
-from dispatcher.signals.series import Unread, Verdict, View, at_most, judge
+from dispatcher.signals.series import Lessons, Unread, Verdict, View, at_most, judge
 from dispatcher.telemetry import Event, emit
 
 RETURN_AFTER = 3
@@ -65,8 +66,12 @@ class Poll:
     """Not empty: the gate must close, whatever `readings` say."""
     max_age_s: float
     """How old a sample of this source may grow before it is not acted upon."""
-    detector: str | None = None
-    """Which saturation detector the EPP runs, where it says so."""
+    detector: str = ""
+    """What is known of the EPP's saturation detector, in words."""
+    per_endpoint: float | None = None
+    """Requests per endpoint that the capacity was reckoned with; None: nothing was read."""
+    picker_k: int | None = None
+    """The picker's maxConcurrency, where its pages show it."""
     raw: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -133,6 +138,10 @@ class Poller:
         self._in_use: tuple[Signal, ...] = ()
         self._source: SourceName | None = None
         self._told: object = None
+        self._count = Count()
+        self._lessons: dict[str, Lessons] = {}
+        self._compared: tuple[int, float | None] | None = None
+        """The picker's k and the setting beside it, as they were told of last."""
         self._changed = asyncio.Event()
 
     @property
@@ -169,6 +178,7 @@ class Poller:
             self._preference = Preference([source.name for source in sources])
             self._wakes = {source.name: asyncio.Event() for source in sources}
             self._failures = {}
+            self._lessons = {source.name: Lessons(self._count) for source in sources}
             for source in sources:
                 source.discovered(self._replicas)
             try:
@@ -225,8 +235,10 @@ class Poller:
     def _judge(self, name: SourceName, seen: tuple[View, ...] | Unread, now: float) -> Verdict:
         use = self._signals.use
         if isinstance(seen, Unread):
-            return Verdict(self._in_use or at_most(use), (), (seen,), None, {})
-        verdict = judge(seen, use, self._policy, name)
+            return Verdict(self._in_use or at_most(use), (), (seen,), "", {})
+        lessons = self._lessons[name]
+        lessons.learn(seen)
+        verdict = judge(seen, use, self._policy, name, lessons)
         age_s = now - min(view.opened_at for view in seen)
         max_age_s = self._signals.max_age_for(name)
         if age_s > max_age_s:
@@ -253,6 +265,7 @@ class Poller:
                 detector=verdict.detector,
             )
         self._say(verdict)
+        self._compare()
         self._on_poll(
             Poll(
                 at=now,
@@ -262,9 +275,21 @@ class Poller:
                 unread=verdict.unread,
                 max_age_s=self._signals.max_age_for(name),
                 detector=verdict.detector,
+                per_endpoint=verdict.per_endpoint,
+                picker_k=self._count.k,
                 raw=verdict.raw,
             )
         )
+
+    def _compare(self) -> None:
+        """Tell, once, what the picker counts with; warn of a setting that contradicts it."""
+        k, wanted = self._count.k, self._policy.per_endpoint
+        if k is None or (k, wanted) == self._compared:
+            return
+        self._compared = (k, wanted)
+        emit(Event.CAPACITY_LEARNED, picker=k, per_endpoint=wanted)
+        if wanted is not None and wanted != k:
+            emit(Event.CAPACITY_DIFFERS, picker=k, per_endpoint=wanted)
 
     def _say(self, verdict: Verdict) -> None:
         """Log what cannot be read, once as long as it stays the same but for its numbers."""

@@ -30,10 +30,10 @@ ANSWER_MAX_BYTES = 8 * 1024 * 1024
 WINDOW_S = 10.0
 """How long ago an own query's sample may have been taken, where no `age` query tells."""
 
-_ASKED = tuple(family for family in Family if family is not Family.IN_FLIGHT)
-"""Requests in flight have no pool label, so that here another pool's could be taken for ours."""
 _VALUE, _AGE, _OWN = "dispatcher_value", "dispatcher_age", "dispatcher_own"
 _FLOW_LABELS = "fairness_id, priority, model_name, target_model_name"
+_PER_FLOW = (Family.QUEUED, Family.IN_FLIGHT)
+"""A pool has as many of these as it has flows or models: only their sum travels."""
 _SERIES_LABELS = frozenset(
     {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE}
     | {label.strip() for label in _FLOW_LABELS.split(",")}
@@ -291,13 +291,12 @@ def pool_query(pool: str, namespace: str) -> str:
     """
     here = f'namespace=~"{_literal(namespace)}|"'
     parts: list[str] = []
-    for family in _ASKED:
+    for family in Family:
         label = family.pool_label
         matchers = f'{label}=~"{_literal(pool)}|",{here}' if label is not None else here
         selectors = [f"{name}{{{matchers}}}" for name in family.value]
         values = " or ".join(selectors)
-        if family is Family.QUEUED:
-            # A pool has as many of these as it has flows: only their sum travels.
+        if family in _PER_FLOW:
             values = " or ".join(f"sum without ({_FLOW_LABELS}) (clamp_min({each}, 0))" for each in selectors)
         parts.append(f'label_replace({values}, "{_VALUE}", "{family.name}", "", "")')
         if label is not None:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.counting import FLUSH_S, Count, Outside, Page
 from dispatcher.signals.exposition import Sample
 
-FLUSH_S = 5.0
-"""The EPP rewrites its averages this often: an average may be of any moment that far back."""
+QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
+"""The utilization detector's thresholds, as they are where nobody set others."""
 
 
 class Family(Enum):
@@ -28,9 +29,11 @@ class Family(Enum):
     QUEUED = ("llm_d_epp_flow_control_queue_size", "inference_extension_flow_control_queue_size")
     RUNNING = ("llm_d_epp_average_running_requests", "inference_pool_average_running_requests")
     WAITING = ("llm_d_epp_average_queue_size", "inference_pool_average_queue_size")
+    KV_CACHE = ("llm_d_epp_average_kv_cache_utilization", "inference_pool_average_kv_cache_utilization")
     READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
     IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
-    DETECTOR = ("llm_d_epp_flow_control_stale_endpoints",)
+    STALE = ("llm_d_epp_flow_control_stale_endpoints",)
+    """Written by utilization detectors alone; its label is a name that the operator chose."""
 
     @property
     def pool_label(self) -> str | None:
@@ -43,6 +46,7 @@ _POOL_LABEL = {
     Family.QUEUED: "inference_pool",
     Family.RUNNING: "name",
     Family.WAITING: "name",
+    Family.KV_CACHE: "name",
     Family.READY: "name",
 }
 
@@ -75,11 +79,13 @@ class View:
     """Mean per ready endpoint, flushed every FLUSH_S."""
     waiting: float | None = None
     """The same, waiting in the model servers."""
+    kv_cache: float | None = None
+    """The same, the share of the KV cache in use."""
     ready: float | None = None
     in_flight: float | None = None
     """Requests that this replica sent to a model server and that are unanswered."""
-    detectors: frozenset[str] = frozenset()
-    """Which saturation detectors it runs, where it says so."""
+    utilization: frozenset[str] = frozenset()
+    """The names of the utilization detectors that it runs."""
     capacity: float | None = None
     """max_SYS in requests, where the operator has an own query for it."""
     own: bool = False
@@ -88,7 +94,47 @@ class View:
 
     @property
     def flow_control(self) -> bool:
-        return self.saturation is not None or self.queued is not None or bool(self.detectors)
+        return self.saturation is not None or self.queued is not None or bool(self.utilization)
+
+    @property
+    def average(self) -> float | None:
+        """Requests in the model servers at the last flush."""
+        if self.running is None or self.waiting is None or self.ready is None:
+            return None
+        return (self.running + self.waiting) * self.ready
+
+    @property
+    def page(self) -> Page | None:
+        """What may show that the saturation is a count; None where it cannot."""
+        if self.own or self.utilization or self.saturation is None or self.ready is None:
+            return None
+        pressure = None
+        if self.waiting is not None and self.kv_cache is not None:
+            pressure = max(self.waiting / QUEUE_AT_FULL, self.kv_cache / KV_AT_FULL)
+        # The series is made with the picker's first request.
+        return Page(self.saturation, self.ready, self.in_flight or 0.0, pressure)
+
+
+class Lessons:
+    """What a source's views have taught so far. `count`: shared by the sources of one picker."""
+
+    def __init__(self, count: Count | None = None) -> None:
+        self.count = Count() if count is None else count
+        self.outside = Outside()
+
+    def learn(self, views: Sequence[View]) -> None:
+        """Take in the views of one poll."""
+        pages = [each.page for each in views]
+        known = [page for page in pages if page is not None]
+        if len(known) == len(pages):
+            self.count.learn(known)
+        else:
+            self.count.unknowable()
+        sent = [each.in_flight for each in views if each.in_flight is not None]
+        averages = [each.average for each in views if each.average is not None]
+        if len(sent) == len(views):
+            at = max(each.closed_at for each in views)
+            self.outside.learn(at, largest(averages) if averages else None, math.fsum(sent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +145,11 @@ class Verdict:
     """The signals that the limit must follow now: each has a reading here, or is named in `unread`."""
     readings: tuple[Reading, ...]
     unread: tuple[Unread, ...]
-    detector: str | None
+    detector: str
+    """What is known of the picker's saturation detector, in words."""
     raw: Mapping[str, float]
+    per_endpoint: float | None = None
+    """Requests per endpoint that the capacity was reckoned with; None: it came another way."""
 
 
 def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float) -> View | Unread:
@@ -144,9 +193,10 @@ def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: floa
         queued=value(Family.QUEUED),
         running=value(Family.RUNNING),
         waiting=value(Family.WAITING),
+        kv_cache=value(Family.KV_CACHE),
         ready=value(Family.READY),
         in_flight=value(Family.IN_FLIGHT),
-        detectors=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.DETECTOR, ())),
+        utilization=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())),
         raw=raw,
     )
 
@@ -186,32 +236,46 @@ def smallest(values: Iterable[float]) -> float:
     return -largest(-value for value in values)
 
 
-def judge(views: Sequence[View], use: str, policy: Policy, source: str) -> Verdict:
+def judge(
+    views: Sequence[View], use: str, policy: Policy, source: str, lessons: Lessons | None = None
+) -> Verdict:
     """Make the readings that `signals.use` asks for out of the views of all EPP replicas.
+
+    `lessons`: what the polls before taught, this one included; without them only what this one does.
 
     Several replicas: flow control is a matter of each one, so the fullest counts and the queues add up. The
     averages and the ready endpoints are the whole pool's in each replica's eyes: adding them up would count
     the pool twice, so the most loaded view and the smallest capacity count.
     """
-    detectors = frozenset[str]().union(*(each.detectors for each in views))
-    detector = ", ".join(sorted(detectors)) or None
+    if lessons is None:
+        lessons = Lessons()
+        lessons.learn(views)
+    k = lessons.count.k
+    wanted = _wanted(views, use, k)
+    detector = _detector(views, k)
     raw = _raw(views)
     ready = [each.ready for each in views if each.ready is not None]
     if ready and smallest(ready) <= 0:
         # With no fresh endpoint the averages freeze and the saturation reads 1: none of it means anything.
-        gone = Unread(Reason.NO_ENDPOINTS, "the endpoint picker sees no ready endpoint")
-        return Verdict(_wanted(views, use, detectors), (), (gone,), detector, raw)
-    wanted = _wanted(views, use, detectors)
-    capacity = _capacity(views, ready, policy)
+        gone = Unread(
+            Reason.NO_ENDPOINTS,
+            "the endpoint picker sees no ready endpoint",
+            f"the pool's pods; a picker that has just started shows none for {FLUSH_S:g} s",
+        )
+        return Verdict(wanted, (), (gone,), detector, raw)
+    per_endpoint = lessons.count.per_endpoint if policy.per_endpoint is None else policy.per_endpoint
+    capacity = _capacity(views, ready, policy.max_sys, per_endpoint)
     readings: list[Reading] = []
     unread: list[Unread] = []
     for signal in wanted:
-        made = capacity if isinstance(capacity, Unread) else _reading(signal, views, capacity, source, raw)
-        if isinstance(made, Reading):
-            readings.append(made)
-        else:
+        made = (
+            capacity if isinstance(capacity, Unread) else _load(signal, views, capacity, k, lessons.outside)
+        )
+        if isinstance(made, Unread):
             unread.append(made)
-    return Verdict(wanted, tuple(readings), tuple(dict.fromkeys(unread)), detector, raw)
+        elif not isinstance(capacity, Unread):
+            readings.append(_reading(signal, views, capacity, made, source, raw))
+    return Verdict(wanted, tuple(readings), tuple(dict.fromkeys(unread)), detector, raw, per_endpoint)
 
 
 def at_most(use: str) -> tuple[Signal, ...]:
@@ -220,99 +284,101 @@ def at_most(use: str) -> tuple[Signal, ...]:
     return both if use in ("auto", "both") else (Signal(use),)
 
 
-def _wanted(views: Sequence[View], use: str, detectors: frozenset[str]) -> tuple[Signal, ...]:
+def _wanted(views: Sequence[View], use: str, k: int | None) -> tuple[Signal, ...]:
     if use != "auto":
         return at_most(use)
     if any(each.own for each in views):
         return (Signal.SATURATION,)  # the operator's own measure of how full the pool is
     if all(each.saturation is None for each in views):
         return (Signal.REQUESTS,)
-    # The default detector is a pressure score that can read near 0 with every slot taken; the concurrency
-    # detector counts requests, fresh and exactly. Where both run, the score may be what gates.
-    return (Signal.SATURATION,) if _counts(detectors) else at_most(use)
+    # A pressure score can read near 0 with every slot taken. A count needs no second.
+    return (Signal.SATURATION,) if k is not None else at_most(use)
 
 
-def _counts(detectors: frozenset[str]) -> bool:
-    """Whether the saturation is a true count of requests."""
-    return bool(detectors) and all("concurrency" in name for name in detectors)
+def _detector(views: Sequence[View], k: int | None) -> str:
+    utilization = frozenset[str]().union(*(each.utilization for each in views))
+    if utilization:
+        return f"utilization ({', '.join(sorted(utilization))})"
+    if k is not None:
+        return f"counts requests, maxConcurrency {k}"
+    return "not known" if any(each.saturation is not None for each in views) else "none"
 
 
-def _capacity(views: Sequence[View], ready: Sequence[float], policy: Policy) -> float | Unread:
+def _capacity(
+    views: Sequence[View], ready: Sequence[float], max_sys: float | None, per_endpoint: float
+) -> float | Unread:
     own = [each.capacity for each in views if each.capacity is not None]
     if own and smallest(own) <= 0:
         return Unread(Reason.NO_ENDPOINTS, "the capacity is 0", "signals.prometheus.queries.capacity")
     if own:
         return smallest(own)
-    if policy.max_sys is not None:
-        return policy.max_sys
+    if max_sys is not None:
+        return max_sys
     if len(ready) < len(views) or not ready:
         return Unread(
             Reason.UNREADABLE,
             f"the number of ready endpoints ({' or '.join(Family.READY.value)}) is not there",
             "budget.max_sys says the capacity without it",
         )
-    return smallest(ready) * policy.per_endpoint
+    return smallest(ready) * per_endpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """F_SYS, and what may be said of it."""
+
+    f_sys: float
+    exact: bool
+    flushed: bool = False
+    """It is of any moment since the last flush."""
+
+
+def _load(
+    signal: Signal, views: Sequence[View], max_sys: float, k: int | None, outside: Outside
+) -> _Load | Unread:
+    if signal is Signal.REQUESTS:
+        return _requests(views, max_sys, outside)
+    saturations = [each.saturation for each in views if each.saturation is not None]
+    if not saturations or len(saturations) < len(views):
+        return _no_saturation(views)
+    pages = [each.page for each in views]
+    if k is None or None in pages:
+        return _Load(largest(saturations), exact=False)
+    # Each replica counts what it sent itself, in shares of what it takes for the capacity.
+    counted = math.fsum(page.saturation * page.ready * k for page in pages if page is not None)
+    return _Load(counted / max_sys, exact=True)
 
 
 def _reading(
-    signal: Signal, views: Sequence[View], max_sys: float, source: str, raw: Mapping[str, float]
-) -> Reading | Unread:
-    opened_at = min(each.opened_at for each in views)
-    closed_at = max(each.closed_at for each in views)
+    signal: Signal, views: Sequence[View], max_sys: float, load: _Load, source: str, raw: Mapping[str, float]
+) -> Reading:
     # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
     queued = math.fsum(each.queued for each in views if each.queued is not None)
-    if signal is Signal.SATURATION:
-        saturations = [each.saturation for each in views if each.saturation is not None]
-        if not saturations or len(saturations) < len(views):
-            return _no_saturation(views)
-        f_sys = largest(saturations)
-        exact = _counts(frozenset[str]().union(*(each.detectors for each in views)))
-    else:
-        counted = _requests(views)
-        if isinstance(counted, Unread):
-            return counted
-        requests, flushed = counted
-        f_sys, exact = requests / max_sys, True
-        opened_at -= FLUSH_S if flushed else 0.0
     return Reading(
         signal=signal,
-        opened_at=opened_at,
-        closed_at=closed_at,
-        f_sys=f_sys,
+        opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.flushed else 0.0),
+        closed_at=max(each.closed_at for each in views),
+        f_sys=load.f_sys,
         f_epp=queued / max_sys,
         max_sys=max_sys,
         source=source,
         raw=raw,
-        exact=exact,
+        exact=load.exact,
     )
 
 
-def _requests(views: Sequence[View]) -> tuple[float, bool] | Unread:
-    """Requests in the model servers, and whether they come from flushed averages."""
-    averages = [
-        (each.running + each.waiting) * each.ready
-        for each in views
-        if each.running is not None and each.waiting is not None and each.ready is not None
-    ]
+def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load | Unread:
+    """Requests in the model servers: what each replica sent and saw no answer of, which is of now, and what
+    else the averages know of, which were of now at the last flush."""
+    averages = [each.average for each in views if each.average is not None]
+    sent = [each.in_flight for each in views if each.in_flight is not None]
+    # With no average at all the EPP has just started: its count leaves out what its predecessor sent, and the
+    # averages will be there in a moment. Before GIE 1.5 there is none of running requests, though.
+    started = [each for each in views if each.waiting is not None and each.ready is not None]
+    if len(sent) == len(views) and len(started) == len(views) and math.isfinite(math.fsum(averages)):
+        return _Load((math.fsum(sent) + outside.requests) / max_sys, exact=True)
     if len(averages) == len(views):
-        sent = [each.in_flight for each in views if each.in_flight is not None]
-        if len(sent) == len(views) and all(_may_be_truncated(each) for each in views):
-            return largest([*averages, math.fsum(sent)]), True
-        return largest(averages), True
-    # Before GIE 1.5 there is no average of running requests. What each replica has sent and not seen
-    # answered is the same count, so long as every request passes an EPP; it has no pool label, though,
-    # and so only a page that is one EPP's can tell. With no average at all the EPP has just started: its
-    # count leaves out what its predecessor sent, and the averages will be there in a moment.
-    in_flight = [
-        each.in_flight
-        for each in views
-        if each.in_flight is not None
-        and each.running is None
-        and each.waiting is not None
-        and each.ready is not None
-    ]
-    if len(in_flight) == len(views):
-        return math.fsum(in_flight), False
+        return _Load(largest(averages) / max_sys, exact=True, flushed=True)
     missing = [
         family.value[0]
         for family, there in (
@@ -326,17 +392,6 @@ def _requests(views: Sequence[View]) -> tuple[float, bool] | Unread:
     if any(each.saturation is not None for each in views):
         hint = "signals.use: saturation does without the count (docs/signals.md says at what price); " + hint
     return Unread(Reason.UNREADABLE, f"{', '.join(missing)} not there", hint, Signal.REQUESTS)
-
-
-def _may_be_truncated(each: View) -> bool:
-    """Whether both averages are whole numbers, over several endpoints.
-
-    Some EPPs around GIE 1.5 divide whole numbers: three requests on four endpoints average 0. By chance whole
-    averages are rare, and then what was sent and is unanswered agrees with them.
-    """
-    if each.running is None or each.waiting is None or each.ready is None:
-        return False
-    return each.ready > 1 and each.running.is_integer() and each.waiting.is_integer()
 
 
 def _no_saturation(views: Sequence[View]) -> Unread:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from dispatcher.core.budget import Policy, Reading, Reason, assess
+from dispatcher.core.counting import ASSUMED, fitting
 from dispatcher.settings import Settings, Tls
 from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource, Targets
 from dispatcher.signals.poller import Source
@@ -26,6 +28,8 @@ class Finding:
     ok: bool
     detail: str
     hint: str = ""
+    doubtful: bool = False
+    """It works, but is seldom meant so."""
 
 
 def sources(settings: Settings) -> tuple[Source, ...]:
@@ -109,7 +113,25 @@ async def probe(settings: Settings, epp_addresses: tuple[str, ...] | None = None
         policy = settings.policy(source.name)
         verdict = judge(seen, settings.signals.use, policy, source.name)
         findings += _verdict(name, verdict, policy, now)
+        if policy.max_sys is None:
+            findings += _per_endpoint(seen, policy.per_endpoint)
     return findings
+
+
+def _per_endpoint(views: Sequence[View], wanted: float | None) -> list[Finding]:
+    """What one sample says of `budget.per_endpoint`: a hint, which a running dispatcher makes sure of."""
+    name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
+    fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
+    k = fits.pop() if len(fits) == 1 else None
+    if k is not None and wanted is None:
+        return [Finding(name, True, f"auto: this sample fits an endpoint picker with maxConcurrency {k}")]
+    if k is not None and wanted != k:
+        what = f"{wanted:g}, but this sample fits an endpoint picker with maxConcurrency {k}"
+        return [Finding(name, True, what, f"{hint}; or auto", doubtful=True)]
+    if wanted is None:
+        what = f"auto, and this sample does not show the picker's maxConcurrency: {ASSUMED:g} is assumed"
+        return [Finding(name, True, what, hint, doubtful=True)]
+    return []
 
 
 def _series(part: str, view: View, now: float) -> list[Finding]:
@@ -126,13 +148,14 @@ def _series(part: str, view: View, now: float) -> list[Finding]:
         for name, value in view.raw.items()
         if name.startswith("queries.")
     ]
-    running = ", ".join(sorted(filter(None, view.detectors)))
-    if running:  # a label tells it; the series' value says nothing
-        found.append(Finding(f"{part} {Family.DETECTOR.value[0]}", True, f"the detector is {running}"))
+    if view.utilization:  # a label tells it; the series' value says nothing
+        names = ", ".join(sorted(filter(None, view.utilization))) or "(without a name)"
+        what = f"utilization detector {names}: its saturation is no count"
+        found.append(Finding(f"{part} {Family.STALE.value[0]}", True, what))
     absent = [
         Finding(f"{part} {family.value[0]}", True, f"not there: {_ABSENT[family]}")
         for family, names in shown.items()
-        if not names and family in _ABSENT and not (running and family is Family.DETECTOR)
+        if not names and family in _ABSENT
     ]
     return found + own + absent
 
@@ -142,7 +165,7 @@ _ABSENT = {
     Family.QUEUED: "nothing waits in the endpoint picker, or flow control is off",
     Family.RUNNING: "an endpoint picker older than GIE 1.5, or one that has just started",
     Family.READY: "budget.max_sys has to say the capacity",
-    Family.DETECTOR: "the detector is not known, so that its saturation is not taken for a count",
+    Family.IN_FLIGHT: "no request has passed the endpoint picker since it started",
 }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.signals.exposition import Page
-from dispatcher.signals.series import FLUSH_S, NAMES, Verdict, View, judge, view
+from dispatcher.signals.series import NAMES, Lessons, Verdict, View, judge, view
 from tests.signals.fakes import PAGES, golden
 
 OPENED_AT, CLOSED_AT = 100.0, 100.25
@@ -33,30 +33,32 @@ def read(*pages: str, use: str = "auto", policy: Policy = POLICY) -> Verdict:
 
 @dataclass(frozen=True)
 class Expected:
-    """(f_sys, f_epp) of each signal in use, and whether the requests come from flushed averages."""
+    """(f_sys, f_epp) of each signal in use."""
 
     saturation: tuple[float, float] | None = None
     requests: tuple[float, float] | None = None
-    flushed: bool = True
 
 
 FROM_AVERAGES = (30.25 + 1.5) * 4 / 400
 IN_FLIGHT = 128 / 400
+"""What the picker sent and saw no answer of; on the newest pages 120, and the averages know of 7 more."""
 
 GOLDEN = {
-    "gie-1.0-flow-control-off": Expected(requests=(IN_FLIGHT, 0), flushed=False),
-    "gie-1.3-flow-control-off": Expected(requests=(IN_FLIGHT, 0), flushed=False),
-    "gie-1.3-flow-control-on": Expected((0.35, 12 / 400), (IN_FLIGHT, 12 / 400), flushed=False),
-    "gie-1.5-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
-    "gie-1.5-flow-control-on": Expected((1.25, 12 / 400), (FROM_AVERAGES, 12 / 400)),
-    "router-0.9-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
+    "gie-1.0-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
+    "gie-1.3-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
+    "gie-1.3-flow-control-on": Expected((0.35, 12 / 400), (IN_FLIGHT, 12 / 400)),
+    "gie-1.5-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
+    "gie-1.5-flow-control-on": Expected((1.25, 12 / 400), (IN_FLIGHT, 12 / 400)),
+    "router-0.9-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
     # Both families of names with different values: the new ones count.
     "router-0.9-flow-control-on": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
     "router-newest-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
     "router-newest-flow-control-on": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
     "router-newest-prefill-decode": Expected((0.75, 12 / 400), (FROM_AVERAGES, 12 / 400)),
-    # Nothing waits and no flow has a series: the queue is empty, not unknown. A true count needs no second.
-    "router-newest-concurrency-detector": Expected((0.3175, 0)),
+    # Nothing waits and no flow has a series: the queue is empty, not unknown. One page proves no count.
+    "router-newest-concurrency-detector": Expected((0.3175, 0), (127 / 400, 0)),
+    # A utilization detector, whatever its operator called it.
+    "router-newest-misnamed-detector": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
     "router-newest-endpoint-selector": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
     "router-newest-negative-queue": Expected((0.4, 4 / 400), (FROM_AVERAGES, 4 / 400)),
 }
@@ -73,9 +75,7 @@ def test_a_real_page_gives_its_reading(name: str) -> None:
         assert terms is not None
         assert (reading.f_sys, reading.f_epp) == pytest.approx(terms)
         assert reading.max_sys == 400
-        flushed = reading.signal is REQUESTS and expected.flushed
-        assert reading.opened_at == OPENED_AT - (FLUSH_S if flushed else 0)
-        assert reading.closed_at == CLOSED_AT
+        assert (reading.opened_at, reading.closed_at) == (OPENED_AT, CLOSED_AT)
 
 
 def test_every_golden_page_has_an_expectation() -> None:
@@ -112,7 +112,8 @@ def test_requests_in_flight_add_up_over_replicas() -> None:
         ("0", "0", "3", 3),  # three requests on four endpoints, divided as whole numbers are
         ("30", "1", "126", 126),
         ("30", "1", "90", 124),
-        ("30.25", "1", "200", 125),  # not truncated: the averages know of requests that passed no EPP, too
+        ("30.25", "1", "200", 200),  # what has been sent since the last flush is not in the averages yet
+        ("30.25", "1", "100", 125),  # requests that passed no picker are in the averages alone
     ],
 )
 def test_truncated_averages_do_not_hide_requests(
@@ -142,12 +143,73 @@ def test_use_says_what_is_read(use: str, signals: set[Signal]) -> None:
     assert {reading.signal for reading in verdict.readings} == set(verdict.signals) == signals
 
 
+def filled(requests: int, **changed: float) -> View:
+    """A page of the concurrency detector (maxConcurrency 100, four endpoints) with so many in flight."""
+    (made,) = seen("router-newest-concurrency-detector")
+    return replace(made, saturation=requests / 400, in_flight=float(requests), **changed)
+
+
+def taught(*requests: int) -> Lessons:
+    lessons = Lessons()
+    for each in requests:
+        lessons.learn([filled(each)])
+    return lessons
+
+
+KNOWN = (100, 110, 120, 127, 135, 140, 127)
+
+
 def test_only_a_true_count_is_exact() -> None:
     """A pressure score does not show our requests one by one: nothing is proved by their absence."""
     exact = {reading.signal: reading.exact for reading in read("router-newest-flow-control-on").readings}
     assert exact == {SATURATION: False, REQUESTS: True}
-    (counted,) = read("router-newest-concurrency-detector").readings
-    assert counted.exact
+    verdict = judge([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140))
+    (counted,) = verdict.readings
+    assert (counted.signal, counted.exact, counted.f_sys) == (SATURATION, True, 140 / 400)
+    assert verdict.detector == "counts requests, maxConcurrency 100"
+
+
+def test_the_name_of_a_detector_is_not_its_kind() -> None:
+    verdict = read("router-newest-misnamed-detector")
+    assert set(verdict.signals) == {SATURATION, REQUESTS}
+    assert verdict.detector == "utilization (high-concurrency-pool)"
+    assert not any(reading.exact for reading in verdict.readings if reading.signal is SATURATION)
+
+
+@pytest.mark.parametrize(
+    ("policy", "max_sys"), [(Policy(), 400), (Policy(per_endpoint=16), 64), (Policy(max_sys=80), 80)]
+)
+def test_a_count_is_a_share_of_the_capacity_that_is_set(policy: Policy, max_sys: float) -> None:
+    """The picker's share is of what it takes for the capacity; the operator may know better."""
+    (reading,) = judge([filled(40)], "auto", policy, "epp", taught(*KNOWN, 40)).readings
+    assert (reading.max_sys, reading.f_sys) == (max_sys, 40 / max_sys)
+
+
+def test_counts_of_several_pickers_add_up() -> None:
+    """Each counts what it sent itself."""
+    lessons = Lessons()
+    for each in KNOWN:
+        lessons.learn([filled(each), filled(each + 3)])
+    (reading,) = judge([filled(40), filled(60)], "auto", POLICY, "epp", lessons).readings
+    assert reading.f_sys == pytest.approx(100 / 400)
+
+
+def test_a_utilization_detector_ends_what_was_learned() -> None:
+    lessons = taught(*KNOWN)
+    assert lessons.count.k == 100
+    lessons.learn(seen("router-newest-misnamed-detector"))
+    assert lessons.count.k is None
+
+
+@pytest.mark.parametrize("page", ["router-newest-flow-control-off", "router-newest-flow-control-on"])
+def test_where_no_count_can_be_learned_the_pickers_default_is_assumed(page: str) -> None:
+    assert {reading.max_sys for reading in read(page, policy=Policy()).readings} == {400}
+
+
+def test_before_any_request_was_seen_little_is_assumed() -> None:
+    """The first page that shows one may show what an endpoint takes: until then a burst would be a guess."""
+    idle = filled(0, running=0.0, waiting=0.0)
+    assert {reading.max_sys for reading in judge([idle], "auto", Policy(), "epp").readings} == {32}
 
 
 @pytest.mark.parametrize("use", ["saturation", "both"])

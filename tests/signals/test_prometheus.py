@@ -181,11 +181,13 @@ async def test_an_unnamed_picker_beside_ours_is_not_ours(prometheus: FakePrometh
     for family, value in GOOD.items():
         prometheus.rows.append(row(value * 9, {**stranger, "dispatcher_value": family}))
     prometheus.rows.append(
-        row(0, {**stranger, "dispatcher_value": "DETECTOR", "detector": "concurrency-detector"})
+        row(0, {**stranger, "dispatcher_value": "STALE", "detector": "utilization-detector"})
     )
+    prometheus.rows.append(row(99, {**stranger, "dispatcher_value": "IN_FLIGHT"}))
     (view,) = await views(prometheus.url)
     assert view.saturation == 0.4
-    assert view.detectors == frozenset()
+    assert view.utilization == frozenset()
+    assert view.in_flight is None
 
 
 async def test_without_any_series_the_labels_are_named(prometheus: FakePrometheus) -> None:

@@ -10,6 +10,7 @@ import pytest
 import trustme
 
 from dispatcher.settings import Settings
+from dispatcher.settings.model import Budget
 from dispatcher.signals.sources import Finding, probe, sources
 from tests.signals.fakes import GOOD, FakeEpp, fake_epp, fake_prometheus, golden
 from tests.support import free_port
@@ -72,11 +73,40 @@ async def test_a_probe_tells_series_values_and_the_budget_that_follows() -> None
     assert "of 400 requests" in find(found, "signals.epp requests").detail
 
 
-async def test_a_detector_that_only_its_label_names_is_there() -> None:
+async def test_a_detector_is_what_its_series_says_and_not_its_name() -> None:
     async with fake_epp() as epp:
+        epp.page = golden("router-newest-misnamed-detector")
         found = await findings_of(epp)
     told = find(found, "signals.epp llm_d_epp_flow_control_stale_endpoints").detail
-    assert told == "the detector is utilization-detector"
+    assert told == "utilization detector high-concurrency-pool: its saturation is no count"
+
+
+@pytest.mark.parametrize(
+    ("per_endpoint", "doubtful", "told"),
+    [
+        ("auto", False, "auto: this sample fits an endpoint picker with maxConcurrency 100"),
+        (100, None, ""),
+        (64, True, "64, but this sample fits an endpoint picker with maxConcurrency 100"),
+    ],
+)
+async def test_what_the_picker_counts_with_is_compared(
+    per_endpoint: object, doubtful: bool | None, told: str
+) -> None:
+    async with fake_epp() as epp:
+        epp.page = golden("router-newest-concurrency-detector")
+        budget = {"per_endpoint": per_endpoint}
+        wanted = settings(epp={"urls": [epp.url]}).model_copy(
+            update={"budget": Budget.model_validate(budget)}
+        )
+        found = [each for each in await probe(wanted) if each.name == "budget.per_endpoint"]
+    assert [(each.doubtful, each.detail) for each in found] == ([(doubtful, told)] if told else [])
+
+
+async def test_an_assumed_capacity_is_doubtful() -> None:
+    async with fake_epp() as epp:
+        told = find(await findings_of(epp), "budget.per_endpoint")
+    assert told.doubtful
+    assert "100 is assumed" in told.detail
 
 
 async def test_what_is_missing_is_named_with_what_mends_it() -> None:

@@ -1,0 +1,188 @@
+"""What the pages of an endpoint picker teach together, though none of them says it. Pure.
+
+**Is its saturation a count, and of what?** The picker's concurrency detector divides the requests that it
+sent and saw no answer of by its endpoints × maxConcurrency. So on every page, with one whole number k,
+
+    saturation × ready endpoints × k = requests in flight
+
+Its other detectors are pressure scores, for which no such k is found: they follow the KV cache and the
+queues of the model servers. Where enough pages with enough different fills agree on one k to the last digit,
+the saturation is a count and k is maxConcurrency: the capacity of an endpoint, which no series tells. One
+page that contradicts it ends the belief.
+
+**What does the picker not know of?** It counts at once what it sent itself; the averages of running and
+waiting requests hold all that the model servers have, but as they were at the last flush, up to FLUSH_S ago.
+What they had more at that moment came another way: past the picker, or through its predecessor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+FLUSH_S = 5.0
+"""The picker rewrites its averages this often: an average may be of any moment that far back."""
+
+ASSUMED = 100.0
+"""Requests per endpoint where nobody says how many: the picker's own default for maxConcurrency."""
+FIRST = 8.0
+"""The same before a page has shown any request: few, for the first page that does may show a k."""
+
+PAGES = 6
+FILLS = 4
+SPREAD = 3.0
+"""So many pages, with so many different numbers in flight that lie so far apart, must agree on k."""
+EXACT = 1e-6
+"""Relative: both numbers come from whole ones."""
+RACE = 2.0
+RACE_SHARE = 0.1
+"""The two counters of one page are not read at one moment: they may differ by this many requests, or this
+share of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What one replica of the picker shows, as far as it matters here."""
+
+    saturation: float
+    ready: float
+    in_flight: float
+    pressure: float | None = None
+    """The utilization detector's formula over the page's averages, where they are there."""
+
+
+@dataclass(slots=True)
+class Count:
+    """Whether a picker's saturation is a count of requests, and of how many per endpoint (k)."""
+
+    k: int | None = None
+    """maxConcurrency; None: not known, or no longer."""
+    last: int | None = None
+    """The k that was believed last, contradicted or not."""
+    _candidate: int | None = None
+    _pages: int = 0
+    _fills: set[float] = field(default_factory=set)
+    _seen: tuple[Page, ...] = ()
+    _odd: bool = False
+    """The newest page was off by more than a race explains."""
+    _loaded: bool = False
+    """A page has shown requests."""
+    _doubted: bool = False
+    """What looked like a k was contradicted."""
+
+    @property
+    def per_endpoint(self) -> float:
+        """The best guess at what an endpoint runs at once; never above ASSUMED where k was never certain."""
+        if self.last is not None:
+            return float(self.last)
+        if not self._loaded:
+            return FIRST
+        # A pressure score may look like a count on one page, but then not on the next.
+        return min(ASSUMED, self._candidate or ASSUMED) if not self._doubted else ASSUMED
+
+    def unknowable(self) -> None:
+        """The picker shows no saturation, or says that it is no count: nothing is to be waited for."""
+        self._loaded = True
+        self._contradicted()
+
+    def learn(self, pages: Sequence[Page]) -> None:
+        """Take in one sample: a page of each replica. The same sample again teaches nothing."""
+        if tuple(pages) == self._seen:
+            return
+        self._seen = tuple(pages)
+        for page in pages:
+            if not all(map(math.isfinite, (page.saturation, page.ready, page.in_flight))):
+                self._contradicted()
+            elif page.in_flight > 0 or page.saturation > 0:  # idle is true of every k
+                self._loaded = True
+                self._learn(page)
+
+    def _learn(self, page: Page) -> None:
+        believed = self.k if self.k is not None else self._candidate
+        if believed is not None and not self._fits(page, believed):
+            self._contradicted()
+            believed = None
+        if self.k is not None:
+            return
+        found = fitting(page)
+        if found is None:
+            self._doubted = self._doubted or self._candidate is None
+            return
+        if _is_pressure(page):
+            if page.saturation != 1.0:  # there the two meet by chance
+                self._contradicted()
+            return
+        if self._candidate is None:
+            self._candidate = found
+        if found == self._candidate:
+            self._pages += 1
+            self._fills.add(page.in_flight)
+            if self._pages >= PAGES and len(self._fills) >= FILLS and self._apart() >= SPREAD:
+                self.k = self.last = found
+
+    def _fits(self, page: Page, k: int) -> bool:
+        """Whether the page can be of a detector that counts with this k."""
+        counted = page.saturation * page.ready * k
+        if not math.isfinite(counted) or abs(counted - round(counted)) > EXACT * max(1.0, counted):
+            return False
+        before, self._odd = self._odd, abs(counted - page.in_flight) > max(RACE, RACE_SHARE * page.in_flight)
+        return not (self._odd and (before or fitting(page) is not None))
+
+    def _contradicted(self) -> None:
+        self._doubted = True
+        self.k = self._candidate = None
+        self._pages, self._odd = 0, False
+        self._fills.clear()
+
+    def _apart(self) -> float:
+        return max(self._fills) - min(self._fills)
+
+
+def fitting(page: Page) -> int | None:
+    """The k that explains this page exactly; None where none does."""
+    share = page.saturation * page.ready
+    if not (share > 0 and page.in_flight > 0 and math.isfinite(share)):
+        return None
+    k = page.in_flight / share
+    return round(k) if math.isfinite(k) and k > 0.5 and abs(k - round(k)) <= EXACT * k else None
+
+
+def _is_pressure(page: Page) -> bool:
+    """The other formula explains the page as well."""
+    return page.pressure is not None and math.isclose(page.saturation, page.pressure, rel_tol=EXACT)
+
+
+@dataclass(slots=True)
+class Outside:
+    """Requests in the model servers that the picker has not sent, or does not remember.
+
+    At a flush the averages A and the picker's own count n are of one moment: A − n then. A flush is seen by
+    its averages differing from those before. It fell between two samples, and the larger n of the two is
+    taken: requests on their way must not be counted twice. Where no difference is seen, all that is certain
+    is that A is not older than FLUSH_S: A − n is at least A less the largest n since.
+    """
+
+    requests: float = 0.0
+    _average: float | None = None
+    _counts: deque[tuple[float, float]] = field(default_factory=deque)
+    """(when, n) of the samples that a flush which still stands may have fallen between."""
+
+    def learn(self, at: float, average: float | None, in_flight: float) -> None:
+        """Take in one sample: the averages' sum, and the picker's own count at `at`."""
+        if not (math.isfinite(in_flight) and (average is None or math.isfinite(average))):
+            return  # nobody acts upon such a sample
+        counts = self._counts
+        while len(counts) > 1 and counts[1][0] <= at - FLUSH_S:
+            counts.popleft()
+        before = counts[-1][1] if counts else in_flight
+        counts.append((at, in_flight))
+        if average is None:
+            self.requests, self._average = 0.0, None
+            return
+        if average != self._average:
+            self.requests = max(0.0, average - max(before, in_flight))
+        else:
+            self.requests = max(self.requests, average - max(count for _, count in counts))
+        self._average = average

@@ -1,0 +1,252 @@
+"""What successive pages of a picker teach: whether its saturation is a count, of what, and what it missed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.core.counting import ASSUMED, FILLS, FIRST, PAGES, Count, Outside, Page, fitting
+
+FULL = list(range(0, 48, 5))
+
+
+def page(requests: float, k: int = 16, ready: float = 3, race: float = 0) -> Page:
+    """A page of the concurrency detector; `race`: how far its other counter is ahead."""
+    return Page(requests / (ready * k), ready, requests + race)
+
+
+def taught(pages: Sequence[Page]) -> Count:
+    count = Count()
+    for each in pages:
+        count.learn([each])
+    return count
+
+
+class Servers:
+    """Model servers under the utilization detector: its formula, and requests of different sizes."""
+
+    def __init__(self, rand: random.Random, *, equal: bool) -> None:
+        self.rand = rand
+        self.pods = rand.randint(1, 4)
+        self.slots = rand.choice([8, 16, 64])
+        self.size = 0.9 / self.slots
+        self.equal = equal
+
+    def pages(self) -> Iterator[Page]:
+        while True:
+            scores, total = [], 0
+            for _ in range(self.pods):
+                requests = self.rand.randint(0, self.slots + 6)
+                running = min(requests, self.slots)
+                kv = sum(self.size * (1 if self.equal else self.rand.uniform(0.3, 1)) for _ in range(running))
+                scores.append(max((requests - running) / 5, kv / 0.8))
+                total += requests
+            yield Page(sum(scores) / self.pods, self.pods, total)
+
+
+@given(
+    k=st.integers(1, 512),
+    ready=st.integers(1, 40),
+    fills=st.lists(st.integers(1, 500), min_size=PAGES, max_size=40, unique=True),
+    races=st.lists(st.integers(-2, 2), min_size=40, max_size=40),
+)
+def test_the_pages_of_a_counting_detector_show_its_k(
+    k: int, ready: int, fills: list[int], races: list[int]
+) -> None:
+    """Its two counters are not read at one moment: now and then one is ahead, which proves nothing."""
+    count = Count()
+    for fill, race in zip(fills, races, strict=False):
+        count.learn([page(fill, k, ready, max(race, -fill))])
+        assert count.k in (None, k)
+    for fill in (*fills, 501, 520):
+        count.learn([page(fill, k, ready)])
+    assert count.k == k
+    assert count.per_endpoint == k
+
+
+@given(seed=st.integers(), equal=st.booleans())
+def test_a_pressure_score_is_never_taken_for_a_count(seed: int, equal: bool) -> None:
+    """Not even where every request takes the same share of the cache."""
+    count = Count()
+    pages = Servers(random.Random(seed), equal=equal).pages()
+    for _ in range(60):
+        count.learn([next(pages)])
+        assert count.k is None
+
+
+def test_a_cache_that_could_be_counted_in_requests_is_known_by_its_own_formula() -> None:
+    """Equal requests of a hundredth of 0.8 of the cache look like a count with k = 100, page by page."""
+    count = Count()
+    for requests in (*FULL, *FULL):
+        saturation = requests / 100 / 3
+        count.learn([Page(saturation, 3, requests, pressure=saturation)])
+    assert count.k is None
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [page(20)] * 50,
+        [page(fill) for fill in (20, 21) * 20],
+        [page(fill) for fill in (20, 21, 22) * 20],
+        [page(fill) for fill in range(PAGES - 1)],
+        [page(0)] * 50,
+    ],
+    ids=["one fill", "two fills", "fills side by side", "too few pages", "idle"],
+)
+def test_too_little_is_not_believed(pages: list[Page]) -> None:
+    assert taught(pages).k is None
+
+
+def test_the_same_sample_again_teaches_nothing() -> None:
+    """Through Prometheus one scrape is seen several times."""
+    count = Count()
+    for fill in (10, 20, 30, 40):
+        for _ in range(10):
+            count.learn([page(fill)])
+    assert len({10, 20, 30, 40}) >= FILLS
+    assert count.k is None
+
+
+@pytest.mark.parametrize(
+    "contradiction",
+    [
+        [Page(0.123456, 3, 20)],
+        [page(20, k=32)],
+        [page(20, race=10), page(21, race=10)],
+        [Page(float("nan"), 3, 20)],
+    ],
+    ids=["no whole number", "another k", "twice off by more than a race", "no number"],
+)
+def test_one_contradiction_ends_the_belief(contradiction: list[Page]) -> None:
+    count = taught([page(fill) for fill in FULL])
+    assert count.k == 16
+    for each in contradiction:
+        count.learn([each])
+    assert count.k is None
+
+
+def test_a_capacity_that_was_known_is_kept_until_another_is() -> None:
+    """What ends the belief is no reason to send more."""
+    count = taught([page(fill) for fill in FULL])
+    count.learn([Page(0.123456, 3, 20)])
+    assert (count.k, count.per_endpoint) == (None, 16)
+    for fill in (*FULL, 48):
+        count.learn([page(fill, k=32)])
+    assert (count.k, count.per_endpoint) == (32, 32)
+
+
+def test_a_score_that_fits_a_k_now_and_then_does_not_move_the_capacity_each_time() -> None:
+    """Queues of 2 of 5 and 3 of 5 give round numbers that look like counts."""
+    count = taught([page(20, k=32), Page(0.123456, 3, 20)])
+    assumed = set()
+    for each in [page(20, k=7), page(20, k=9), Page(0.123456, 3, 20), page(20, k=8)]:
+        count.learn([each])
+        assumed.add(count.per_endpoint)
+    assert assumed == {ASSUMED}
+
+
+def test_what_is_assumed_before_anything_is_known() -> None:
+    count = Count()
+    assert count.per_endpoint == FIRST, "no page with requests was seen"
+    count.learn([page(0)])
+    assert count.per_endpoint == FIRST
+    count.learn([page(5)])
+    assert count.per_endpoint == 16, "one page shows it"
+    assert taught([page(5, k=3000)]).per_endpoint == ASSUMED, "but proves nothing"
+    assert taught([Page(0.123456, 3, 20)]).per_endpoint == ASSUMED
+    count = Count()
+    count.unknowable()
+    assert count.per_endpoint == ASSUMED
+
+
+def test_every_replica_must_agree() -> None:
+    count = Count()
+    for fill in FULL:
+        count.learn([page(fill, k=16), page(fill + 1, k=32)])
+    assert count.k is None
+
+
+@given(st.lists(st.tuples(*[st.floats(allow_nan=True, allow_infinity=True)] * 3), max_size=30))
+def test_no_page_raises(pages: list[tuple[float, float, float]]) -> None:
+    count = Count()
+    for each in pages:
+        count.learn([Page(*each)])
+        assert count.per_endpoint > 0
+
+
+def test_one_page_that_fits() -> None:
+    assert fitting(page(20)) == 16
+    assert fitting(Page(0.0, 3, 20)) is None
+    assert fitting(Page(0.4, 0, 20)) is None
+    assert fitting(Page(0.4, 4, 0)) is None
+    assert fitting(Page(0.4, 4, 127)) is None
+
+
+def test_what_the_picker_did_not_send_is_what_the_averages_have_more() -> None:
+    outside = Outside()
+    outside.learn(0.0, 10.0, 10.0)
+    assert outside.requests == 0
+    outside.learn(1.0, 25.0, 12.0)  # a flush, between 0 and 1
+    assert outside.requests == 13
+    outside.learn(2.0, 25.0, 3.0)  # the averages are as they were: ours ended since
+    assert outside.requests == 13
+    outside.learn(6.5, 4.0, 4.0)
+    assert outside.requests == 0
+
+
+def test_a_fall_of_the_picker_s_own_count_is_not_taken_for_others_work() -> None:
+    """A wave of requests ends: the averages still have it, from a flush before."""
+    outside = Outside()
+    for at in range(5):
+        outside.learn(float(at), 45.0, 45.0)
+    outside.learn(5.0, 45.0, 0.0)
+    outside.learn(6.0, 45.0, 0.0)
+    assert outside.requests == 0
+
+
+def test_averages_that_do_not_change_are_of_a_newer_flush_in_time() -> None:
+    """45 of ours ended and 45 of others came: the next flush shows it, though the sum is the same."""
+    outside = Outside()
+    for at in range(4):
+        outside.learn(float(at), 45.0, 45.0)
+    for at in range(4, 12):
+        outside.learn(float(at), 45.0, 0.0)
+    assert outside.requests == 45
+
+
+def test_without_averages_nothing_is_known_of_others() -> None:
+    outside = Outside()
+    outside.learn(0.0, 40.0, 10.0)
+    outside.learn(1.0, None, 10.0)
+    assert outside.requests == 0
+    outside.learn(2.0, float("nan"), 10.0)
+    assert outside.requests == 0
+
+
+@given(
+    sent=st.lists(st.integers(0, 60), min_size=2, max_size=60),
+    others=st.integers(0, 40),
+    every=st.floats(0.2, 2.0),
+    phase=st.floats(0.0, 5.0),
+)
+def test_steady_others_are_never_counted_too_low_nor_ours_twice(
+    sent: list[int], others: int, every: float, phase: float
+) -> None:
+    """Right after a flush the sum is exact to what moved between two samples; a wave of ours adds nothing."""
+    outside, average, flush_at = Outside(), float(sent[0] + others), phase
+    for number, count in enumerate(sent):
+        at = number * every
+        before = sent[number - 1] if number else count
+        flushed = flush_at <= at
+        if flushed:  # just now
+            average, flush_at = float(count + others), flush_at + 5.0 * (1 + (at - flush_at) // 5.0)
+        outside.learn(at, average, float(count))
+        if number and flushed:
+            assert others - max(0, before - count) <= outside.requests
+        if others == 0 and flushed:
+            assert outside.requests <= max(0.0, max(sent) - min(sent))
