@@ -36,6 +36,7 @@ class Epp:
     `declared`: how many requests it believes all endpoints take together (the concurrency detector's
     maxConcurrency × endpoints). It sends no more than that to the model servers and queues the rest itself;
     when it believes too much, the surplus waits in the model servers, where its queue does not show it.
+    `detector_name`: what its operator calls the detector. `cold`: it starts without averages and endpoints.
     `lag_s`: the page tells the state of so long ago. Averages are rewritten every `flush_s`.
     """
 
@@ -47,6 +48,8 @@ class Epp:
         *,
         flow_control: bool,
         detector: Literal["concurrency", "utilization"],
+        detector_name: str = "",
+        cold: bool = False,
         lag_s: float,
         flush_s: float,
         kv_at_full: float,
@@ -57,6 +60,8 @@ class Epp:
         self._name = name
         self._flow_control = flow_control
         self._detector = detector
+        self._detector_name = detector_name or f"{detector}-detector"
+        self._cold = cold
         self._flush_s = flush_s
         self._kv_at_full = kv_at_full
         self._history: deque[_View] = deque()
@@ -88,6 +93,9 @@ class Epp:
         """Rewrite the averages every `flush_s`, until cancelled. With no endpoint left they freeze."""
         loop = asyncio.get_running_loop()
         due = loop.time()
+        if self._cold:
+            due += self._flush_s
+            await asyncio.sleep(self._flush_s)
         while True:
             self.flush()
             due += self._flush_s
@@ -95,6 +103,7 @@ class Epp:
 
     def flush(self) -> None:
         view = self._view()
+        self._cold = False
         self.flushed_at = time.monotonic()
         if view.endpoints > 0:
             self._averages = (
@@ -117,12 +126,16 @@ class Epp:
                 waiting,
             ),
             ("average_kv_cache_utilization", "The average kv cache utilization", name, kv),
-            ("ready_endpoints", "The number of ready endpoints", name, view.endpoints),
+            (
+                "ready_endpoints",
+                "The number of ready endpoints",
+                name,
+                0 if self._cold else view.endpoints,
+            ),
             ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
         ]
         if self._flow_control:
             pool = f'inference_pool="{self._name}"'
-            plugin = f'detector="{self._detector}-detector"'
             effective = f'{pool},stage="effective"'
             gauges += [
                 (
@@ -131,8 +144,12 @@ class Epp:
                     effective,
                     self._saturation(view),
                 ),
-                ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0),
             ]
+            if self._detector == "utilization":  # the other one does not look at what the endpoints tell
+                plugin = f'detector="{self._detector_name}"'
+                gauges.append(
+                    ("flow_control_stale_endpoints", "Endpoints with missing or stale metrics", plugin, 0)
+                )
             if self._seen_flow:  # the picker makes a flow's series with its first request
                 flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
                 gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))

@@ -49,6 +49,8 @@ class Setting:
     jitter: float = 0.0
     """Each scrape comes up to this share of its interval later."""
     flush_s: float = 0.0
+    shows_running: bool = True
+    """The picker shows what it sent and saw no answer of."""
     detector: Detector = Detector.CONCURRENCY
     signals: Sequence[Signal] | None = None
     """None: `saturation`; both where the detector is no true count; `requests` where averages are flushed
@@ -59,6 +61,8 @@ class Setting:
     """None: as the configuration has it, 10 for direct scrapes and 60 for older readings."""
     seconds: float = 900.0
     seed: int = 0
+    batch_tokens: int | None = None
+    """Every batch request generates so many; None: they differ."""
     queue_limit: int | None = None
     pods: int = 1
     pods_at: Sequence[tuple[float, int]] = ()
@@ -180,6 +184,7 @@ class _Experiment:
             detector=setting.detector,
             kv_full=setting.kv_full,
             flush_s=setting.flush_s,
+            shows_running=setting.shows_running,
         )
         self._run = Run(name, setting.seconds)
         self._policy = self._make(name, tasks)
@@ -199,6 +204,7 @@ class _Experiment:
                 return Law(
                     budgeting, slots, setting.uses, self._road, tasks,
                     replicas=setting.replicas, lease_s=setting.lease_s, seed=setting.seed,
+                    tokens=setting.batch_tokens,
                 )  # fmt: skip
             case Name.POINT:
                 return policies.Point(budgeting, slots)
@@ -245,7 +251,7 @@ class _Experiment:
 
     def _send(self, now: float) -> None:
         self._policy.sent(now)
-        self._road.send(batch_job(batch_tokens(self._sizes)), self._back)
+        self._road.send(batch_job(self._setting.batch_tokens or batch_tokens(self._sizes)), self._back)
 
     def _back(self, how: End) -> None:
         self._policy.ended(self._loop.time(), how)

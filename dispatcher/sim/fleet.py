@@ -87,8 +87,10 @@ class Law(Policy):
         replicas: int = 1,
         lease_s: float = 30.0,
         seed: int = 0,
+        tokens: int | None = None,
     ) -> None:
         super().__init__(budgeting, slots)
+        self._tokens = tokens
         self._uses = uses
         self._tasks = tasks
         self._seed = seed
@@ -146,6 +148,9 @@ class Law(Policy):
         """Have as many requests unanswered as workers could hold: more than ever are in flight."""
         while self._submitted - self._road.ended[End.ANSWERED] < self.workers:
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
-            name, payload = f"batch-{self._submitted:08d}", {"max_tokens": batch_tokens(self._sizes)}
+            name, payload = (
+                f"batch-{self._submitted:08d}",
+                {"max_tokens": self._tokens or batch_tokens(self._sizes)},
+            )
             self._store.add(encode_member(name, payload, FOREVER, created=int(EPOCH)), FOREVER)
             self._submitted += 1

@@ -59,6 +59,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What the way to the pool takes, and again the way back."""
     flow_control: bool = True
     detector: Literal["concurrency", "utilization"] = "concurrency"
+    detector_name: str = ""
+    """What the picker's operator calls it; empty: as the kind."""
+    cold: bool = False
+    """The picker has just started: no averages and no ready endpoint before its first flush."""
     kv_at_full: float = 0.6
     """KV cache in use while all slots are taken."""
     lag_s: float = 0.0
@@ -128,6 +132,8 @@ class LiveWorld:
             declared,
             flow_control=config.flow_control,
             detector=config.detector,
+            detector_name=config.detector_name,
+            cold=config.cold,
             lag_s=config.lag_s,
             flush_s=config.flush_s,
             kv_at_full=config.kv_at_full,

@@ -22,7 +22,7 @@ from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.prometheus import Access, PrometheusSource
 from dispatcher.signals.series import Unread, View, judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
-from tests.signals.test_golden import POLICY, GOLDEN
+from tests.signals.test_golden import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until
 
 pytestmark = pytest.mark.serial

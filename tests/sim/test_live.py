@@ -69,13 +69,16 @@ def live(**config: Any) -> AbstractAsyncContextManager[LiveWorld]:
     return world()
 
 
-async def page(http: aiohttp.ClientSession, world: LiveWorld, **headers: str) -> dict[str, float]:
+async def text(http: aiohttp.ClientSession, world: LiveWorld, **headers: str) -> str:
     async with http.get(world.metrics_url, headers=headers) as reply:
         assert reply.status == 200
-        text = await reply.text()
+        return await reply.text()
+
+
+async def page(http: aiohttp.ClientSession, world: LiveWorld, **headers: str) -> dict[str, float]:
     return {
         sample.name.removeprefix("llm_d_epp_"): sample.value
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(await text(http, world, **headers))
         for sample in family.samples
     }
 
@@ -242,6 +245,23 @@ class TestPage:
         assert full["flow_control_pool_saturation"] == pytest.approx(0.1)
         assert crowded["flow_control_pool_saturation"] == 1.0
         assert crowded["flow_control_queue_size"] == 2
+
+    async def test_only_the_utilization_detector_tells_of_stale_endpoints_under_its_own_name(
+        self, http: aiohttp.ClientSession
+    ) -> None:
+        async with live(slots=2) as world:
+            assert "stale_endpoints" not in await text(http, world)
+        async with live(slots=2, detector="utilization", detector_name="high-concurrency-pool") as world:
+            assert 'stale_endpoints{detector="high-concurrency-pool"} 0' in await text(http, world)
+
+    async def test_a_picker_that_has_just_started_shows_no_endpoint_before_its_first_flush(
+        self, http: aiohttp.ClientSession
+    ) -> None:
+        async with live(slots=2, cold=True, flush_s=0.3) as world:
+            values = await page(http, world)
+            assert (values["ready_endpoints"], values["flow_control_pool_saturation"]) == (0, 0)
+            await wait_until(lambda: world.epp.flushed_at is not None)
+            assert (await page(http, world))["ready_endpoints"] == 1
 
     async def test_without_flow_control_there_are_only_averages(
         self, http: aiohttp.ClientSession, post: Post

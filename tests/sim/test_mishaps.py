@@ -108,7 +108,10 @@ def only(readings: list[Reading]) -> Reading:
 
 
 def test_concurrency_detector_counts() -> None:
-    reading = only(exporter().read(state(32, 8)))
+    counting = exporter()
+    for running in (8, 16, 24, 40, 48, 56):
+        counting.read(state(running, 0))
+    reading = only(counting.read(state(32, 8)))
     assert (reading.f_sys, reading.f_epp, reading.max_sys, reading.exact) == (0.5, 0.125, 64, True)
 
 
@@ -123,11 +126,19 @@ def test_utilization_detector_reads_near_zero_with_every_slot_taken() -> None:
 
 
 def test_flushed_averages_are_of_the_last_flush_and_say_their_window() -> None:
-    averages = exporter(signals=[Signal.REQUESTS], flush_s=5.0)
+    averages = exporter(signals=[Signal.REQUESTS], flush_s=5.0, shows_running=False)
     averages.flush(state(16, 4, at=5.0))
     reading = only(averages.read(state(60, 0, at=9.0)))
     assert (reading.opened_at, reading.closed_at) == (4.0, 9.0)
     assert reading.f_sys == pytest.approx(20 / 64)
+
+
+def test_what_the_picker_counts_itself_is_of_now_whatever_the_averages_say() -> None:
+    averages = exporter(signals=[Signal.REQUESTS], flush_s=5.0)
+    averages.flush(state(16, 4, at=5.0))
+    reading = only(averages.read(state(60, 0, at=9.0)))
+    assert (reading.opened_at, reading.closed_at) == (9.0, 9.0)
+    assert reading.f_sys == pytest.approx(60 / 64)
 
 
 def test_wrong_configuration_shows_in_the_capacity() -> None:
