@@ -24,12 +24,8 @@ from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
 from dispatcher.core.ceiling import Ceiling
 from dispatcher.core.held import DELTA_S, Held, Interval
+from dispatcher.core.reach import Reach
 
-PROBE_FIRST_S = 0.1
-PROBE_MOST_S = 1.0
-"""Pauses between probes of an unreachable gateway double from the first to the most."""
-NOBODY_HOME = 3
-"""So many answers in a row that no gateway gave mean that there is none."""
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
 ONE_WAITS = 0.5
@@ -64,16 +60,6 @@ class _Track:
     """Readings in a row that showed less than we surely had running."""
 
 
-@dataclass(slots=True)
-class _Closure:
-    """A stretch without a gateway."""
-
-    since: float
-    why: str
-    next_probe_at: float
-    pause_s: float = PROBE_FIRST_S
-
-
 class Limiter:
     """The law of the module, over a stream of events. One per process."""
 
@@ -91,9 +77,7 @@ class Limiter:
         self._queue_problem: str | None = None
         self._overload_at: float | None = None
         self._overload_until = 0.0
-        self._unreachable: _Closure | None = None
-        self._nobody_home = 0
-        self._nobody_since = 0.0
+        self._reach = Reach()
         self._newest_sample_at = float("-inf")
         self._standing: Allowance | None = None
 
@@ -212,45 +196,36 @@ class Limiter:
         self._overload_at = self._overload_at if known else now
         self._standing = None
 
-    def nobody_home(self, now: float, why: str) -> bool:
-        """An answer that no gateway gave (an empty 500, a bare 502/503/504). True: there is none."""
-        if self._unreachable is None:
-            if self._nobody_home == 0:
-                self._nobody_since = now
-            self._nobody_home += 1
-            if self._nobody_home >= NOBODY_HOME:
-                self.unreachable(now, why)
-        return self._unreachable is not None
+    def nobody_home(self, now: float, sent_at: float, why: str, connected: Iterable[float] = ()) -> bool:
+        """An answer that no gateway gave (`Reach.bare`). True: there is none."""
+        self._standing = None
+        return self._reach.bare(now, sent_at, why, connected)
 
     def unreachable(self, now: float, why: str) -> None:
         """There is no gateway: closed until something answers."""
-        closure = self._unreachable
-        if closure is None:
-            self._unreachable = _Closure(now, why, now + PROBE_FIRST_S)
-        else:
-            closure.why = why
+        self._reach.unreachable(now, why)
         self._standing = None
 
     def probed(self, now: float) -> None:
         """A probe was sent, or could not be: the next one waits longer."""
-        closure = self._unreachable
-        if closure is not None:
-            closure.next_probe_at = now + closure.pause_s
-            closure.pause_s = min(PROBE_MOST_S, closure.pause_s * 2)
-            self._standing = None
+        self._reach.probed(now)
+        self._standing = None
 
     def reached(self, now: float, sent_at: float) -> None:
-        """The gateway answered a request sent at `sent_at` (or kept it connected for 2 s). What was sent
-        before the trouble began proves nothing about the gateway since."""
-        closure = self._unreachable
-        if closure is not None:
-            if sent_at < closure.since:
-                return
-            self._unreachable = None
+        """The gateway answered a request sent at `sent_at`."""
+        if self._reach.reached(now, sent_at):
             self._standing = None
-            self._nobody_home = 0
-        elif self._nobody_home and sent_at >= self._nobody_since:
-            self._nobody_home = 0
+
+    @property
+    def without_gateway(self) -> bool:
+        return self._reach.closure is not None
+
+    def look(self, now: float, connected: Iterable[float]) -> bool:
+        """Whether requests that are still connected (each since when) show that there is a gateway again."""
+        if not self._reach.look(now, connected):
+            return False
+        self._standing = None
+        return True
 
     # ── events: the operator and the queue ──────────────────────────────────────────────────────────────
 
@@ -368,7 +343,7 @@ class Limiter:
     ) -> tuple[tuple[Reason, str] | None, bool]:
         """Why the pool may not be sent to though it was read well, and whether to probe the gateway."""
         refused = self._refused(now, read_at, checks)
-        closure = self._unreachable
+        closure = self._reach.closure
         if closure is not None:
             probe = now >= closure.next_probe_at and refused is None and limit > 0
             if not probe and closure.next_probe_at > now:
@@ -449,7 +424,7 @@ class Limiter:
     def _ours_in(self, reading: Reading) -> Interval:
         """What of ours it contains; without a gateway nothing surely: what connects or hangs is not there."""
         interval = self._held.between(reading.opened_at, reading.closed_at)
-        return interval if self._unreachable is None else interval.unsure_of_own()
+        return interval if self._reach.closure is None else interval.unsure_of_own()
 
     def _reassess(self, track: _Track) -> None:
         """The track's budget and limit, from its newest reading under the policy and capacity of now."""

@@ -51,7 +51,7 @@ class Failed:
     """Set where the gateway answered in full."""
     body: bytes = b""
     nobody_home: bool = False
-    """An empty 500, or a 502/503/504 without drop reason: three in a row mean an unreachable gateway."""
+    """An empty 500, or a 502/503/504 without drop reason: of no gateway, or of an endpoint that has died."""
     retry_after_s: float | None = None
 
 
@@ -137,6 +137,10 @@ class Bury:
 
 Decision = Finish | Retry | Bury
 
+FREE_BOUNCES = 5
+"""So many answers that no gateway gave cost a request no attempt: it met an endpoint that had died, and each
+time it may meet another. After that the fault may be the request's own."""
+
 _TOO_LATE = Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
@@ -157,7 +161,8 @@ def after(
 
     Failed number k waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up to max_s; number
     max_attempts is the last. Overloaded is back at once the first time, number k + 1 waits
-    min(max_s, base_s × 2^(k − 1)). No delay passes the deadline, so that the sweep answers on time.
+    min(max_s, base_s × 2^(k − 1)); so are the first FREE_BOUNCES answers that no gateway gave. No delay
+    passes the deadline, so that the sweep answers on time.
     """
     match outcome:
         case Delivered(status, body):
@@ -169,15 +174,17 @@ def after(
             return Finish(ErrorCode.INVALID_REQUEST, why)
         case Expired():
             return _TOO_LATE
-        case Failed() if attempts + 1 >= policy.max_attempts:
+        case Failed() if attempts + 1 >= policy.max_attempts and not _bounced(outcome, refusals):
             tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
             message = f"no answer after {tries}, the last: {outcome.why}"
             return Bury(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
+        case Failed() if _bounced(outcome, refusals):
+            retry = Retry(_again(refusals, policy), refusal=True)
         case Failed():
             delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
             retry = Retry(delay, attempt=True)
         case Overloaded():
-            retry = Retry(_doubled(refusals - 1, policy) if refusals > 0 else 0.0, refusal=True)
+            retry = Retry(_again(refusals, policy), refusal=True)
         case Unreachable():
             retry = Retry(undelivered=True)
         case _:
@@ -199,6 +206,15 @@ def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
         return None
     message = f"{losses} dispatchers died while they ran it alone"
     return Bury(ErrorCode.DELIVERIES_EXHAUSTED, message)
+
+
+def _bounced(outcome: Failed, refusals: int) -> bool:
+    return outcome.nobody_home and refusals < FREE_BOUNCES
+
+
+def _again(refusals: int, policy: RetryPolicy) -> float:
+    """Back at once the first time, then later each time."""
+    return _doubled(refusals - 1, policy) if refusals > 0 else 0.0
 
 
 def _doubled(times: int, policy: RetryPolicy) -> float:

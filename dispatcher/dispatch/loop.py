@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -67,8 +67,8 @@ LARGE_BYTES = 65_536
 """A member longer than this is not kept beside its request, which holds the payload once more."""
 TURN_S = 1.0
 """The loop turns at least this often."""
-CONNECTED_S = 2.0
-"""A probe that has been connected this long has reached the gateway, though its answer is still to come."""
+LOOK_S = 0.1
+"""While there is no gateway, those that are connected are looked at this often."""
 LAST_HAND_IN_S = 10.0
 """How long a stopping process tries to hand in what it has."""
 
@@ -106,6 +106,7 @@ class Dispatcher:
         self._stop = asyncio.Event()
         self._stop_by = float("inf")
         self._alarm: asyncio.TimerHandle | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
     # From outside.
@@ -121,6 +122,8 @@ class Dispatcher:
             await self._run_dry()
             for task in beside:
                 task.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
 
     def drain(self, within_s: float) -> None:
         """Claim nothing more, let what runs finish within `within_s`, give the rest back, end.
@@ -251,8 +254,6 @@ class Dispatcher:
                 task = self._tasks.create_task(self._run(held, request))
                 task.add_done_callback(partial(self._never_began, held, request))
                 self._holding.started(held, task)
-                if probe:
-                    asyncio.get_running_loop().call_later(CONNECTED_S, self._still_connected, held)
 
     # One request.
 
@@ -319,7 +320,7 @@ class Dispatcher:
                 self._tenants.accepted(tenant, sent_at)
                 return outcome
             case Failed(nobody_home=True):
-                if limiter.nobody_home(at, outcome.why):
+                if limiter.nobody_home(at, sent_at, outcome.why, self._connected()):
                     outcome = Unreachable(outcome.why)
             case Failed() if outcome.status is not None:
                 limiter.reached(at, sent_at)
@@ -328,6 +329,7 @@ class Dispatcher:
             case _:
                 pass  # no answer: it says nothing of the gateway
         if isinstance(outcome, Unreachable):
+            self._look_again()
             self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
         self._tenants.ended(tenant)
         return outcome
@@ -347,18 +349,26 @@ class Dispatcher:
         )
         return endings.decided(lease, request, decision)
 
-    def _still_connected(self, held: Held) -> None:
-        """A probe that takes its time: it reached the gateway if it holds a connection for long enough."""
-        if held.request is None or held.task is None:
-            return
-        since = self._gateway.connected(held.request)
-        if since is not None and now() - since >= CONNECTED_S:
-            held.probe = False
-            self.limiter.reached(now(), since)
+    def _look(self) -> None:
+        """While there is no gateway: see whether a probe, or who was sent along with the first that failed,
+        stays connected. Who does has reached it, though the answer is still to come."""
+        if self.limiter.look(now(), self._connected()):
+            for held in self._holding:
+                held.probe = False
             self.poke()
-        else:
-            again_s = CONNECTED_S if since is None else since + CONNECTED_S - now()
-            asyncio.get_running_loop().call_later(again_s + 0.001, self._still_connected, held)
+        self._looking = None
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._looking is None and self.limiter.without_gateway:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _connected(self) -> Iterator[float]:
+        """Since when each request at the gateway holds its connection."""
+        for held in self._holding.at_gateway():
+            since = None if held.request is None else self._gateway.connected(held.request)
+            if since is not None:
+                yield since
 
     def _finish(self, ending: Ending) -> None:
         self._done.append(ending)

@@ -11,7 +11,8 @@ import pytest
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.held import DELTA_S
-from dispatcher.core.limiter import HEARD_SLOP_S, KEPT_READINGS, NOBODY_HOME, Limiter
+from dispatcher.core.limiter import HEARD_SLOP_S, KEPT_READINGS, Limiter
+from dispatcher.core.reach import NOBODY_HOME
 
 SATURATION, REQUESTS = Signal.SATURATION, Signal.REQUESTS
 T0 = 1000.0
@@ -564,22 +565,22 @@ def test_answer_to_a_request_sent_before_the_trouble_proves_nothing() -> None:
 def test_nobody_home_three_times_in_a_row_is_an_unreachable_gateway() -> None:
     pool = open_pool()
     for n in range(NOBODY_HOME - 1):
-        assert not pool.nobody_home(T0 + n / 10, "empty 500")
+        assert not pool.nobody_home(T0 + n / 10, T0 + n / 10 - 0.01, "empty 500")
     assert pool.allowance(T0 + 1).limit == 17
-    assert pool.nobody_home(T0 + 1, "empty 500")
+    assert pool.nobody_home(T0 + 1, T0 + 1 - 0.01, "empty 500")
     assert pool.allowance(T0 + 1).reason is Reason.GATEWAY_UNREACHABLE
-    assert pool.nobody_home(T0 + 1.1, "empty 500")
+    assert pool.nobody_home(T0 + 1.1, T0 + 1.1 - 0.01, "empty 500")
 
 
 def test_success_between_starts_the_count_again_unless_it_was_sent_before() -> None:
     pool = open_pool()
-    pool.nobody_home(T0 + 1, "empty 500")
-    pool.nobody_home(T0 + 2, "empty 500")
+    pool.nobody_home(T0 + 1, T0 + 1 - 0.01, "empty 500")
+    pool.nobody_home(T0 + 2, T0 + 2 - 0.01, "empty 500")
     pool.reached(T0 + 2.1, sent_at=T0 + 1.5)
-    assert not pool.nobody_home(T0 + 3, "empty 500")
-    assert not pool.nobody_home(T0 + 4, "empty 500")
+    assert not pool.nobody_home(T0 + 3, T0 + 3 - 0.01, "empty 500")
+    assert not pool.nobody_home(T0 + 4, T0 + 4 - 0.01, "empty 500")
     pool.reached(T0 + 4.1, sent_at=T0 + 2.5)
-    assert pool.nobody_home(T0 + 5, "empty 500")
+    assert pool.nobody_home(T0 + 5, T0 + 5 - 0.01, "empty 500")
 
 
 def test_reopened_gateway_starts_its_count_and_its_pauses_anew() -> None:
@@ -590,7 +591,7 @@ def test_reopened_gateway_starts_its_count_and_its_pauses_anew() -> None:
     pool.reached(T0 + 5, sent_at=T0 + 5)
     pool.probed(T0 + 5)  # a late word of a probe changes nothing now
     assert pool.allowance(T0 + 5).limit == 17
-    assert not pool.nobody_home(T0 + 5.5, "empty 500")
+    assert not pool.nobody_home(T0 + 5.5, T0 + 5.5 - 0.01, "empty 500")
     pool.unreachable(T0 + 6, "refused")
     assert pool.allowance(T0 + 6).next_check_at == pytest.approx(T0 + 6.1)
 

@@ -391,9 +391,10 @@ class EveryEvent(RuleBasedStateMachine):
             allowance = self.limiter.allowance(now)
             assert allowance.limit == 0 or allowance.read_at > now or heard
 
-    @rule(now=TIMES)
-    def nobody_home(self, now: float) -> None:
-        self.limiter.nobody_home(now, "empty 500")
+    @rule(now=TIMES, sent_at=TIMES, connected=st.lists(TIMES, max_size=3))
+    def nobody_home(self, now: float, sent_at: float, connected: list[float]) -> None:
+        if self.limiter.nobody_home(now, sent_at, "empty 500", connected):
+            assert self.limiter.allowance(now).limit == 0
 
     @rule(now=TIMES)
     def unreachable(self, now: float) -> None:

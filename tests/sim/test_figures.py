@@ -84,7 +84,7 @@ WAVES = {
 
 
 def kept_after_a_burst(**setting: Any) -> float:
-    """The share of its slots that batch work keeps, from a second after a burst of twelve that a flush saw."""
+    """The share of its slots that batch work keeps, from a second after a burst that a flush saw."""
     burst = Trace("burst", [Arrived(9.7, 0.4, 1)] * 12, 40.0)
     steady = Setting(slots=48, flush_s=5.0, batch_tokens=60, seconds=40, scrape_s=0.5, **setting)
     run = play(steady, burst, Name.LAW, moment_s=0.1)
