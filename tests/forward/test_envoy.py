@@ -36,6 +36,8 @@ static_resources:
               routes:
               - match: {{prefix: /v1/gone}}
                 route: {{cluster: nobody}}
+              - match: {{prefix: /v1/partly}}
+                route: {{cluster: partly}}
               - match: {{prefix: /v1/slow}}
                 route: {{cluster: pool, timeout: 0.3s}}
               - match: {{prefix: /v1/plain}}
@@ -62,6 +64,13 @@ static_resources:
       cluster_name: pool
       endpoints: [{{lb_endpoints: [{{endpoint: {{address: {{socket_address:
         {{address: 127.0.0.1, port_value: {upstream}}}}}}}}}]}}]
+  - name: partly
+    load_assignment:
+      cluster_name: partly
+      endpoints:
+      - lb_endpoints:
+        - {{endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {upstream}}}}}}}}}
+        - {{endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {dead}}}}}}}}}
   - name: nobody
     load_assignment: &nowhere
       cluster_name: nobody
@@ -144,4 +153,10 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
             found = await at(endpoint)
             assert isinstance(found, Failed)
             assert (found.status, found.nobody_home) == (status, True)
+        # One endpoint of two is dead: Envoy says so itself, in milliseconds, and routes the others.
+        partly = [await at("/v1/partly") for _ in range(10)]
+        assert Delivered(200, body) in partly
+        bounced = [each for each in partly if isinstance(each, Failed)]
+        assert bounced
+        assert all(each.nobody_home for each in bounced)
     assert isinstance(await outcome(gateway), Unreachable)

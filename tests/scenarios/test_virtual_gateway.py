@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import pytest
 
 from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Unreachable, classify
+from dispatcher.core.outcome import (
+    FREE_BOUNCES,
+    Delivered,
+    Failed,
+    Outcome,
+    RetryPolicy,
+    Unreachable,
+    classify,
+)
 from dispatcher.core.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
@@ -63,9 +72,9 @@ async def test_gateway_away_for_a_minute_burns_nothing(
     await asyncio.sleep(BACK_AT - stage.now)
     assert set(stage.statuses()) == {200}, "no terminal result"
     counted = [t for t in stage.tries if isinstance(t.outcome, Failed)]
-    burnt = len(counted) if kind != "500" else (await stage.store.counts()).delayed
-    print(f"{burnt} attempts burnt, {len(stage.sent(AWAY_AT + 5, BACK_AT))} probes in 55 s")
-    assert burnt <= 2, "attempts before it was recognised"
+    print(f"{len(counted)} bare answers, {len(stage.sent(AWAY_AT + 5, BACK_AT))} probes in 55 s")
+    assert (len(counted) > 0) == (kind == "500")
+    assert (await stage.store.counts()).delayed == 0, "no attempt burnt, not even before it was recognised"
     assert at_once(stage, AWAY_AT + 3, BACK_AT) == 1, "one probe at a time over all replicas"
     probes = len(stage.sent(AWAY_AT + 5, BACK_AT))
     assert 20 <= probes <= 60 * replicas, "about one in a second for each replica"
@@ -75,6 +84,55 @@ async def test_gateway_away_for_a_minute_burns_nothing(
     assert stage.in_flight >= stage.setting.most - 2
     assert stage.peak <= stage.setting.most + 1
     assert set(stage.statuses()) == {200}
+
+
+@pytest.mark.parametrize("dead_of_three", [1, 2])
+@scenario()
+async def test_dead_endpoint_among_others_is_no_gateway_that_is_away(
+    stage: Stage, dead_of_three: int
+) -> None:
+    """Envoy answers 503 by itself for what the picker goes on sending there, within milliseconds."""
+    rand = random.Random(dead_of_three)
+
+    async def fault(request: Request) -> Outcome | None:
+        if not 10.0 <= stage.now < 20.0 or rand.random() * 3 >= dead_of_three:
+            return None
+        await asyncio.sleep(2 * stage.setting.way_s)
+        return classify(503, {}, b"upstream connect error or disconnect/reset before headers", 0.0)
+
+    stage.fault = fault
+    await stage.submit(3000)
+    await asyncio.sleep(9.99)
+    shut_s, before = 0.0, stage.answered
+    while stage.now < 20.0:
+        await asyncio.sleep(0.01)
+        shut_s += 0.01 * (stage.reasons() != {Reason.FULL} and stage.in_flight < stage.setting.most / 2)
+    bounced = [t for t in stage.tries if isinstance(t.outcome, Failed)]
+    print(f"{len(bounced)} bounced, {stage.answered - before} answered, half empty for {shut_s:.2f} s")
+    assert len(bounced) > 50, "the world must bounce for this to show anything"
+    assert shut_s <= 0.6
+    assert stage.answered - before >= 0.9 * before
+    await asyncio.sleep(20)
+    assert set(stage.statuses()) == {200}
+    assert {held.lease.attempts for replica in stage.alive for held in replica.dispatcher._holding} == {0}
+
+
+@scenario(retry=RetryPolicy(base_s=0.1, max_s=0.5))
+async def test_request_that_is_always_answered_like_that_ends_by_itself(stage: Stage) -> None:
+    """While others get through, its own answers are its own fault in the end."""
+
+    async def fault(request: Request) -> Outcome | None:
+        if not request.id.startswith("poison"):
+            return None
+        await asyncio.sleep(2 * stage.setting.way_s)
+        return classify(503, {}, b"upstream connect error", 0.0)
+
+    stage.fault = fault
+    await stage.submit(1, "poison")
+    await stage.submit(1500)
+    await stage.until(lambda: 503 in stage.statuses(), 20)
+    assert stage.statuses()[200] < 1500, "there were others all the time"
+    assert len([t for t in stage.tries if t.id.startswith("poison")]) == FREE_BOUNCES + 8
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
