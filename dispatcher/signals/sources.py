@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,13 +81,16 @@ def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
     )
 
 
-async def probe(settings: Settings, epp_addresses: tuple[str, ...] | None = None) -> list[Finding]:
+async def probe(
+    settings: Settings, epp_addresses: tuple[str, ...] | None = None, made: Sequence[Source] = ()
+) -> list[Finding]:
     """Ask every source once and say what it shows: series, values, ages, and the budget that follows.
 
-    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them.
+    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them. `made`: the sources of these
+    settings, where they exist already; making them takes imports.
     """
     findings: list[Finding] = []
-    for source in sources(settings):
+    for source in made or sources(settings):
         source.discovered(epp_addresses)
         loop = asyncio.get_running_loop()
         began = loop.time()
