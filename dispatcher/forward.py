@@ -290,6 +290,10 @@ class HttpGateway:
             files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
             self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
 
+    def prepare(self) -> None:
+        """Build what the first request would else wait for."""
+        self._refresh(asyncio.get_running_loop().time())
+
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once."""
         if self._line is not None:

@@ -1,4 +1,4 @@
-"""`check` where CPU is short: nothing is imported while a time limit runs, and no peer is blamed for us."""
+"""`check` where CPU is short: what is well is said to be well, and no peer is blamed for us."""
 
 from __future__ import annotations
 
@@ -8,88 +8,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from aiohttp import web
 
 from dispatcher.cli.probes import Finding, ask
 from tests.queue.servers import server
-from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
-from tests.signals.fakes import fake_epp, fake_prometheus, serving
 from tests.support import running
 from tests.throttle import cpu_limit
-
-HOOKED = """
-import asyncio, os, sys
-from pathlib import Path
-from dispatcher.cli.probes import ask, prepare, reach
-from dispatcher.settings import load
-
-settings = load(Path(sys.argv[1]), os.environ)
-
-async def main():
-    probes = prepare(settings, await reach(settings))
-    sys.addaudithook(lambda event, args: event == "import" and print("import", args[0]))
-    await ask(probes, print)
-
-asyncio.run(main())
-"""
-"""`connections`, step by step, telling what is imported once the probes have begun."""
-
-
-@asynccontextmanager
-async def everything(folder: Path) -> AsyncIterator[dict[str, Any]]:
-    """One of each that `check` can ask, all well: the configuration that names them."""
-
-    async def answer(_: web.Request) -> web.Response:
-        return web.Response(status=405)
-
-    with server("redis", folder / "redis", "--appendonly", "yes") as queue:
-        async with (
-            serving(answer) as gateway,
-            fake_epp() as epp,
-            fake_prometheus() as prometheus,
-            ApiServer().serve(folder) as cluster,
-        ):
-            cluster.put(POOLS, pool())
-            cluster.put(SLICES, endpoint_slice("qwen-epp-x1", "qwen-epp", "127.0.0.1"))
-            cluster.put(PODS, pod("p0"))
-            yield {
-                "pool": {"name": "qwen", "namespace": "default"},
-                "gateway": {"url": f"http://localhost:{gateway}", "objective": "batch"},
-                "queue": {"url": f"redis://localhost:{queue.port}"},
-                "signals": {"epp": {"port": epp.port}, "prometheus": {"url": prometheus.url}},
-            }
-
-
-async def python(folder: Path, *arguments: str | Path) -> list[str]:
-    """What a Python process with a way into the cluster prints."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *map(str, arguments),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-        env=os.environ | {"KUBECONFIG": str(folder / "kubeconfig")},
-    )
-    told, _ = await process.communicate()
-    return told.decode().splitlines()
-
-
-async def test_nothing_is_imported_while_probes_are_timed(tmp_path: Path) -> None:
-    async with everything(tmp_path) as settings:
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-        told = await python(tmp_path, "-c", HOOKED, tmp_path / "config.yaml")
-    levels = {line.partition(": ")[0] for line in told}
-    asked = {line.split(": ")[1].split()[0] for line in told if line.startswith("ok: ")}
-    assert {"gateway.url", "queue.url", "kubernetes", "signals.epp"} <= asked, told
-    assert any("signals.prometheus" in line for line in told), told
-    assert [line for line in told if line.startswith("import ")] == []
-    assert levels <= {"ok", "warning", "failed"}, told
 
 
 async def answer_after_stalls(stalls: int, of_s: float) -> list[Finding]:
