@@ -25,7 +25,7 @@ def quarter() -> Iterator[Throttle]:
 
 def test_quarter_of_a_core_is_enough_to_start_keep_leases_and_drain(quarter: Throttle, stage: Stage) -> None:
     """Requests run for longer than a lease lasts, so each needs several renewals in time."""
-    world = stage.world(slots=32, seconds=7.0)
+    world = stage.world(slots=32, seconds=6.0)
     stage.producer.submit(LIMIT + 20)
     began_at = time.monotonic()
     one = stage.dispatcher(stage.settings(world, shutdown={"drain_s": 15}), limit=quarter)
@@ -35,7 +35,7 @@ def test_quarter_of_a_core_is_enough_to_start_keep_leases_and_drain(quarter: Thr
     wait_until_sync(lambda: world.in_flight() == 20, 10.0, what="the last requests to be sent")
     asked_at = time.monotonic()
     assert one.terminate() == 0
-    assert time.monotonic() - asked_at < 7 + 5, "it ends when nothing runs any more"
+    assert time.monotonic() - asked_at < 6 + 5, "it ends when nothing runs any more"
     stage.producer.collect()
     assert stage.producer.answers() == {"200": LIMIT + 20}
     assert not stage.producer.twice()
