@@ -409,8 +409,7 @@ async def _exchange(line: _Line, request: _Prepared, current: _Try, limit_bytes:
                 continue
             if current.connected_at is None:
                 line.connector.close_idle(0)  # they lead to what is not there any more
-                return Unreachable(f"no connection: {_words(error)}")
-            if _is_tls(error):
+            if current.connected_at is None or _is_tls(error):
                 return Unreachable(f"no connection: {_words(error)}")
             return Failed(f"no answer: {_words(error)}")
     stream, headers = response.body, _plain(response.raw_headers)

@@ -37,8 +37,8 @@ class PaceWatch:
         self.pace = Pace()
         self.step_s = step_s
         self._on_slow = on_slow
-        self._before = self._newest = read_limit()
-        """A window ago or two, and lately."""
+        self._before = self._next = read_limit()
+        """What is counted from: how it stood one to two windows ago, and what takes its place."""
         self._looked_at = 0.0
 
     @property
@@ -51,10 +51,14 @@ class PaceWatch:
             f"this process gets too little CPU: in the last {WINDOW_S:g} s its event loop was behind for "
             f"{pace.share:.0%} of the time, at worst by {pace.longest_s:.1f} s"
         )
+        return f"{told}; {self.cause()}"
+
+    def cause(self) -> str:
+        """What holds the process up, as far as that is known, and what mends it."""
         share, cores = self.throttled
         if share and cores is not None:
-            return f"{told}; its limit of {cores:g} cores held it up in {share:.0%} of the periods: raise it"
-        return f"{told}: raise its CPU request, or see what else runs on its node"
+            return f"its CPU limit of {cores:g} cores stopped it in {share:.0%} of the periods: raise it"
+        return "raise its CPU limit or request, or see what else runs on its node"
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -65,19 +69,19 @@ class PaceWatch:
             now = clock()
             passed_s, before = now - before, now
             if now - self._looked_at >= WINDOW_S:
-                self._looked_at, self._before, self._newest = now, self._newest, read_limit()
+                self._looked_at, self._before, self._next = now, self._next, read_limit()
             if self.pace.woke(now, passed_s, max(0.0, passed_s - self.step_s)):
-                self._newest = read_limit()
                 self._on_slow()
 
     @property
     def throttled(self) -> tuple[float | None, float | None]:
-        """The share of periods in which the limit held us up, and the limit in cores; None: not known."""
-        if self._before is None or self._newest is None:
+        """In what share of the last periods the limit stopped us, and the limit in cores; None: unknown."""
+        newest = read_limit()
+        if self._before is None or newest is None:
             return None, None
-        periods = self._newest.periods - self._before.periods
-        share = (self._newest.throttled - self._before.throttled) / periods if periods > 0 else 0.0
-        return round(share, 2), self._newest.cores
+        periods = newest.periods - self._before.periods
+        share = (newest.throttled - self._before.throttled) / periods if periods > 0 else 0.0
+        return round(share, 2), newest.cores
 
 
 def read_limit(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Limit | None:

@@ -124,8 +124,8 @@ async def _judged_fairly(watch: PaceWatch, where: str, probe: Probe) -> Findings
 
 
 def _unknown(finding: Finding, behind: str) -> Finding:
-    what = f"not known, for this process gets too little CPU: {behind} (it found: {finding.what})"
-    return Finding("failed", finding.where, what, "the CPU limit and request of this process")
+    what = f"not known ({finding.what}): this process gets too little CPU: {behind}"
+    return Finding("failed", finding.where, what)
 
 
 async def _fairly(
@@ -150,7 +150,7 @@ async def _timed(watch: PaceWatch, act: Callable[[], Awaitable[T]]) -> tuple[T, 
     behind_s, took_s = watch.pace.behind_s - behind_s, clock() - began_at
     if behind_s < BEHIND_SHARE * took_s:
         return found, ""
-    return found, f"its event loop was behind for {behind_s:.1f} of {took_s:.1f} s"
+    return found, f"its event loop was behind for {behind_s:.1f} of {took_s:.1f} s; {watch.cause()}"
 
 
 @asynccontextmanager

@@ -64,7 +64,7 @@ def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -
         if limit.kind == "cgroup":
             assert event["limit_cores"] == pytest.approx(0.03)
             assert event["throttled_share"] > 0.3
-            assert "its limit of 0.03 cores" in event["why"]
+            assert "its CPU limit of 0.03 cores" in event["why"]
         status = one.status()
         assert status["explanation"].endswith(".")
         assert "too little CPU" in status["explanation"]
