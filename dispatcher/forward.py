@@ -290,6 +290,10 @@ class HttpGateway:
             files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
             self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
 
+    def prepare(self) -> None:
+        """Build what the first request would else wait for."""
+        self._refresh(asyncio.get_running_loop().time())
+
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once."""
         if self._line is not None:
@@ -405,8 +409,7 @@ async def _exchange(line: _Line, request: _Prepared, current: _Try, limit_bytes:
                 continue
             if current.connected_at is None:
                 line.connector.close_idle(0)  # they lead to what is not there any more
-                return Unreachable(f"no connection: {_words(error)}")
-            if _is_tls(error):
+            if current.connected_at is None or _is_tls(error):
                 return Unreachable(f"no connection: {_words(error)}")
             return Failed(f"no answer: {_words(error)}")
     stream, headers = response.body, _plain(response.raw_headers)

@@ -1,6 +1,6 @@
 """The composition root: build the parts, start them, stop them in order.
 
-    start   queue → gateway → limiter and loop → signals → admin port
+    start   imports and TLS → queue → gateway → limiter and loop → signals → admin port
     stop    the loop drains first, while everything it needs still runs: signals, so that the gate stays
             right; the queue, to hand in; the admin port, so that probes and metrics see it. Then the rest.
 
@@ -31,6 +31,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Options
 from dispatcher.forward import HttpGateway
+from dispatcher.pace import PaceWatch
 from dispatcher.queue.connect import connect
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names
@@ -38,7 +39,9 @@ from dispatcher.queue.redis import RedisQueue
 from dispatcher.settings import Settings
 from dispatcher.settings.load import Refusal, read, reload
 from dispatcher.settings.source import Problem
+from dispatcher.settings.watch import prepare as prepare_watch
 from dispatcher.settings.watch import watch
+from dispatcher.signals import kube
 from dispatcher.signals.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
@@ -70,6 +73,7 @@ class Service:
         self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self._metrics)
         self.poller = Poller(sources(settings), settings.signals, settings.policy(), self._polled)
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
+        self.pace = PaceWatch(self._slow)
         self._metrics.show(self.status, tuple(str(reason) for reason in Reason))
         self._endpoints_ready: int | None = None
 
@@ -82,6 +86,7 @@ class Service:
             beside = [
                 tasks.create_task(self.poller.run(), name="signals"),
                 tasks.create_task(self.watch.run(), name="capacity"),
+                tasks.create_task(self.pace.run(), name="pace"),
             ]
             try:
                 await self.dispatcher.run()
@@ -140,6 +145,17 @@ class Service:
         self.poller.discovered(endpoints.epp_addresses)
         self.dispatcher.poke()
 
+    def _slow(self) -> None:
+        share, cores = self.pace.throttled
+        emit(
+            Event.SLOW,
+            why=self.pace.problem,
+            behind_share=round(self.pace.pace.share, 2),
+            longest_s=round(self.pace.pace.longest_s, 2),
+            throttled_share=share,
+            limit_cores=cores,
+        )
+
     def _tell_capacity(self, now: float) -> None:
         ready, per_endpoint = self._endpoints_ready, self.settings.budget.per_endpoint
         if per_endpoint is None and self._poll is not None:
@@ -172,11 +188,10 @@ class Service:
 
     def _explanation(self, allowance: Allowance) -> str:
         told = explain(allowance, self.limiter.in_flight)
-        return (
-            f"Observing only, nothing is claimed by this process. It would be: {told}"
-            if self._observe
-            else told
-        )
+        if self._observe:
+            told = f"Observing only, nothing is claimed by this process. It would be: {told}"
+        slow = self.pace.problem
+        return f"{told} Beware: {slow}." if slow else told
 
     def status(self) -> Status:
         now = _now()
@@ -231,6 +246,7 @@ class Service:
             queue_problem=view.problem,
             config_generation=self.generation,
             config_problem=self.problem,
+            loop_lag_s=round(self.pace.pace.longest_s, 3),
         )
 
 
@@ -239,9 +255,11 @@ async def serve(
 ) -> None:
     """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
     telemetry.configure_logging(settings.log.level, settings.log.format)
+    await _prepare(path)
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway)
+        gateway.prepare()
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
         admin = settings.admin
@@ -270,6 +288,18 @@ async def serve(
                 await service.run()
                 watching.cancel()
         emit(Event.STOPPED)
+
+
+async def _prepare(path: Path) -> None:
+    """Import what is otherwise imported when it is first used.
+
+    That is much of a second's computing, and several seconds under a CPU limit: time limits of peers that ran
+    meanwhile would blame them for it.
+    """
+    "localhost".encode("idna")
+    if kube.Access():
+        kube.prepare()
+    await prepare_watch(path.parent)
 
 
 @asynccontextmanager

@@ -64,6 +64,7 @@ class Event(Enum):
         logging.WARNING,
         "A lease of ours ran out; its request was cut and is another's",
     )
+    SLOW = ("slow", logging.WARNING, "The event loop cannot keep pace: too little CPU; with figures")
     SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
     RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
@@ -169,6 +170,8 @@ class Status:
     queue_problem: str | None = None
     config_generation: int = 1
     config_problem: str | None = None
+    loop_lag_s: float = 0.0
+    """The latest that the event loop woke in the last seconds."""
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
@@ -195,9 +198,10 @@ _GAUGES = (
     ("leased", "Live leases of all replicas"),
     ("delayed", "Requests waiting for a retry"),
     ("dead", "Requests put aside for an operator"),
+    ("loop_lag_seconds", "How late the event loop ran what was due, at most, in the last 10 s"),
     ("config_generation", "Counts the configurations that were in force"),
 )
-_GAUGE_FIELDS = {"reading_age_seconds": "reading_age_s"}
+_GAUGE_FIELDS = {"reading_age_seconds": "reading_age_s", "loop_lag_seconds": "loop_lag_s"}
 
 
 class _Gauges(Collector):

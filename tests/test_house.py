@@ -17,6 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 ALLOWED = {
     "dispatcher.core": {"msgspec"},
+    "dispatcher.pace": set(),
     "dispatcher.ports": set(),
     "dispatcher.settings": {"pydantic", "pydantic_core", "pydantic_settings", "yaml", "watchfiles"},
     "dispatcher.telemetry": {"structlog", "prometheus_client", "opentelemetry"},

@@ -1,7 +1,14 @@
 """What `check` finds behind the addresses of a configuration: all tried at the same time, told in order.
 
 Nothing is changed or consumed, and what is not there costs no time: a client library takes longer to import
-than a connection to be refused, so each is imported only once something accepts a connection.
+than a connection to be refused. Nor does what is imported cost anybody else time, in a container that gets a
+tenth of a core, say. Hence three steps, and while a time limit runs nothing is imported or built:
+
+    reach     a bare connection to every address, all at once
+    prepare   for what answered, one after the other: client libraries, TLS
+    ask       all at once
+
+A peer is blamed only for what it did while our own event loop kept pace.
 """
 
 from __future__ import annotations
@@ -12,19 +19,24 @@ import os
 import re
 import socket
 import ssl
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import dispatcher
+from dispatcher.pace import PaceWatch
 from dispatcher.settings import SecretUrl, Settings
 
 CONNECT_S = 1.5
 ANSWER_S = 3.0
 WHOLE_S = 10.0
-"""No probe takes longer, whatever it waits for."""
+"""No try of a probe takes longer, whatever it waits for."""
+STEP_S = 0.05
+BEHIND_SHARE = 0.2
+"""A loop that was behind for so much of a probe's time may be why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,59 +55,149 @@ class Finding:
 
 
 Findings = list[Finding]
+Address = tuple[str, int]
+Probe = Callable[[], Awaitable[Findings]]
+T = TypeVar("T")
 
 
 async def connections(settings: Settings, tell: Callable[[Finding], None]) -> None:
     """Try the gateway, the queue, Kubernetes and the signals; each is told once those before it are."""
-    probes: dict[str, Coroutine[Any, Any, Findings]] = {
-        "gateway.url": _gateway(settings),
-        "queue.url": _queue(settings) if settings.queue.url else _embedded(settings),
-        "signals": _signals(settings),
+    await ask(prepare(settings, await reach(settings)), tell)
+
+
+async def reach(settings: Settings) -> dict[Address, str]:
+    """The addresses that accept no connection, each with what is wrong."""
+    asked = _addresses([settings.gateway.url], 80) | _addresses(_signal_urls(settings), 80)
+    if settings.queue.url:
+        asked |= _addresses([settings.queue.url], _queue_port(settings.queue.url))
+
+    async def one(address: Address) -> str | None:
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                _, writer = await asyncio.open_connection(*address)
+        except OSError as error:
+            return f"{address[0]}:{address[1]}: {_words(error)}"
+        writer.transport.abort()
+        return None
+
+    async def all_of_them() -> list[str | None]:
+        return await asyncio.gather(*(one(address) for address in asked))
+
+    async with _watched() as watch:
+        told, _ = await _fairly(watch, all_of_them, lambda told: not any(told))
+    return {address: why for address, why in zip(asked, told, strict=True) if why is not None}
+
+
+def prepare(settings: Settings, away: Mapping[Address, str]) -> dict[str, Probe]:
+    """The probe of each part, with all that it needs imported and built; what is `away` needs nothing."""
+    return {
+        "gateway.url": _gateway(settings, away),
+        "queue.url": _queue(settings, away) if settings.queue.url else _embedded(settings),
+        "signals": _signals(settings, away),
     }
-    async with asyncio.TaskGroup() as tasks:
-        started = [tasks.create_task(_bounded(where, probe)) for where, probe in probes.items()]
+
+
+async def ask(probes: Mapping[str, Probe], tell: Callable[[Finding], None]) -> None:
+    """Run the probes, all at the same time, and tell what each found, in their order."""
+    async with _watched() as watch, asyncio.TaskGroup() as tasks:
+        started = [tasks.create_task(_judged_fairly(watch, *probe)) for probe in probes.items()]
         for task in started:
             for finding in await task:
                 tell(finding)
 
 
-async def _bounded(where: str, probe: Coroutine[Any, Any, Findings]) -> Findings:
-    try:
-        async with asyncio.timeout(WHOLE_S):
-            return await probe
-    except TimeoutError:
-        return [Finding("failed", where, f"no answer within {WHOLE_S:g} s")]
+async def _judged_fairly(watch: PaceWatch, where: str, probe: Probe) -> Findings:
+    async def bounded() -> Findings:
+        try:
+            async with asyncio.timeout(WHOLE_S):
+                return await probe()
+        except TimeoutError:
+            return [Finding("failed", where, f"no answer within {WHOLE_S:g} s")]
+
+    def good(findings: Findings) -> bool:
+        return all(finding.level != "failed" for finding in findings)
+
+    findings, behind = await _fairly(watch, bounded, good)
+    if not behind:
+        return findings
+    return [_unknown(each, behind) if each.level == "failed" else each for each in findings]
+
+
+def _unknown(finding: Finding, behind: str) -> Finding:
+    what = f"not known ({finding.what}): this process gets too little CPU: {behind}"
+    return Finding("failed", finding.where, what)
+
+
+async def _fairly(
+    watch: PaceWatch, act: Callable[[], Awaitable[T]], good: Callable[[T], bool]
+) -> tuple[T, str]:
+    """What the act comes to; once more where that is not good, and our own loop may be why.
+
+    And in words how far the loop was behind, where it was the second time too; else nothing.
+    """
+    found, behind = await _timed(watch, act)
+    if not good(found) and behind:
+        found, behind = await _timed(watch, act)
+    return found, "" if good(found) else behind
+
+
+async def _timed(watch: PaceWatch, act: Callable[[], Awaitable[T]]) -> tuple[T, str]:
+    """What the act comes to, and how far the loop was behind meanwhile, where that is too far."""
+    clock = asyncio.get_running_loop().time
+    began_at, behind_s = clock(), watch.pace.behind_s
+    found = await act()
+    await asyncio.sleep(2 * watch.step_s)  # what is late now is counted by then
+    behind_s, took_s = watch.pace.behind_s - behind_s, clock() - began_at
+    if behind_s < BEHIND_SHARE * took_s:
+        return found, ""
+    return found, f"its event loop was behind for {behind_s:.1f} of {took_s:.1f} s; {watch.cause()}"
+
+
+@asynccontextmanager
+async def _watched() -> AsyncIterator[PaceWatch]:
+    """A watch on the loop's pace for the length of the block."""
+    watch = PaceWatch(step_s=STEP_S)
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch.run())
+        yield watch
+        watching.cancel()
 
 
 # The gateway: an HTTP GET, for which no gateway computes anything.
 
 
-async def _gateway(settings: Settings) -> Findings:
+def _gateway(settings: Settings, away: Mapping[Address, str]) -> Probe:
     gateway = settings.gateway
-    where, address = "gateway.url", urlsplit(gateway.url.bare)
-    secure = address.scheme == "https"
-    host, port = address.hostname or "", address.port or (443 if secure else 80)
+    [address] = _addresses([gateway.url], 80)
+    if address in away:
+        return _known(Finding("failed", "gateway.url", away[address]))
     try:
-        tls = gateway.tls.context() if secure else None
+        tls = gateway.tls.context() if gateway.url.scheme == "https" else None
     except OSError as error:
-        return [Finding("failed", "gateway.tls", f"cannot be used: {error}")]
+        return _known(Finding("failed", "gateway.tls", f"cannot be used: {error}"))
+    return lambda: _get_once(settings, address, tls)
+
+
+async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | None) -> Findings:
+    where, parts = "gateway.url", urlsplit(settings.gateway.url.bare)
+    host, port = address
     try:
         async with asyncio.timeout(CONNECT_S):
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except OSError as error:  # of which time-outs and what TLS has to say
         hint = "gateway.tls" if isinstance(error, ssl.SSLError) else ""
         return [Finding("failed", where, f"{host}:{port}: {_words(error)}", hint)]
-    path = address.path.rstrip("/") + gateway.path
+    path = parts.path.rstrip("/") + settings.gateway.path
     try:
         async with asyncio.timeout(ANSWER_S):
-            writer.write(_get(settings, f"{host}:{port}" if address.port else host, path))
+            writer.write(_get(settings, f"{host}:{port}" if parts.port else host, path))
             status, empty = await _answer(reader)
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
         what = f"{host}:{port} accepts connections, but does not answer HTTP: {_words(error)}"
         return [Finding("failed", where, what, "gateway.url: its port, and http or https")]
     finally:
         writer.transport.abort()
-    kind = "TLS" if secure else "TCP"
+    kind = "TCP" if tls is None else "TLS"
     what = f"connected ({kind}); GET {path} was answered {status}"
     return [_judged(where, what, status, empty)]
 
@@ -144,55 +246,65 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[int, bool]:
 # The queue.
 
 
-async def _queue(settings: Settings) -> Findings:
+def _queue(settings: Settings, away: Mapping[Address, str]) -> Probe:
     url = settings.queue.url
-    usual = 26379 if "sentinel" in url.scheme else 6379
-    if (why := await _unreachable(_addresses([url], usual))) is not None:
-        return [Finding("failed", "queue.url", why)]
-    return await _survey("queue.url", url.reveal(), settings)
+    why = _all_away(_addresses([url], _queue_port(url)), away)
+    if why is not None:
+        return _known(Finding("failed", "queue.url", why))
+    return _survey("queue.url", url.reveal(), settings)
 
 
-async def _embedded(settings: Settings) -> Findings:
+def _queue_port(url: SecretUrl) -> int:
+    return 26379 if "sentinel" in url.scheme else 6379
+
+
+def _embedded(settings: Settings) -> Probe:
     """The Valkey of our own: the one that runs, else whether one could."""
     from dispatcher.queue.embedded import EmbeddedError, find_server, running_url
 
-    data_dir = Path(settings.queue.data_dir).absolute()  # noqa: ASYNC240 - asks the process, not a disk
+    data_dir = Path(settings.queue.data_dir).absolute()
     running = running_url(data_dir)
     if running is not None:
-        return await _survey("queue.data_dir", running, settings)
+        return _survey("queue.data_dir", running, settings)
     try:
         find_server()
     except EmbeddedError as error:
-        return [Finding("failed", "queue.url", str(error))]
+        return _known(Finding("failed", "queue.url", str(error)))
     there = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         hint = "a directory on a writable volume, or a Redis in queue.url"
-        return [Finding("failed", "queue.data_dir", f"{there} cannot be written", hint)]
+        return _known(Finding("failed", "queue.data_dir", f"{there} cannot be written", hint))
     what = f"{data_dir} can be written; an embedded Valkey runs there while a dispatcher does, none now"
-    return [Finding("ok", "queue.data_dir", what)]
+    return _known(Finding("ok", "queue.data_dir", what))
 
 
-async def _survey(where: str, url: str, settings: Settings) -> Findings:
+def _survey(where: str, url: str, settings: Settings) -> Probe:
     from dispatcher.ports import QueueUnavailableError
     from dispatcher.queue.connect import QueueUrlError
     from dispatcher.queue.keys import Names, QueueNameError
-    from dispatcher.queue.survey import OLDEST, survey
+    from dispatcher.queue.survey import OLDEST, Survey, survey
 
-    try:
-        found = await survey(url, Names(settings.queue.name, settings.queue.results))
-    except (QueueUnavailableError, QueueUrlError, QueueNameError) as error:
-        return [Finding("failed", where, str(error))]
-    server, counts = found.server, found.counts
-    named = f"{server.name} {server.version}" if server else "a server that does not show its version"
-    findings = [Finding("ok", where, f"{named} answers in {found.answer_s * 1000:.1f} ms")]
-    if server is not None:
-        findings += _doubts(where, server.name, server, OLDEST)
-    what = f"{counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, {counts.dead} dead"
-    findings.append(Finding("ok", "queue.name", f"{settings.queue.name}: {what}"))
-    if found.paused is not None:
-        by, why = found.paused
-        findings.append(Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume"))
-    return findings
+    def told(found: Survey) -> Iterator[Finding]:
+        server, counts = found.server, found.counts
+        named = f"{server.name} {server.version}" if server else "a server that does not show its version"
+        yield Finding("ok", where, f"{named} answers in {found.answer_s * 1000:.1f} ms")
+        if server is not None:
+            yield from _doubts(where, server.name, server, OLDEST)
+        what = (
+            f"{counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, {counts.dead} dead"
+        )
+        yield Finding("ok", "queue.name", f"{settings.queue.name}: {what}")
+        if found.paused is not None:
+            by, why = found.paused
+            yield Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume")
+
+    async def asked() -> Findings:
+        try:
+            return list(told(await survey(url, Names(settings.queue.name, settings.queue.results))))
+        except (QueueUnavailableError, QueueUrlError, QueueNameError) as error:
+            return [Finding("failed", where, str(error))]
+
+    return asked
 
 
 def _doubts(where: str, name: str, server: Any, oldest: dict[str, tuple[int, int]]) -> Iterable[Finding]:
@@ -212,27 +324,59 @@ def _doubts(where: str, name: str, server: Any, oldest: dict[str, tuple[int, int
 # Kubernetes and the signals: what the first finds is where the second looks.
 
 
-async def _signals(settings: Settings) -> Findings:
-    signals = settings.signals
-    findings: Findings = []
-    replicas: tuple[str, ...] | None = None
-    if _kubernetes():
-        findings, replicas = await _look_around(settings)
-    direct = signals.source != "prometheus"
-    through = signals.source == "prometheus" or bool(signals.source == "auto" and signals.prometheus.url)
-    # A service's name and what Kubernetes found are the source's own to resolve.
-    asked: list[SecretUrl] = [signals.prometheus.url] if through else []
-    if direct and replicas is None and not signals.epp.service:
-        if not signals.epp.urls and not through:
-            what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"
-            hint = "signals.epp.urls, signals.epp.service or signals.prometheus.url"
-            return [*findings, Finding("failed", "signals", what, hint)]
-        asked += signals.epp.urls
-        if (why := await _unreachable(_addresses(asked, 80))) is not None:
-            return [*findings, Finding("failed", "signals", why, "signals.epp.urls, signals.prometheus.url")]
-    from dispatcher.signals.sources import probe
+def _signals(settings: Settings, away: Mapping[Address, str]) -> Probe:
+    signals, urls = settings.signals, _signal_urls(settings)
+    direct, watched = signals.source != "prometheus", _kubernetes()
+    by_watch = direct and not signals.epp.urls and not signals.epp.service
+    if by_watch and not watched and not urls:
+        what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"
+        return _known(Finding("failed", "signals", what, _WHERE))
+    # A service's name is the source's own to resolve.
+    why = _all_away(_addresses(urls, 80), away) if urls and not (direct and signals.epp.service) else None
+    look_around = _watch(settings) if watched else None
+    ask_sources = _sources(settings) if why is None or (by_watch and watched) else None
 
-    return [*findings, *map(_finding, await probe(settings, replicas))]
+    async def asked() -> Findings:
+        findings, replicas = await look_around() if look_around is not None else ([], None)
+        if by_watch and replicas is None and not urls:
+            what = "nothing says where the endpoint picker is: no URL, no service, and Kubernetes does not"
+            return [*findings, Finding("failed", "signals", what, _WHERE)]
+        if ask_sources is None or (why is not None and replicas is None):
+            return [*findings, Finding("failed", "signals", why or "", _WHERE)]
+        return [*findings, *await ask_sources(replicas)]
+
+    return asked
+
+
+def _sources(settings: Settings) -> Callable[[tuple[str, ...] | None], Awaitable[Findings]]:
+    """What asks the sources, given what Kubernetes says of the endpoint picker."""
+    from dispatcher.signals.sources import probe, sources
+
+    try:
+        made = sources(settings)
+    except OSError as error:
+        refused = Finding("failed", "signals.epp.tls", f"cannot be used: {error}")
+
+        async def refuse(_: tuple[str, ...] | None) -> Findings:
+            return [refused]
+
+        return refuse
+
+    async def asked(replicas: tuple[str, ...] | None) -> Findings:
+        return [_finding(each) for each in await probe(settings, replicas, made)]
+
+    return asked
+
+
+_WHERE = "signals.epp.urls, signals.epp.service or signals.prometheus.url"
+
+
+def _signal_urls(settings: Settings) -> list[SecretUrl]:
+    """The addresses that the settings give for the signals."""
+    signals = settings.signals
+    through = signals.source == "prometheus" or (signals.source == "auto" and signals.prometheus.url)
+    direct = signals.epp.urls if signals.source != "prometheus" else ()
+    return [*direct, *([signals.prometheus.url] if through else [])]
 
 
 def _kubernetes() -> bool:
@@ -241,12 +385,21 @@ def _kubernetes() -> bool:
     return any(name in os.environ for name in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG")) or usual.exists()
 
 
-async def _look_around(settings: Settings) -> tuple[Findings, tuple[str, ...] | None]:
+def _watch(settings: Settings) -> Callable[[], Awaitable[tuple[Findings, tuple[str, ...] | None]]]:
+    """What looks around in the cluster: what it finds, and where the endpoint picker is."""
+    from dispatcher.signals import kube
     from dispatcher.signals.capacity import describe, look
+    from dispatcher.telemetry import diverted
 
+    kube.prepare()
     pool, epp = settings.pool, settings.signals.epp
-    found = await look(pool, epp, timeout_s=ANSWER_S)
-    return [_finding(each) for each in describe(pool, epp, found)], found.epp_addresses
+
+    async def look_around() -> tuple[Findings, tuple[str, ...] | None]:
+        with diverted(lambda _event, _fields: None):  # what it would log, the findings say
+            found = await look(pool, epp, timeout_s=ANSWER_S)
+        return [_finding(each) for each in describe(pool, epp, found)], found.epp_addresses
+
+    return look_around
 
 
 def _finding(told: Any) -> Finding:
@@ -260,31 +413,30 @@ def _finding(told: Any) -> Finding:
 # Reaching.
 
 
-def _addresses(urls: Sequence[SecretUrl], usual_port: int) -> list[tuple[str, int]]:
+def _addresses(urls: Sequence[SecretUrl], usual_port: int) -> set[Address]:
     """Host and port of each host of each URL."""
-    found = []
+    found = set()
     for url in urls:
         port = 443 if url.scheme == "https" else usual_port
         for host in url.hosts:
             parts = urlsplit(f"//{host}")
-            found.append((parts.hostname or "", parts.port or port))
+            found.add((parts.hostname or "", parts.port or port))
     return found
 
 
-async def _unreachable(addresses: Sequence[tuple[str, int]]) -> str | None:
-    """None when any address accepts a connection, else what is wrong with each."""
-
-    async def reach(host: str, port: int) -> str | None:
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, writer = await asyncio.open_connection(host, port)
-        except OSError as error:
-            return f"{host}:{port}: {_words(error)}"
-        writer.transport.abort()
-        return None
-
-    told = await asyncio.gather(*(reach(*address) for address in addresses))
+def _all_away(asked: Iterable[Address], away: Mapping[Address, str]) -> str | None:
+    """What is wrong with each; None where one at least accepts connections, or none is asked (a socket)."""
+    told = [away.get(address) for address in sorted(asked)]
     return None if None in told or not told else "; ".join(filter(None, told))
+
+
+def _known(finding: Finding) -> Probe:
+    """For what needs no asking."""
+
+    async def told() -> Findings:
+        return [finding]
+
+    return told
 
 
 def _words(error: Exception) -> str:

@@ -51,12 +51,14 @@ _REFUSALS = {
 }
 
 
+_FOLDER = files("dispatcher.queue") / "lua"
+
+
 @cache
 def _source(name: str) -> tuple[str, str]:
     """The text of a script with the fragments it stands on, and its SHA."""
-    folder = files("dispatcher.queue") / "lua"
     parts = (*_FRAGMENTS.get(name, ("common",)), name)
-    text = "\n".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    text = "\n".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

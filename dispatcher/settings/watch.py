@@ -41,6 +41,16 @@ async def watch(path: Path | str, known: str) -> AsyncGenerator[str | Problem, N
                 yield found
 
 
+async def prepare(directory: Path) -> None:
+    """Have everything imported that `watch` needs: it takes long, and not every command watches."""
+    from watchfiles import awatch
+
+    with suppress(OSError, RuntimeError):  # `watch` itself copes with these
+        looks = awatch(directory, rust_timeout=1, yield_on_timeout=True, recursive=False)
+        async with aclosing(looks):
+            await anext(looks)
+
+
 def _look(path: Path) -> str | Problem:
     found = read(path)
     if isinstance(found, str) and not found.strip():

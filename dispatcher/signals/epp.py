@@ -76,7 +76,9 @@ class EppSource:
         self._targets = targets
         self._timeout_s = timeout_s
         self._token_file = token_file
-        self._tls = tls
+        secure = targets.secure or any(url.startswith("https:") for url in targets.urls)
+        # Not when the first page is waited for: the system's certificates take a while to read.
+        self._tls = tls or _tls_context(secure)
         self._page_max_bytes = page_max_bytes
         self._found: tuple[str, ...] | None = None
         self._resolver = Errand("epp-dns")
@@ -212,7 +214,7 @@ class EppSource:
 
     async def _page(self, target: _Target, token: str) -> list[Sample] | Unread:
         if self._client is None:
-            transport = AiohttpTransport(verify=self._tls or True, trust_env=False)
+            transport = AiohttpTransport(verify=self._tls, trust_env=False)
             self._client = httpx.AsyncClient(
                 transport=transport, timeout=self._timeout_s, trust_env=False, follow_redirects=False
             )
@@ -265,6 +267,12 @@ def _cut(chunk: bytes) -> Iterator[bytes]:
         return
     for at in range(0, len(chunk), SLICE_BYTES):
         yield chunk[at : at + SLICE_BYTES]
+
+
+def _tls_context(secure: bool) -> ssl.SSLContext:
+    if not secure:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _of_url(url: str) -> _Target:

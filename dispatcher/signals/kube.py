@@ -62,6 +62,12 @@ class Access:
         return "the pod's service account" if self.in_cluster else f"kubeconfig {self.kubeconfig}"
 
 
+def prepare() -> None:
+    """Import the client, which takes too long to be done while anything is timed."""
+    for name in ("client", "config", "config.incluster_config"):
+        importlib.import_module(f"kubernetes.aio.{name}")
+
+
 class ApiError(Exception):
     """The API did not answer, or not with what was asked for. The message is one sentence for an operator."""
 

@@ -84,13 +84,16 @@ def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
     )
 
 
-async def probe(settings: Settings, epp_addresses: tuple[str, ...] | None = None) -> list[Finding]:
+async def probe(
+    settings: Settings, epp_addresses: tuple[str, ...] | None = None, made: Sequence[Source] = ()
+) -> list[Finding]:
     """Ask every source once and say what it shows: series, values, ages, and the budget that follows.
 
-    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them.
+    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them. `made`: the sources of these
+    settings, where they exist already; making them takes imports.
     """
     findings: list[Finding] = []
-    for source in sources(settings):
+    for source in made or sources(settings):
         source.discovered(epp_addresses)
         loop = asyncio.get_running_loop()
         began = loop.time()

@@ -18,6 +18,7 @@ from dispatcher.cli.probes import Finding, connections
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.settings import Settings
 from tests.queue.servers import cluster_set, sentinel_set, server
+from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, golden
 from tests.support import free_port, wait_until
 
@@ -201,6 +202,50 @@ async def test_kubernetes_is_looked_for_where_a_kubeconfig_is_named(
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     told = await found(tmp_path, pool={"name": "qwen", "namespace": "llm"})
     assert about(told, "kubernetes llm/qwen").level == "failed"
+
+
+async def test_what_kubernetes_refuses_is_said_once_and_not_that_nobody_was_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with ApiServer().serve(tmp_path) as cluster:
+        cluster.tokens = {"another"}
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        told = await found(tmp_path)
+    assert about(told, "kubernetes default/qwen").level == "failed"
+    finding = about(told, "signals")
+    assert (finding.level, "and Kubernetes does not" in finding.what) == ("failed", True)
+    assert "no Kubernetes to ask" not in "".join(map(str, told))
+    assert capfd.readouterr() == ("", "")  # nothing is logged beside the findings
+
+
+@pytest.mark.parametrize("source", ["auto", "prometheus"])
+async def test_prometheus_that_refuses_is_said_where_kubernetes_knows_the_picker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    port = free_port()
+    async with fake_epp() as epp, ApiServer().serve(tmp_path) as cluster:
+        cluster.put(POOLS, pool())
+        cluster.put(PODS, pod("p0"))
+        cluster.put(SLICES, endpoint_slice("qwen-epp-x1", "qwen-epp", "127.0.0.1"))
+        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+        signals = {
+            "source": source,
+            "epp": {"port": epp.port},
+            "prometheus": {"url": f"http://127.0.0.1:{port}"},
+        }
+        told = await found(tmp_path, signals=signals)
+    assert about(told, "kubernetes default/qwen").level == "ok"
+    where = "signals.prometheus" if source == "auto" else "signals"
+    assert "refused" in about(told, where).what
+    assert any(finding.where == "signals.epp" for finding in told) == (source == "auto")
+
+
+async def test_certificate_of_the_signals_that_is_none_is_a_finding(tmp_path: Path) -> None:
+    (tmp_path / "ca.pem").write_text("no certificate")
+    async with fake_epp() as epp:
+        tls = {"ca_file": str(tmp_path / "ca.pem")}
+        told = await found(tmp_path, signals={"epp": {"urls": [epp.url], "tls": tls}})
+    assert about(told, "signals.epp.tls").level == "failed"
 
 
 async def test_server_that_may_lose_requests_is_warned_of(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from dispatcher.core.request import encode_member
 from dispatcher.queue.keys import Names
 from tests.queue.servers import Server
 from tests.support import running, wait_until_sync
+from tests.throttle import Throttle
 
 POOL = "qwen"
 NAMES = Names(f"batch:{{{POOL}}}:requests", f"batch:{{{POOL}}}:results")
@@ -98,6 +99,8 @@ class Dispatcher:
     settings: dict[str, Any]
     options: tuple[str, ...]
     stack: ExitStack = field(repr=False)
+    limit: Throttle | None = None
+    """On its CPU, from its start."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     asked_to_end: bool = False
     _starts: int = 0
@@ -122,6 +125,8 @@ class Dispatcher:
             self.process = self.stack.enter_context(
                 running(*command, stderr=log, env=_quiet_environment(), preexec_fn=_die_with_parent)
             )
+        if self.limit is not None:
+            self.limit.hold(self.process.pid)
         started = wait_until_sync(self._started, START_S, what=f"{self.folder.name} starts", every_s=0.02)
         self._http = self.stack.enter_context(
             httpx.Client(base_url=f"http://127.0.0.1:{started['admin_port']}", timeout=10.0)
@@ -325,11 +330,13 @@ class Stage:
         }
         return merged(plain, sections)
 
-    def dispatcher(self, settings: Mapping[str, Any], *options: str) -> Dispatcher:
+    def dispatcher(
+        self, settings: Mapping[str, Any], *options: str, limit: Throttle | None = None
+    ) -> Dispatcher:
         """A dispatcher that runs until the test ends, or ends it."""
         folder = self._folder / f"dispatcher-{len(self.dispatchers) + 1}"
         folder.mkdir()
-        made = Dispatcher(folder, dict(settings), options, self._stack)
+        made = Dispatcher(folder, dict(settings), options, self._stack, limit)
         self.dispatchers.append(made)
         return made.start()
 

@@ -1,0 +1,168 @@
+"""Nothing is imported while time limits run: under a CPU limit that takes longer than they last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import redis.asyncio
+import yaml
+from aiohttp import web
+
+from dispatcher.core.request import encode_member
+from dispatcher.queue.keys import Names
+from tests.queue.servers import server
+from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
+from tests.signals.fakes import fake_epp, fake_prometheus, serving
+from tests.support import wait_until
+
+CHECK = """
+import asyncio, os, sys
+from pathlib import Path
+from dispatcher.cli.probes import ask, prepare, reach
+from dispatcher.settings import load
+
+settings = load(Path(sys.argv[1]), os.environ)
+
+async def main():
+    probes = prepare(settings, await reach(settings))
+    sys.addaudithook(lambda event, args: event == "import" and print("import", args[0]))
+    await ask(probes, print)
+
+asyncio.run(main())
+"""
+"""`connections`, step by step, telling what is imported once the probes have begun."""
+
+
+PAGE = """
+llm_d_epp_flow_control_pool_saturation{inference_pool="qwen",stage="effective"} 0.1
+llm_d_epp_average_running_requests{name="qwen"} 1
+llm_d_epp_average_queue_size{name="qwen"} 0
+llm_d_epp_ready_endpoints{name="qwen"} 1
+"""
+
+
+@asynccontextmanager
+async def everything(folder: Path) -> AsyncIterator[dict[str, Any]]:
+    """One of each that `check` can ask, all well: the configuration that names them."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({}, status=200 if request.method == "POST" else 405)
+
+    with server("redis", folder / "redis", "--appendonly", "yes") as queue:
+        async with (
+            serving(answer) as gateway,
+            fake_epp() as epp,
+            fake_prometheus() as prometheus,
+            ApiServer().serve(folder) as cluster,
+        ):
+            epp.page = PAGE
+            cluster.put(POOLS, pool())
+            cluster.put(SLICES, endpoint_slice("qwen-epp-x1", "qwen-epp", "127.0.0.1"))
+            cluster.put(PODS, pod("p0"))
+            yield {
+                "pool": {"name": "qwen", "namespace": "default"},
+                "gateway": {"url": f"http://localhost:{gateway}", "objective": "batch"},
+                "queue": {"url": f"redis://localhost:{queue.port}"},
+                "budget": {"per_endpoint": 100},
+                "signals": {"epp": {"port": epp.port}, "prometheus": {"url": prometheus.url}},
+            }
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return os.environ | {"KUBECONFIG": str(folder / "kubeconfig")}
+
+
+async def python(folder: Path, *arguments: str | Path) -> list[str]:
+    """What a Python process with a way into the cluster prints."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *map(str, arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment(folder),
+    )
+    told, _ = await process.communicate()
+    return told.decode().splitlines()
+
+
+async def test_nothing_is_imported_while_probes_are_timed(tmp_path: Path) -> None:
+    async with everything(tmp_path) as settings:
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+        told = await python(tmp_path, "-c", CHECK, tmp_path / "config.yaml")
+    levels = {line.partition(": ")[0] for line in told}
+    asked = {line.split(": ")[1].split()[0] for line in told if line.startswith("ok: ")}
+    assert {"gateway.url", "queue.url", "kubernetes", "signals.epp"} <= asked, told
+    assert any("signals.prometheus" in line for line in told), told
+    assert [line for line in told if line.startswith("import ")] == []
+    assert levels <= {"ok", "warning", "failed"}, told
+
+
+RUN = """
+import sys
+
+sys.addaudithook(
+    lambda event, args: event == "import" and print(json_of(args[0]), file=sys.stderr, flush=True)
+)
+
+def json_of(module):
+    return '{"event": "import", "module": "' + module + '"}'
+
+from dispatcher.cli import app
+
+app(["run", "--config", sys.argv[1]])
+"""
+"""`run`, telling on its log what is imported."""
+
+
+async def test_nothing_is_imported_once_the_dispatcher_has_started(tmp_path: Path) -> None:
+    async with everything(tmp_path) as settings:
+        settings |= {"admin": {"host": "127.0.0.1", "port": 0}, "log": {"format": "json"}}
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(settings))
+        with (tmp_path / "log").open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", RUN, config, stderr=log, env=environment(tmp_path)
+            )
+        try:
+
+            def events(*names: str) -> list[dict[str, Any]]:
+                lines = (tmp_path / "log").read_text().splitlines()
+                found = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+                return [event for event in found if not names or event["event"] in names]
+
+            [started] = await wait_until(lambda: events("started"), 30)
+            await works(settings, f"http://127.0.0.1:{started['admin_port']}")
+            config.write_text(yaml.safe_dump(settings | {"budget": {"per_endpoint": 100, "reserve": 0.1}}))
+            await wait_until(lambda: events("config-reloaded"), 10)
+        finally:
+            with suppress(ProcessLookupError):
+                process.terminate()
+            await process.wait()
+    told = [event.get("module", event["event"]) for event in events()]
+    assert told[-1] == "stopped", told[-10:]
+    since = told.index("started")
+    assert "kubernetes.aio.client" in told[:since]
+    assert [event["module"] for event in events()[since:] if event["event"] == "import"] == []
+
+
+async def works(settings: dict[str, Any], admin: str) -> None:
+    """The dispatcher at the admin port answers a request, and shows all its pages."""
+    names = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+    async with redis.asyncio.Redis.from_url(settings["queue"]["url"]) as client, httpx.AsyncClient() as http:
+
+        async def ready() -> bool:
+            return (await http.get(f"{admin}/readyz")).status_code == 200
+
+        await wait_until(ready, 20)
+        await client.zadd(names.queue, {encode_member("r-1", b"{}", 2**31): 2**31})
+        await wait_until(lambda: client.llen(names.results), 20)
+        for page in ("livez", "metrics", "status"):
+            assert (await http.get(f"{admin}/{page}")).status_code == 200
