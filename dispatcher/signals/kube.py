@@ -27,6 +27,8 @@ _HEAD_S = 10.0
 """An answer must begin within this; a watch's head comes at once, too."""
 _LOOK_S = 1.0
 """So often a pause looks whether the credentials have changed."""
+_AGAIN_S = 10.0
+"""Credentials that the server refuses are asked for again as often: of a plugin, for files tell themselves."""
 _CLIENT, _CONFIG = "kubernetes.aio.client", "kubernetes.aio.config"
 _IN_CLUSTER = "kubernetes.aio.config.incluster_config"
 
@@ -165,7 +167,8 @@ class Api:
                 if session.users == 0:
                     await session.client.close()
             if self._session is None:
-                self._session = _Session(await self._connect())
+                made = await self._connect()
+                self._session = _Session(made, asyncio.get_running_loop().time())
         session = self._session
         session.users += 1
         try:
@@ -209,7 +212,9 @@ class Api:
             message = body[:200].decode("utf-8", "replace").strip()
         hint = ""
         if response.status == 401:
-            self._session = None  # rotated or expired: the next request reads the credentials again
+            session = self._session
+            if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
+                self._session = None  # rotated or expired: the next request reads the credentials again
             hint = f"the credentials of {self._access}: they are expired, or not yet valid"
         after = response.headers.get("Retry-After", "")
         return ApiError(
@@ -231,6 +236,7 @@ class Status(msgspec.Struct):
 @dataclass(slots=True, eq=False)
 class _Session:
     client: Any
+    made_at: float
     users: int = 0
 
 

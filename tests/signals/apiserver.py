@@ -297,7 +297,10 @@ class ApiServer:
         agent = request.headers.get("User-Agent", "")
         came = Request(collection, query, asyncio.get_running_loop().time(), token, agent)
         self.requests.append(came)
-        answer = await self._answer(request, came, namespace)
+        try:
+            answer = await self._answer(request, came, namespace)
+        except ConnectionError:  # the client did not wait
+            return web.Response(status=499)
         came.status = answer.status
         return answer
 

@@ -22,12 +22,12 @@ from dispatcher.signals.mirror import LATE_S, SOON_FOR_S, SOON_S, WATCH_S
 from tests.signals.apiserver import OLD_POOLS, PODS, POOLS, SLICES, ApiServer, Request, old_pool, pod, pool
 from tests.signals.test_capacity import QWEN, Seen, access, populate
 
-LOOK_S = 0.01
+LOOK_S = 0.05
 """So often a test looks, and so exact it knows when."""
 
 
 class _Jump(selectors.DefaultSelector):
-    """What the loop would have waited is added to its time, once nothing has come within a millisecond."""
+    """What the loop would have waited is added to its time, once nothing is on its way."""
 
     now = 0.0
 
@@ -35,9 +35,12 @@ class _Jump(selectors.DefaultSelector):
         ready = super().select(0)
         if ready or timeout == 0:
             return ready
-        ready = super().select(0.001)
-        if not ready and timeout is not None:
-            self.now += timeout
+        # In small steps, and looking longer before a long one: what is still on its way through a busy kernel
+        # must not become a time-out.
+        step_s = 2.0 if timeout is None else min(timeout, 2.0)
+        ready = super().select(0.000_3 if step_s < 0.5 else 0.008)
+        if not ready:
+            self.now += step_s
         return ready
 
 
@@ -170,9 +173,9 @@ class TestALostWatch:
             async with stage(tmp_path) as on:
                 await on.fine(3, 5.0)
                 await lose(on.server)
-                await on.until(lambda: on.seen.now.problems, HOLD_S)
+                await on.until(lambda: on.seen.now.unsure_since is not None, HOLD_S)
+                assert on.seen.now.problems
                 assert on.seen.now.ready == 3
-                assert on.seen.now.unsure_since is not None
 
         run(scenario())
 
@@ -296,7 +299,7 @@ def test_a_healthy_watch_is_sure_for_ever_and_costs_little(tmp_path: Path) -> No
             await on.fine(3, 5.0)
             before = len(on.seen.history)
             await on.pause(900.0)
-            assert len(on.seen.history) == before
+            assert on.seen.history[before:] == []
             for collection in (POOLS, PODS, SLICES):
                 lists: list[Request] = on.server.asked(collection, watch=False)
                 assert len(lists) == 1
