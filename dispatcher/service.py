@@ -25,7 +25,7 @@ from pathlib import Path
 from dispatcher import __version__, telemetry
 from dispatcher.admin import AdminServer, Views
 from dispatcher.core.allowance import Allowance, explain
-from dispatcher.core.budget import Reason
+from dispatcher.core.budget import Budget, Reason
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Options
@@ -70,7 +70,7 @@ class Service:
         self.poller = Poller(sources(settings), settings.signals, settings.policy(), self._polled)
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
         self._metrics.show(self.status, tuple(str(reason) for reason in Reason))
-        self._endpoints_ready: int | None = None
+        self._watched = Endpoints()
 
     def views(self) -> Views:
         return Views(self._live, self._ready, self.status, self._metrics.page)
@@ -133,13 +133,13 @@ class Service:
         self.dispatcher.readings_came()
 
     def _endpoints(self, endpoints: Endpoints) -> None:
-        self._endpoints_ready = endpoints.ready
+        self._watched = endpoints
         self._tell_capacity(_now())
         self.poller.discovered(endpoints.epp_addresses)
         self.dispatcher.poke()
 
     def _tell_capacity(self, now: float) -> None:
-        ready = self._endpoints_ready
+        ready = self._watched.ready
         self.limiter.capacity(None if ready is None else ready * self.settings.budget.per_endpoint, now)
 
     # What is shown.
@@ -158,17 +158,31 @@ class Service:
 
     def _explanation(self, allowance: Allowance) -> str:
         told = explain(allowance, self.limiter.in_flight)
-        return (
-            f"Observing only, nothing is claimed by this process. It would be: {told}"
-            if self._observe
-            else told
-        )
+        if self._observe:
+            told = f"Observing only, nothing is claimed by this process. It would be: {told}"
+        return " ".join([told, *(f"Kubernetes: {problem}." for problem in self._watched.problems)])
+
+    def _max_sys(self, budget: Budget | None) -> tuple[float | None, str | None]:
+        """The capacity that counts, and whose word it is."""
+        if budget is None:
+            return None, None
+        if budget.fault is Reason.NO_ENDPOINTS and self._watched.ready == 0:
+            return 0.0, "watch"
+        setting = self.settings.budget.max_sys
+        if setting is not None and budget.max_sys >= setting:
+            return budget.max_sys, "setting"
+        reading = next(each for each in self.limiter.readings if each.signal is budget.signal)
+        if budget.max_sys < reading.max_sys:
+            return budget.max_sys, "watch"
+        return budget.max_sys, "query" if "queries.capacity" in reading.raw else "picker"
 
     def status(self) -> Status:
         now = _now()
         allowance = self.limiter.allowance(now)
         budget, view, counts = allowance.budget, self.dispatcher.view, self.dispatcher.view.counts
         readings = self.limiter.readings
+        watched = self._watched
+        max_sys, max_sys_by = self._max_sys(budget)
         return Status(
             version=__version__,
             pool=self.settings.pool.name,
@@ -187,7 +201,8 @@ class Service:
             reserve=self.settings.budget.reserve,
             budget=budget.d if budget and budget.fault is None else None,
             headroom=budget.headroom if budget and budget.fault is None else None,
-            max_sys=budget.max_sys if budget else None,
+            max_sys=max_sys,
+            max_sys_by=max_sys_by,
             ceiling=allowance.ceiling,
             reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
             source=self._poll.source if self._poll else None,
@@ -204,6 +219,9 @@ class Service:
                 }
                 for reading in readings
             ],
+            watch_endpoints=watched.ready,
+            watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
+            watch_problems=[str(problem) for problem in watched.problems],
             pending=counts.pending if counts else None,
             leased=counts.leased if counts else None,
             delayed=counts.delayed if counts else None,

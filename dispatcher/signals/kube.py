@@ -28,7 +28,7 @@ _HEAD_S = 10.0
 _LOOK_S = 1.0
 """So often a pause looks whether the credentials have changed."""
 _AGAIN_S = 10.0
-"""Credentials that the server refuses are asked for again as often: of a plugin, for files tell themselves."""
+"""Credentials that are refused are read again so often: a plugin may have new ones, files tell themselves."""
 _CLIENT, _CONFIG = "kubernetes.aio.client", "kubernetes.aio.config"
 _IN_CLUSTER = "kubernetes.aio.config.incluster_config"
 
