@@ -74,7 +74,7 @@ def _paragraph(shown: dict[str, Any]) -> str:
         f"{shown['dead']} are dead."
     )
     if gate and (capacity := _capacity(gate)):
-        told.append(f"{capacity}.")
+        told.append(capacity)
     if gate and gate["reading_age_s"] is not None:
         told.append(f"The newest sample, from {gate['source']}, is {gate['reading_age_s']:.1f} s old.")
     return " ".join(told)
@@ -122,16 +122,15 @@ _WORDS = {
 def _capacity(gate: dict[str, Any]) -> str:
     """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
     by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
-    told = []
-    if by is not None:
-        told.append(f"capacity {gate['max_sys']:g} by {_WORDS.get(by, by)}")
+    told = [f"the capacity is {gate['max_sys']:g} by {_WORDS.get(by, by)}"] if by is not None else []
+    watch = "which" if by == "watch" else "the Kubernetes watch"
     if ready is not None:
-        ago = "sees" if unsure_s is None else f"saw, {unsure_s:.0f} s ago,"
-        told.append(f"the Kubernetes watch {ago} {ready} ready endpoints")
+        ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
+        told.append(f"{watch} {'saw' if ago else 'sees'} {ready} ready endpoints{ago}")
     elif unsure_s is not None:
-        told.append(f"the Kubernetes watch has seen nothing for {unsure_s:.0f} s and bounds nothing")
-    whole = ", ".join(told)
-    return whole[:1].upper() + whole[1:]
+        told.append(f"{watch} has seen nothing for {unsure_s:.0f} s and bounds nothing")
+    whole = (", " if by == "watch" else "; ").join(told)
+    return f"{whole[:1].upper()}{whole[1:]}." if whole else ""
 
 
 def _text(shown: dict[str, Any]) -> str:

@@ -112,6 +112,8 @@ class CapacityWatch:
         self._hold_s = hold_s
         self._watch_s = watch_s
         self._known = Endpoints()
+        self._counted = False
+        """Whether the number of endpoints was ever known."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -180,6 +182,9 @@ class CapacityWatch:
                     Problem(f"{where} has no ready endpoint: no endpoint picker runs", "the picker's pods")
                 )
         places = (self._pool, self._old_pool, self._pods, self._slices)
+        self._counted = self._counted or ready is not None
+        if ready is None and self._counted:
+            problems.append(Problem("what it showed before no longer counts: it bounds no capacity now"))
         return Endpoints(
             ready=ready,
             epp_addresses=replicas,
@@ -259,8 +264,7 @@ class CapacityWatch:
             needed += f" ({_OLD_GROUP} only where the cluster serves it)"
         if older != _NOT_THERE:
             needed += f"; or the cluster serves no InferencePools: install {_CRDS}"
-        problem = Problem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
-        return problem if place.mirror is None else self._aged(problem, place.mirror)
+        return Problem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
 
     # What is seen of the rest.
 
@@ -285,12 +289,7 @@ class CapacityWatch:
         """What is wrong with a watch: nothing or one thing."""
         mirror = place.mirror
         problem = mirror.problem if mirror is not None else None
-        return () if mirror is None or problem is None else (self._aged(problem, mirror),)
-
-    def _aged(self, problem: Problem, mirror: Mirror[Any]) -> Problem:
-        if not mirror.synced or not self._given_up(mirror):
-            return problem
-        return replace(problem, what=f"{problem.what}; what was seen {self._hold_s:g} s ago no longer counts")
+        return () if problem is None else (problem,)
 
     def _unsure_since(self, found: _Found) -> float | None:
         """Of the watches that the number of endpoints comes from."""
@@ -305,6 +304,7 @@ class CapacityWatch:
         return mirror.failure is not None and self._loop.time() >= mirror.heard_at + self._hold_s
 
     def _had(self, place: _Place[Any]) -> bool:
+        """Whether it was seen once."""
         return place.mirror is not None and place.mirror.synced
 
     def _set_timer(self) -> None:

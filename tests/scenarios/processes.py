@@ -98,6 +98,7 @@ class Dispatcher:
     settings: dict[str, Any]
     options: tuple[str, ...]
     stack: ExitStack = field(repr=False)
+    environ: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     asked_to_end: bool = False
     _starts: int = 0
@@ -120,7 +121,12 @@ class Dispatcher:
         command = [sys.executable, "-m", "dispatcher", "run", "--config", self.config, *self.options]
         with self._log.open("wb") as log:
             self.process = self.stack.enter_context(
-                running(*command, stderr=log, env=_quiet_environment(), preexec_fn=_die_with_parent)
+                running(
+                    *command,
+                    stderr=log,
+                    env=_quiet_environment() | dict(self.environ),
+                    preexec_fn=_die_with_parent,
+                )
             )
         started = wait_until_sync(self._started, START_S, what=f"{self.folder.name} starts", every_s=0.02)
         self._http = self.stack.enter_context(
@@ -325,11 +331,11 @@ class Stage:
         }
         return merged(plain, sections)
 
-    def dispatcher(self, settings: Mapping[str, Any], *options: str) -> Dispatcher:
-        """A dispatcher that runs until the test ends, or ends it."""
+    def dispatcher(self, settings: Mapping[str, Any], *options: str, **environ: str) -> Dispatcher:
+        """A dispatcher that runs until the test ends, or ends it; `environ`: what to add to its own."""
         folder = self._folder / f"dispatcher-{len(self.dispatchers) + 1}"
         folder.mkdir()
-        made = Dispatcher(folder, dict(settings), options, self._stack)
+        made = Dispatcher(folder, dict(settings), options, self._stack, environ)
         self.dispatchers.append(made)
         return made.start()
 

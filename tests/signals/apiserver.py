@@ -212,8 +212,9 @@ class ApiServer:
     def running(self) -> bool:
         return self._runner is not None
 
-    async def up(self) -> None:
-        """Listen, on the same port as before."""
+    async def up(self, tls: ssl.SSLContext | None = None) -> None:
+        """Listen, on the same port as before; with another certificate where one is given."""
+        self._tls = tls or self._tls
         app = web.Application()
         app.router.add_get("/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import random
+import re
 import ssl
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -13,13 +14,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trustme
 
+from dispatcher import __version__
 from dispatcher.settings import Epp, Pool
 from dispatcher.signals import capacity
 from dispatcher.signals.capacity import ABSENT, CapacityWatch, Endpoints
 from dispatcher.signals.kube import Access
+from dispatcher.signals.sources import Finding
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,
@@ -264,6 +268,70 @@ class TestOlderApi:
             await wait_until(lambda: not seen.now.problems)
 
 
+class TestRights:
+    """Which rule is asked for. A server looks at rights before it looks whether it serves a thing at all."""
+
+    RULE = 'needs the rule apiGroups: [{}], resources: ["inferencepools"], verbs: ["list", "watch"]'
+    NEW, OLD = '"inference.networking.k8s.io"', '"inference.networking.x-k8s.io"'
+
+    async def test_only_the_older_version_is_refused_and_the_newer_not_served(
+        self, server: ApiServer
+    ) -> None:
+        """Where the pool is of the older version this right is missing: to install CRDs would not help."""
+        server.faults.unserved, server.faults.forbidden = {POOLS}, {OLD_POOLS}
+        server.put(OLD_POOLS, old_pool())
+        server.put(PODS, pod("p0"))
+        async with watching(server) as seen:
+            told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.OLD))
+            assert "or the cluster serves no InferencePools: install the CRDs" in told
+            assert seen.now.ready is None
+            server.faults.forbidden = set()
+            await seen.ready(1)
+
+    async def test_only_the_newer_is_refused_and_the_older_not_served(self, server: ApiServer) -> None:
+        server.faults.unserved, server.faults.forbidden = {OLD_POOLS}, {POOLS}
+        async with watching(server) as seen:
+            told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.NEW))
+            assert "or the cluster serves no InferencePools: install the CRDs" in told
+
+    async def test_only_the_newer_is_refused_and_the_older_has_no_pool(self, server: ApiServer) -> None:
+        server.faults.forbidden = {POOLS}
+        async with watching(server) as seen:
+            assert "CRD" not in await seen.problem("not allowed", self.RULE.format(self.NEW))
+
+    async def test_both_are_refused(self, server: ApiServer) -> None:
+        server.faults.forbidden = {POOLS, OLD_POOLS}
+        async with watching(server) as seen:
+            told = await seen.problem("not allowed", self.RULE.format(f"{self.NEW}, {self.OLD}"))
+            assert "inference.networking.x-k8s.io only where the cluster serves it" in told
+            assert "install the CRDs" in told
+
+    async def test_the_newer_has_no_pool_and_the_older_is_refused(self, server: ApiServer) -> None:
+        server.faults.forbidden = {OLD_POOLS}
+        async with watching(server) as seen:
+            await seen.problem("default/qwen does not exist, unless in", self.RULE.format(self.OLD))
+            assert seen.now.ready == 0
+
+    async def test_the_crd_of_the_newer_goes_while_the_older_is_refused(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.forbidden = {OLD_POOLS}
+        async with watching(server) as seen:
+            await seen.ready(2)
+            server.faults.unserved = {POOLS}
+            server.delete(POOLS, "qwen")
+            server.cut()
+            await seen.problem("not allowed", self.RULE.format(self.OLD))
+            assert seen.now.ready == 0
+
+    async def test_a_right_to_list_alone_is_not_enough(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.forbidden = {f"watch {PODS}"}
+        async with watching(server) as seen:
+            rule = 'apiGroups: [""], resources: ["pods"], verbs: ["list", "watch"]'
+            await seen.problem("not allowed to watch pods in namespace default", rule)
+            assert seen.now.ready == 2  # for a while
+
+
 @pytest.mark.parametrize(
     ("collection", "group", "ready"),
     [(POOLS, "inference.networking.k8s.io", None), (PODS, "", None), (SLICES, "discovery.k8s.io", 2)],
@@ -291,10 +359,23 @@ async def test_an_outage_is_bridged_for_a_while_and_then_nothing_is_claimed(serv
         assert seen.now.ready == 2
         await seen.ready(None)
         assert seen.now.epp_addresses == ("10.0.0.1",)
-        assert "no longer counts" in await seen.problem()
+        await seen.problem("no longer counts")
         server.put(PODS, pod("p2"))
         await server.up()
         await wait_until(lambda: seen.fine(3, "10.0.0.1"))
+
+
+async def test_something_else_that_begins_to_answer_is_a_problem(server: ApiServer) -> None:
+    """A portal on the way answers 200 to everything; what it says is no news of the pool."""
+    populate(server, 2)
+    async with watching(server, hold_s=1.0) as seen:
+        await seen.ready(2)
+        server.faults.garbage = True
+        server.cut()
+        await seen.problem("what answers for the Kubernetes API sends text/plain")
+        await seen.ready(None)
+        server.faults.garbage = False
+        await wait_until(lambda: seen.fine(2, "10.0.0.1"))
 
 
 @pytest.mark.parametrize("fault", ["garbage", "busy"])
@@ -303,7 +384,9 @@ async def test_an_answer_that_is_none_is_a_problem_and_no_end(server: ApiServer,
     server.faults.garbage = fault == "garbage"
     server.faults.busy_s = 1 if fault == "busy" else None
     async with watching(server) as seen:
-        await seen.problem("the Kubernetes API")
+        await seen.problem(
+            "the Kubernetes API", "sends text/plain" if fault == "garbage" else "answered 429 ("
+        )
         asked = [each.at for each in server.asked(POOLS, watch=False)]
         if fault == "busy":
             assert all(after - before >= 1.0 for before, after in itertools.pairwise(asked))
@@ -331,7 +414,9 @@ class TestCredentials:
             await seen.ready(1)
             server.tokens = {"t1"}
             server.cut()
-            await seen.problem("401")
+            assert (
+                "answered 401 (Unauthorized) (look at: the credentials of kubeconfig" in await seen.problem()
+            )
             server.write_kubeconfig("t1")
             server.put(PODS, pod("p1"))
             await seen.ready(2)
@@ -340,9 +425,7 @@ class TestCredentials:
 
     async def test_a_pod_uses_its_service_account_and_its_rotating_token(self, tmp_path: Path) -> None:
         authority = trustme.CA()
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        authority.issue_cert("127.0.0.1").configure_cert(tls)
-        async with ApiServer().serve(tmp_path, tls) as server:
+        async with ApiServer().serve(tmp_path, tls_of(authority)) as server:
             populate(server, 1)
             host, _, port = server.url.removeprefix("https://").partition(":")
             authority.cert_pem.write_to_path(tmp_path / "ca.crt")
@@ -385,6 +468,49 @@ class TestCredentials:
             server.write_kubeconfig("t0")
             await seen.ready(1)
 
+    @pytest.mark.parametrize("unreadable", ["[]", "{", "clusters: 3"])
+    async def test_a_kubeconfig_that_becomes_unreadable_is_told_and_taken_up_when_it_is_mended(
+        self, server: ApiServer, unreadable: str
+    ) -> None:
+        populate(server, 1)
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+            server.kubeconfig.write_text(unreadable)
+            server.cut()
+            await seen.problem(str(server.kubeconfig), "cannot be used")
+            server.write_kubeconfig("t0")
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+
+    async def test_another_authority_is_taken_up(self, tmp_path: Path) -> None:
+        """The server gets a certificate of a new authority, and the pod's ca.crt follows."""
+        old, new = trustme.CA(), trustme.CA()
+        (tmp_path / "token").write_text("t0")
+        old.cert_pem.write_to_path(tmp_path / "ca.crt")
+        async with ApiServer().serve(tmp_path, tls_of(old)) as server:
+            populate(server, 1)
+            host, _, port = server.url.removeprefix("https://").partition(":")
+            environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+                await seen.ready(1)
+                await server.down()
+                await server.up(tls_of(new))
+                await seen.problem("cannot be reached", "certificate")
+                new.cert_pem.write_to_path(tmp_path / "ca.crt")
+                server.put(PODS, pod("p1"))
+                await seen.ready(2)
+
+    async def test_the_dispatcher_says_who_it_is(self, server: ApiServer) -> None:
+        populate(server, 1)
+        async with watching(server) as seen:
+            await seen.ready(1)
+        assert {each.user_agent for each in server.requests} == {f"batch-dispatcher/{__version__}"}
+
+
+def tls_of(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
 
 class TestEndpointPicker:
     async def test_its_ready_replicas_are_told(self, server: ApiServer) -> None:
@@ -402,6 +528,20 @@ class TestEndpointPicker:
             await seen.problem("Service default/other has no ready endpoint")
             assert seen.now.epp_addresses == ()
             assert seen.now.ready == 1
+
+    async def test_a_replica_with_addresses_of_two_families_is_one(self, server: ApiServer) -> None:
+        server.put(POOLS, pool())
+        server.put(SLICES, endpoint_slice("v6", "qwen-epp", "fd00::10", "fd00::11", family="IPv6", pods="ab"))
+        server.put(SLICES, endpoint_slice("v4", "qwen-epp", "10.0.0.9", family="IPv4", pods="a"))
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.9", "fd00::11"))
+
+    async def test_an_endpoint_that_names_no_pod_is_told_by_its_address(self, server: ApiServer) -> None:
+        server.put(POOLS, pool())
+        server.put(SLICES, endpoint_slice("a", "qwen-epp", "10.0.0.2", "10.0.0.1", pods=["", ""]))
+        server.put(SLICES, endpoint_slice("b", "qwen-epp", "10.0.0.1", pods=[""]))
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.1", "10.0.0.2"))
 
     @pytest.mark.parametrize("epp", [{"urls": ["http://epp:9090"]}, {"service": "epp"}])
     async def test_it_is_not_looked_for_where_the_settings_name_it(
@@ -432,6 +572,69 @@ class TestCheck:
         (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
         assert not found.ok
         assert found.hint.startswith("the Role there: it needs the rule apiGroups")
+
+    async def test_of_no_rights_at_all_every_rule_at_once(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.rules = []
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each.detail for each in found if not each.ok] == [
+            "not allowed to list inferencepools in namespace default",
+            "not allowed to list pods in namespace default",
+            "not allowed to list endpointslices in namespace default",
+        ]
+        await self._follows_the_hints(server, found, rounds=1)
+
+    async def test_of_a_right_to_list_alone_every_rule_at_once(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.forbidden = {f"watch {each}" for each in (POOLS, PODS, SLICES)}
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each.detail for each in found if not each.ok] == [
+            "not allowed to watch inferencepools in namespace default",
+            "not allowed to watch pods in namespace default",
+            "not allowed to watch endpointslices in namespace default",
+        ]
+
+    async def test_of_no_rights_with_the_older_api(self, server: ApiServer) -> None:
+        server.faults.rules, server.faults.unserved = [], {POOLS}
+        server.put(OLD_POOLS, old_pool())
+        server.put(PODS, pod("p0"))
+        server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        await self._follows_the_hints(server, found, rounds=1)
+
+    async def test_of_no_rights_where_the_picker_is_named(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.rules = []
+        found = await capacity.probe(QWEN, Epp(service="epp"), access=access(server))
+        assert len(found) == 2
+        assert not server.asked(SLICES, watch=False)
+
+    async def _follows_the_hints(self, server: ApiServer, found: list[Finding], rounds: int) -> None:
+        """Who adds the rules that the hints name is done after so many rounds."""
+        rules = server.faults.rules
+        assert rules is not None
+        for _ in range(rounds):
+            for each in found:
+                for rule in re.findall(r"the rule (apiGroups: .*?, verbs: \[.*?\])", each.hint):
+                    rules.append(msgspec.yaml.decode(f"{{{rule}}}"))
+            found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each for each in found if not each.ok] == []
+
+    async def test_says_nothing_to_the_log(
+        self, server: ApiServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        server.faults.forbidden = {POOLS}
+        await capacity.probe(QWEN, Epp(), access=access(server))
+        assert "kubernetes-problem" not in "".join(capsys.readouterr())
+
+    async def test_of_a_pool_that_is_not_there_and_a_missing_right(self, server: ApiServer) -> None:
+        server.faults.forbidden = {PODS}
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each.detail for each in found] == [
+            "0 ready endpoints",
+            "InferencePool default/qwen does not exist",
+            "not allowed to list pods in namespace default",
+        ]
 
     async def test_of_a_pool_without_pods(self, server: ApiServer) -> None:
         populate(server, 0)

@@ -161,7 +161,7 @@ class TestALostWatch:
                 assert HOLD_S - 1.25 * WATCH_S <= given_up_at - heard_at <= HOLD_S + 1.0
                 assert on.seen.now.unsure_since is not None
                 assert given_up_at - on.seen.now.unsure_since == pytest.approx(HOLD_S, abs=2 * LOOK_S)
-                assert "60 s ago no longer counts" in str(on.seen.now.problems)
+                assert "no longer counts" in str(on.seen.now.problems)
 
         run(scenario())
 
@@ -204,9 +204,9 @@ class TestALostWatch:
                 on.server.faults.rules = []
                 await on.pause(SOON_FOR_S + WATCH_S + LATE_S)
                 on.server.requests.clear()
-                await on.pause(1_000.0)
+                await on.pause(300.0)
                 # The pool in both versions, pods and slices; pauses are half of LATE_S at least.
-                assert 4 * 1_000 / LATE_S * 0.9 <= len(on.server.requests) <= 4 * (1_000 / (LATE_S / 2) + 1)
+                assert 4 * (300 / LATE_S - 1) <= len(on.server.requests) <= 4 * (300 / (LATE_S / 2) + 1)
                 on.server.faults.rules = None
                 await on.fine(3, LATE_S + 1.0)
 
@@ -234,7 +234,7 @@ class TestNewCredentials:
             async with stage(tmp_path) as on:
                 await on.fine(3, 5.0)
                 await expire(on.server)
-                await on.pause(2 * SOON_FOR_S)
+                await on.pause(SOON_FOR_S + 60.0)
                 on.server.tokens = {"t1"}
                 on.server.put(PODS, pod("p3"))
                 on.server.write_kubeconfig("t1")
@@ -249,7 +249,7 @@ class TestNewCredentials:
                 (tmp_path / "token").write_text("t0")
                 await on.fine(3, 5.0)
                 await expire(on.server)
-                await on.pause(2 * SOON_FOR_S)
+                await on.pause(SOON_FOR_S + 60.0)
                 on.server.tokens = {"another"}
                 (tmp_path / "token").write_text("another")
                 await on.fine(3, 2.0)
@@ -263,7 +263,7 @@ class TestTheOlderApi:
         async def scenario() -> None:
             async with stage(tmp_path) as on:
                 await on.fine(3, 5.0)
-                await on.pause(1_000.0)
+                await on.pause(300.0)
                 assert not [each for each in on.server.requests if each.collection == OLD_POOLS]
 
         run(scenario())
