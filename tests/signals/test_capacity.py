@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import trustme
+import yaml
 
 from dispatcher import __version__
 from dispatcher.settings import Epp, Pool
@@ -330,6 +331,44 @@ class TestRights:
             rule = 'apiGroups: [""], resources: ["pods"], verbs: ["list", "watch"]'
             await seen.problem("not allowed to watch pods in namespace default", rule)
             assert seen.now.ready == 2  # for a while
+
+
+class TestLeastRole:
+    """The Role in the documentation: what the program asks for, no more and no less."""
+
+    @staticmethod
+    def documents() -> list[dict[str, Any]]:
+        page = (Path(__file__).parents[2] / "docs" / "signals.md").read_text()
+        (found,) = re.findall(r"<!-- least role -->\n```yaml\n(.*?)```", page, re.DOTALL)
+        return list(yaml.safe_load_all(found))
+
+    def test_is_bound(self) -> None:
+        role, binding = self.documents()
+        names = [role["metadata"], binding["metadata"], *binding["subjects"]]
+        assert {(each["name"], each["namespace"]) for each in names} == {("batch-dispatcher", "default")}
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+
+    async def test_is_enough_and_no_more_than_is_used(self, tmp_path: Path) -> None:
+        rules = self.documents()[0]["rules"]
+        used = set()
+        for unserved, older in ((set(), False), ({POOLS}, True)):
+            async with ApiServer().serve(tmp_path) as server:
+                populate(server, 2)
+                if older:
+                    server.delete(POOLS, "qwen")
+                    server.put(OLD_POOLS, old_pool())
+                server.faults.rules, server.faults.unserved = rules, unserved
+                async with watching(server) as seen:
+                    await wait_until(lambda: seen.fine(2, "10.0.0.1"))
+                assert not server.refused(403)
+                used |= {(each.collection, each.verb) for each in server.requests}
+        named = {POOLS: rules[0], OLD_POOLS: rules[1], PODS: rules[2], SLICES: rules[3]}
+        asked = {(name, verb) for name, rule in named.items() for verb in rule["verbs"]}
+        assert used == asked
+        assert len(rules) == len(named)
+        for name, rule in named.items():
+            group = name.split("/")[0] if name.count("/") == 2 else ""
+            assert (rule["apiGroups"], rule["resources"]) == ([group], [name.rpartition("/")[2]])
 
 
 @pytest.mark.parametrize(
