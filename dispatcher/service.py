@@ -103,6 +103,7 @@ class Service:
             self._gateway.reconfigure(settings.gateway)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
+        self.watch.reconfigure(settings.signals.epp)
         if settings.log != before.log:
             telemetry.configure_logging(settings.log.level, settings.log.format)
         self.dispatcher.poke()

@@ -111,6 +111,7 @@ class CapacityWatch:
         self._access = Access() if access is None else access
         self._hold_s = hold_s
         self._watch_s = watch_s
+        self._running = False
         self._known = Endpoints()
         self._counted = False
         """Whether the number of endpoints was ever known."""
@@ -131,11 +132,20 @@ class CapacityWatch:
             async with asyncio.TaskGroup() as tasks:
                 self._start(api, tasks)
         finally:
+            self._running = False
             if self._timer is not None:
                 self._timer.cancel()
             await api.close()
 
+    def reconfigure(self, epp: Epp) -> None:
+        """Find the endpoint picker from now on, or leave it, as the settings say."""
+        if finds_epp(epp) != self._find_epp:
+            self._find_epp = finds_epp(epp)
+            if self._running:
+                self._look()
+
     def _start(self, api: Api, tasks: asyncio.TaskGroup) -> None:
+        self._running = True
         self._loop = asyncio.get_running_loop()
 
         def place(digest: Callable[[msgspec.Raw], V]) -> _Place[V]:
@@ -263,7 +273,7 @@ class CapacityWatch:
         if len(refused) > 1:
             needed += f" ({_OLD_GROUP} only where the cluster serves it)"
         if older != _NOT_THERE:
-            needed += f"; or the cluster serves no InferencePools: install {_CRDS}"
+            needed += f"; or, if the cluster serves no InferencePools, install {_CRDS}"
         return Problem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
 
     # What is seen of the rest.

@@ -52,6 +52,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.history: list[Endpoints] = []
+        self.watch: CapacityWatch
 
     def __call__(self, endpoints: Endpoints) -> None:
         assert not self.history or endpoints != self.history[-1]
@@ -88,7 +89,7 @@ def access(server: ApiServer) -> Access:
 async def watching(where: ApiServer | Access, epp: Epp | None = None, **more: Any) -> AsyncIterator[Seen]:
     seen = Seen()
     way = where if isinstance(where, Access) else access(where)
-    watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
+    watch = seen.watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(watch.run())
         try:
@@ -284,7 +285,7 @@ class TestRights:
         server.put(PODS, pod("p0"))
         async with watching(server) as seen:
             told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.OLD))
-            assert "or the cluster serves no InferencePools: install the CRDs" in told
+            assert "or, if the cluster serves no InferencePools, install the CRDs" in told
             assert seen.now.ready is None
             server.faults.forbidden = set()
             await seen.ready(1)
@@ -293,7 +294,7 @@ class TestRights:
         server.faults.unserved, server.faults.forbidden = {OLD_POOLS}, {POOLS}
         async with watching(server) as seen:
             told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.NEW))
-            assert "or the cluster serves no InferencePools: install the CRDs" in told
+            assert "or, if the cluster serves no InferencePools, install the CRDs" in told
 
     async def test_only_the_newer_is_refused_and_the_older_has_no_pool(self, server: ApiServer) -> None:
         server.faults.forbidden = {POOLS}
@@ -593,6 +594,15 @@ class TestEndpointPicker:
             await seen.ready(2)
             assert seen.fine(2)
             assert not server.asked(SLICES, watch=False)
+
+    async def test_it_is_looked_for_once_the_settings_name_it_no_longer(self, server: ApiServer) -> None:
+        populate(server, 1)
+        async with watching(server, Epp(service="epp")) as seen:
+            await wait_until(lambda: seen.fine(1))
+            seen.watch.reconfigure(Epp())
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+            seen.watch.reconfigure(Epp(service="epp"))
+            await wait_until(lambda: seen.fine(1))
 
 
 class TestCheck:

@@ -150,7 +150,7 @@ class TestALostWatch:
                 await on.pause(47.0)
                 assert on.seen.fine(3, "10.0.0.1")
                 on.server.put(PODS, pod("p3"))
-                heard_at = await on.ready(4, 1.0)
+                heard_at = lost_at = await on.ready(4, 1.0)
                 await lose(on.server)
                 given_up_at = await on.ready(None, 2 * HOLD_S)
                 if lose in (expire, forbid):
@@ -159,6 +159,7 @@ class TestALostWatch:
                     assert heard_at <= on.server.asked(PODS, watch=True)[-1].at
                 # Pool and pods are watched by themselves: what was heard first of them is given up first.
                 assert HOLD_S - 1.25 * WATCH_S <= given_up_at - heard_at <= HOLD_S + 1.0
+                assert given_up_at - lost_at <= 85.0 + 1.0, "what the documentation says"
                 assert on.seen.now.unsure_since is not None
                 assert given_up_at - on.seen.now.unsure_since == pytest.approx(HOLD_S, abs=2 * LOOK_S)
                 assert "no longer counts" in str(on.seen.now.problems)
