@@ -26,7 +26,7 @@ from typing import Literal
 from dispatcher import __version__, telemetry
 from dispatcher.admin import AdminServer, Views
 from dispatcher.core.allowance import Allowance, explain
-from dispatcher.core.budget import Reason
+from dispatcher.core.budget import Budget, Reason
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Options
@@ -41,7 +41,7 @@ from dispatcher.settings.load import Refusal, read, reload
 from dispatcher.settings.source import Problem
 from dispatcher.settings.watch import prepare as prepare_watch
 from dispatcher.settings.watch import watch
-from dispatcher.signals import kube
+from dispatcher.signals import capacity
 from dispatcher.signals.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
@@ -75,7 +75,7 @@ class Service:
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
         self.pace = PaceWatch(self._slow)
         self._metrics.show(self.status, tuple(str(reason) for reason in Reason))
-        self._endpoints_ready: int | None = None
+        self._watched = Endpoints()
 
     def views(self) -> Views:
         return Views(self._live, self._ready, self.status, self._metrics.page)
@@ -109,6 +109,7 @@ class Service:
             self._gateway.reconfigure(settings.gateway)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
+        self.watch.reconfigure(settings.signals.epp)
         if settings.log != before.log:
             telemetry.configure_logging(settings.log.level, settings.log.format)
         self.dispatcher.poke()
@@ -140,7 +141,7 @@ class Service:
         self.dispatcher.readings_came()
 
     def _endpoints(self, endpoints: Endpoints) -> None:
-        self._endpoints_ready = endpoints.ready
+        self._watched = endpoints
         self._tell_capacity(_now())
         self.poller.discovered(endpoints.epp_addresses)
         self.dispatcher.poke()
@@ -157,7 +158,7 @@ class Service:
         )
 
     def _tell_capacity(self, now: float) -> None:
-        ready, per_endpoint = self._endpoints_ready, self.settings.budget.per_endpoint
+        ready, per_endpoint = self._watched.ready, self.settings.budget.per_endpoint
         if per_endpoint is None and self._poll is not None:
             per_endpoint = self._poll.per_endpoint
         # Before the first poll nothing is sent, however much the pool takes.
@@ -190,8 +191,23 @@ class Service:
         told = explain(allowance, self.limiter.in_flight)
         if self._observe:
             told = f"Observing only, nothing is claimed by this process. It would be: {told}"
+        told = " ".join([told, *(f"Kubernetes: {problem}." for problem in self._watched.problems)])
         slow = self.pace.problem
         return f"{told} Beware: {slow}." if slow else told
+
+    def _max_sys(self, budget: Budget | None) -> tuple[float | None, str | None]:
+        """The capacity that counts, and whose word it is."""
+        if budget is None:
+            return None, None
+        if budget.fault is Reason.NO_ENDPOINTS and self._watched.ready == 0:
+            return 0.0, "watch"
+        setting = self.settings.budget.max_sys
+        if setting is not None and budget.max_sys >= setting:
+            return budget.max_sys, "setting"
+        reading = next(each for each in self.limiter.readings if each.signal is budget.signal)
+        if budget.max_sys < reading.max_sys:
+            return budget.max_sys, "watch"
+        return budget.max_sys, "query" if "queries.capacity" in reading.raw else "picker"
 
     def status(self) -> Status:
         now = _now()
@@ -199,6 +215,8 @@ class Service:
         budget, view, counts = allowance.budget, self.dispatcher.view, self.dispatcher.view.counts
         readings = self.limiter.readings
         capacity_from = self._capacity_from()
+        watched = self._watched
+        max_sys, max_sys_by = self._max_sys(budget)
         return Status(
             version=__version__,
             pool=self.settings.pool.name,
@@ -217,7 +235,8 @@ class Service:
             reserve=self.settings.budget.reserve,
             budget=budget.d if budget and budget.fault is None else None,
             headroom=budget.headroom if budget and budget.fault is None else None,
-            max_sys=budget.max_sys if budget else None,
+            max_sys=max_sys,
+            max_sys_by=max_sys_by,
             ceiling=allowance.ceiling,
             reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
             source=self._poll.source if self._poll else None,
@@ -238,6 +257,9 @@ class Service:
                 }
                 for reading in readings
             ],
+            watch_endpoints=watched.ready,
+            watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
+            watch_problems=[str(problem) for problem in watched.problems],
             pending=counts.pending if counts else None,
             leased=counts.leased if counts else None,
             delayed=counts.delayed if counts else None,
@@ -297,8 +319,7 @@ async def _prepare(path: Path) -> None:
     meanwhile would blame them for it.
     """
     "localhost".encode("idna")
-    if kube.Access():
-        kube.prepare()
+    capacity.prepare()
     await prepare_watch(path.parent)
 
 

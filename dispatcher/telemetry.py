@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
@@ -150,6 +150,8 @@ class Status:
     """D."""
     headroom: int | None
     max_sys: float | None
+    max_sys_by: str | None
+    """Whose word `max_sys` is: one of CAPACITIES."""
     ceiling: float | None
     reading_age_s: float | None
     source: str | None
@@ -162,6 +164,11 @@ class Status:
     """As the picker's pages show it; None: they do not."""
     readings: list[dict[str, Any]] = field(default_factory=list)
     """The newest reading of each signal with the raw values it came from."""
+    watch_endpoints: int | None = None
+    """Ready endpoints by the Kubernetes watch; None: it knows none, and bounds nothing."""
+    watch_unsure_s: float | None = None
+    """How long ago the API was heard last, while something cannot be asked; None: all of it is followed."""
+    watch_problems: list[str] = field(default_factory=list)
     pending: int | None = None
     leased: int | None = None
     delayed: int | None = None
@@ -177,6 +184,9 @@ class Status:
         return asdict(self)
 
 
+CAPACITIES = ("watch", "picker", "setting", "query")
+"""The Kubernetes watch where it lowers what the others say; the endpoint picker; `budget.max_sys`; a query of
+one's own."""
 _GAUGES = (
     ("limit", "Our requests that may be in flight, all replicas together"),
     ("in_flight", "Our requests in flight, all replicas together"),
@@ -192,6 +202,8 @@ _GAUGES = (
         "picker_max_concurrency",
         "maxConcurrency of the endpoint picker; absent where its pages do not show it",
     ),
+    ("watch_endpoints", "Ready endpoints by the Kubernetes watch; absent while it knows none"),
+    ("watch_unsure_seconds", "Since when the Kubernetes API was not heard; absent while it is followed"),
     ("ceiling", "What refusals taught; absent while none is in force"),
     ("reading_age_seconds", "Age of the newest sample"),
     ("pending", "Requests waiting for their first or next delivery"),
@@ -201,7 +213,11 @@ _GAUGES = (
     ("loop_lag_seconds", "How late the event loop ran what was due, at most, in the last 10 s"),
     ("config_generation", "Counts the configurations that were in force"),
 )
-_GAUGE_FIELDS = {"reading_age_seconds": "reading_age_s", "loop_lag_seconds": "loop_lag_s"}
+_GAUGE_FIELDS = {
+    "reading_age_seconds": "reading_age_s",
+    "watch_unsure_seconds": "watch_unsure_s",
+    "loop_lag_seconds": "loop_lag_s",
+}
 
 
 class _Gauges(Collector):
@@ -217,15 +233,23 @@ class _Gauges(Collector):
             value = getattr(status, _GAUGE_FIELDS.get(name, name))
             if value is not None:
                 yield GaugeMetricFamily(PREFIX + name, meaning, value=float(value))
-        gate = GaugeMetricFamily(
-            PREFIX + "gate", "1 for the gate's reason, 0 for all others", labels=["reason"]
+        yield _one_of(
+            "gate", "1 for the gate's reason, 0 for all others", "reason", self._reasons, status.reason
         )
-        for reason in self._reasons:
-            gate.add_metric([reason], float(reason == status.reason))
-        yield gate
-        refused = GaugeMetricFamily(PREFIX + "config_refused", "1 while the newest configuration file is bad")
-        refused.add_metric([], float(status.config_problem is not None))
-        yield refused
+        yield _one_of("max_sys_by", "1 for whose word max_sys is", "by", CAPACITIES, status.max_sys_by)
+        for name, meaning, holds in (
+            ("config_refused", "1 while the newest configuration file is bad", status.config_problem),
+            ("watch_failing", "1 while the Kubernetes watch has a problem", status.watch_problems),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, meaning, value=float(bool(holds)))
+
+
+def _one_of(name: str, meaning: str, label: str, values: Iterable[str], now: str | None) -> Metric:
+    """A series for each value: 1 for the one that holds."""
+    family = GaugeMetricFamily(PREFIX + name, meaning, labels=[label])
+    for value in values:
+        family.add_metric([value], float(value == now))
+    return family
 
 
 class Metrics:

@@ -73,6 +73,8 @@ def _paragraph(shown: dict[str, Any]) -> str:
         f"{shown['pending']} requests wait, {shown['leased']} are held, {shown['delayed']} wait for a retry, "
         f"{shown['dead']} are dead."
     )
+    if gate and (capacity := _capacity(gate)):
+        told.append(capacity)
     if gate and gate["reading_age_s"] is not None:
         told.append(f"The newest sample, from {gate['source']}, is {gate['reading_age_s']:.1f} s old.")
     return " ".join(told)
@@ -109,6 +111,28 @@ def _paused(switch: dict[str, str]) -> str:
     return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
 
 
+_WORDS = {
+    "watch": "the Kubernetes watch",
+    "picker": "the endpoint picker",
+    "setting": "budget.max_sys",
+    "query": "signals.prometheus.queries.capacity",
+}
+
+
+def _capacity(gate: dict[str, Any]) -> str:
+    """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
+    by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
+    told = [f"the capacity is {gate['max_sys']:g} by {_WORDS.get(by, by)}"] if by is not None else []
+    watch = "which" if by == "watch" else "the Kubernetes watch"
+    if ready is not None:
+        ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
+        told.append(f"{watch} {'saw' if ago else 'sees'} {ready} ready endpoints{ago}")
+    elif unsure_s is not None:
+        told.append(f"{watch} has seen nothing for {unsure_s:.0f} s and bounds nothing")
+    whole = (", " if by == "watch" else "; ").join(told)
+    return f"{whole[:1].upper()}{whole[1:]}." if whole else ""
+
+
 def _text(shown: dict[str, Any]) -> str:
     counts = "  ".join(f"{name} {shown[name]}" for name in ("pending", "leased", "delayed", "dead"))
     lines = [f"{shown['queue']}: {counts}"]
@@ -119,4 +143,6 @@ def _text(shown: dict[str, Any]) -> str:
         if dispatcher["pool"] and shown["queue"] != dispatcher["queue"]:
             lines.append(f"the dispatcher that answers works on another queue, {dispatcher['queue']}:")
         lines.append(f"{dispatcher['reason']}: {dispatcher['explanation']}")
+        if capacity := _capacity(dispatcher):
+            lines.append(capacity)
     return "\n".join(lines)

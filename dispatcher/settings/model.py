@@ -287,9 +287,8 @@ class Signals(_Section):
         "auto",
         description="`saturation`: the EPP's pool saturation and queue. `requests`: running and waiting "
         "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP's pages show "
-        "that its saturation counts requests (concurrency detector); then saturation alone. The default "
-        "detector can read near 0 while every slot is taken, so `saturation` alone suits the concurrency "
-        "detector only.",
+        "that its saturation counts requests; then saturation alone. The default detector can read near 0 "
+        "while every slot is taken: `saturation` alone suits the concurrency detector only.",
     )
     prometheus: Prometheus = Prometheus()
     epp: Epp = Epp()
@@ -339,9 +338,8 @@ class Budget(_Section):
     per_endpoint: AutoNumber = Field(
         None,
         gt=0,
-        description="Requests that one endpoint runs at once: the model server's limit (and the EPP's "
-        "`maxConcurrency`). `auto`: the EPP's `maxConcurrency` where its pages show it (concurrency "
-        "detector), else 100 is assumed.",
+        description="Requests that one endpoint runs at once: the model server's limit. `auto`: the EPP's "
+        "`maxConcurrency` where its pages show it, else 100 is assumed.",
     )
     max_in_flight: int | None = Field(
         None, ge=1, description="Hard cap on our requests in flight, whatever the readings say."

@@ -12,24 +12,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
 from dispatcher.settings import Epp, Pool
-from dispatcher.signals.kube import Access, Api, ApiError, Mirror, Resource
+from dispatcher.signals import kube
+from dispatcher.signals.digests import (
+    InferencePool,
+    addresses,
+    digest_old_pool,
+    digest_pod,
+    digest_pool,
+    digest_slice,
+)
+from dispatcher.signals.kube import Access, Api, ApiError, Problem
+from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
 from dispatcher.signals.sources import Finding
-from dispatcher.telemetry import Event, emit
+from dispatcher.telemetry import Event, diverted, emit
 
 HOLD_S = 60.0
 NOWHERE = "no Kubernetes here: neither a service account nor a kubeconfig"
 _GROUP = "inference.networking.k8s.io"
 _OLD_GROUP = "inference.networking.x-k8s.io"
-_NO_CRD = (
-    "the cluster serves no InferencePools: install the CRDs of the Gateway API Inference Extension "
-    f"(inferencepools.{_GROUP})"
-)
+_CRDS = f"the CRDs of the Gateway API Inference Extension (inferencepools.{_GROUP})"
+_NOBODY = "batch-dispatcher,!batch-dispatcher"
+"""A selector that nothing can match: what is asked with it tells whether we may ask."""
+_NOT_THERE: Final = "not there"
 
 V = TypeVar("V")
 
@@ -38,40 +48,50 @@ V = TypeVar("V")
 class Endpoints:
     """What the watch sees."""
 
-    ready: int | None
+    ready: int | None = None
     """Ready endpoints (pods × target ports); None: not known, and then no bound on the capacity."""
-    epp_addresses: tuple[str, ...] | None
+    epp_addresses: tuple[str, ...] | None = None
     """IP addresses of the endpoint picker's ready replicas; None: not known."""
-    problem: str | None
-    """Why something is not known, or is 0, and what mends it: one sentence."""
+    problems: tuple[Problem, ...] = ()
+    """All that keeps something from being known, or makes it 0."""
+    unsure_since: float | None = None
+    """When the API was last heard of something that `ready` is counted from and cannot be asked now, on the
+    loop's clock; None: all of it is followed."""
+    whole: bool = False
+    """Whether each thing that is watched was seen, or has its problem among `problems`."""
+    watched: bool = True
+    """False: there is no Kubernetes here."""
+
+
+ABSENT = Endpoints(whole=True, watched=False)
 
 
 @dataclass(frozen=True, slots=True)
-class InferencePool:
-    """What matters of the object, by whichever version of the API it came."""
+class _Found:
+    """What is known of the InferencePool."""
 
-    selector: str
-    """As the API takes it: `app=vllm,tier=x`."""
-    ports: int
-    service: str
-    """The endpoint picker's."""
-
-
-_NO_POOL = InferencePool("", 0, "")
+    pool: InferencePool | None
+    problems: tuple[Problem, ...] = ()
+    ready: int | None = None
+    """Without a pool: 0 where it surely is not there."""
+    answered: bool = True
+    """Whether the API has said all of it, so that it can be asked for other things."""
 
 
 class CapacityWatch:
     """Watches the pool and calls `on_change`, in the event loop, with each new state of what is known.
 
-    While the API server cannot be reached, `ready` stays for `hold_s` as it was seen last: most such outages
-    are short. After that it is None, not 0. A bound that nobody refreshes is wrong in one direction or the
-    other; without it the dispatcher knows as much as one outside Kubernetes does, and the picker's series,
-    which fail closed, decide alone. To close the gate instead would make the API server a part of every
-    request's path.
+    When it can no longer be asked for something, by whatever cause, `ready` stays as it was seen last until
+    `hold_s` after the API was last heard of that: most such outages are short. After that it is None, not 0.
+    A bound that nobody refreshes is wrong in one direction or the other; without it the dispatcher knows as
+    much as one outside Kubernetes does, and the picker's series, which fail closed, decide alone. To close
+    the gate instead would make the API server a part of every request's path.
 
     A pool that was deleted, or does not exist, is known: 0.
 
     The addresses stay as they were. A replica that has gone fails its scrape, and that closes the gate.
+
+    The older version of the API is asked only while the newer does not have the pool.
     """
 
     def __init__(
@@ -82,16 +102,19 @@ class CapacityWatch:
         *,
         access: Access | None = None,
         hold_s: float = HOLD_S,
-        watch_s: float = 60.0,
+        watch_s: float = WATCH_S,
     ) -> None:
         self._name = pool.name
         self._namespace = pool.namespace
-        self._find_epp = not epp.urls and not epp.service
+        self._find_epp = finds_epp(epp)
         self._on_change = on_change
         self._access = Access() if access is None else access
         self._hold_s = hold_s
         self._watch_s = watch_s
-        self._known = Endpoints(None, None, None)
+        self._running = False
+        self._known = Endpoints()
+        self._counted = False
+        """Whether the number of endpoints was ever known."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -101,19 +124,28 @@ class CapacityWatch:
         """Watch until cancelled; returns at once where there is no Kubernetes."""
         if not self._access:
             emit(Event.KUBERNETES_ABSENT)
-            self._known = Endpoints(None, None, NOWHERE)
-            self._on_change(self._known)
+            self._known = ABSENT
+            self._on_change(ABSENT)
             return
         api = Api(self._access)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._start(api, tasks)
         finally:
+            self._running = False
             if self._timer is not None:
                 self._timer.cancel()
             await api.close()
 
+    def reconfigure(self, epp: Epp) -> None:
+        """Find the endpoint picker from now on, or leave it, as the settings say."""
+        if finds_epp(epp) != self._find_epp:
+            self._find_epp = finds_epp(epp)
+            if self._running:
+                self._look()
+
     def _start(self, api: Api, tasks: asyncio.TaskGroup) -> None:
+        self._running = True
         self._loop = asyncio.get_running_loop()
 
         def place(digest: Callable[[msgspec.Raw], V]) -> _Place[V]:
@@ -123,123 +155,203 @@ class CapacityWatch:
 
         self._pool, self._old_pool = place(digest_pool), place(digest_old_pool)
         self._pods, self._slices = place(digest_pod), place(digest_slice)
-        by_name = f"metadata.name={self._name}"
-        self._pool.point(Resource(_GROUP, "v1", "inferencepools", self._namespace, "", by_name))
-        self._old_pool.point(Resource(_OLD_GROUP, "v1alpha2", "inferencepools", self._namespace, "", by_name))
+        self._pool.point(self._pools_of(_GROUP, "v1"))
 
     def _look(self) -> None:
         """Something changed: point the watches where they belong, and tell what is known now."""
+        found = self._find_pool()
+        if found is not None:
+            self._point(found)
+            self._tell(self._endpoints(found))
         self._set_timer()
-        pool = self._find_pool()
-        addresses = self._known.epp_addresses
-        if isinstance(pool, str):
-            self._tell(Endpoints(None, addresses, pool))
-        elif pool is not None and not pool.selector:
-            self._pods.point(None)
-            nothing = f"InferencePool {self._namespace}/{self._name} does not exist, or selects no pods"
-            self._tell(Endpoints(0, addresses, nothing))
-        elif pool is not None:
-            self._pods.point(Resource("", "v1", "pods", self._namespace, pool.selector))
-            self._slices.point(self._slices_of(pool.service))
-            ready, why = self._ready(pool.ports)
-            addresses, why_not = self._addresses(pool.service)
-            self._tell(Endpoints(ready, addresses, why or why_not))
 
-    def _find_pool(self) -> InferencePool | str | None:
-        """The pool as it is known, without a selector when it does not exist; a problem; None: wait.
+    def _point(self, found: _Found) -> None:
+        """Point the watches of pods and slices to what the pool says.
+
+        Without a pool they ask for nothing, to learn at once whether they may ask.
+        """
+        if found.pool is not None and found.pool.selector:
+            self._pods.point(self._pods_by(found.pool.selector))
+            service = found.pool.service
+            self._slices.point(self._slices_by(f"kubernetes.io/service-name={service}") if service else None)
+        elif found.answered:
+            if self._pods.mirror is None or found.ready == 0:
+                self._pods.point(self._pods_by(_NOBODY))
+            if self._slices.mirror is None:
+                self._slices.point(self._slices_by(_NOBODY))
+
+    def _endpoints(self, found: _Found) -> Endpoints:
+        ready, replicas = found.ready, self._known.epp_addresses
+        problems = [*found.problems, *self._problems(self._pods), *self._problems(self._slices)]
+        if found.pool is not None:
+            ready = self._ready(found.pool)
+            replicas = self._replicas()
+            if replicas == () and not self._problems(self._slices):
+                where = f"Service {self._namespace}/{found.pool.service}"
+                problems.append(
+                    Problem(f"{where} has no ready endpoint: no endpoint picker runs", "the picker's pods")
+                )
+        places = (self._pool, self._old_pool, self._pods, self._slices)
+        self._counted = self._counted or ready is not None
+        if ready is None and self._counted:
+            problems.append(Problem("what it showed before no longer counts: it bounds no capacity now"))
+        return Endpoints(
+            ready=ready,
+            epp_addresses=replicas,
+            problems=tuple(dict.fromkeys(problems)),
+            unsure_since=self._unsure_since(found),
+            whole=all(place.mirror is None or place.mirror.settled for place in places),
+        )
+
+    # The pool.
+
+    def _find_pool(self) -> _Found | None:
+        """The pool as it is known, or why it is not; None: wait.
 
         Both versions of the API may be served, and the pool be in the older. The newer wins where it has it.
-        A Role that leaves the older out is no problem.
         """
-        newer, older = self._seen(self._pool), self._seen(self._old_pool)
-        if newer is None or (isinstance(newer, InferencePool) and newer.selector):
-            return newer
-        if older is None or (isinstance(older, InferencePool) and older.selector):
-            return older
-        unserved = isinstance(newer, ApiError) and newer.status == 404
-        if isinstance(newer, ApiError) and not unserved:
-            return self._why(self._pool, newer)
+        newer = self._seen(self._pool)
+        if newer is None:
+            return None
+        if isinstance(newer, InferencePool):
+            self._old_pool.point(None)
+            return self._found(self._pool, newer)
+        if newer == _NOT_THERE or newer.status in (403, 404):
+            self._old_pool.point(self._pools_of(_OLD_GROUP, "v1alpha2"))
+        older = self._seen(self._old_pool)
+        if isinstance(older, InferencePool):
+            return self._found(self._old_pool, older)
+        if isinstance(newer, ApiError) and newer.status not in (403, 404):
+            return _Found(None, self._problems(self._pool), answered=False)
+        # It was deleted, or its CRD was and it with that.
+        unserved = newer != _NOT_THERE and newer.status == 404
+        gone = newer == _NOT_THERE or (unserved and self._had(self._pool))
+        if older is None:
+            return _Found(None, ready=0, answered=False) if gone else None
         if isinstance(older, ApiError) and older.status not in (403, 404):
-            return self._why(self._old_pool, older)
-        return _NO_CRD if unserved and isinstance(older, ApiError) else _NO_POOL
+            return _Found(None, self._problems(self._old_pool), answered=False)
+        gone = gone or (unserved and older == _NOT_THERE)
+        return _Found(None, (self._missing(newer, older),), ready=0 if gone else None)
 
-    def _seen(self, place: _Place[InferencePool]) -> InferencePool | ApiError | None:
+    def _found(self, place: _Place[InferencePool], pool: InferencePool) -> _Found:
+        if pool.selector:
+            return _Found(pool, self._problems(place))
+        what = f"InferencePool {self._namespace}/{self._name} selects no pods"
+        return _Found(None, (Problem(what, "its spec.selector"),), ready=0)
+
+    def _seen(self, place: _Place[InferencePool]) -> InferencePool | ApiError | Literal["not there"] | None:
         """What one version of the API says of the pool; None: nothing yet."""
         mirror = place.mirror
         if mirror is None:
             return None
-        if mirror.synced and mirror.failure is not None and mirror.failure.status == 404:
-            return _NO_POOL  # the CRD was removed, and with it the pool
-        if mirror.synced and not self._given_up(mirror):
-            return mirror.items.get(self._name, _NO_POOL)
+        failed_for_good = mirror.failure is not None and mirror.failure.status == 404
+        if mirror.synced and not failed_for_good and not self._given_up(mirror):
+            return mirror.items.get(self._name, _NOT_THERE)
         return mirror.failure
 
-    def _ready(self, ports: int) -> tuple[int | None, str | None]:
+    def _missing(
+        self, newer: ApiError | Literal["not there"], older: ApiError | Literal["not there"]
+    ) -> Problem:
+        """Why neither version of the API shows the pool: each says that it has none, 403 or 404.
+
+        An API server looks at rights before it looks whether it serves what is asked for.
+        """
+        name = f"InferencePool {self._namespace}/{self._name}"
+        answers = {_GROUP: newer, _OLD_GROUP: older}
+        refused = [group for group, it in answers.items() if isinstance(it, ApiError) and it.status == 403]
+        unserved = [group for group, it in answers.items() if isinstance(it, ApiError) and it.status == 404]
+        if len(unserved) == len(answers):
+            return Problem("the cluster serves no InferencePools", f"install {_CRDS}")
+        if not refused:
+            return Problem(f"{name} does not exist", "pool.name, pool.namespace")
+        needed = f"the Role there: it needs the rule {rule(refused, 'inferencepools')}"
+        if newer == _NOT_THERE:
+            hint = f"pool.name, pool.namespace; where the cluster serves that, too, {needed}"
+            return Problem(f"{name} does not exist, unless in {_OLD_GROUP}, which we may not read", hint)
+        place = self._pool if _GROUP in refused else self._old_pool
+        verb = place.mirror.verb if place.mirror is not None else "list"
+        if len(refused) > 1:
+            needed += f" ({_OLD_GROUP} only where the cluster serves it)"
+        if older != _NOT_THERE:
+            needed += f"; or, if the cluster serves no InferencePools, install {_CRDS}"
+        return Problem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
+
+    # What is seen of the rest.
+
+    def _ready(self, pool: InferencePool) -> int | None:
         mirror = self._pods.mirror
         if mirror is None:
-            return None, None
-        why = None if mirror.failure is None else self._why(self._pods, mirror.failure)
+            return None
         if not mirror.synced:
             # Another selector than before: what was known stands until the new pods are counted.
-            return (self._known.ready if why is None else None), why
-        if self._given_up(mirror):
-            return None, why
-        pools = self._pool.mirror
-        if why is None and pools is not None and pools.synced and pools.failure is not None:
-            why = self._why(self._pool, pools.failure)
-        return sum(mirror.items.values()) * ports, why
+            return self._known.ready if mirror.failure is None else None
+        return None if self._given_up(mirror) else sum(mirror.items.values()) * pool.ports
 
-    def _addresses(self, service: str) -> tuple[tuple[str, ...] | None, str | None]:
+    def _replicas(self) -> tuple[str, ...] | None:
         mirror = self._slices.mirror
         if mirror is None:
-            return None, None
-        why = None if mirror.failure is None else self._why(self._slices, mirror.failure)
-        if not mirror.synced:
-            return self._known.epp_addresses, why
-        found = tuple(sorted({address for addresses in mirror.items.values() for address in addresses}))
-        if not found and why is None:
-            why = f"Service {self._namespace}/{service} has no ready endpoint: no endpoint picker runs"
-        return found, why
-
-    def _slices_of(self, service: str) -> Resource | None:
-        if not self._find_epp or not service:
             return None
-        label = f"kubernetes.io/service-name={service}"
-        return Resource("discovery.k8s.io", "v1", "endpointslices", self._namespace, label)
+        if not mirror.synced:
+            return self._known.epp_addresses
+        return addresses(each for replicas in mirror.items.values() for each in replicas)
 
-    def _why(self, place: _Place[Any], failure: ApiError) -> str:
+    def _problems(self, place: _Place[Any]) -> tuple[Problem, ...]:
+        """What is wrong with a watch: nothing or one thing."""
         mirror = place.mirror
-        if mirror is None:
-            return str(failure)
-        why = mirror.resource.explain(failure)
-        if mirror.synced and self._given_up(mirror):
-            why += f"; what was seen {self._hold_s:g} s ago no longer counts"
-        return why
+        problem = mirror.problem if mirror is not None else None
+        return () if problem is None else (problem,)
+
+    def _unsure_since(self, found: _Found) -> float | None:
+        """Of the watches that the number of endpoints comes from."""
+        if found.pool is None and found.ready == 0:
+            return None
+        mirrors = [place.mirror for place in (self._pool, self._old_pool, self._pods)]
+        if found.pool is not None and self._old_pool.mirror is not None:
+            del mirrors[0]  # the older version has it
+        return min((each.heard_at for each in mirrors if each is not None and each.failure), default=None)
 
     def _given_up(self, mirror: Mirror[Any]) -> bool:
-        return mirror.down_since is not None and self._loop.time() - mirror.down_since >= self._hold_s
+        return mirror.failure is not None and self._loop.time() >= mirror.heard_at + self._hold_s
+
+    def _had(self, place: _Place[Any]) -> bool:
+        """Whether it was seen once."""
+        return place.mirror is not None and place.mirror.synced
 
     def _set_timer(self) -> None:
-        """Look again when something that is down has been so for `hold_s`."""
+        """Look again when something that fails was last heard of `hold_s` ago."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         mirrors = [place.mirror for place in (self._pool, self._old_pool, self._pods, self._slices)]
         ends = [
-            mirror.down_since + self._hold_s
+            mirror.heard_at + self._hold_s
             for mirror in mirrors
-            if mirror is not None and mirror.down_since is not None and not self._given_up(mirror)
+            if mirror is not None and mirror.failure is not None and not self._given_up(mirror)
         ]
         if ends:
             self._timer = self._loop.call_at(min(ends), self._look)
+
+    # What is asked for.
+
+    def _pools_of(self, group: str, version: str) -> Resource:
+        return Resource(group, version, "inferencepools", self._namespace, "", f"metadata.name={self._name}")
+
+    def _pods_by(self, selector: str) -> Resource:
+        return Resource("", "v1", "pods", self._namespace, selector)
+
+    def _slices_by(self, selector: str) -> Resource | None:
+        if not self._find_epp:
+            return None
+        return Resource("discovery.k8s.io", "v1", "endpointslices", self._namespace, selector)
 
     def _tell(self, endpoints: Endpoints) -> None:
         if endpoints == self._known:
             return
         before, self._known = self._known, endpoints
-        if endpoints.problem is not None and endpoints.problem != before.problem:
-            emit(Event.KUBERNETES_PROBLEM, problem=endpoints.problem)
-        elif endpoints.problem is None and before.problem is not None:
+        for problem in endpoints.problems:
+            if problem not in before.problems:
+                emit(Event.KUBERNETES_PROBLEM, problem=problem.what, hint=problem.hint, ready=endpoints.ready)
+        if before.problems and not endpoints.problems:
             emit(Event.KUBERNETES_FINE, ready=endpoints.ready)
         self._on_change(endpoints)
 
@@ -264,25 +376,41 @@ class _Place(Generic[V]):
             self._task = self._tasks.create_task(self.mirror.run(), name=f"watch of {resource.plural}")
 
 
+def finds_epp(epp: Epp) -> bool:
+    """Whether the settings leave it to the watch to find the endpoint picker."""
+    return not epp.urls and not epp.service
+
+
+def prepare() -> None:
+    """Import what the watch needs where there is a cluster: a second that no event loop has to spend."""
+    if Access():
+        kube.prepare()
+
+
 async def look(pool: Pool, epp: Epp, *, access: Access | None = None, timeout_s: float = 5.0) -> Endpoints:
-    """What the watch knows once it has looked around, or what it complains of; within `timeout_s`."""
-    seen = asyncio.Event()
-    found = Endpoints(None, None, f"the Kubernetes API did not answer within {timeout_s:g} s")
-    find_epp = not epp.urls and not epp.service
+    """What the watch knows once it has looked around, and all that it complains of; within `timeout_s`.
+
+    Nothing is logged: it is the caller's to tell.
+    """
+    found = Endpoints()
+    whole = asyncio.Event()
 
     def changed(endpoints: Endpoints) -> None:
         nonlocal found
-        whole = endpoints.ready is not None and (endpoints.epp_addresses is not None or not find_epp)
-        if (whole or endpoints.problem is not None) and not seen.is_set():
-            found = endpoints
-            seen.set()
+        found = endpoints
+        if endpoints.whole:
+            whole.set()
 
-    async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(CapacityWatch(pool, epp, changed, access=access).run())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(seen.wait(), timeout_s)
-        watch.cancel()
-    return found
+    with diverted(lambda event, fields: None):
+        async with asyncio.TaskGroup() as tasks:
+            watch = tasks.create_task(CapacityWatch(pool, epp, changed, access=access).run())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(whole.wait(), timeout_s)
+            watch.cancel()
+    if found.whole:
+        return found
+    late = Problem(f"the Kubernetes API did not answer within {timeout_s:g} s", str(access or Access()))
+    return replace(found, problems=(*found.problems, late))
 
 
 async def probe(
@@ -295,10 +423,9 @@ async def probe(
 def describe(pool: Pool, epp: Epp, endpoints: Endpoints) -> list[Finding]:
     """Findings for people. Without Kubernetes the dispatcher works, if it is told where the picker is."""
     name = f"kubernetes {pool.namespace}/{pool.name}"
-    find_epp = not epp.urls and not epp.service
-    if endpoints.problem == NOWHERE:
+    if not endpoints.watched:
         hint = "signals.epp.urls or signals.prometheus.url: the endpoint picker cannot be found without it"
-        return [Finding(name, True, NOWHERE, hint if find_epp else "")]
+        return [Finding(name, True, NOWHERE, hint if finds_epp(epp) else "")]
     findings = []
     if endpoints.ready is not None:
         findings.append(Finding(name, endpoints.ready > 0, f"{endpoints.ready} ready endpoints"))
@@ -307,100 +434,5 @@ def describe(pool: Pool, epp: Epp, endpoints: Endpoints) -> list[Finding]:
         findings.append(
             Finding(f"{name} endpoint picker", bool(endpoints.epp_addresses), f"replicas: {there}")
         )
-    if endpoints.problem is not None:
-        what, _, hint = endpoints.problem.partition(": ")
-        findings.append(Finding(name, False, what, hint))
+    findings += [Finding(name, False, problem.what, problem.hint) for problem in endpoints.problems]
     return findings
-
-
-class _Metadata(msgspec.Struct):
-    deleting: str | None = msgspec.field(default=None, name="deletionTimestamp")
-
-
-class _Condition(msgspec.Struct):
-    type: str = ""
-    status: str = ""
-
-
-class _PodStatus(msgspec.Struct):
-    conditions: list[_Condition] | None = None
-
-
-class _Pod(msgspec.Struct):
-    metadata: _Metadata
-    status: _PodStatus = msgspec.field(default_factory=_PodStatus)
-
-
-class _Reference(msgspec.Struct):
-    name: str = ""
-
-
-class _Selector(msgspec.Struct):
-    labels: dict[str, str] | None = msgspec.field(default=None, name="matchLabels")
-
-
-class _PoolSpec(msgspec.Struct):
-    selector: _Selector = msgspec.field(default_factory=_Selector)
-    ports: list[msgspec.Raw] | None = msgspec.field(default=None, name="targetPorts")
-    picker: _Reference = msgspec.field(default_factory=_Reference, name="endpointPickerRef")
-
-
-class _Pool(msgspec.Struct):
-    spec: _PoolSpec
-
-
-class _OldPoolSpec(msgspec.Struct):
-    selector: dict[str, str] | None = None
-    picker: _Reference = msgspec.field(default_factory=_Reference, name="extensionRef")
-
-
-class _OldPool(msgspec.Struct):
-    spec: _OldPoolSpec
-
-
-class _EndpointConditions(msgspec.Struct):
-    ready: bool | None = None
-
-
-class _Endpoint(msgspec.Struct):
-    addresses: list[str] | None = None
-    conditions: _EndpointConditions = msgspec.field(default_factory=_EndpointConditions)
-
-
-class _Slice(msgspec.Struct):
-    endpoints: list[_Endpoint] | None = None
-
-
-def digest_pod(pod: msgspec.Raw) -> bool:
-    """Whether a pod takes requests: Ready, and not on its way out."""
-    read = msgspec.json.decode(pod, type=_Pod)
-    conditions = read.status.conditions or ()
-    return read.metadata.deleting is None and any(
-        condition.type == "Ready" and condition.status == "True" for condition in conditions
-    )
-
-
-def digest_pool(pool: msgspec.Raw) -> InferencePool:
-    spec = msgspec.json.decode(pool, type=_Pool).spec
-    return InferencePool(_selector(spec.selector.labels), len(spec.ports or ()), spec.picker.name)
-
-
-def digest_old_pool(pool: msgspec.Raw) -> InferencePool:
-    """v1alpha2: a plain map as selector, one port, another name for the picker."""
-    spec = msgspec.json.decode(pool, type=_OldPool).spec
-    return InferencePool(_selector(spec.selector), 1, spec.picker.name)
-
-
-def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[str, ...]:
-    """The addresses in a slice that take traffic; a condition that is not given means ready."""
-    endpoints = msgspec.json.decode(endpoint_slice, type=_Slice).endpoints or ()
-    return tuple(
-        address
-        for endpoint in endpoints
-        if endpoint.conditions.ready is not False
-        for address in endpoint.addresses or ()
-    )
-
-
-def _selector(labels: dict[str, str] | None) -> str:
-    return ",".join(f"{name}={value}" for name, value in sorted((labels or {}).items()))

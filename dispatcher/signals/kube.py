@@ -1,11 +1,7 @@
-"""List-and-watch of one kind of Kubernetes object: the API reached, its failures in one form, a mirror kept.
+"""The way to the Kubernetes API: credentials, requests, and every failure in one form.
 
 The client is `kubernetes.aio`, used at the level of requests. Its models and its Watch are left out: a model
 of each pod costs a hundred times what is kept of it, and the Watch hides when it lost its place.
-
-    list ──▶ watch from there ──▶ cut: watch again from the last version seen, bookmarks included
-      ▲                       └─▶ 410 Gone, as a status or as an event: the version is too old, list again
-      └── any other failure: again after a pause that doubles, with jitter
 """
 
 from __future__ import annotations
@@ -13,26 +9,34 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-import random
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import aiohttp
 import msgspec
 
+from dispatcher import __version__
+
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_PAGE = 500
+USER_AGENT = f"batch-dispatcher/{__version__}"
 _HEAD_S = 10.0
 """An answer must begin within this; a watch's head comes at once, too."""
-_LIST_S = 60.0
-_PAUSE_LEAST_S, _PAUSE_CUT_S, _PAUSE_MOST_S = 0.05, 0.5, 30.0
-_ALIVE_S = 1.0
-"""A watch that lived so long was one; its end is no failure."""
+_LOOK_S = 1.0
+"""So often a pause looks whether the credentials have changed."""
+_AGAIN_S = 10.0
+"""Credentials that are refused are read again so often: a plugin may have new ones, files tell themselves."""
+_CLIENT, _CONFIG = "kubernetes.aio.client", "kubernetes.aio.config"
+_IN_CLUSTER = "kubernetes.aio.config.incluster_config"
 
-V = TypeVar("V")
+
+def prepare() -> None:
+    """Import what speaks to the API: about a second, for who would rather not spend it in an event loop."""
+    for name in (_CLIENT, _CONFIG, _IN_CLUSTER):
+        importlib.import_module(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,26 +65,51 @@ class Access:
     def __str__(self) -> str:
         return "the pod's service account" if self.in_cluster else f"kubeconfig {self.kubeconfig}"
 
+    def files(self) -> tuple[Path, ...]:
+        """The files that the credentials are read from, those that a kubeconfig names included."""
+        if self.in_cluster:
+            return (self.service_account / "token", self.service_account / "ca.crt")
+        configs = [Path(name) for name in self.kubeconfig.split(os.pathsep) if name]
+        return (*configs, *(each for config in configs for each in _named_in(config)))
 
-def prepare() -> None:
-    """Import the client, which takes too long to be done while anything is timed."""
-    for name in ("client", "config", "config.incluster_config"):
-        importlib.import_module(f"kubernetes.aio.{name}")
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What is wrong, in one sentence, and what to look at."""
+
+    what: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what} (look at: {self.hint})" if self.hint else self.what
 
 
 class ApiError(Exception):
-    """The API did not answer, or not with what was asked for. The message is one sentence for an operator."""
+    """The API did not answer, or not with what was asked for."""
 
-    def __init__(self, why: str, status: int | None = None, retry_after_s: float = 0.0) -> None:
-        super().__init__(why)
+    def __init__(
+        self, what: str, hint: str = "", *, status: int | None = None, retry_after_s: float = 0.0
+    ) -> None:
+        super().__init__(what)
+        self.problem = Problem(what, hint)
         self.status = status
-        """None: no HTTP answer at all."""
+        """None: no HTTP answer at all, or none that can be read."""
         self.retry_after_s = retry_after_s
 
     @property
     def standing(self) -> bool:
         """Only a change of configuration or of rights mends it."""
         return self.status in (401, 403, 404)
+
+    @property
+    def slow(self) -> bool:
+        """It took its whole time: no cut that the next try mends."""
+        return isinstance(self.__cause__, TimeoutError)
+
+    @property
+    def garbled(self) -> bool:
+        """It came, and cannot be read."""
+        return isinstance(self.__cause__, ValueError)
 
 
 class Api:
@@ -89,6 +118,7 @@ class Api:
     def __init__(self, access: Access) -> None:
         self._access = access
         self._session: _Session | None = None
+        self._read_from = _Files(())
         self._connecting = asyncio.Lock()
 
     async def close(self) -> None:
@@ -101,24 +131,44 @@ class Api:
         self, path: str, query: Sequence[tuple[str, str]], total_s: float
     ) -> AsyncIterator[aiohttp.StreamReader]:
         """The body of a 200, to be read inside the block. `total_s`: until the block must be done."""
+        hint = str(self._access)
         try:
             async with self._connected() as client, await _request(client, path, query, total_s) as response:
                 if response.status != 200:
                     raise await self._failure(response)
+                kind = response.headers.get("Content-Type", "nothing")
+                if not kind.startswith("application/json"):
+                    raise ApiError(f"what answers for the Kubernetes API sends {kind}, no JSON", hint)
                 yield response.content
         except TimeoutError as error:
-            raise ApiError("the Kubernetes API did not answer in time") from error
+            raise ApiError("the Kubernetes API did not answer in time", hint) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(f"the Kubernetes API cannot be reached: {_words(error)}") from error
+            raise ApiError(f"the Kubernetes API cannot be reached: {_words(error)}", hint) from error
         except ValueError as error:  # a line longer than the buffer, or not the JSON that it should be
-            raise ApiError(f"the Kubernetes API's answer cannot be read: {_words(error)}") from error
+            raise ApiError(f"the Kubernetes API's answer cannot be read: {_words(error)}", hint) from error
+
+    async def pause(self, seconds: float) -> None:
+        """Wait, until the files with the credentials change at the longest."""
+        loop = asyncio.get_running_loop()
+        until, read_from = loop.time() + seconds, self._read_from
+        while (left_s := until - loop.time()) > 0:
+            await asyncio.sleep(min(left_s, _LOOK_S))
+            if read_from.changed():
+                return
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
-        """A client with credentials that the server has not refused so far."""
+        """A client with the credentials of now, that the server has not refused so far."""
         async with self._connecting:
+            session = self._session
+            if session is not None and self._read_from.changed():
+                # A new token would be read by and by, a new authority or address never.
+                self._session = None
+                if session.users == 0:
+                    await session.client.close()
             if self._session is None:
-                self._session = _Session(await self._connect())
+                made = await self._connect()
+                self._session = _Session(made, asyncio.get_running_loop().time())
         session = self._session
         session.users += 1
         try:
@@ -130,46 +180,120 @@ class Api:
                 await session.client.close()
 
     async def _connect(self) -> Any:
-        """Read the credentials: at first, and again when the server refuses those we have."""
-        # A second of imports: not in the event loop's time.
-        client = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.client")
-        config = await asyncio.to_thread(importlib.import_module, "kubernetes.aio.config")
+        """Read the credentials: at first, and again when they change or the server refuses those we have."""
+        self._read_from = _Files(self._access.files())
+        if not {_CLIENT, _CONFIG, _IN_CLUSTER} <= sys.modules.keys():
+            await asyncio.to_thread(prepare)  # not in the event loop's time
+        client = importlib.import_module(_CLIENT)
         configuration = client.Configuration()
         try:
             if self._access.in_cluster:
-                loader = importlib.import_module(
-                    "kubernetes.aio.config.incluster_config"
-                ).InClusterConfigLoader(
+                loader = importlib.import_module(_IN_CLUSTER).InClusterConfigLoader(
                     token_filename=str(self._access.service_account / "token"),
                     cert_filename=str(self._access.service_account / "ca.crt"),
                     environ=self._access.environ,
                 )
                 loader.load_and_set(configuration)
             else:
-                await config.load_kube_config(
+                await importlib.import_module(_CONFIG).load_kube_config(
                     self._access.kubeconfig, client_configuration=configuration, persist_config=False
                 )
-            return client.ApiClient(configuration)
+            made = client.ApiClient(configuration)
         except Exception as error:  # whatever a file, a plugin or a certificate makes of it
             raise ApiError(f"{self._access} cannot be used: {_words(error)}") from error
+        made.user_agent = USER_AGENT
+        return made
 
     async def _failure(self, response: aiohttp.ClientResponse) -> ApiError:
         body = await response.content.read(64 * 1024)
         try:
-            message = msgspec.json.decode(body, type=_Status).message
+            message = msgspec.json.decode(body, type=Status).message
         except msgspec.MsgspecError:
             message = body[:200].decode("utf-8", "replace").strip()
+        hint = ""
         if response.status == 401:
-            self._session = None  # rotated or expired: the next request reads the credentials again
+            session = self._session
+            if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
+                self._session = None  # rotated or expired: the next request reads the credentials again
+            hint = f"the credentials of {self._access}: they are expired, or not yet valid"
         after = response.headers.get("Retry-After", "")
-        why = f"the Kubernetes API answered {response.status}: {message or response.reason}"
-        return ApiError(why, response.status, float(after) if after.isdigit() else 0.0)
+        return ApiError(
+            f"the Kubernetes API answered {response.status} ({_line(message) or response.reason})",
+            hint,
+            status=response.status,
+            retry_after_s=float(after) if after.isdigit() else 0.0,
+        )
+
+
+class Status(msgspec.Struct):
+    """The object by which the API says that it will not."""
+
+    message: str = ""
+    reason: str = ""
+    code: int | None = None
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     client: Any
+    made_at: float
     users: int = 0
+
+
+class _Files:
+    """Files as they were when this was made. Looked at, not read: it is done each second."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._paths = paths
+        self._were = self._are()
+
+    def changed(self) -> bool:
+        return self._are() != self._were
+
+    def _are(self) -> list[tuple[int, int, int] | None]:
+        return [_looks(path) for path in self._paths]
+
+
+def _looks(path: Path) -> tuple[int, int, int] | None:
+    try:
+        seen = path.stat()
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_ino, seen.st_size
+
+
+class _Named(msgspec.Struct):
+    """What a cluster or a user of a kubeconfig names files by."""
+
+    authority: str = msgspec.field(default="", name="certificate-authority")
+    token: str = msgspec.field(default="", name="tokenFile")
+    certificate: str = msgspec.field(default="", name="client-certificate")
+    key: str = msgspec.field(default="", name="client-key")
+
+
+class _Entry(msgspec.Struct):
+    cluster: _Named = msgspec.field(default_factory=_Named)
+    user: _Named = msgspec.field(default_factory=_Named)
+
+
+class _Kubeconfig(msgspec.Struct):
+    clusters: list[_Entry] | None = None
+    users: list[_Entry] | None = None
+
+
+def _named_in(kubeconfig: Path) -> list[Path]:
+    """The files that a kubeconfig names. Where it cannot be read, the client says so."""
+    try:
+        read = msgspec.yaml.decode(kubeconfig.read_bytes(), type=_Kubeconfig)
+    except (OSError, ValueError):
+        return []
+    entries = [
+        each
+        for entry in (*(read.clusters or ()), *(read.users or ()))
+        for each in (entry.cluster, entry.user)
+    ]
+    named = [name for each in entries for name in (each.authority, each.token, each.certificate, each.key)]
+    return [kubeconfig.parent / name for name in named if name]
 
 
 async def _request(
@@ -192,214 +316,10 @@ async def _request(
     return response
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """A collection of objects in a namespace, whole or by selector."""
-
-    group: str
-    """Empty: the core group."""
-    version: str
-    plural: str
-    namespace: str
-    label_selector: str = ""
-    field_selector: str = ""
-
-    @property
-    def path(self) -> str:
-        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
-        return f"{root}/namespaces/{self.namespace}/{self.plural}"
-
-    @property
-    def query(self) -> list[tuple[str, str]]:
-        selectors = (("labelSelector", self.label_selector), ("fieldSelector", self.field_selector))
-        return [(name, value) for name, value in selectors if value]
-
-    def explain(self, error: ApiError) -> str:
-        """The failure with what mends it, in one sentence."""
-        if error.status == 403:
-            return (
-                f"not allowed to watch {self.plural} in namespace {self.namespace}: "
-                f'add to the Role there the rule apiGroups: ["{self.group}"], resources: ["{self.plural}"], '
-                'verbs: ["get", "list", "watch"]'
-            )
-        if error.status == 401:
-            return f"{error}; the credentials are no longer (or not yet) valid"
-        return str(error)
-
-
-class Mirror(Generic[V]):
-    """What is kept of each object of a collection, by name, as the API server tells it.
-
-    `digest` makes it of an object's JSON. `changed` is called after each change, of the objects or of what is
-    wrong. Only what `digest` returns is kept.
-    """
-
-    def __init__(
-        self,
-        api: Api,
-        resource: Resource,
-        digest: Callable[[msgspec.Raw], V],
-        changed: Callable[[], None],
-        *,
-        watch_s: float = 60.0,
-    ) -> None:
-        self.resource = resource
-        self.items: dict[str, V] = {}
-        self.synced = False
-        """Whether the whole collection was seen once."""
-        self.failure: ApiError | None = None
-        """What is wrong now; a single cut is nothing."""
-        self.down_since: float | None = None
-        """Loop time since which nothing could be learnt; None: it can."""
-        self._api = api
-        self._digest = digest
-        self._changed = changed
-        self._watch_s = watch_s
-        self._version = ""
-        self._fruitful = False
-        """Whether the last round brought anything, or lasted."""
-        self._opened = False
-        """Whether it came as far as a watch."""
-        self._loop = asyncio.get_running_loop()
-
-    def __repr__(self) -> str:
-        state = "synced" if self.synced else "not synced"
-        return f"<Mirror of {self.resource.path}: {len(self.items)} items, {state}, {self.failure or 'fine'}>"
-
-    async def run(self) -> None:
-        """Keep the mirror, until cancelled."""
-        failures = 0
-        while True:
-            self._fruitful = self._opened = False
-            failure: ApiError | None = None
-            try:
-                if not self._version:
-                    await self._list()
-                await self._watch()
-            except ApiError as error:
-                failure = error
-            if failure is not None and failure.status == 410:
-                self._version = ""
-            failures = 0 if self._fruitful else failures + 1
-            if failures == 0:
-                await asyncio.sleep(random.uniform(0.0, 0.05))
-                continue
-            if failure is not None and not self._opened and (failures > 1 or failure.standing):
-                self._failed(failure)
-            # A stream that begins and is cut is a nuisance on the way; what it missed comes with the next.
-            most_s = _PAUSE_CUT_S if self._opened else _PAUSE_MOST_S
-            pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
-            await asyncio.sleep(max(pause_s, failure.retry_after_s if failure is not None else 0.0))
-
-    async def _list(self) -> None:
-        """Read the whole collection, page by page; the mirror changes when all of it is here."""
-        items: dict[str, V] = {}
-        more = ""
-        while True:
-            query = [*self.resource.query, ("limit", str(_PAGE))]
-            if more:
-                query.append(("continue", more))
-            async with self._api.get(self.resource.path, query, _LIST_S) as body:
-                page = msgspec.json.decode(await body.read(), type=_Page)
-                for item in page.items or ():
-                    items[_name(item)] = self._digest(item)
-            more = page.metadata.more
-            if not more:
-                break
-        self._version = page.metadata.version
-        news = not self.synced or items != self.items
-        self.items, self.synced = items, True
-        if not self._up() and news:
-            self._changed()
-
-    async def _watch(self) -> None:
-        """Follow the collection from the last version on; returns when the server ends the stream."""
-        # A connection that died without a word is noticed when its time is up. The times differ, so that
-        # replicas that were started together do not come back together.
-        lasts_s = self._watch_s * random.uniform(0.75, 1.25)
-        query = [
-            *self.resource.query,
-            ("watch", "true"),
-            ("resourceVersion", self._version),
-            ("allowWatchBookmarks", "true"),
-            ("timeoutSeconds", str(max(1, round(lasts_s)))),
-        ]
-        async with self._api.get(self.resource.path, query, lasts_s + min(lasts_s, _HEAD_S)) as body:
-            self._opened = True
-            self._up()
-            opened_at = self._loop.time()
-            try:
-                async for line in body:
-                    if line.strip():
-                        self._apply(msgspec.json.decode(line, type=_Event))
-            finally:
-                if self._loop.time() - opened_at >= _ALIVE_S:
-                    self._fruitful = True
-
-    def _apply(self, event: _Event) -> None:
-        if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=_Status)
-            self._version = ""  # 410 or not: where we stood, the server cannot go on from
-            raise ApiError(f"the watch ended: {status.message or status.reason}", status.code)
-        metadata = msgspec.json.decode(event.object, type=_Named).metadata
-        self._version = metadata.version or self._version
-        self._fruitful = True
-        if event.type == "BOOKMARK":
-            return
-        if event.type == "DELETED":
-            if metadata.name in self.items:
-                del self.items[metadata.name]
-                self._changed()
-            return
-        value = self._digest(event.object)
-        if metadata.name not in self.items or self.items[metadata.name] != value:
-            self.items[metadata.name] = value
-            self._changed()
-
-    def _up(self) -> bool:
-        """It works (again). True when that was news, which is told."""
-        was, self.failure, self.down_since = self.failure, None, None
-        if was is not None:
-            self._changed()
-        return was is not None
-
-    def _failed(self, failure: ApiError) -> None:
-        self.failure = failure
-        if self.down_since is None:
-            self.down_since = self._loop.time()
-        self._changed()
-
-
-class _Metadata(msgspec.Struct):
-    name: str = ""
-    version: str = msgspec.field(default="", name="resourceVersion")
-    more: str = msgspec.field(default="", name="continue")
-
-
-class _Named(msgspec.Struct):
-    metadata: _Metadata
-
-
-class _Page(msgspec.Struct):
-    metadata: _Metadata
-    items: list[msgspec.Raw] | None = None
-
-
-class _Event(msgspec.Struct):
-    type: str
-    object: msgspec.Raw
-
-
-class _Status(msgspec.Struct):
-    message: str = ""
-    reason: str = ""
-    code: int | None = None
-
-
 def _words(error: BaseException) -> str:
     """An error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return _line(str(error)) or type(error).__name__
 
 
-def _name(item: msgspec.Raw) -> str:
-    return msgspec.json.decode(item, type=_Named).metadata.name
+def _line(text: str) -> str:
+    return " ".join(text.split())

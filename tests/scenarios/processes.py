@@ -101,6 +101,7 @@ class Dispatcher:
     stack: ExitStack = field(repr=False)
     limit: Throttle | None = None
     """On its CPU, from its start."""
+    environ: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     asked_to_end: bool = False
     _starts: int = 0
@@ -123,7 +124,12 @@ class Dispatcher:
         command = [sys.executable, "-m", "dispatcher", "run", "--config", self.config, *self.options]
         with self._log.open("wb") as log:
             self.process = self.stack.enter_context(
-                running(*command, stderr=log, env=_quiet_environment(), preexec_fn=_die_with_parent)
+                running(
+                    *command,
+                    stderr=log,
+                    env=_quiet_environment() | dict(self.environ),
+                    preexec_fn=_die_with_parent,
+                )
             )
         if self.limit is not None:
             self.limit.hold(self.process.pid)
@@ -331,12 +337,12 @@ class Stage:
         return merged(plain, sections)
 
     def dispatcher(
-        self, settings: Mapping[str, Any], *options: str, limit: Throttle | None = None
+        self, settings: Mapping[str, Any], *options: str, limit: Throttle | None = None, **environ: str
     ) -> Dispatcher:
-        """A dispatcher that runs until the test ends, or ends it."""
+        """A dispatcher that runs until the test ends, or ends it; `environ`: what to add to its own."""
         folder = self._folder / f"dispatcher-{len(self.dispatchers) + 1}"
         folder.mkdir()
-        made = Dispatcher(folder, dict(settings), options, self._stack, limit)
+        made = Dispatcher(folder, dict(settings), options, self._stack, limit, environ)
         self.dispatchers.append(made)
         return made.start()
 

@@ -12,7 +12,7 @@ import json
 import ssl
 from bisect import bisect_right
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -97,19 +97,28 @@ def pod(name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = Fa
     }
 
 
-def endpoint_slice(name: str, service: str, *addresses: str, ready: bool | None = True) -> Object:
+def endpoint_slice(
+    name: str,
+    service: str,
+    *addresses: str,
+    ready: bool | None = True,
+    family: str = "IPv4",
+    pods: Sequence[str] = (),
+) -> Object:
+    """`pods`: what the addresses belong to; one of its own each where it is not given."""
+    names = pods or [f"pod-{address}" for address in addresses]
     return {
         "metadata": {"name": name, "labels": {"kubernetes.io/service-name": service}},
-        "addressType": "IPv4",
+        "addressType": family,
         "ports": [{"name": "grpc-ext-proc", "port": 9002, "protocol": "TCP"}],
         "endpoints": [
             {
                 "addresses": [address],
                 "conditions": {"serving": True, "terminating": False}
                 | ({} if ready is None else {"ready": ready}),
-                "targetRef": {"kind": "Pod", "name": f"pod-{address}"},
+                **({"targetRef": {"kind": "Pod", "name": pod, "uid": f"uid-{pod}"}} if pod else {}),
             }
-            for address in addresses
+            for address, pod in zip(addresses, names, strict=True)
         ],
     }
 
@@ -119,7 +128,9 @@ class Faults:
     """What is wrong now; any of it can change at any time."""
 
     forbidden: set[str] = field(default_factory=set)
-    """Collections that answer 403."""
+    """Collections that answer 403; with `list ` or `watch ` before it to that verb only."""
+    rules: list[dict[str, list[str]]] | None = None
+    """What a Role allows; None: all. As in a real server it is asked before anything else."""
     unserved: set[str] = field(default_factory=set)
     """Collections whose API is not installed: 404, and not as a Status."""
     expired_as_status: bool = False
@@ -143,6 +154,12 @@ class Request:
     query: dict[str, str]
     at: float
     token: str
+    user_agent: str
+    status: int = 200
+
+    @property
+    def verb(self) -> str:
+        return "watch" if "watch" in self.query else "list"
 
 
 class ApiServer:
@@ -161,6 +178,8 @@ class ApiServer:
         self._oldest = 0
         self._watchers: set[asyncio.Transport] = set()
         self._marks: set[asyncio.Queue[None]] = set()
+        self._goes = asyncio.Event()
+        self._goes.set()
         self._port = 0
         self._tls: ssl.SSLContext | None = None
         self._runner: web.AppRunner | None = None
@@ -177,19 +196,25 @@ class ApiServer:
         finally:
             await self.down()
 
-    def write_kubeconfig(self, token: str) -> None:
+    def write_kubeconfig(self, token: str = "", *, token_file: str = "") -> None:
+        """`token_file`: relative to the kubeconfig."""
         config = {
             "apiVersion": "v1",
             "kind": "Config",
             "current-context": "here",
             "clusters": [{"name": "here", "cluster": {"server": self.url}}],
-            "users": [{"name": "me", "user": {"token": token}}],
+            "users": [{"name": "me", "user": {"token": token} if token else {"tokenFile": token_file}}],
             "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me"}}],
         }
         self.kubeconfig.write_text(json.dumps(config))
 
-    async def up(self) -> None:
-        """Listen, on the same port as before."""
+    @property
+    def running(self) -> bool:
+        return self._runner is not None
+
+    async def up(self, tls: ssl.SSLContext | None = None) -> None:
+        """Listen, on the same port as before; with another certificate where one is given."""
+        self._tls = tls or self._tls
         app = web.Application()
         app.router.add_get("/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -204,6 +229,13 @@ class ApiServer:
         if runner is not None:
             self.cut()
             await runner.cleanup()
+
+    def freeze(self) -> None:
+        """As SIGSTOP does: connections stand and are taken, nothing comes from them until `thaw`."""
+        self._goes.clear()
+
+    def thaw(self) -> None:
+        self._goes.set()
 
     def cut(self) -> None:
         for transport in list(self._watchers):
@@ -263,14 +295,41 @@ class ApiServer:
         namespace, collection = parts[at + 1], "/".join([*parts[:at], parts[at + 2]])
         token = request.headers.get("Authorization", "").partition(" ")[2]
         query = dict(request.query)
-        self.requests.append(Request(collection, query, asyncio.get_running_loop().time(), token))
+        agent = request.headers.get("User-Agent", "")
+        came = Request(collection, query, asyncio.get_running_loop().time(), token, agent)
+        self.requests.append(came)
+        try:
+            answer = await self._answer(request, came, namespace)
+        except ConnectionError:  # the client did not wait
+            return web.Response(status=499)
+        came.status = answer.status
+        return answer
+
+    def refused(self, status: int) -> list[Request]:
+        return [each for each in self.requests if each.status == status]
+
+    def _may(self, collection: str, verb: str) -> bool:
+        if {collection, f"{verb} {collection}"} & self.faults.forbidden:
+            return False
+        if self.faults.rules is None:
+            return True
+        group = collection.split("/")[0] if collection.count("/") == 2 else ""
+        plural = collection.rpartition("/")[2]
+        return any(
+            group in rule["apiGroups"] and plural in rule["resources"] and verb in rule["verbs"]
+            for rule in self.faults.rules
+        )
+
+    async def _answer(self, request: web.Request, came: Request, namespace: str) -> web.StreamResponse:
+        collection, query = came.collection, came.query
+        await self._goes.wait()
         if self.faults.mute:
             await asyncio.sleep(3_600)
-        if token not in self.tokens:
+        if came.token not in self.tokens:
             return _status(401, "Unauthorized", "Unauthorized")
-        if collection in self.faults.forbidden:
+        if not self._may(collection, came.verb):
             plural = collection.rpartition("/")[2]
-            who = 'User "system:serviceaccount:default:dispatcher" cannot list resource'
+            who = f'User "system:serviceaccount:default:dispatcher" cannot {came.verb} resource'
             return _status(
                 403, "Forbidden", f'{plural} is forbidden: {who} "{plural}" in the namespace "{namespace}"'
             )
@@ -334,6 +393,7 @@ class ApiServer:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.faults.cut_s or float(query["timeoutSeconds"])):
                     await self._feed(stream, collection, namespace, query, seen, marks)
+            await self._goes.wait()
             if self.faults.cut_s is not None:
                 await stream.write(b'{"type":"MODIFIED","object":{"metadata":{"na')
                 transport.abort()
@@ -354,6 +414,7 @@ class ApiServer:
         marks: asyncio.Queue[None],
     ) -> None:
         while True:
+            await self._goes.wait()
             news = self._news[collection]
             events = self._events[collection]
             for version, before, after in events[bisect_right(events, seen, key=itemgetter(0)) :]:
@@ -389,10 +450,18 @@ async def _send(stream: web.StreamResponse, kind: str, thing: Object) -> None:
 def _selected(thing: Object, query: dict[str, str]) -> bool:
     metadata = thing["metadata"]
     labels = metadata.get("labels", {})
-    wanted = [part.split("=") for part in query.get("labelSelector", "").split(",") if part]
+    wanted = [part for part in query.get("labelSelector", "").split(",") if part]
     field_selector = query.get("fieldSelector", "")
     by_name = not field_selector or field_selector == f"metadata.name={metadata['name']}"
-    return by_name and all(labels.get(name) == value for name, value in wanted)
+    return by_name and all(_matches(part, labels) for part in wanted)
+
+
+def _matches(requirement: str, labels: dict[str, str]) -> bool:
+    """`name=value`, `name` (it is there) or `!name`."""
+    name, equals, value = requirement.partition("=")
+    if equals:
+        return labels.get(name) == value
+    return name[1:] not in labels if name.startswith("!") else name in labels
 
 
 def _status_object(code: int, reason: str, message: str) -> Object:

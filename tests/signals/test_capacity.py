@@ -6,6 +6,7 @@ import asyncio
 import gc
 import itertools
 import random
+import re
 import ssl
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
@@ -13,13 +14,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trustme
+import yaml
 
+from dispatcher import __version__
 from dispatcher.settings import Epp, Pool
 from dispatcher.signals import capacity
-from dispatcher.signals.capacity import NOWHERE, CapacityWatch, Endpoints
+from dispatcher.signals.capacity import ABSENT, CapacityWatch, Endpoints
 from dispatcher.signals.kube import Access
+from dispatcher.signals.sources import Finding
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,
@@ -47,6 +52,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.history: list[Endpoints] = []
+        self.watch: CapacityWatch
 
     def __call__(self, endpoints: Endpoints) -> None:
         assert not self.history or endpoints != self.history[-1]
@@ -54,17 +60,25 @@ class Seen:
 
     @property
     def now(self) -> Endpoints:
-        return self.history[-1] if self.history else Endpoints(None, None, None)
+        return self.history[-1] if self.history else Endpoints()
+
+    def fine(self, ready: int, *epp_addresses: str) -> bool:
+        """So much is known, and nothing is wrong."""
+        return self.now == Endpoints(ready, epp_addresses or None, whole=True)
 
     async def ready(self, number: int | None) -> None:
         await wait_until(lambda: bool(self.history) and self.now.ready == number, what=f"ready == {number}")
 
     async def problem(self, *parts: str) -> str:
-        def told() -> bool:
-            return self.now.problem is not None and all(part in self.now.problem for part in parts)
+        """The one problem that has all these parts."""
 
-        await wait_until(told, what=f"problem with {parts}, not {self.now}")
-        return self.now.problem or ""
+        def found() -> list[str]:
+            told = map(str, self.now.problems)
+            return [problem for problem in told if all(part in problem for part in parts)]
+
+        await wait_until(found, what=f"a problem with {parts}")
+        (problem,) = found()
+        return problem
 
 
 def access(server: ApiServer) -> Access:
@@ -75,7 +89,7 @@ def access(server: ApiServer) -> Access:
 async def watching(where: ApiServer | Access, epp: Epp | None = None, **more: Any) -> AsyncIterator[Seen]:
     seen = Seen()
     way = where if isinstance(where, Access) else access(where)
-    watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
+    watch = seen.watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(watch.run())
         try:
@@ -99,7 +113,7 @@ async def test_ready_pods_times_ports_count(server: ApiServer) -> None:
     server.put(PODS, pod("elsewhere"), namespace="another")
     async with watching(server) as seen:
         await seen.ready(6)
-        await wait_until(lambda: seen.now == Endpoints(6, ("10.0.0.1",), None))
+        await wait_until(lambda: seen.fine(6, "10.0.0.1"))
 
 
 async def test_a_pod_is_followed_through_its_life(server: ApiServer) -> None:
@@ -116,7 +130,7 @@ async def test_a_pod_is_followed_through_its_life(server: ApiServer) -> None:
         await seen.ready(1)
         server.delete(PODS, "new")
         await seen.ready(0)
-        assert seen.now.problem is None
+        assert not seen.now.problems
         assert len(server.asked(PODS, watch=False)) == 1
 
 
@@ -129,7 +143,7 @@ async def test_a_cut_watch_goes_on_where_it_was(server: ApiServer) -> None:
             server.put(PODS, pod(f"p{number}"))
             await seen.ready(number + 1)
         assert len(server.asked(PODS, watch=False)) == 1
-        assert all(told.problem is None for told in seen.history)
+        assert not any(told.problems for told in seen.history)
 
 
 async def test_a_bookmark_spares_a_new_list(server: ApiServer) -> None:
@@ -179,7 +193,7 @@ async def test_a_watch_that_says_nothing_is_left_when_its_time_is_up(server: Api
         server.put(PODS, pod("p1"))
         server.faults.deaf = False
         await seen.ready(2)
-        assert seen.now.problem is None
+        assert not seen.now.problems
 
 
 async def test_another_selector_counts_other_pods(server: ApiServer) -> None:
@@ -206,7 +220,7 @@ async def test_a_deleted_pool_has_no_endpoints(server: ApiServer) -> None:
         assert "InferencePool default/qwen does not exist" in await seen.problem()
         server.put(POOLS, pool())
         await seen.ready(2)
-        await wait_until(lambda: seen.now.problem is None)
+        await wait_until(lambda: not seen.now.problems)
 
 
 async def test_a_pool_that_is_not_there_has_none_either(server: ApiServer) -> None:
@@ -222,7 +236,7 @@ class TestOlderApi:
         server.put(PODS, pod("p0"))
         server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
         async with watching(server) as seen:
-            await wait_until(lambda: seen.now == Endpoints(1, ("10.0.0.1",), None))
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
             server.delete(OLD_POOLS, "qwen")
             await seen.ready(0)
 
@@ -241,7 +255,7 @@ class TestOlderApi:
         server.faults.forbidden = {OLD_POOLS}
         populate(server, 2)
         async with watching(server) as seen:
-            await wait_until(lambda: seen.now == Endpoints(2, ("10.0.0.1",), None))
+            await wait_until(lambda: seen.fine(2, "10.0.0.1"))
             server.delete(POOLS, "qwen")
             await seen.ready(0)
 
@@ -253,7 +267,109 @@ class TestOlderApi:
             server.faults.unserved = set()
             populate(server, 1)
             await seen.ready(1)
-            await wait_until(lambda: seen.now.problem is None)
+            await wait_until(lambda: not seen.now.problems)
+
+
+class TestRights:
+    """Which rule is asked for. A server looks at rights before it looks whether it serves a thing at all."""
+
+    RULE = 'needs the rule apiGroups: [{}], resources: ["inferencepools"], verbs: ["list", "watch"]'
+    NEW, OLD = '"inference.networking.k8s.io"', '"inference.networking.x-k8s.io"'
+
+    async def test_only_the_older_version_is_refused_and_the_newer_not_served(
+        self, server: ApiServer
+    ) -> None:
+        """Where the pool is of the older version this right is missing: to install CRDs would not help."""
+        server.faults.unserved, server.faults.forbidden = {POOLS}, {OLD_POOLS}
+        server.put(OLD_POOLS, old_pool())
+        server.put(PODS, pod("p0"))
+        async with watching(server) as seen:
+            told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.OLD))
+            assert "or, if the cluster serves no InferencePools, install the CRDs" in told
+            assert seen.now.ready is None
+            server.faults.forbidden = set()
+            await seen.ready(1)
+
+    async def test_only_the_newer_is_refused_and_the_older_not_served(self, server: ApiServer) -> None:
+        server.faults.unserved, server.faults.forbidden = {OLD_POOLS}, {POOLS}
+        async with watching(server) as seen:
+            told = await seen.problem("not allowed to list inferencepools", self.RULE.format(self.NEW))
+            assert "or, if the cluster serves no InferencePools, install the CRDs" in told
+
+    async def test_only_the_newer_is_refused_and_the_older_has_no_pool(self, server: ApiServer) -> None:
+        server.faults.forbidden = {POOLS}
+        async with watching(server) as seen:
+            assert "CRD" not in await seen.problem("not allowed", self.RULE.format(self.NEW))
+
+    async def test_both_are_refused(self, server: ApiServer) -> None:
+        server.faults.forbidden = {POOLS, OLD_POOLS}
+        async with watching(server) as seen:
+            told = await seen.problem("not allowed", self.RULE.format(f"{self.NEW}, {self.OLD}"))
+            assert "inference.networking.x-k8s.io only where the cluster serves it" in told
+            assert "install the CRDs" in told
+
+    async def test_the_newer_has_no_pool_and_the_older_is_refused(self, server: ApiServer) -> None:
+        server.faults.forbidden = {OLD_POOLS}
+        async with watching(server) as seen:
+            await seen.problem("default/qwen does not exist, unless in", self.RULE.format(self.OLD))
+            assert seen.now.ready == 0
+
+    async def test_the_crd_of_the_newer_goes_while_the_older_is_refused(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.forbidden = {OLD_POOLS}
+        async with watching(server) as seen:
+            await seen.ready(2)
+            server.faults.unserved = {POOLS}
+            server.delete(POOLS, "qwen")
+            server.cut()
+            await seen.problem("not allowed", self.RULE.format(self.OLD))
+            assert seen.now.ready == 0
+
+    async def test_a_right_to_list_alone_is_not_enough(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.forbidden = {f"watch {PODS}"}
+        async with watching(server) as seen:
+            rule = 'apiGroups: [""], resources: ["pods"], verbs: ["list", "watch"]'
+            await seen.problem("not allowed to watch pods in namespace default", rule)
+            assert seen.now.ready == 2  # for a while
+
+
+class TestLeastRole:
+    """The Role in the documentation: what the program asks for, no more and no less."""
+
+    @staticmethod
+    def documents() -> list[dict[str, Any]]:
+        page = (Path(__file__).parents[2] / "docs" / "signals.md").read_text()
+        (found,) = re.findall(r"<!-- least role -->\n```yaml\n(.*?)```", page, re.DOTALL)
+        return list(yaml.safe_load_all(found))
+
+    def test_is_bound(self) -> None:
+        role, binding = self.documents()
+        names = [role["metadata"], binding["metadata"], *binding["subjects"]]
+        assert {(each["name"], each["namespace"]) for each in names} == {("batch-dispatcher", "default")}
+        assert (binding["roleRef"]["kind"], binding["roleRef"]["name"]) == ("Role", role["metadata"]["name"])
+
+    async def test_is_enough_and_no_more_than_is_used(self, tmp_path: Path) -> None:
+        rules = self.documents()[0]["rules"]
+        used = set()
+        for unserved, older in ((set(), False), ({POOLS}, True)):
+            async with ApiServer().serve(tmp_path) as server:
+                populate(server, 2)
+                if older:
+                    server.delete(POOLS, "qwen")
+                    server.put(OLD_POOLS, old_pool())
+                server.faults.rules, server.faults.unserved = rules, unserved
+                async with watching(server) as seen:
+                    await wait_until(lambda: seen.fine(2, "10.0.0.1"))
+                assert not server.refused(403)
+                used |= {(each.collection, each.verb) for each in server.requests}
+        named = {POOLS: rules[0], OLD_POOLS: rules[1], PODS: rules[2], SLICES: rules[3]}
+        asked = {(name, verb) for name, rule in named.items() for verb in rule["verbs"]}
+        assert used == asked
+        assert len(rules) == len(named)
+        for name, rule in named.items():
+            group = name.split("/")[0] if name.count("/") == 2 else ""
+            assert (rule["apiGroups"], rule["resources"]) == ([group], [name.rpartition("/")[2]])
 
 
 @pytest.mark.parametrize(
@@ -267,29 +383,39 @@ async def test_a_missing_right_is_named_with_its_rule(
     server.faults.forbidden = {collection}
     plural = collection.rpartition("/")[2]
     async with watching(server) as seen:
-        rule = f'apiGroups: ["{group}"], resources: ["{plural}"], verbs: ["get", "list", "watch"]'
-        assert "\n" not in await seen.problem(f"not allowed to watch {plural} in namespace default", rule)
+        rule = f'apiGroups: ["{group}"], resources: ["{plural}"], verbs: ["list", "watch"]'
+        assert "\n" not in await seen.problem(f"not allowed to list {plural} in namespace default", rule)
         await seen.ready(ready)
         server.faults.forbidden = set()
-        await wait_until(lambda: seen.now == Endpoints(2, ("10.0.0.1",), None))
+        await wait_until(lambda: seen.fine(2, "10.0.0.1"))
 
 
 async def test_an_outage_is_bridged_for_a_while_and_then_nothing_is_claimed(server: ApiServer) -> None:
     populate(server, 2)
-    loop = asyncio.get_running_loop()
     async with watching(server, hold_s=1.0) as seen:
-        await wait_until(lambda: seen.now == Endpoints(2, ("10.0.0.1",), None))
-        down_at = loop.time()
+        await wait_until(lambda: seen.fine(2, "10.0.0.1"))
         await server.down()
         await seen.problem("cannot be reached")
         assert seen.now.ready == 2
         await seen.ready(None)
-        assert loop.time() - down_at >= 1.0
         assert seen.now.epp_addresses == ("10.0.0.1",)
-        assert "no longer counts" in await seen.problem()
+        await seen.problem("no longer counts")
         server.put(PODS, pod("p2"))
         await server.up()
-        await wait_until(lambda: seen.now == Endpoints(3, ("10.0.0.1",), None))
+        await wait_until(lambda: seen.fine(3, "10.0.0.1"))
+
+
+async def test_something_else_that_begins_to_answer_is_a_problem(server: ApiServer) -> None:
+    """A portal on the way answers 200 to everything; what it says is no news of the pool."""
+    populate(server, 2)
+    async with watching(server, hold_s=1.0) as seen:
+        await seen.ready(2)
+        server.faults.garbage = True
+        server.cut()
+        await seen.problem("what answers for the Kubernetes API sends text/plain")
+        await seen.ready(None)
+        server.faults.garbage = False
+        await wait_until(lambda: seen.fine(2, "10.0.0.1"))
 
 
 @pytest.mark.parametrize("fault", ["garbage", "busy"])
@@ -298,13 +424,15 @@ async def test_an_answer_that_is_none_is_a_problem_and_no_end(server: ApiServer,
     server.faults.garbage = fault == "garbage"
     server.faults.busy_s = 1 if fault == "busy" else None
     async with watching(server) as seen:
-        await seen.problem("the Kubernetes API")
+        await seen.problem(
+            "the Kubernetes API", "sends text/plain" if fault == "garbage" else "answered 429 ("
+        )
         asked = [each.at for each in server.asked(POOLS, watch=False)]
         if fault == "busy":
             assert all(after - before >= 1.0 for before, after in itertools.pairwise(asked))
         server.faults.garbage, server.faults.busy_s = False, None
         await seen.ready(1)
-        await wait_until(lambda: seen.now.problem is None)
+        await wait_until(lambda: not seen.now.problems)
 
 
 async def test_a_long_list_comes_in_pages(server: ApiServer) -> None:
@@ -326,18 +454,18 @@ class TestCredentials:
             await seen.ready(1)
             server.tokens = {"t1"}
             server.cut()
-            await seen.problem("401")
+            assert (
+                "answered 401 (Unauthorized) (look at: the credentials of kubeconfig" in await seen.problem()
+            )
             server.write_kubeconfig("t1")
             server.put(PODS, pod("p1"))
             await seen.ready(2)
-            await wait_until(lambda: seen.now.problem is None)
+            await wait_until(lambda: not seen.now.problems)
             assert server.requests[-1].token == "t1"
 
     async def test_a_pod_uses_its_service_account_and_its_rotating_token(self, tmp_path: Path) -> None:
         authority = trustme.CA()
-        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        authority.issue_cert("127.0.0.1").configure_cert(tls)
-        async with ApiServer().serve(tmp_path, tls) as server:
+        async with ApiServer().serve(tmp_path, tls_of(authority)) as server:
             populate(server, 1)
             host, _, port = server.url.removeprefix("https://").partition(":")
             authority.cert_pem.write_to_path(tmp_path / "ca.crt")
@@ -355,7 +483,7 @@ class TestCredentials:
         seen = Seen()
         nowhere = Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
         await CapacityWatch(QWEN, Epp(), seen, access=nowhere).run()
-        assert seen.history == [Endpoints(None, None, NOWHERE)]
+        assert seen.history == [ABSENT]
 
     async def test_the_usual_kubeconfig_is_found(self, server: ApiServer, tmp_path: Path) -> None:
         populate(server, 1)
@@ -380,6 +508,49 @@ class TestCredentials:
             server.write_kubeconfig("t0")
             await seen.ready(1)
 
+    @pytest.mark.parametrize("unreadable", ["[]", "{", "clusters: 3"])
+    async def test_a_kubeconfig_that_becomes_unreadable_is_told_and_taken_up_when_it_is_mended(
+        self, server: ApiServer, unreadable: str
+    ) -> None:
+        populate(server, 1)
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+            server.kubeconfig.write_text(unreadable)
+            server.cut()
+            await seen.problem(str(server.kubeconfig), "cannot be used")
+            server.write_kubeconfig("t0")
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+
+    async def test_another_authority_is_taken_up(self, tmp_path: Path) -> None:
+        """The server gets a certificate of a new authority, and the pod's ca.crt follows."""
+        old, new = trustme.CA(), trustme.CA()
+        (tmp_path / "token").write_text("t0")
+        old.cert_pem.write_to_path(tmp_path / "ca.crt")
+        async with ApiServer().serve(tmp_path, tls_of(old)) as server:
+            populate(server, 1)
+            host, _, port = server.url.removeprefix("https://").partition(":")
+            environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
+            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+                await seen.ready(1)
+                await server.down()
+                await server.up(tls_of(new))
+                await seen.problem("cannot be reached", "certificate")
+                new.cert_pem.write_to_path(tmp_path / "ca.crt")
+                server.put(PODS, pod("p1"))
+                await seen.ready(2)
+
+    async def test_the_dispatcher_says_who_it_is(self, server: ApiServer) -> None:
+        populate(server, 1)
+        async with watching(server) as seen:
+            await seen.ready(1)
+        assert {each.user_agent for each in server.requests} == {f"batch-dispatcher/{__version__}"}
+
+
+def tls_of(authority: trustme.CA) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    return context
+
 
 class TestEndpointPicker:
     async def test_its_ready_replicas_are_told(self, server: ApiServer) -> None:
@@ -398,6 +569,20 @@ class TestEndpointPicker:
             assert seen.now.epp_addresses == ()
             assert seen.now.ready == 1
 
+    async def test_a_replica_with_addresses_of_two_families_is_one(self, server: ApiServer) -> None:
+        server.put(POOLS, pool())
+        server.put(SLICES, endpoint_slice("v6", "qwen-epp", "fd00::10", "fd00::11", family="IPv6", pods="ab"))
+        server.put(SLICES, endpoint_slice("v4", "qwen-epp", "10.0.0.9", family="IPv4", pods="a"))
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.9", "fd00::11"))
+
+    async def test_an_endpoint_that_names_no_pod_is_told_by_its_address(self, server: ApiServer) -> None:
+        server.put(POOLS, pool())
+        server.put(SLICES, endpoint_slice("a", "qwen-epp", "10.0.0.2", "10.0.0.1", pods=["", ""]))
+        server.put(SLICES, endpoint_slice("b", "qwen-epp", "10.0.0.1", pods=[""]))
+        async with watching(server) as seen:
+            await wait_until(lambda: seen.now.epp_addresses == ("10.0.0.1", "10.0.0.2"))
+
     @pytest.mark.parametrize("epp", [{"urls": ["http://epp:9090"]}, {"service": "epp"}])
     async def test_it_is_not_looked_for_where_the_settings_name_it(
         self, server: ApiServer, epp: dict[str, Any]
@@ -407,8 +592,17 @@ class TestEndpointPicker:
             await seen.ready(1)
             server.put(PODS, pod("p1"))
             await seen.ready(2)
-            assert seen.now == Endpoints(2, None, None)
+            assert seen.fine(2)
             assert not server.asked(SLICES, watch=False)
+
+    async def test_it_is_looked_for_once_the_settings_name_it_no_longer(self, server: ApiServer) -> None:
+        populate(server, 1)
+        async with watching(server, Epp(service="epp")) as seen:
+            await wait_until(lambda: seen.fine(1))
+            seen.watch.reconfigure(Epp())
+            await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+            seen.watch.reconfigure(Epp(service="epp"))
+            await wait_until(lambda: seen.fine(1))
 
 
 class TestCheck:
@@ -426,7 +620,70 @@ class TestCheck:
         server.faults.forbidden = {POOLS}
         (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
         assert not found.ok
-        assert found.hint.startswith("add to the Role there the rule")
+        assert found.hint.startswith("the Role there: it needs the rule apiGroups")
+
+    async def test_of_no_rights_at_all_every_rule_at_once(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.rules = []
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each.detail for each in found if not each.ok] == [
+            "not allowed to list inferencepools in namespace default",
+            "not allowed to list pods in namespace default",
+            "not allowed to list endpointslices in namespace default",
+        ]
+        await self._follows_the_hints(server, found, rounds=1)
+
+    async def test_of_a_right_to_list_alone_every_rule_at_once(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.forbidden = {f"watch {each}" for each in (POOLS, PODS, SLICES)}
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each.detail for each in found if not each.ok] == [
+            "not allowed to watch inferencepools in namespace default",
+            "not allowed to watch pods in namespace default",
+            "not allowed to watch endpointslices in namespace default",
+        ]
+
+    async def test_of_no_rights_with_the_older_api(self, server: ApiServer) -> None:
+        server.faults.rules, server.faults.unserved = [], {POOLS}
+        server.put(OLD_POOLS, old_pool())
+        server.put(PODS, pod("p0"))
+        server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        await self._follows_the_hints(server, found, rounds=1)
+
+    async def test_of_no_rights_where_the_picker_is_named(self, server: ApiServer) -> None:
+        populate(server, 2)
+        server.faults.rules = []
+        found = await capacity.probe(QWEN, Epp(service="epp"), access=access(server))
+        assert len(found) == 2
+        assert not server.asked(SLICES, watch=False)
+
+    async def _follows_the_hints(self, server: ApiServer, found: list[Finding], rounds: int) -> None:
+        """Who adds the rules that the hints name is done after so many rounds."""
+        rules = server.faults.rules
+        assert rules is not None
+        for _ in range(rounds):
+            for each in found:
+                for rule in re.findall(r"the rule (apiGroups: .*?, verbs: \[.*?\])", each.hint):
+                    rules.append(msgspec.yaml.decode(f"{{{rule}}}"))
+            found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each for each in found if not each.ok] == []
+
+    async def test_says_nothing_to_the_log(
+        self, server: ApiServer, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        server.faults.forbidden = {POOLS}
+        await capacity.probe(QWEN, Epp(), access=access(server))
+        assert "kubernetes-problem" not in "".join(capsys.readouterr())
+
+    async def test_of_a_pool_that_is_not_there_and_a_missing_right(self, server: ApiServer) -> None:
+        server.faults.forbidden = {PODS}
+        found = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert [each.detail for each in found] == [
+            "0 ready endpoints",
+            "InferencePool default/qwen does not exist",
+            "not allowed to list pods in namespace default",
+        ]
 
     async def test_of_a_pool_without_pods(self, server: ApiServer) -> None:
         populate(server, 0)

@@ -1,0 +1,145 @@
+"""What is kept of Kubernetes objects: of each as little as the watch needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True)
+class InferencePool:
+    """What matters of the object, by whichever version of the API it came."""
+
+    selector: str
+    """As the API takes it: `app=vllm,tier=x`."""
+    ports: int
+    service: str
+    """The endpoint picker's."""
+
+
+class Replica(NamedTuple):
+    """One of the endpoint picker's, in one slice."""
+
+    pod: str
+    """Empty: the slice does not say."""
+    family: str
+    """`IPv4` or `IPv6`."""
+    address: str
+
+
+class _Metadata(msgspec.Struct):
+    deleting: str | None = msgspec.field(default=None, name="deletionTimestamp")
+
+
+class _Condition(msgspec.Struct):
+    type: str = ""
+    status: str = ""
+
+
+class _PodStatus(msgspec.Struct):
+    conditions: list[_Condition] | None = None
+
+
+class _Pod(msgspec.Struct):
+    metadata: _Metadata
+    status: _PodStatus = msgspec.field(default_factory=_PodStatus)
+
+
+class _Reference(msgspec.Struct):
+    name: str = ""
+
+
+class _Selector(msgspec.Struct):
+    labels: dict[str, str] | None = msgspec.field(default=None, name="matchLabels")
+
+
+class _PoolSpec(msgspec.Struct):
+    selector: _Selector = msgspec.field(default_factory=_Selector)
+    ports: list[msgspec.Raw] | None = msgspec.field(default=None, name="targetPorts")
+    picker: _Reference = msgspec.field(default_factory=_Reference, name="endpointPickerRef")
+
+
+class _Pool(msgspec.Struct):
+    spec: _PoolSpec
+
+
+class _OldPoolSpec(msgspec.Struct):
+    selector: dict[str, str] | None = None
+    picker: _Reference = msgspec.field(default_factory=_Reference, name="extensionRef")
+
+
+class _OldPool(msgspec.Struct):
+    spec: _OldPoolSpec
+
+
+class _EndpointConditions(msgspec.Struct):
+    ready: bool | None = None
+
+
+class _Target(msgspec.Struct):
+    name: str = ""
+    uid: str = ""
+
+
+class _Endpoint(msgspec.Struct):
+    addresses: list[str] | None = None
+    conditions: _EndpointConditions = msgspec.field(default_factory=_EndpointConditions)
+    target: _Target | None = msgspec.field(default=None, name="targetRef")
+
+
+class _Slice(msgspec.Struct):
+    family: str = msgspec.field(default="", name="addressType")
+    endpoints: list[_Endpoint] | None = None
+
+
+def digest_pod(pod: msgspec.Raw) -> bool:
+    """Whether a pod takes requests: Ready, and not on its way out."""
+    read = msgspec.json.decode(pod, type=_Pod)
+    conditions = read.status.conditions or ()
+    return read.metadata.deleting is None and any(
+        condition.type == "Ready" and condition.status == "True" for condition in conditions
+    )
+
+
+def digest_pool(pool: msgspec.Raw) -> InferencePool:
+    spec = msgspec.json.decode(pool, type=_Pool).spec
+    return InferencePool(_selector(spec.selector.labels), len(spec.ports or ()), spec.picker.name)
+
+
+def digest_old_pool(pool: msgspec.Raw) -> InferencePool:
+    """v1alpha2: a plain map as selector, one port, another name for the picker."""
+    spec = msgspec.json.decode(pool, type=_OldPool).spec
+    return InferencePool(_selector(spec.selector), 1, spec.picker.name)
+
+
+def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[Replica, ...]:
+    """What takes traffic in a slice; a condition that is not given means ready.
+
+    An endpoint's addresses all lead to the same place: the first stands for it.
+    """
+    read = msgspec.json.decode(endpoint_slice, type=_Slice)
+    return tuple(
+        Replica(
+            endpoint.target.uid or endpoint.target.name if endpoint.target is not None else "",
+            read.family,
+            endpoint.addresses[0],
+        )
+        for endpoint in read.endpoints or ()
+        if endpoint.addresses and endpoint.conditions.ready is not False
+    )
+
+
+def addresses(replicas: Iterable[Replica]) -> tuple[str, ...]:
+    """One address of each replica, IPv4 where it has several: a Service of two families has slices of both.
+    What names no pod is told apart by its address."""
+    found: dict[str, Replica] = {}
+    for replica in sorted(replicas, key=lambda each: (each.family, each.address)):  # IPv4 comes before IPv6
+        found.setdefault(replica.pod or replica.address, replica)
+    return tuple(sorted(replica.address for replica in found.values()))
+
+
+def _selector(labels: dict[str, str] | None) -> str:
+    return ",".join(f"{name}={value}" for name, value in sorted((labels or {}).items()))

@@ -1,0 +1,268 @@
+"""List-and-watch of one kind of Kubernetes object: a mirror of it is kept.
+
+    list ──▶ watch from there ──▶ ended or cut: watch again from the last version seen, bookmarks included
+      ▲                       └─▶ 410 Gone, as a status or as an event, or what cannot be read: list again
+      └── any other failure: again after a pause that doubles, with jitter
+
+The API was **heard** when a list was complete, a watch began, an event or a bookmark came, or the server
+ended a watch as agreed. A server goes on with a watch that runs when the token behind it expires or its right
+is taken away, and a frozen one keeps it open without a word. So watches are short: what one proves ends with
+it, and silence is never older than one watch.
+
+The pause after a failure stays short for some minutes, for most are short themselves. After that it grows:
+an audit log should not fill with refusals that nobody mends. New credentials end any pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+import msgspec
+
+from dispatcher.signals.kube import Api, ApiError, Problem, Status
+
+WATCH_S = 20.0
+SOON_S, SOON_FOR_S, LATE_S = 4.0, 300.0, 30.0
+"""The longest pause in the first SOON_FOR_S of a failure, and after that."""
+_PAGE = 500
+_LIST_S = 60.0
+_OVERDUE_S = 5.0
+"""So much longer than agreed a watch may take to end."""
+_PAUSE_LEAST_S, _PAUSE_CUT_S = 0.05, 0.5
+_ALIVE_S = 1.0
+"""A watch that lived so long was one; its end is no failure."""
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A collection of objects in a namespace, whole or by selector."""
+
+    group: str
+    """Empty: the core group."""
+    version: str
+    plural: str
+    namespace: str
+    label_selector: str = ""
+    field_selector: str = ""
+
+    @property
+    def path(self) -> str:
+        root = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        return f"{root}/namespaces/{self.namespace}/{self.plural}"
+
+    @property
+    def query(self) -> list[tuple[str, str]]:
+        selectors = (("labelSelector", self.label_selector), ("fieldSelector", self.field_selector))
+        return [(name, value) for name, value in selectors if value]
+
+
+def rule(groups: Sequence[str], plural: str) -> str:
+    """The rule of a Role by which the dispatcher may read a collection."""
+    quoted = ", ".join(f'"{group}"' for group in groups)
+    return f'apiGroups: [{quoted}], resources: ["{plural}"], verbs: ["list", "watch"]'
+
+
+class Mirror(Generic[V]):
+    """What is kept of each object of a collection, by name, as the API server tells it.
+
+    `digest` makes it of an object's JSON. `changed` is called after each change, of the objects or of what is
+    wrong, and when the first watch begins. Only what `digest` returns is kept.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        resource: Resource,
+        digest: Callable[[msgspec.Raw], V],
+        changed: Callable[[], None],
+        *,
+        watch_s: float = WATCH_S,
+    ) -> None:
+        self.resource = resource
+        self.items: dict[str, V] = {}
+        self.synced = False
+        """Whether the whole collection was seen once."""
+        self.watched = False
+        """Whether a watch has begun once."""
+        self.failure: ApiError | None = None
+        """What is wrong now; a single cut is nothing."""
+        self.verb: Literal["list", "watch"] = "list"
+        """What was tried last."""
+        self._api = api
+        self._digest = digest
+        self._changed = changed
+        self._watch_s = watch_s
+        self._version = ""
+        self._fruitful = False
+        """Whether the last round brought anything, or lasted."""
+        self._opened = False
+        """Whether it came as far as a watch."""
+        self._loop = asyncio.get_running_loop()
+        self.heard_at = self._loop.time()
+        """When the API was surely heard last, on the loop's clock; before the first time: when we began."""
+
+    def __repr__(self) -> str:
+        state = "synced" if self.synced else "not synced"
+        return f"<Mirror of {self.resource.path}: {len(self.items)} items, {state}, {self.failure or 'fine'}>"
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is known what the collection holds and that it can be watched, or why not."""
+        return self.watched or self.failure is not None
+
+    @property
+    def problem(self) -> Problem | None:
+        """What is wrong now, with what mends it."""
+        if self.failure is None:
+            return None
+        if self.failure.status != 403:
+            return self.failure.problem
+        where = self.resource
+        return Problem(
+            f"not allowed to {self.verb} {where.plural} in namespace {where.namespace}",
+            f"the Role there: it needs the rule {rule([where.group], where.plural)}",
+        )
+
+    async def run(self) -> None:
+        """Keep the mirror, until cancelled."""
+        failures, failing_since = 0, 0.0
+        while True:
+            began_at = self._loop.time()
+            self._fruitful = self._opened = False
+            failure: ApiError | None = None
+            try:
+                if not self._version:
+                    await self._list()
+                await self._watch()
+            except ApiError as error:
+                failure = error
+            if failure is not None and (failure.status == 410 or failure.garbled):
+                self._version = ""
+            failures = 0 if self._fruitful else failures + 1
+            if failures == 0:
+                await asyncio.sleep(random.uniform(0.0, 0.05))
+                continue
+            if failures == 1:
+                failing_since = began_at
+            if failure is not None and not self._opened:
+                self._failed(failure, failures)
+            # A stream that begins and is cut is a nuisance on the way; what it missed comes with the next.
+            soon = self._loop.time() - failing_since < SOON_FOR_S
+            most_s = _PAUSE_CUT_S if self._opened else SOON_S if soon else LATE_S
+            pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
+            asked_s = min(LATE_S, failure.retry_after_s) if failure is not None else 0.0
+            await self._api.pause(max(pause_s, asked_s))
+
+    async def _list(self) -> None:
+        """Read the whole collection, page by page; the mirror changes when all of it is here."""
+        self.verb = "list"
+        items: dict[str, V] = {}
+        more = ""
+        while True:
+            query = [*self.resource.query, ("limit", str(_PAGE))]
+            if more:
+                query.append(("continue", more))
+            async with self._api.get(self.resource.path, query, _LIST_S) as body:
+                page = msgspec.json.decode(await body.read(), type=_Page)
+                for item in page.items or ():
+                    items[_name(item)] = self._digest(item)
+            more = page.metadata.more
+            if not more:
+                break
+        self._version = page.metadata.version
+        self._hear()
+        news = not self.synced or items != self.items
+        self.items, self.synced = items, True
+        if news:
+            self._changed()
+
+    async def _watch(self) -> None:
+        """Follow the collection from the last version on; returns when the server ends the stream."""
+        self.verb = "watch"
+        # The times differ, so that replicas that were started together do not come back together.
+        lasts_s = self._watch_s * random.uniform(0.75, 1.25)
+        query = [
+            *self.resource.query,
+            ("watch", "true"),
+            ("resourceVersion", self._version),
+            ("allowWatchBookmarks", "true"),
+            ("timeoutSeconds", str(max(1, round(lasts_s)))),
+        ]
+        async with self._api.get(self.resource.path, query, lasts_s + min(lasts_s, _OVERDUE_S)) as body:
+            self._opened = True
+            self._up()
+            opened_at = self._loop.time()
+            try:
+                async for line in body:
+                    if line.strip():
+                        self._apply(msgspec.json.decode(line, type=_Event))
+                self._hear()
+            finally:
+                if self._loop.time() - opened_at >= _ALIVE_S:
+                    self._fruitful = True
+
+    def _apply(self, event: _Event) -> None:
+        if event.type == "ERROR":
+            status = msgspec.json.decode(event.object, type=Status)
+            self._version = ""  # 410 or not: where we stood, the server cannot go on from
+            why = f"the Kubernetes API ended the watch ({status.message or status.reason})"
+            raise ApiError(why, status=status.code)
+        metadata = msgspec.json.decode(event.object, type=_Named).metadata
+        value = None if event.type in ("BOOKMARK", "DELETED") else self._digest(event.object)
+        self._version = metadata.version or self._version
+        self._fruitful = True
+        self._hear()
+        if event.type == "BOOKMARK":
+            return
+        if value is None:
+            if self.items.pop(metadata.name, None) is not None:
+                self._changed()
+        elif metadata.name not in self.items or self.items[metadata.name] != value:
+            self.items[metadata.name] = value
+            self._changed()
+
+    def _hear(self) -> None:
+        self.heard_at = self._loop.time()
+
+    def _up(self) -> None:
+        """A watch has begun: it works (again)."""
+        self._hear()
+        news = self.failure is not None or not self.watched
+        self.failure, self.watched = None, True
+        if news:
+            self._changed()
+
+    def _failed(self, failure: ApiError, times: int) -> None:
+        if times > 1 or failure.standing or failure.slow:
+            self.failure = failure
+            self._changed()
+
+
+class _Metadata(msgspec.Struct):
+    name: str = ""
+    version: str = msgspec.field(default="", name="resourceVersion")
+    more: str = msgspec.field(default="", name="continue")
+
+
+class _Named(msgspec.Struct):
+    metadata: _Metadata
+
+
+class _Page(msgspec.Struct):
+    metadata: _Metadata
+    items: list[msgspec.Raw] | None = None
+
+
+class _Event(msgspec.Struct):
+    type: str
+    object: msgspec.Raw
+
+
+def _name(item: msgspec.Raw) -> str:
+    return msgspec.json.decode(item, type=_Named).metadata.name
