@@ -1,9 +1,9 @@
 """What something costs beside a floor of the same moments, so that no neighbour spoils the figure.
 
 CPU time alone is no measure: on a virtual machine with nothing else on it the same loop took 1.7 times as
-much of it from one second to the next, because others work on the same cores of the host. What holds still is
-its ratio to other work of the same milliseconds. So both run in turn, often and shortly, and the median of the
-pairs counts: to spoil that, a neighbour would have to come with one of the two, over and over.
+much of it from one second to the next, because others work on the same cores of the host. What holds still
+is its ratio to other work of the same milliseconds. So both run in turn, often and shortly, and the median
+of the pairs counts: to spoil that, a neighbour would have to come with one of the two, over and over.
 """
 
 from __future__ import annotations

@@ -90,7 +90,6 @@ async def everything_goes_wrong(
         await assert_drained(client, NAMES)
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(180)
 async def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
     with server("redis", tmp_path, *LASTING) as running:
