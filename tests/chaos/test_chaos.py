@@ -170,7 +170,6 @@ async def test_requests_of_a_killed_only_owner_run_again_within_its_lease_and_tw
             assert_each_answered_once(await results_in(client), 4)
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ["valkey", pytest.param("redis", marks=pytest.mark.long)])
 async def test_work_goes_on_after_a_failover(tmp_path: Path, engine: str) -> None:
