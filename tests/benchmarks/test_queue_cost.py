@@ -113,8 +113,8 @@ THROUGH_A_SCRIPT = "redis.call('SET', KEYS[1], ARGV[1]); return redis.call('GET'
 
 
 async def test_a_megabyte_costs_no_step_much_more_than_a_bare_script(queue, own_server):
-    """Every step that a request of 1 MB goes through, with an answer of 1 MB: how long it holds up the others,
-    as the server's CPU. The bare script only stores and returns it."""
+    """Every step that a request of 1 MB goes through, with an answer of 1 MB: how long it holds up the
+    others, as the server's CPU. The bare script only stores and returns it."""
     took: dict[str, list[float]] = {}
     with own_server.client() as client:
 
