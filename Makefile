@@ -73,7 +73,7 @@ define long
 endef
 
 bench: setup ## Measure: throughput, latency, cost
-	$(call long,tests/benchmarks,serial or long,1800)
+	$(call long,tests/benchmarks,long or not long,1800)
 
 chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
 	$(call long,tests/chaos,long,7200)
