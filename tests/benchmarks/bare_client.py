@@ -1,6 +1,6 @@
 """A bare aiohttp loop: so many workers post and read, and nothing else. What a gateway client costs at least.
 
-python bare_client.py URL WORKERS REQUESTS      prints {"rate": …, "cpu_s": …} per request
+python bare_client.py URL WORKERS      for each number of requests on stdin: {"rate": …, "own_s": …}
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import aiohttp
 import uvloop
 
 
-async def main(url: str, workers: int, requests: int) -> None:
+async def some(session: aiohttp.ClientSession, url: str, workers: int, requests: int) -> None:
     left = requests
 
-    async def work(session: aiohttp.ClientSession) -> None:
+    async def work() -> None:
         nonlocal left
         while left > 0:
             left -= 1
@@ -26,11 +26,18 @@ async def main(url: str, workers: int, requests: int) -> None:
                 await answer.read()
 
     headers = {"content-type": "application/json", "x-request-id": "r-1"}
+    await asyncio.gather(*(work() for _ in range(workers)))
+
+
+async def main(url: str, workers: int) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        started, cpu = time.perf_counter(), time.process_time()
-        await asyncio.gather(*(work(session) for _ in range(workers)))
-        rate = requests / (time.perf_counter() - started)
-    print(json.dumps({"rate": rate, "cpu_s": (time.process_time() - cpu) / requests}))
+        while line := sys.stdin.readline():
+            requests = int(line)
+            started, cpu = time.perf_counter(), time.process_time()
+            await some(session, url, workers, requests)
+            rate = requests / (time.perf_counter() - started)
+            own_s = (time.process_time() - cpu) / requests
+            print(json.dumps({"rate": rate, "own_s": own_s}), flush=True)
 
 
-uvloop.run(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))
+uvloop.run(main(sys.argv[1], int(sys.argv[2])))

@@ -2,43 +2,32 @@
 
 from __future__ import annotations
 
-import gc
-import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
+from tests.floors import beside, cpu_of
 
-EVENTS_PER_S = 200_000
-NOTHINGS_PER_S = 20_000_000
-"""Empty calls a second on the machine for which EVENTS_PER_S is promised; a slower or busier one is given
-the same ratio."""
+EMPTY_CALLS = 100
+"""An event may cost as many. Where Python makes 20 million of them a second, as on a machine of 2024, that is
+200,000 events/s."""
 IN_FLIGHT = 64
 ANSWER_S = 0.05
-SECONDS = 30
+SECONDS = 5
 
 
 def nothing(key: int, now: float) -> None:
     pass
 
 
-def best_cpu_s(of: Callable[[], int], tries: int = 3) -> tuple[float, int]:
-    """The least CPU time of several tries, and how many things happened in one."""
-    least, happened = float("inf"), 0
-    for _ in range(tries):
-        gc.collect()
-        began = time.process_time()
-        happened = of()
-        least = min(least, time.process_time() - began)
-    return least, happened
-
-
-def busy_half_minute() -> int:
+def with_everything() -> int:
     """64 in flight, answers after 50 ms: 1,280 requests/s. Leases counted with each claim of eight, a reading
-    of two signals each second; what is allowed is asked after every event:
-    that is in the time, not in the count."""
+    of two signals each second; what is allowed is asked after every event: that is in the time, not in the
+    count."""
     limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
     events = key = answered = 0
     now = 100.0
@@ -73,18 +62,48 @@ def busy_half_minute() -> int:
     return events
 
 
-def empty_calls() -> int:
-    for key in range(500_000):
+def only_requests(every: int, window_s: float) -> int:
+    """Each answer is replaced at once (answered, allowance, sent), 500 a second, with a reading for every so
+    many of them."""
+    limiter = Limiter(Policy(), [Signal.SATURATION])
+    out: deque[int] = deque()
+    now, key, events, turns = 0.0, 0, 0, 2_500
+    for turn in range(turns):
+        now += 0.002
+        if turn % every == 0:
+            load = min(1.0, len(out) / 100)
+            limiter.reading(Reading(Signal.SATURATION, now - window_s, now, load, 0.0, 100.0), now)
+            events += 1
+        if out:
+            limiter.answered(out.popleft(), now)
+            events += 1
+        room = limiter.allowance(now).limit - len(out)
+        events += 1
+        for _ in range(min(room, IN_FLIGHT - len(out))):
+            key += 1
+            limiter.sent(key, now)
+            out.append(key)
+            events += 1
+    assert key > turns * 0.9, "the gate must be open for this to measure anything"
+    return events
+
+
+def empty_calls(count: int) -> None:
+    for key in range(count):
         nothing(key, 0.0)
-    return 500_000
 
 
-@pytest.mark.serial
-def test_limiter_handles_200_000_events_a_second(record_property: Callable[[str, object], None]) -> None:
-    floor_s, calls = best_cpu_s(empty_calls)
-    took_s, events = best_cpu_s(busy_half_minute)
-    per_s, nothings_per_s = events / took_s, calls / floor_s
-    record_property("events_per_s", round(per_s))
-    print(f"{per_s:,.0f} events/s of CPU; {nothings_per_s:,.0f} empty calls/s")
-    slower = min(1.0, nothings_per_s / NOTHINGS_PER_S)
-    assert per_s >= EVENTS_PER_S * slower
+@pytest.mark.parametrize(
+    "life",
+    [
+        pytest.param(with_everything, id="two signals, leases, waiting"),
+        pytest.param(partial(only_requests, 50, 0.0), id="direct, ten readings a second"),
+        pytest.param(partial(only_requests, 500, 5.0), id="averages, one reading a second"),
+    ],
+)
+async def test_an_event_costs_less_than_a_hundred_empty_calls(life: Callable[[], int]) -> None:
+    events = life()
+    found = await beside(cpu_of(life), cpu_of(partial(empty_calls, 200_000)))
+    calls = found.ratio * 200_000 / events
+    print(f"{events / found.ours:,.0f} events/s of CPU; an event costs as much as {calls:.0f} empty calls")
+    assert calls <= EMPTY_CALLS

@@ -13,7 +13,7 @@ from tests.benchmarks.stages import MIB, rss_mib, stage_in
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 IDLE_MIB = 110
 

@@ -1,34 +1,38 @@
-"""How many requests one dispatcher forwards, beside a bare aiohttp loop that claims and settles nothing.
+"""What a request costs one dispatcher, beside a bare aiohttp loop that claims and settles nothing.
 
-Both run in turn against the same gateway on the same machine within one test, so that its speed cancels
-out. Gateway and Redis take a part of the same cores: the rates are those of the whole, the CPU is one
-process's.
+Both run in turn against the same gateway on the same machine (tests/floors.py). Dispatcher, gateway and Redis
+fill every core there is, so that the CPU of all of them bounds the rate, and CPU is what is judged: requests
+a second beside a busy neighbour are only shown. That the loop does not idle is held where idling shows: by
+test_latency.py, and by the scenario in which the slack is used however long the way.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.benchmarks.stages import cpu_s, stage_in
+from tests.floors import beside
 from tests.scenarios.processes import Dispatcher, Stage, World
-from tests.support import wait_until_sync
+from tests.support import running, wait_until_sync
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 BARE = Path(__file__).with_name("bare_client.py")
 ANSWER_S = 0.01
-SHORT, LONG = 3_000, 20_000
+SHORT, LONG = 600, 10_000
+PAIRS = 9
 TRIES = 3
-"""The best counts: what else runs on the machine is not what is measured."""
-GRACE = 1.15
-"""A noisy neighbour may hit one of two runs in turn; the CPU clock ticks in hundredths of a second."""
 
 
 @pytest.fixture
@@ -61,40 +65,75 @@ def forward(stage: Stage, requests: int) -> float:
     return rate
 
 
-def bare(world: World, workers: int, requests: int) -> dict[str, float]:
-    command = [sys.executable, BARE, f"{world.gateway}/v1/completions", str(workers), str(requests)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    return dict(json.loads(done.stdout))
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Requests per second, and CPU seconds for each request: the process' own, and with gateway and Redis."""
+
+    rate: float
+    own_s: float
+    whole_s: float = 0.0
 
 
-@pytest.mark.parametrize("limit", [64, 256])
+@contextmanager
+def bare_client(world: World, workers: int) -> Iterator[Callable[[int], Cost]]:
+    """Posts so many requests when told to."""
+    command = [sys.executable, BARE, f"{world.gateway}/v1/completions", str(workers)]
+    with running(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        asked, told = process.stdin, process.stdout
+
+        def post(requests: int) -> Cost:
+            asked.write(b"%d\n" % requests)
+            asked.flush()
+            return Cost(**json.loads(told.readline()))
+
+        yield post
+
+
+@pytest.mark.parametrize(("limit", "most"), [(64, 2.3), (256, 2.0)])
 @pytest.mark.parametrize(
     "requests", [SHORT, pytest.param(LONG, marks=pytest.mark.long)], ids=["short", "long"]
 )
-def test_forwards_at_least_half_of_what_a_bare_client_could(stage: Stage, limit: int, requests: int) -> None:
-    """≥ 0.5 × its requests/s, ≤ 2 × its CPU per request; claim, lease, settle and result included."""
+async def test_a_request_costs_about_twice_a_bare_clients(
+    stage: Stage, limit: int, most: float, requests: int
+) -> None:
+    """Claim, lease, settle and result included: the dispatcher's own CPU, and that of all it makes work.
+
+    With 64 in flight a turn holds fewer requests than with 256, and fewer still beside a busy neighbour."""
     world = stage.world(slots=4 * limit, seconds=ANSWER_S)
     one = ready(stage, world, limit)
     forward(stage, 500)
-    rates, costs = [], []
-    for _ in range(TRIES):
-        floor = bare(world, limit, requests)
-        before = cpu_s(one)
-        rate = forward(stage, requests)
-        cost = (cpu_s(one) - before) / requests
-        rates.append(rate / floor["rate"])
-        costs.append(cost / floor["cpu_s"])
-        print(
-            f"limit {limit}: {rate:,.0f}/s and {cost * 1e6:.0f} µs of CPU a request; "
-            f"bare {floor['rate']:,.0f}/s and {floor['cpu_s'] * 1e6:.0f} µs: "
-            f"{rates[-1]:.2f} × the rate, {costs[-1]:.2f} × the CPU"
+    others = [process.pid for process in psutil.Process().children() if process.pid != one.child.pid]
+    ours, bare = [], []
+
+    def measured(act: Callable[[], Cost], costs: list[Cost]) -> float:
+        """What it took, and gateway and Redis meanwhile."""
+        before = sum(map(cpu_s, others))
+        cost = act()
+        costs.append(replace(cost, whole_s=cost.own_s + (sum(map(cpu_s, others)) - before) / requests))
+        return cost.own_s
+
+    with bare_client(world, limit) as post:
+
+        def forwarded() -> Cost:
+            before = cpu_s(one.child.pid)
+            rate = forward(stage, requests)
+            return Cost(rate, (cpu_s(one.child.pid) - before) / requests)
+
+        found = await beside(
+            lambda: measured(forwarded, ours), lambda: measured(lambda: post(requests), bare), PAIRS
         )
-        if max(rates) >= 0.5 and min(costs) <= 2.0:
-            break
+    del ours[0], bare[0]  # warming up
+    whole = statistics.median(one.whole_s / other.whole_s for one, other in zip(ours, bare, strict=True))
+    for who, costs in (("dispatcher", ours), ("bare client", bare)):
+        rate, own_s, whole_s = (statistics.median(one) for one in zip(*map(astuple, costs), strict=True))
+        print(f"limit {limit}, {who}: {rate:,.0f}/s, {own_s * 1e6:.0f} µs, of all {whole_s * 1e6:.0f} µs")
+    print(f"limit {limit}: {found.ratio:.2f} × the CPU, {whole:.2f} × that of all")
     assert stage.producer.answers().keys() == {"200"}
     assert not stage.producer.twice()
-    assert min(costs) <= 2.0 * GRACE
-    assert max(rates) >= 0.5 / GRACE
+    assert found.ratio <= most
+    assert whole <= most
 
 
 @pytest.mark.long
@@ -107,14 +146,14 @@ def test_two_replicas_cost_no_more_cpu_than_one(stage: Stage) -> None:
     forward(stage, 500)
     alone, shared = [], []
     for _ in range(TRIES):
-        before = cpu_s(one)
+        before = cpu_s(one.child.pid)
         rate = forward(stage, LONG)
-        alone.append((cpu_s(one) - before) / LONG)
+        alone.append((cpu_s(one.child.pid) - before) / LONG)
         print(f"one: {rate:,.0f}/s, {alone[-1] * 1e6:.0f} µs a request")
     two = ready(stage, world, 128)
     for _ in range(TRIES):
-        before = cpu_s(one) + cpu_s(two)
+        before = cpu_s(one.child.pid) + cpu_s(two.child.pid)
         rate = forward(stage, LONG)
-        shared.append((cpu_s(one) + cpu_s(two) - before) / LONG)
+        shared.append((cpu_s(one.child.pid) + cpu_s(two.child.pid) - before) / LONG)
         print(f"two: {rate:,.0f}/s, {shared[-1] * 1e6:.0f} µs a request")
     assert min(shared) <= 1.25 * min(alone)

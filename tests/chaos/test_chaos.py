@@ -90,7 +90,6 @@ async def everything_goes_wrong(
         await assert_drained(client, NAMES)
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(180)
 async def test_every_request_is_answered_once_whatever_dies(tmp_path: Path) -> None:
     with server("redis", tmp_path, *LASTING) as running:
@@ -171,7 +170,6 @@ async def test_requests_of_a_killed_only_owner_run_again_within_its_lease_and_tw
             assert_each_answered_once(await results_in(client), 4)
 
 
-@pytest.mark.serial
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("engine", ["valkey", pytest.param("redis", marks=pytest.mark.long)])
 async def test_work_goes_on_after_a_failover(tmp_path: Path, engine: str) -> None:

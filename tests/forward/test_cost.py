@@ -1,4 +1,4 @@
-"""What the path of a request costs, as ratios within one run: the machine's speed cancels out."""
+"""What the path of a request costs, beside a floor of the same moments (tests/floors.py)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import json
 import subprocess
 import sys
 import time
-import timeit
 from collections.abc import Awaitable, Callable
 
 import aiohttp
-import pytest
 
 from dispatcher.core.outcome import Delivered
 from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.forward import HttpGateway
+from tests.floors import beside, cpu_of
 from tests.forward.conftest import a_request, outcome
 from tests.support import running
 
@@ -41,7 +40,7 @@ asyncio.run(main())
 PAYLOAD = b'{"model":"m","prompt":{"text":"' + b"x" * 400 + b'"}}\r\n'
 
 
-async def cpu_s(once: Callable[[], Awaitable[None]], requests: int = 1500, together: int = 15) -> float:
+async def cpu_s(once: Callable[[], Awaitable[None]], requests: int = 450, together: int = 15) -> float:
     """CPU seconds of this process for so many requests; the server is another process."""
 
     async def some() -> None:
@@ -53,7 +52,6 @@ async def cpu_s(once: Callable[[], Awaitable[None]], requests: int = 1500, toget
     return time.process_time() - started
 
 
-@pytest.mark.serial
 async def test_forwarding_costs_less_than_twice_a_bare_client(gateway_to: MakeGateway) -> None:
     with running(sys.executable, "-c", SERVER, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
@@ -78,15 +76,12 @@ async def test_forwarding_costs_less_than_twice_a_bare_client(gateway_to: MakeGa
                 assert len(await response.read()) == 500
 
         async with bare_client:
-            await cpu_s(ours, 150)
-            await cpu_s(bare, 150)
-            ratios = sorted([await cpu_s(ours) / await cpu_s(bare) for _ in range(5)])
-    print(f"CPU per request, forward to bare aiohttp: {ratios}")
-    assert ratios[0] < 2.0  # about 1.4 on a quiet machine; noise only ever adds to one side at a time
+            found = await beside(lambda: cpu_s(ours), lambda: cpu_s(bare))
+    print(f"CPU per request, forward to bare aiohttp: {found.ratio:.2f}")
+    assert found.ratio < 2.0
 
 
-@pytest.mark.serial
-def test_parsing_costs_no_more_than_three_times_the_standard_librarys() -> None:
+async def test_parsing_costs_no_more_than_three_times_the_standard_librarys() -> None:
     member = encode_member(
         "r-1",
         {"model": "m", "prompt": "x" * 150},
@@ -100,9 +95,10 @@ def test_parsing_costs_no_more_than_three_times_the_standard_librarys() -> None:
     )
     assert isinstance(parse(member), Request)
 
-    def seconds(once: Callable[[], object]) -> float:
-        return min(timeit.repeat(once, number=5000, repeat=7)) / 5000
+    def often(once: Callable[[bytes], object]) -> None:
+        for _ in range(2000):
+            once(member)
 
-    ours, theirs = seconds(lambda: parse(member)), seconds(lambda: json.loads(member))
-    print(f"{len(member)} bytes: parse {ours * 1e6:.1f} µs, json.loads {theirs * 1e6:.1f} µs")
-    assert ours < 3 * theirs
+    found = await beside(cpu_of(lambda: often(parse)), cpu_of(lambda: often(json.loads)))
+    print(f"{len(member)} bytes: parse {found.ratio:.2f} × json.loads, {found.ours / 2000 * 1e6:.1f} µs")
+    assert found.ratio < 3

@@ -128,7 +128,7 @@ def test_law_is_as_good_with_other_batch_requests(seed: int) -> None:
 
 
 def test_full_pool_makes_realtime_slower_and_the_reserve_is_the_price() -> None:
-    full = {**rows([Name.ALL_KNOWING, Name.NONE]), Name.LAW: law()}
+    full = rows([Name.ALL_KNOWING, Name.LAW, Name.NONE])
     thrifty = law(reserve=0.3)
     assert full[Name.NONE].latency_p50_ratio == 1.0
     for row in (full[Name.ALL_KNOWING], full[Name.LAW]):

@@ -593,16 +593,15 @@ def test_a_wrong_option_says_what_is_wrong(option: str, value: str, said: str) -
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.serial
-def test_it_costs_less_than_a_third_of_a_millisecond_for_a_request() -> None:
-    """3,000 requests/s on one core, by the CPU time it takes: a client as slow as ours cannot spoil that."""
+def test_a_request_costs_it_no_more_than_its_client() -> None:
+    """By the CPU time that each takes of the same moments; a bare client takes 0.2 ms on an idle machine."""
     command = (sys.executable, "-m", "dispatcher.sim.live", "--seconds", "0.005", "--slots", "64")
-    requests = 4_000
+    requests = 3_000
     body = json.dumps({"model": "m", "prompt": "hi " * 100}).encode()
     with running(*command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["gateway"] + "/v1/completions"
-        spent = psutil.Process(process.pid)
+        world = psutil.Process(process.pid)
 
         async def load() -> None:
             numbers = iter(range(requests))
@@ -616,7 +615,8 @@ def test_it_costs_less_than_a_third_of_a_millisecond_for_a_request() -> None:
 
                 await asyncio.gather(*(client() for _ in range(64)))
 
-        before = sum(spent.cpu_times()[:2])
+        before, own = sum(world.cpu_times()[:2]), time.process_time()
         asyncio.run(load())
-        each_s = (sum(spent.cpu_times()[:2]) - before) / requests
-    assert each_s < 1 / 3_000
+        world_s, own_s = sum(world.cpu_times()[:2]) - before, time.process_time() - own
+    print(f"{world_s / requests * 1e6:.0f} µs of CPU a request, its client {own_s / requests * 1e6:.0f}")
+    assert world_s <= own_s
