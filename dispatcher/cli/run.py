@@ -33,7 +33,6 @@ def run(
     from dispatcher.settings import Settings
     from dispatcher.settings.load import parse, read
     from dispatcher.settings.source import Problem
-    from dispatcher.signals.capacity import prepare
 
     text = read(config)
     found = [text] if isinstance(text, Problem) else parse(text, os.environ, name=config.name)
@@ -41,7 +40,6 @@ def run(
         for problem in found if isinstance(found, list) else []:
             typer.secho(str(problem), err=True, fg=typer.colors.RED)
         raise typer.Exit(2)
-    prepare()
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(found, text, config, os.environ, observe=observe))
