@@ -73,12 +73,13 @@ class Presence:
 
 
 @contextmanager
-def presence(*, alone: bool = False) -> Iterator[Presence]:
-    """Be an owner for the length of the block: others of this place can see it until then, and its end after.
+def presence(*, alone: bool = False, place: str | None = None) -> Iterator[Presence]:
+    """Be an owner for the length of the block: others of its place can see it until then, and its end after.
 
     `alone`: the queue is embedded and its directory locked, so that the owners found in it first have ended.
+    `place`: None: where this process is.
     """
-    place = _here()
+    place = _here() if place is None else place
     with socket.socket(socket.AF_UNIX) as name:
         owner = _claim_name(name, place) if place != NOWHERE else _new_owner(NOWHERE)
         yield Presence(owner, _place_of(owner), alone=alone)

@@ -97,6 +97,8 @@ class Dispatcher:
     folder: Path
     settings: dict[str, Any]
     options: tuple[str, ...]
+    before: tuple[str, ...]
+    """The command that runs it, if it runs anywhere but here."""
     stack: ExitStack = field(repr=False)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
     asked_to_end: bool = False
@@ -117,7 +119,16 @@ class Dispatcher:
         self.write(self.settings)
         self._starts += 1
         self.asked_to_end = False
-        command = [sys.executable, "-m", "dispatcher", "run", "--config", self.config, *self.options]
+        command = [
+            *self.before,
+            sys.executable,
+            "-m",
+            "dispatcher",
+            "run",
+            "--config",
+            self.config,
+            *self.options,
+        ]
         with self._log.open("wb") as log:
             self.process = self.stack.enter_context(
                 running(*command, stderr=log, env=_quiet_environment(), preexec_fn=_die_with_parent)
@@ -325,11 +336,13 @@ class Stage:
         }
         return merged(plain, sections)
 
-    def dispatcher(self, settings: Mapping[str, Any], *options: str) -> Dispatcher:
+    def dispatcher(
+        self, settings: Mapping[str, Any], *options: str, before: tuple[str, ...] = ()
+    ) -> Dispatcher:
         """A dispatcher that runs until the test ends, or ends it."""
         folder = self._folder / f"dispatcher-{len(self.dispatchers) + 1}"
         folder.mkdir()
-        made = Dispatcher(folder, dict(settings), options, self._stack)
+        made = Dispatcher(folder, dict(settings), options, before, self._stack)
         self.dispatchers.append(made)
         return made.start()
 
