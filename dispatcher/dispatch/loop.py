@@ -240,7 +240,7 @@ class Dispatcher:
                     held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
         cancelled = await self._access.cancelled([held for held, _ in ready])
-        # What happened meanwhile counts: a refusal since the claim closes the gate for these too, and where we
+        # What happened meanwhile counts: a refusal since the claim closes the gate for these too, and if we
         # stood still for so long that we may have been taken for dead, they may be another's.
         is_ours = now() - asked_at < self._options.owner_timeout_s
         is_open = (probe or not self.allowance().reason.closed) and is_ours and not self._stop.is_set()
