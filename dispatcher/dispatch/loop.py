@@ -114,6 +114,7 @@ class Dispatcher:
         """Work until drained. A surprise in a request costs it an attempt; one in the loop is raised."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            await self._upkeep.take_over()
             beside = self._upkeep.start(tasks)
             beside.append(tasks.create_task(self._turns(), name="turns"))
             self.poke()

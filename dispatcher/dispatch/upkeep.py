@@ -49,6 +49,12 @@ class Upkeep:
         """The newest reading that others were told of, or are about to be."""
         self._expired_at = float("-inf")
 
+    async def take_over(self) -> None:
+        """First of all, what owners left that are proven gone: before we count, or what they lost would lower
+        our limit until a second reading, though the first has no request of theirs."""
+        if not self.options.observe:
+            await self._access.ask(self._queue.sweep())
+
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch]
         if not self.options.observe:
