@@ -83,7 +83,10 @@ class Leases:
     young: int
     """Those of `others` claimed or renewed within the last 20 ms: not surely sent yet."""
     lost: int
-    """Leases that ever ended without an answer because their time ran out (a counter)."""
+    """Leases ever taken back from owners that were gone, silent or late (a counter). When it grows, some may
+    have been the caller's: `renew` tells."""
+    stray: int = 0
+    """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +176,13 @@ class Expired:
 @dataclass(frozen=True, slots=True)
 class Swept:
     reclaimed: int
-    """Leases that ran out and were taken back; each is one of Leases.lost."""
+    """Leases that were taken back; each is one of Leases.lost."""
     due: int
     """Delayed requests that went back to their place."""
     next_due_at: float | None
     """When the next delayed request is due."""
+    lost: int
+    """As in Leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +254,15 @@ class Queue(Protocol):
         ...
 
     async def sweep(self) -> Swept:
-        """Return leases that ran out to their old place, and delayed requests that are due to pending.
+        """Return leases whose owners are gone, or that ran out, to their old place, and delayed requests that
+        are due to pending.
 
-        A sweep that comes more than lease_s/3 after the last one (the queue was away, or all owners were)
-        reclaims nothing, nor does any other for lease_s/3 from then: living owners renew first, so that
-        only what dead ones held counts as lost. So sweep at least every lease_s/6, however short the lease.
+        An owner is gone when that is proven, or when it was silent for its owner_timeout_s: each claim,
+        renew, share and sweep shows that it lives. After a sweep that comes more than owner_timeout_s/2
+        after the last one (the queue was away, or all owners were) no silence counts for owner_timeout_s,
+        and after one that comes more than lease_s/3 after it no lease runs out for lease_s/3: living owners
+        speak first, so that only what dead ones held counts as lost. So sweep at least every sixth of
+        either, however short.
         """
         ...
 

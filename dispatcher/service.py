@@ -13,10 +13,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
-import os
-import secrets
 import signal
-import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -35,6 +32,7 @@ from dispatcher.pace import PaceWatch
 from dispatcher.queue.connect import connect
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names
+from dispatcher.queue.owners import presence
 from dispatcher.queue.redis import RedisQueue
 from dispatcher.settings import Settings
 from dispatcher.settings.load import Refusal, read, reload
@@ -329,13 +327,16 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
     wanted = settings.queue
     async with AsyncExitStack() as stack:
         url = wanted.url.reveal() if wanted.url else ""
+        present = stack.enter_context(presence(alone=not url))
         if not url:
             url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir), fsync=wanted.fsync))
         queue = RedisQueue(
             connect(url),
             Names(wanted.name, wanted.results),
-            f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}",
+            present.owner,
             lease_s=wanted.lease_s,
+            owner_timeout_s=wanted.timeout_s(),
+            prover=present,
             poll_s=wanted.poll_s,
             result_ttl_s=round(wanted.result_ttl_s),
             dead_max=wanted.dead_max,
@@ -409,6 +410,7 @@ def _options(settings: Settings, observe: bool) -> Options:
     return Options(
         retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts, retry.max_deliveries),
         lease_s=settings.queue.lease_s,
+        owner_timeout_s=settings.queue.timeout_s(),
         max_payload_bytes=settings.queue.max_payload_bytes,
         tenant_from=settings.gateway.fairness_from,
         observe=observe,

@@ -50,6 +50,18 @@ def test_minimal_file_has_the_documented_defaults() -> None:
     assert settings.retry.model_dump() == {"base_s": 2, "max_s": 60, "max_attempts": 8, "max_deliveries": 5}
 
 
+@pytest.mark.parametrize(
+    ("queue", "timeout_s"),
+    [("{}", 5), ("{lease_s: 3}", 3), ("{lease_s: 3, owner_timeout_s: 3}", 3), ("{owner_timeout_s: 9}", 9)],
+)
+def test_dispatcher_is_dead_after_five_seconds_of_silence_and_never_later_than_its_leases(
+    queue: str, timeout_s: float
+) -> None:
+    settings = good(MINIMAL + f"queue: {queue}")
+    assert settings.queue.timeout_s() == timeout_s
+    assert settings.policy().stray_s == settings.queue.lease_s
+
+
 def test_queue_is_named_after_its_pool_unless_named() -> None:
     assert good(MINIMAL + "pool: {name: qwen}").queue.name == "batch:{qwen}:requests"
     named = good(MINIMAL + "pool: {name: qwen}\nqueue: {name: 'mine'}").queue
@@ -100,6 +112,9 @@ def test_all_problems_are_told_at_once_each_with_its_line_and_the_nearest_key() 
         (MINIMAL + "pool: {name: 7}", "config.yaml: line 2: pool.name: a text is expected: put it in quotes"),
         (MINIMAL + "queue: {name: 'a{b'}", "config.yaml: line 2: queue.name: must hold one {tag} that is not empty, or no braces at all"),
         (MINIMAL + "queue: {lease_s: 0.5}", "config.yaml: line 2: queue.lease_s: must be at least 1.0, not 0.5"),
+        (MINIMAL + "queue: {owner_timeout_s: 0.5}", "config.yaml: line 2: queue.owner_timeout_s: must be at least 1.0, not 0.5"),
+        (MINIMAL + "queue: {lease_s: 4, owner_timeout_s: 5}", "config.yaml: line 2: queue.owner_timeout_s: must not be above queue.lease_s (4)"),
+        (MINIMAL + "queue: {owner_timeout_s: 31}", "config.yaml: line 2: queue.owner_timeout_s: must not be above queue.lease_s (30)"),
         (MINIMAL + "queue: {name: r, results: r}", "config.yaml: line 2: queue.results: must not be queue.name: results would be taken for requests"),
         (MINIMAL + "retry: {base_s: 90}", "config.yaml: line 2: retry.max_s: must not be below retry.base_s"),
         (MINIMAL + "signals: {interval_s: 6, max_age_s: 10}", "config.yaml: line 2: signals.max_age_s: must be at least two intervals (12 s), or every other reading is stale"),

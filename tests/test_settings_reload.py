@@ -42,6 +42,7 @@ log: {level: debug}
         ("gateway: {url: http://other}", ["gateway.url"]),
         (MINIMAL + "pool: {name: b}", ["pool.name"]),
         (MINIMAL + "queue: {name: b, lease_s: 9}", ["queue.name", "queue.lease_s"]),
+        (MINIMAL + "queue: {owner_timeout_s: 9}", ["queue.owner_timeout_s"]),
         (MINIMAL + "admin: {port: 1}", ["admin.port"]),
         (MINIMAL + "tracing: {sample_ratio: 0.5}", ["tracing.sample_ratio"]),
         ("gateway: {url: http://other}\nbudget: {reserve: 0.5}", ["gateway.url"]),

@@ -76,6 +76,8 @@ class Policy:
     """A sample older than this is not acted upon."""
     retry_after_max_s: float = 60.0
     """A longer Retry-After is cut to this."""
+    stray_s: float = 30.0
+    """A request whose owner fell silent may still run for so long after its lease was taken back."""
 
     @property
     def ceiling_d(self) -> float:
@@ -107,6 +109,11 @@ class Reading:
     """Where it came from: `epp`, `prometheus`."""
     raw: Mapping[str, float] = field(default_factory=dict)
     """The values it was made of, by series, for people."""
+
+    @property
+    def load(self) -> float:
+        """What it shows running and waiting, in requests."""
+        return (self.f_sys + self.f_epp) * self.max_sys
 
 
 @dataclass(frozen=True, slots=True)

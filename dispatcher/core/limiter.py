@@ -24,6 +24,7 @@ from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
 from dispatcher.core.ceiling import Ceiling
 from dispatcher.core.held import DELTA_S, Held, Interval
+from dispatcher.core.losses import Losses
 from dispatcher.core.reach import Reach
 
 WINDOW_MOST_S = 10.0
@@ -31,7 +32,7 @@ WINDOW_MOST_S = 10.0
 ONE_WAITS = 0.5
 """Requests in the picker's queue from which on somebody waits; several samples' mean need not be whole."""
 KEPT_READINGS = 16
-KEPT_LOSSES = 1024
+REALTIME = "realtime alone takes everything but the reserve"
 HEARD_SLOP_S = 0.05
 """How far apart two replicas' ideas of one moment may lie, by the queue's clock."""
 DISBELIEF = 2
@@ -69,7 +70,7 @@ class Limiter:
         self._held = Held(horizon_s=_horizon(policy))
         self._ceiling = Ceiling()
         self._capacity: float | None = None
-        self._losses: list[tuple[float, int]] = []
+        self._losses = Losses()
         self._shared = (float("-inf"), 0)
         self._waiting: int | None = None
         self._failure: tuple[Reason, str, float] | None = None
@@ -140,8 +141,8 @@ class Limiter:
         """The request is no longer at the gateway: answered, failed, cut or given up."""
         self._held.answered(key, now)
 
-    def leases(self, now: float, *, others: int, young: int, lost: int) -> None:
-        """Counted in the queue: other owners' live leases, and leases ever lost without an answer.
+    def leases(self, now: float, *, others: int, young: int, lost: int, stray: int = 0) -> None:
+        """Counted in the queue: other owners' live leases, leases ever lost, and the strays among those.
 
         The first count after a reading's window tells what of theirs that reading surely contained: only
         then can it prove room beyond our own.
@@ -154,15 +155,12 @@ class Limiter:
                 track.interval = self._ours_in(reading)
                 self._reassess(track)
                 self._standing = None
-        known = self._losses[-1][1] if self._losses else None
-        if known is None or lost < known:  # the first count, or a queue that was emptied: a new beginning
-            self._losses = [(now, lost)]
+        known = self._losses.lost
+        if not self._losses.counted(now, lost, stray):  # a new beginning
             for track in self._tracks.values():
                 track.lost_before = lost
-        elif lost > known:
-            self._losses.append((now, lost))
-            del self._losses[:-KEPT_LOSSES]
-        if lost != known:
+            self._standing = None
+        elif lost != known:
             self._standing = None
 
     def shared(self, limit: int, read_at: float) -> None:
@@ -277,15 +275,18 @@ class Limiter:
         self._apply_due(now)
         checks = [r.closed_at + DELTA_S for t in self._tracks.values() for r in t.waiting]
         read_at = self._read_at()
-        lost = self._losses[-1][1] if self._losses else 0
         signal, limit = self._smallest()
         budget = self._tracks[signal].budget if signal is not None else None
         closed = self._closed_without_room(now, read_at, checks)
         probe = False
         if self._ceiling.value is not None:
             limit = min(limit, whole(self._ceiling.value))
+        room, cap = limit, self._policy.max_in_flight
+        limit = room if cap is None else min(room, cap - self._strays(now, checks))
         if closed is None:
             closed, probe = self._closed_to_sending(now, read_at, limit, checks)
+            if limit <= 0 < room and closed == (Reason.NO_ROOM, REALTIME):
+                closed = Reason.NO_ROOM, "what silent dispatchers left at the gateway fills max_in_flight"
         reason, because = closed if closed is not None else (Reason.OPEN, "")
         return Allowance(
             limit=0 if reason.closed else limit,
@@ -294,7 +295,7 @@ class Limiter:
             signal=signal,
             budget=budget,
             read_at=read_at,
-            lost=lost,
+            lost=self._losses.lost,
             ceiling=self._ceiling.value,
             next_check_at=min(checks) if checks else None,
             probe=probe,
@@ -352,7 +353,7 @@ class Limiter:
         if refused is not None:
             return refused, False
         if limit <= 0:
-            return (Reason.NO_ROOM, "realtime alone takes everything but the reserve"), False
+            return (Reason.NO_ROOM, REALTIME), False
         return None, False
 
     def _refused(self, now: float, read_at: float, checks: list[float]) -> tuple[Reason, str] | None:
@@ -378,12 +379,21 @@ class Limiter:
     def _smallest(self) -> tuple[Signal | None, int]:
         """The signal with the smallest limit, and that limit less the leases lost since its reading."""
         smallest: tuple[Signal | None, int] = (None, 0)
-        lost = self._losses[-1][1] if self._losses else 0
+        lost = self._losses.lost
         for signal, track in self._tracks.items():
             limit = track.limit - max(0, lost - track.lost_before)
             if smallest[0] is None or limit < smallest[1]:
                 smallest = (signal, limit)
         return smallest
+
+    def _strays(self, now: float, checks: list[float]) -> int:
+        """Requests of silent owners that may still run; a reading shows them beside what is surely ours."""
+        exact = [(t.reading, t.interval.lo) for t in self._tracks.values() if t.reading and t.reading.exact]
+        since = now - self._policy.stray_s
+        strays, first_at = self._losses.strays(since, [(r.opened_at, r.load - lo) for r, lo in exact])
+        if strays:
+            checks.append(first_at + self._policy.stray_s + 1e-6)
+        return strays
 
     def _read_at(self) -> float:
         """When the newest reading was taken, whichever signal it was of."""
@@ -407,17 +417,16 @@ class Limiter:
             self._teach_ceiling()
 
     def _apply(self, track: _Track, reading: Reading, ours_at: float) -> None:
-        lost_before = self._lost_at(reading.opened_at)
+        lost_before = self._losses.lost_at(reading.opened_at)
         limit, known = track.limit, track.lost_before
         if self._shared[0] - HEARD_SLOP_S > ours_at:
-            limit, known = self._shared[1], self._lost_at(self._shared[0])
+            limit, known = self._shared[1], self._losses.lost_at(self._shared[0])
         track.before = limit - max(0, lost_before - known)
         track.lost_before = max(track.lost_before, lost_before)
         track.reading = reading
         track.capacity = self._capacity
         track.interval = self._ours_in(reading)
-        shown = (reading.f_sys + reading.f_epp) * reading.max_sys
-        unseen = reading.exact and shown + 0.5 < track.interval.own_lo
+        unseen = reading.exact and reading.load + 0.5 < track.interval.own_lo
         track.disbelieved = track.disbelieved + 1 if unseen else 0
         self._reassess(track)
 
@@ -450,15 +459,6 @@ class Limiter:
                     min(self._policy.most(budget.max_sys) for budget in budgets),
                     waiting=any(budget.f_epp * budget.max_sys >= ONE_WAITS for budget in budgets),
                 )
-
-    def _lost_at(self, at: float) -> int:
-        """Leases known to be lost by `at`."""
-        lost = self._losses[0][1] if self._losses else 0
-        for when, count in self._losses:
-            if when > at:
-                break
-            lost = count
-        return lost
 
     def explain(self, now: float) -> str:
         """One sentence: why nothing, or only so much, is being sent."""

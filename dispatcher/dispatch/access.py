@@ -31,15 +31,18 @@ class Access:
     """One owner's access to its queue, shared by all parts of the loop.
 
     `wake`: set whenever there may be something for the loop to do. `work`: there may be something to claim.
+    `robbed`: set when leases were taken back from somebody, which may have been us.
     """
 
     def __init__(self, queue: Queue, limiter: Limiter) -> None:
         self.queue = queue
         self.view = View()
         self.wake = asyncio.Event()
+        self.robbed = asyncio.Event()
         self.work = True
         self.pause_s = PAUSE_S[0]
         self._limiter = limiter
+        self._lost: int | None = None
 
     async def ask(self, call: Awaitable[T]) -> T | None:
         """The call's answer; None where the queue cannot be reached, and then the gate is closed."""
@@ -64,11 +67,20 @@ class Access:
         self.work = True
         self.wake.set()
 
+    def heard_of_losses(self, lost: int) -> None:
+        """How many leases were ever taken back. A counter, so that no lost reply hides it from us."""
+        if self._lost is not None and lost != self._lost:
+            self.robbed.set()
+        self._lost = lost
+
     def learn(self, told: Claimed | Renewed) -> None:
         """Counts, and what other replicas know."""
         count, shared = told.count, told.shared
         self.view.shared = shared
-        self._limiter.leases(count.at, others=count.others, young=count.young, lost=count.lost)
+        self.heard_of_losses(count.lost)
+        self._limiter.leases(
+            count.at, others=count.others, young=count.young, lost=count.lost, stray=count.stray
+        )
         if shared.limit is not None:
             self._limiter.shared(shared.limit, shared.read_at)
         self._limiter.pause(shared.paused, now())

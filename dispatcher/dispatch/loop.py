@@ -115,6 +115,7 @@ class Dispatcher:
         """Work until drained. A surprise in a request costs it an attempt; one in the loop is raised."""
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
+            await self._upkeep.take_over()
             beside = self._upkeep.start(tasks)
             beside.append(tasks.create_task(self._turns(), name="turns"))
             self.poke()
@@ -198,6 +199,7 @@ class Dispatcher:
                 return
             suspects = self._suspects.room(self._holding.suspects, now())
             self._nonce = self._nonce or secrets.token_hex(8)
+            asked_at = now()
             claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=suspects)
             claimed = await self._access.ask(claim)
             if claimed is None:
@@ -207,7 +209,7 @@ class Dispatcher:
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
-                await self._start(claimed.leases)
+                await self._start(claimed.leases, asked_at)
             elif not again:
                 return
 
@@ -217,14 +219,15 @@ class Dispatcher:
             return
         self.limiter.probed(now())
         self._probe_nonce = self._probe_nonce or secrets.token_hex(8)
+        asked_at = now()
         claimed = await self._access.ask(self._queue.probe(self._probe_nonce))
         if claimed is not None:
             self._probe_nonce = ""
             self._access.learn(claimed)
-            await self._start(claimed.leases, probe=True)
+            await self._start(claimed.leases, asked_at, probe=True)
 
-    async def _start(self, leases: Sequence[Lease], *, probe: bool = False) -> None:
-        """Look at what was claimed, and start what may be sent."""
+    async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
+        """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
         ready: list[tuple[Held, Request]] = []
         for lease in leases:
             held = self._holding.add(lease, probe=probe)
@@ -241,8 +244,10 @@ class Dispatcher:
                     held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
         cancelled = await self._access.cancelled([held for held, _ in ready])
-        # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
-        is_open = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
+        # What happened meanwhile counts: a refusal since the claim closes the gate for these too, and if we
+        # stood still for so long that we may have been taken for dead, they may be another's.
+        is_ours = now() - asked_at < self._options.owner_timeout_s
+        is_open = (probe or not self.allowance().reason.closed) and is_ours and not self._stop.is_set()
         for (held, request), gone in zip(ready, cancelled, strict=True):
             if gone:
                 self._finish(endings.cancelled(held.lease, request))

@@ -13,6 +13,7 @@ class Options:
 
     retry: RetryPolicy
     lease_s: float = 30.0
+    owner_timeout_s: float = 5.0
     max_payload_bytes: int = 16 << 20
     tenant_from: str = ""
     """The metadata attribute that names a request's tenant."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Reason
@@ -17,8 +18,9 @@ from dispatcher.telemetry import Event, Metrics, emit
 
 EACH_S = 1.0
 """Counts, sweeps and cancel markers are looked at this often."""
-SWEEPS_PER_LEASE = 6
-"""Sweeps must be steady by the lease's own measure, or the queue takes each for the first after an outage."""
+SWEEPS_PER_TIMEOUT = 6
+"""Sweeps are our sign of life. And they must be steady by the measure of owner_timeout_s and of the lease,
+or the queue takes each for the first after an outage."""
 EXPIRED_AT_ONCE = 256
 EXPIRED_ROUNDS = 20
 """Of EXPIRED_AT_ONCE in a row, before others get their turn."""
@@ -46,6 +48,12 @@ class Upkeep:
         self._read_at = float("-inf")
         """The newest reading that others were told of, or are about to be."""
         self._expired_at = float("-inf")
+
+    async def take_over(self) -> None:
+        """First of all, what owners left that are proven gone: before we count, or what they lost would lower
+        our limit until a second reading, though the first has no request of theirs."""
+        if not self.options.observe:
+            await self._access.ask(self._queue.sweep())
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch]
@@ -102,9 +110,14 @@ class Upkeep:
             await asyncio.sleep(EACH_S)
 
     async def _renew(self) -> None:
+        """Give what we hold more time; at once, when some of it may have been taken back."""
         pause = self.options.lease_s / 3
+        robbed = self._access.robbed
         while True:
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await robbed.wait()
+            robbed.clear()
             renewed = await self._access.ask(self._queue.renew([held.lease for held in self._holding]))
             if renewed is None:
                 pause = self._access.pause_s
@@ -118,11 +131,13 @@ class Upkeep:
                     self._holding.cut(held, "lost")
 
     async def _sweep(self) -> None:
-        """What ran out or is due goes back to its place; what is past its deadline ends."""
+        """What dead owners held, ran out or is due goes back to its place; what is past its deadline ends."""
         while True:
             swept = await self._access.ask(self._queue.sweep())
-            pause = min(EACH_S, self.options.lease_s / SWEEPS_PER_LEASE)
+            shortest = min(self.options.lease_s, self.options.owner_timeout_s)
+            pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
             if swept is not None:
+                self._access.heard_of_losses(swept.lost)
                 if swept.reclaimed or swept.due:
                     self._access.found_work()
                 if now() - self._expired_at >= EACH_S:

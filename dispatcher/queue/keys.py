@@ -22,6 +22,7 @@ _DERIVED = (
     "owners",
     "paused",
     "outbox",
+    "beats",
 )
 """In the order in which every script gets them, after the queue itself: lua/common.lua names them again."""
 

@@ -29,6 +29,7 @@ from dispatcher.ports import (
     Shared,
     Swept,
 )
+from dispatcher.queue.owners import Prover
 from dispatcher.queue.store import NEVER_CLAIMED, Held, MemoryStore, Place
 
 __all__ = ["MemoryQueue", "MemoryStore"]
@@ -44,7 +45,7 @@ NONCE_TTL_S = 60.0
 class MemoryQueue:
     """One owner's door to a MemoryStore.
 
-    `clock`: the owner's own, where it stands apart from the store's.
+    `clock`: the owner's own, where it stands apart from the store's. The rest is as RedisQueue's.
     """
 
     def __init__(
@@ -54,11 +55,15 @@ class MemoryQueue:
         *,
         clock: Callable[[], float] | None = None,
         poll_s: float = 0.2,
+        owner_timeout_s: float = 5.0,
+        prover: Prover | None = None,
     ) -> None:
         self.store = store
         self.owner = owner
         self._clock = clock
         self._poll_s = poll_s
+        self._timeout_s = owner_timeout_s
+        self._prover = prover
         self._woken = asyncio.Event()
         store._wakers.append(self._woken)
 
@@ -66,7 +71,7 @@ class MemoryQueue:
         return f"<MemoryQueue {self.owner} of {self.store!r}>"
 
     def close(self) -> None:
-        """Leave: what it holds runs out, as if the process were gone."""
+        """Leave: it falls silent, as if the process were gone."""
         if self._woken in self.store._wakers:
             self.store._wakers.remove(self._woken)
 
@@ -77,6 +82,7 @@ class MemoryQueue:
         now = self._begin()
         held = self._claimed_before(nonce)
         if held is None:
+            self._beat(now)
             room = self._room(permit, now)
             held = self._take(min(most, room), suspects, now)
             self._remember(nonce, held, now)
@@ -87,6 +93,7 @@ class MemoryQueue:
         store = self.store
         held = self._claimed_before(nonce)
         if held is None:
+            self._beat(now)
             free = store._probe is None and store._pause is None
             held = self._take(1 if free else 0, 1, now)
             self._remember(nonce, held, now)
@@ -96,6 +103,7 @@ class MemoryQueue:
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         now = self._begin()
+        self._beat(now)
         lost = []
         for lease in leases:
             held = self.store._held_as(lease)
@@ -109,6 +117,7 @@ class MemoryQueue:
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         now = self._begin()
+        self._beat(now)
         self._believe(permit)
         known = self.store._overload
         if overload is not None:
@@ -155,17 +164,31 @@ class MemoryQueue:
     async def sweep(self) -> Swept:
         now = self._begin()
         store = self.store
-        pause_s = store.lease_s / 3
-        if store._tick is not None and now - store._tick > pause_s:
-            store._quiet_until = now + pause_s
+        if store._tick is not None:
+            if now - store._tick > store.lease_s / 3:
+                store._quiet_until = now + store.lease_s / 3
+            if now - store._tick > self._timeout_s / 2:
+                store._beats_quiet_until = now + self._timeout_s
         store._tick = now
-        reclaimed = store._reclaim(now) if now >= store._quiet_until else 0
+        self._beat(now)
+        stray = store._reclaim_of(store._silent(now)) if now >= store._beats_quiet_until else 0
+        stray += store._reclaim_late(now) if now >= store._quiet_until else 0
+        store._stray += stray
+        reclaimed = stray + store._reclaim_of(self._gone())
         due = 0
         while (due_at := store._delayed.key()) is not None and due_at <= now:
             store._move(store._delayed.pop(), Place.RETURNED)
             due += 1
         store._deadlines.tidy(sum(store._count.values()))
-        return Swept(reclaimed, due, None if due_at is None else self._mine(due_at))
+        return Swept(reclaimed, due, None if due_at is None else self._mine(due_at), store._lost)
+
+    def _gone(self) -> Sequence[str]:
+        others = [owner for owner in self.store._held_by if owner != self.owner]
+        return self._prover.gone(others) if self._prover is not None else ()
+
+    def _beat(self, now: float) -> None:
+        if self._timeout_s > 0:
+            self.store._beats[self.owner] = now + self._timeout_s
 
     async def expired(self, most: int) -> Sequence[Expired]:
         self._begin()
@@ -323,7 +346,7 @@ class MemoryQueue:
                 young.add(entry)
         live = len(store._held)
         others = live - store._held_by[self.owner]
-        return Leases(self._mine(now), live, others, len(young), store._lost)
+        return Leases(self._mine(now), live, others, len(young), store._lost, store._stray)
 
     def _shared(self) -> Shared:
         store = self.store

@@ -34,6 +34,7 @@ from dispatcher.queue.desk import REPLY_TTL_S, SUSPECT_DEATHS, RedisDesk
 from dispatcher.queue.keys import ACTIVE, CANCEL, Names
 from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
+from dispatcher.queue.owners import Prover
 from dispatcher.queue.scripts import Argument, Client, Reply
 from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry import Event, emit
@@ -62,7 +63,9 @@ class _Write:
 class RedisQueue(RedisDesk):
     """One owner's door to a queue. Implements ports.Queue and ports.Desk.
 
-    `owner`: unique among the running dispatchers. `lease_s` must be the same for all of them.
+    `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
+    them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
+    `prover`: knows which owners have ended, so that nobody waits for their silence.
     `result_ttl_s`: 0 keeps result lists for ever. A call takes a few seconds at most, retries included.
     """
 
@@ -73,6 +76,8 @@ class RedisQueue(RedisDesk):
         owner: str,
         *,
         lease_s: float = 30.0,
+        owner_timeout_s: float = 5.0,
+        prover: Prover | None = None,
         poll_s: float = 0.2,
         result_ttl_s: int = 604_800,
         dead_max: int = 100_000,
@@ -83,6 +88,8 @@ class RedisQueue(RedisDesk):
         self.dead_dropped = 0
         """The dead that went because there were more than dead_max, as far as this owner buried them."""
         self._lease_s = lease_s
+        self._timeout_s = owner_timeout_s
+        self._prover = prover
         self._ttl_s = result_ttl_s
         self._dead_max = dead_max
         self._outbox = Outbox(self._scripts, names, result_ttl_s)
@@ -97,6 +104,11 @@ class RedisQueue(RedisDesk):
         await self._wake_ups.aclose()
         await super().aclose()
 
+    @property
+    def _me(self) -> list[Argument]:
+        """What every step of an owner's begins with."""
+        return [self.owner, self._timeout_s, self._lease_s]
+
     def unix_now(self) -> float:
         return self._clock.server(asyncio.get_running_loop().time())
 
@@ -110,7 +122,7 @@ class RedisQueue(RedisDesk):
 
     async def _claim(self, most: int, nonce: str, suspects: int, room: Sequence[Argument]) -> Claimed:
         base = secrets.token_hex(16)
-        args = [self.owner, self._lease_s, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room]
+        args = [*self._me, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room]
         reply = await self._run("claim", args, [self.names.reply(f"{self.owner}:{nonce}")])
         facts, waiting, flat = reply.value
         count, shared = self._facts(reply, facts)
@@ -137,7 +149,7 @@ class RedisQueue(RedisDesk):
         return await self._renew(0, beliefs)
 
     async def _renew(self, count: int, rest: Sequence[Argument]) -> Renewed:
-        reply = await self._run("renew", [self.owner, self._lease_s, count, *rest])
+        reply = await self._run("renew", [*self._me, count, *rest])
         facts, lost = reply.value
         return Renewed(lost, *self._facts(reply, facts))
 
@@ -185,18 +197,25 @@ class RedisQueue(RedisDesk):
 
     async def sweep(self) -> Swept:
         reclaimed = due = 0
-        more = 1
-        next_due = None
-        while more:
-            reply = await self._run("sweep", [self._lease_s, _SWEEP_MOST])
-            now, some_reclaimed, some_due, next_due, more = reply.value
+        gone: Sequence[str] = ()
+        while True:
+            reply = await self._run("sweep", [*self._me, _SWEEP_MOST, *gone])
+            now, some_reclaimed, some_due, next_due, more, lost, holders = reply.value
             self._saw(reply, now)
             reclaimed += some_reclaimed
             due += some_due
+            gone = self._gone(holders)
+            if not (more or gone):
+                break
         if self._scripts.is_cluster:
             await self._outbox.carry()
         at = None if next_due is None else self._loop_time(next_due)
-        return Swept(reclaimed, due, at)
+        return Swept(reclaimed, due, at, lost)
+
+    def _gone(self, holders: Sequence[bytes]) -> Sequence[str]:
+        """Those of the owners that hold leases which are proven to have ended."""
+        others = [name for holder in holders if (name := holder.decode(errors="replace")) != self.owner]
+        return self._prover.gone(others) if self._prover is not None else ()
 
     async def expired(self, most: int) -> Sequence[Expired]:
         """Unleased requests that may be past their deadline; at most 1 MB of them (one at least)."""
@@ -313,10 +332,10 @@ class RedisQueue(RedisDesk):
         return self._clock.loop(float(server), asyncio.get_running_loop().time())
 
     def _facts(self, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
-        now, live, own, young, lost, limit, read_at, *rest = facts
+        now, live, own, young, lost, stray, limit, read_at, *rest = facts
         overload_at, until, capacity, in_flight, prober, paused = rest
         self._saw(reply, now)
-        count = Leases(self._loop_time(now), live, live - own, young, lost)
+        count = Leases(self._loop_time(now), live, live - own, young, lost, stray)
         overload = None
         if overload_at is not None:
             at, until_at = self._loop_time(overload_at), self._loop_time(until)

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -183,6 +183,7 @@ class MemoryStore:
         self._expiries: list[tuple[float, int]] = []
         self._touched: deque[tuple[float, int]] = deque()
         self._held_by: Counter[str] = Counter()
+        self._beats: dict[str, float] = {}
         self._nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
         self._ids = itertools.count(1)
         self._grants = itertools.count(1)
@@ -192,9 +193,9 @@ class MemoryStore:
         self._overload: Overload | None = None
         self._probe: int | None = None
         self._pause: tuple[str, str] | None = None
-        self._lost = 0
+        self._lost = self._stray = 0
         self._tick: float | None = None
-        self._quiet_until = float("-inf")
+        self._quiet_until = self._beats_quiet_until = float("-inf")
         self._wakers: list[asyncio.Event] = []
 
     def __repr__(self) -> str:
@@ -379,10 +380,35 @@ class MemoryStore:
     def _end(self, held: Held) -> None:
         del self._held[held.entry.id]
         self._held_by[held.owner] -= 1
+        if not self._held_by[held.owner]:
+            del self._held_by[held.owner]
         if self._probe == held.entry.id:
             self._probe = None
 
-    def _reclaim(self, now: float) -> int:
+    def _reclaim(self, held: Held) -> None:
+        entry = held.entry
+        self._end(held)
+        entry.deaths += 1
+        self._lost += 1
+        self._move(entry, Place.RETURNED)
+
+    def _reclaim_of(self, owners: Collection[str]) -> int:
+        doomed = [held for held in self._held.values() if held.owner in owners] if owners else []
+        for held in doomed:
+            self._reclaim(held)
+        for owner in owners:
+            self._beats.pop(owner, None)
+        return len(doomed)
+
+    def _silent(self, now: float) -> list[str]:
+        """Owners that should have been heard of by now; those without leases are forgotten."""
+        silent = [owner for owner, until in self._beats.items() if until <= now]
+        for owner in silent:
+            if not self._held_by[owner]:
+                del self._beats[owner]
+        return [owner for owner in silent if owner in self._beats]
+
+    def _reclaim_late(self, now: float) -> int:
         reclaimed = 0
         while self._expiries and self._expiries[0][0] <= now:
             _, entry_id = heapq.heappop(self._expiries)
@@ -392,12 +418,8 @@ class MemoryStore:
             if held.expires_at > now:  # renewed since
                 heapq.heappush(self._expiries, (held.expires_at, entry_id))
                 continue
-            entry = held.entry
-            self._end(held)
-            entry.deaths += 1
-            self._lost += 1
+            self._reclaim(held)
             reclaimed += 1
-            self._move(entry, Place.RETURNED)
         return reclaimed
 
     def _write(self, settlement: Settlement) -> Settled:

@@ -11,7 +11,6 @@ from dispatcher.settings.model import (
     Log,
     Pool,
     Prometheus,
-    Queue,
     Retry,
     Settings,
     Shutdown,
@@ -20,6 +19,7 @@ from dispatcher.settings.model import (
     Tls,
     Tracing,
 )
+from dispatcher.settings.queue import Queue
 from dispatcher.settings.source import Problem
 from dispatcher.settings.values import SecretUrl
 from dispatcher.settings.watch import watch

@@ -6,11 +6,9 @@ docs/configuration.md is made of this. Frozen: settings in use never change, a r
 from __future__ import annotations
 
 import ssl
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_serializer,
@@ -20,18 +18,18 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dispatcher.core.budget import Policy
+from dispatcher.settings.queue import Queue
+from dispatcher.settings.section import Section
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
     AutoNumber,
     Headers,
     HeaderValue,
-    Key,
     Label,
     SecretUrl,
     Text,
     UrlPath,
-    fault_of_braces,
     mask_headers,
     refuse,
     url,
@@ -39,31 +37,10 @@ from dispatcher.settings.values import (
 
 Source = Literal["epp", "prometheus"]
 HttpUrl = Annotated[SecretUrl, url("http", "https")]
-QueueUrl = Annotated[
-    SecretUrl,
-    url("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", hosts=64),
-]
 MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0}
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,  # "8080" is not a port, nor is true a number
-        allow_inf_nan=False,
-        validate_default=True,  # a default may be at odds with what is given beside it
-        hide_input_in_errors=True,  # it may be a secret
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_all_defaults(cls, data: Any) -> Any:
-        """A section whose keys are all commented out reads as null."""
-        return {} if data is None else data
-
-
-class Pool(_Section):
+class Pool(Section):
     """The InferencePool that this dispatcher fills. One dispatcher runs per pool."""
 
     name: Label = Field(
@@ -72,7 +49,7 @@ class Pool(_Section):
     namespace: Label = Field("default", description="Namespace of the InferencePool.")
 
 
-class Tls(_Section):
+class Tls(Section):
     """How a TLS server is verified, and what it is shown."""
 
     ca_file: Text = Field(
@@ -103,7 +80,7 @@ class Tls(_Section):
         return context
 
 
-class Gateway(_Section):
+class Gateway(Section):
     """The inference gateway that requests are forwarded to."""
 
     url: HttpUrl = Field(
@@ -170,66 +147,7 @@ class Gateway(_Section):
         return mask_headers(headers)
 
 
-class Queue(_Section):
-    """The queue in Redis or Valkey."""
-
-    url: QueueUrl = Field(
-        SecretUrl(""),
-        description="`redis://`, `rediss://` (TLS), `redis+sentinel://`, `redis+cluster://`; several hosts "
-        "with commas. Empty: a Valkey server started beside this process, with its data in "
-        "`data_dir`. Give a password through the environment, not in a ConfigMap.",
-    )
-    data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
-    fsync: Literal["everysec", "always"] = Field(
-        "everysec",
-        description="When the embedded Valkey's file is forced to the disk. A crash of the machine, not of "
-        "the process, loses up to a second with `everysec`, nothing with `always`, which costs throughput.",
-    )
-    name: Key = Field(
-        "",
-        description="Key of the queue. Empty: `batch:{<pool>}:requests`; the braces keep all its keys in one "
-        "Redis Cluster slot. A name without braces is wrapped whole; stray braces are refused.",
-    )
-    results: Key = Field(
-        "", description="Result list of a request that names none. Empty: `batch:{<pool>}:results`."
-    )
-    lease_s: float = Field(
-        30.0,
-        ge=1,
-        le=86_400,
-        description="Seconds after which the requests of a dead dispatcher run again. Renewed every third "
-        "of it, so below some seconds a short pause of Redis makes requests run twice.",
-    )
-    poll_s: float = Field(
-        0.2,
-        ge=0.01,
-        le=60,
-        description="Seconds between looks at the queue, for producers that do not wake us.",
-    )
-    max_payload_bytes: int = Field(16_777_216, ge=1, description="A longer payload ends as TOO_LARGE.")
-    result_ttl_s: float = Field(
-        604_800.0, ge=0, description="Seconds a result list lives after its last push. 0: for ever."
-    )
-    dead_max: int = Field(
-        100_000, ge=1, description="Dead requests that are kept; the oldest go first, counted and logged."
-    )
-
-    @field_validator("name")
-    @classmethod
-    def _one_slot(cls, name: str) -> str:
-        if (why := fault_of_braces(name)) is not None:
-            raise refuse(why)
-        return name
-
-    @field_validator("results")
-    @classmethod
-    def _another_list(cls, results: str, info: ValidationInfo) -> str:
-        if results and results == info.data.get("name"):
-            raise refuse("must not be queue.name: results would be taken for requests")
-        return results
-
-
-class Prometheus(_Section):
+class Prometheus(Section):
     """Signals read through a Prometheus server, or what speaks its API (Thanos, Mimir)."""
 
     url: HttpUrl = Field(SecretUrl(""), description="Base URL of the server. Empty: not used.")
@@ -249,7 +167,7 @@ class Prometheus(_Section):
         return mask_headers(headers)
 
 
-class Epp(_Section):
+class Epp(Section):
     """Signals scraped from the endpoint picker itself.
 
     With neither `urls` nor `service` its replicas are found through the InferencePool. Those that are found
@@ -269,7 +187,7 @@ class Epp(_Section):
     tls: Tls = Tls()
 
 
-class Signals(_Section):
+class Signals(Section):
     """How it is known how full the pool is."""
 
     source: Literal["auto", "prometheus", "epp"] = Field(
@@ -317,7 +235,7 @@ class Signals(_Section):
         return max(MAX_AGE_S[source], 2 * self.interval_s)
 
 
-class Budget(_Section):
+class Budget(Section):
     """How much of the pool's slack batch work takes."""
 
     reserve: float = Field(
@@ -361,7 +279,7 @@ class Budget(_Section):
         return upper
 
 
-class Retry(_Section):
+class Retry(Section):
     """What happens to requests whose tries fail."""
 
     base_s: float = Field(
@@ -389,7 +307,7 @@ class Retry(_Section):
         return max_s
 
 
-class Shutdown(_Section):
+class Shutdown(Section):
     """How the process ends."""
 
     drain_s: float = Field(
@@ -400,7 +318,7 @@ class Shutdown(_Section):
     )
 
 
-class Admin(_Section):
+class Admin(Section):
     """The port with health, metrics and status."""
 
     host: Text = Field("0.0.0.0", min_length=1, description="Address to listen on.")  # noqa: S104 -- probes and scrapes come from outside the pod
@@ -414,7 +332,7 @@ class Admin(_Section):
     )
 
 
-class Log(_Section):
+class Log(Section):
     """Logging, to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
@@ -425,14 +343,14 @@ class Log(_Section):
     )
 
 
-class Tracing(_Section):
+class Tracing(Section):
     """OpenTelemetry traces; needs the `otel` extra."""
 
     endpoint: HttpUrl = Field(SecretUrl(""), description="OTLP/HTTP endpoint. Empty: no traces.")
     sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests that are traced.")
 
 
-class Settings(_Section, BaseSettings):
+class Settings(Section, BaseSettings):
     """The whole configuration of one dispatcher."""
 
     model_config: ClassVar[SettingsConfigDict] = {}  # a section's, with the library's own beside it
@@ -497,4 +415,5 @@ class Settings(_Section, BaseSettings):
             overload_backoff=budget.overload_backoff,
             max_age_s=self.signals.max_age_for(source),
             retry_after_max_s=self.retry.max_s,
+            stray_s=self.queue.lease_s,
         )

@@ -24,6 +24,8 @@ from dispatcher.telemetry import Metrics
 
 EPOCH = 1_764_000_000.0
 """Unix time when a simulation starts."""
+OWNER_TIMEOUT_S = 5.0
+"""As it is by default."""
 FOREVER = int(EPOCH) + 10**8
 
 
@@ -43,7 +45,7 @@ class Replica:
         seed: object = 0,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
-        self.queue = MemoryQueue(store, owner)
+        self.queue = MemoryQueue(store, owner, owner_timeout_s=options.owner_timeout_s)
         self.dispatcher = Dispatcher(
             self.queue, gateway, self.limiter, options, Metrics(), random.Random(f"{seed}/{owner}")
         )
@@ -65,7 +67,7 @@ class Replica:
         self.dispatcher.poke()
 
     def kill(self) -> None:
-        """As SIGKILL does: connections close, leases stay until they run out."""
+        """As SIGKILL does: connections close, leases stay until its silence is noticed."""
         self.task.cancel()
         self.queue.close()
 
@@ -94,7 +96,8 @@ class Law(Policy):
         self._uses = uses
         self._tasks = tasks
         self._seed = seed
-        self._options = Options(retry=RetryPolicy(), lease_s=lease_s)
+        timeout_s = min(OWNER_TIMEOUT_S, lease_s)
+        self._options = Options(retry=RetryPolicy(), lease_s=lease_s, owner_timeout_s=timeout_s)
         self._store = MemoryStore(asyncio.get_running_loop().time, unix_origin=EPOCH, lease_s=lease_s)
         self._road = road
         self._gateway = RoadGateway(road, self._job_of)

@@ -20,6 +20,7 @@ from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.servers import Server
@@ -27,6 +28,8 @@ from tests.queue.servers import Server
 QUEUE = "batch:{qwen}:requests"
 RESULTS = "batch:{qwen}:results"
 LEASE_S = 30.0
+OWNER_TIMEOUT_S = 20.0
+"""Far longer than a test takes on a busy machine."""
 NOW = int(time.time())
 """Unix seconds, for deadlines well before and after it."""
 
@@ -74,7 +77,9 @@ class World(ABC):
     desk: Desk
 
     @abstractmethod
-    def owner(self, name: str = "owner-1") -> Queue:
+    def owner(
+        self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
+    ) -> Queue:
         """A dispatcher's door; the same name twice is the same owner restarted."""
 
     @abstractmethod
@@ -95,6 +100,14 @@ class World(ABC):
     @abstractmethod
     async def run_out(self, *leases: Lease) -> None:
         """Let the time of these leases run out now."""
+
+    @abstractmethod
+    async def fall_silent(self, *owners: str) -> None:
+        """As if these had not been heard of for their owner_timeout_s. Those that never were stay unknown."""
+
+    @abstractmethod
+    async def beating(self) -> set[str]:
+        """Owners that are presumed to live."""
 
     @abstractmethod
     async def skip_sweeps(self, seconds: float) -> None:
@@ -127,8 +140,10 @@ class MemoryWorld(World):
         )
         self.desk = self.store
 
-    def owner(self, name: str = "owner-1") -> MemoryQueue:
-        return MemoryQueue(self.store, name)
+    def owner(
+        self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
+    ) -> MemoryQueue:
+        return MemoryQueue(self.store, name, owner_timeout_s=timeout_s, prover=prover)
 
     async def zadd(self, score: float, member: bytes) -> None:
         self.store.add(member, score)
@@ -160,10 +175,19 @@ class MemoryWorld(World):
             held.expires_at = self.store.clock()
             heapq.heappush(self.store._expiries, (held.expires_at, lease.entry))
 
+    async def fall_silent(self, *owners: str) -> None:
+        for owner in owners:
+            if owner in self.store._beats:
+                self.store._beats[owner] = self.store.clock()
+
+    async def beating(self) -> set[str]:
+        return set(self.store._beats)
+
     async def skip_sweeps(self, seconds: float) -> None:
         assert self.store._tick is not None
         self.store._tick -= seconds
         self.store._quiet_until -= seconds
+        self.store._beats_quiet_until -= seconds
 
 
 class RedisWorld(World):
@@ -176,8 +200,12 @@ class RedisWorld(World):
         self.names = Names(QUEUE, RESULTS)
         self.desk = self.owner("desk")
 
-    def owner(self, name: str = "owner-1") -> RedisQueue:
-        door = RedisQueue(connect(self._server.url), self.names, name, lease_s=LEASE_S)
+    def owner(
+        self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
+    ) -> RedisQueue:
+        client = connect(self._server.url)
+        options = {"lease_s": LEASE_S, "owner_timeout_s": timeout_s}
+        door = RedisQueue(client, self.names, name, **options, prover=prover)
         self._doors.append(door)
         return door
 
@@ -213,8 +241,14 @@ class RedisWorld(World):
         assert len(gone) == len(wanted)
         await self._raw.zadd(key, gone, xx=True)
 
+    async def fall_silent(self, *owners: str) -> None:
+        await self._raw.zadd(f"{self.names.prefix}:beats", dict.fromkeys(owners, 0), xx=True)
+
+    async def beating(self) -> set[str]:
+        return {owner.decode() for owner in await self._raw.zrange(f"{self.names.prefix}:beats", 0, -1)}
+
     async def skip_sweeps(self, seconds: float) -> None:
         key = f"{self.names.prefix}:control"
-        for field in ("tick", "quiet_until"):
+        for field in ("tick", "quiet_until", "beats_quiet_until"):
             if (at := await self._raw.hget(key, field)) is not None:
                 await self._raw.hset(key, field, f"{float(at) - seconds:.6f}")

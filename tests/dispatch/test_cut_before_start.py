@@ -1,15 +1,16 @@
-"""A request that is cut in the very moment between its claim and its first step."""
+"""What happens to a request in the very moment between its claim and its first step."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Options
 from dispatcher.dispatch.holding import Cut
@@ -53,5 +54,50 @@ def test_request_cut_before_its_first_step_leaves_nothing_behind(why: Cut, hande
         if handed_in:
             await dispatcher._hand_in()
         assert len(dispatcher._holding) == 0
+
+    run(main(), start=2.0)
+
+
+class StandsStill(MemoryQueue):
+    """Its owner stops right after a claim, for so long."""
+
+    still_s = 0.0
+
+    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        await asyncio.sleep(self.still_s)
+        return await super().cancelled(requests)
+
+
+class Answers(NeverReached):
+    def __init__(self) -> None:
+        self.sent: list[float] = []
+
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        now = asyncio.get_running_loop().time()
+        self.sent.append(now)
+        return Forwarded(Delivered(200, b"{}"), now, now)
+
+
+@pytest.mark.parametrize(("still_s", "sent"), [(4.9, 1), (5.1, 0)])
+def test_request_claimed_before_we_stood_still_is_not_sent_after_it(still_s: float, sent: int) -> None:
+    """By then we may have been taken for dead, and it may run elsewhere: it is given back, if it is ours."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        store = MemoryStore(clock=loop.time)
+        deadline = int(time.time()) + 10**6
+        await store.submit([Submission(encode_member("r", b"{}", deadline, token="t"), float(deadline))])
+        limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
+        limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+        queue, gateway = StandsStill(store, "a"), Answers()
+        queue.still_s = still_s
+        dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Metrics())
+        async with asyncio.TaskGroup() as tasks:
+            dispatcher._tasks = tasks
+            await dispatcher._take()
+        assert len(gateway.sent) == sent
+        await dispatcher._hand_in()
+        assert len(dispatcher._holding) == 0
+        assert (await store.counts()).pending == 1 - sent
 
     run(main(), start=2.0)

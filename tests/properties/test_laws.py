@@ -258,6 +258,95 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
 
 
 @given(
+    st.integers(0, 2**32),
+    st.integers(1, 40),
+    st.integers(0, 40),
+    st.booleans(),
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["stall", "die", "wake", "finish"]), st.floats(0, 1)),
+            st.tuples(st.just("realtime"), st.floats(0, 1)),
+            st.tuples(st.just("wait"), st.floats(0, 4)),
+        ),
+        max_size=25,
+    ),
+)
+def test_law_stalled_owners_never_lift_us_over_our_own_cap(
+    seed: int, cap: int, realtime: int, exact: bool, steps: list[tuple[str, float]]
+) -> None:
+    """Owners stall with their requests running on, are taken for dead, wake and cut them; others die at once.
+
+    None stays stalled for longer than its requests run, and those no longer than stray_s.
+    """
+    dice = Random(seed)
+    policy = Policy(max_in_flight=cap, stray_s=30.0, max_age_s=1e6)
+    limiter = Limiter(policy, (Signal.REQUESTS,))
+    own = others = lost = stray = key = 0
+    stalled = 0  # leased, its owner silent
+    adrift: list[tuple[float, int]] = []  # taken back at, still running
+    now = 10.0
+
+    def count() -> None:
+        limiter.leases(now, others=others + stalled, young=0, lost=lost, stray=stray)
+
+    def ours() -> int:
+        return own + others + stalled + sum(n for _, n in adrift)
+
+    def claim() -> None:
+        """By the queue's own arithmetic, and by whoever is quicker."""
+        nonlocal own, others, key
+        permit = limiter.allowance(now)
+        for _ in range(max(0, permit.limit - (lost - permit.lost) - own - others - stalled)):
+            if dice.random() < 0.5:
+                limiter.sent(key, now)
+                own, key = own + 1, key + 1
+            else:
+                others += 1
+        assert ours() <= cap
+
+    def take_back(several: int, *, proven: bool) -> None:
+        nonlocal lost, stray
+        lost += several
+        stray += 0 if proven else several
+
+    count()
+    for step, share in [("wait", 0.1), *steps, ("wait", 1.0), ("wait", 1.0)]:
+        gone = round(share * others)
+        match step:
+            case "stall":
+                others, stalled = others - gone, stalled + gone
+            case "die":
+                others -= gone
+                take_back(gone, proven=dice.random() < 0.5)
+            case "wake":
+                adrift.clear()
+            case "finish":
+                others -= gone
+                adrift = [(at, dice.randint(0, n)) for at, n in adrift]
+            case "realtime":
+                realtime = round(share * 40)
+        now += share if step == "wait" else 0.2
+        if dice.random() < 0.5 and stalled:
+            adrift.append((now, stalled))
+            take_back(stalled, proven=False)
+            stalled = 0
+        adrift = [(at, n) for at, n in adrift if now <= at + 29]
+        claim()
+        if dice.random() < 0.7:
+            count()
+        claim()
+        now += 0.1
+        load = (realtime + ours()) / 200
+        limiter.reading(Reading(Signal.REQUESTS, now - 0.05, now, load, 0, 200, exact), now)
+        now += AFTER_S
+        claim()
+        if dice.random() < 0.7:
+            now += 0.01
+            count()
+        claim()
+
+
+@given(
     st.floats(0, 5),
     st.floats(-10, 200),
     st.lists(st.tuples(st.floats(0.01, 3), st.floats(0, 6)), min_size=1, max_size=12),
@@ -368,9 +457,15 @@ class EveryEvent(RuleBasedStateMachine):
         self.limiter.answered(key, told)
         assert self.limiter.allowance(now).limit == before.limit, "a completion moved the limit"
 
-    @rule(now=TIMES, others=st.integers(-3, 50), young=st.integers(-3, 50), lost=st.integers(0, 60))
-    def leases(self, now: float, others: int, young: int, lost: int) -> None:
-        self.limiter.leases(now, others=others, young=young, lost=lost)
+    @rule(
+        now=TIMES,
+        others=st.integers(-3, 50),
+        young=st.integers(-3, 50),
+        lost=st.integers(0, 60),
+        stray=st.integers(0, 60),
+    )
+    def leases(self, now: float, others: int, young: int, lost: int, stray: int) -> None:
+        self.limiter.leases(now, others=others, young=young, lost=lost, stray=stray)
 
     @rule(count=st.integers(0, 3), now=TIMES)
     def waiting(self, count: int, now: float) -> None:

@@ -317,8 +317,36 @@ class QueueModel(Twins):
 
     @rule()
     def third_of_a_lease_passes(self) -> None:
+        """And so a whole owner_timeout_s, by which no owner falls silent here."""
         self.store._quiet_until -= LEASE_S / 3 + 1
-        self._move_control("quiet_until", -LEASE_S / 3 - 1)
+        self.store._beats_quiet_until -= LEASE_S / 3 + 1
+        for field in ("quiet_until", "beats_quiet_until"):
+            self._move_control(field, -LEASE_S / 3 - 1)
+
+    @rule(owner=owners, silent=st.sets(owners, min_size=1), passes=st.booleans())
+    def owners_fall_silent(self, owner: int, silent: set[int], passes: bool) -> None:
+        """They are taken for dead, and some of them do not know it."""
+        if passes:
+            self.sweep(owner, False)
+            self.third_of_a_lease_passes()
+        for name in (f"owner-{number}" for number in silent):
+            if name in self.store._beats:
+                self.store._beats[name] = 0.0
+            self.bench.raw.zadd(f"{NAMES.prefix}:beats", {name: 0.0}, xx=True)
+        before = self.store._lost
+        self.sweep(owner, False)
+        self.seen["of silent owners"] += self.store._lost - before
+
+    @rule(owner=owners, gone=st.sets(owners, min_size=1))
+    def owners_are_proven_gone(self, owner: int, gone: set[int]) -> None:
+        """Whatever is known of them else; their successors have their names."""
+        self.knows.ended = {f"owner-{number}" for number in gone}
+        before = self.store._lost
+        self.sweep(owner, False)
+        self.seen["of owners proven gone"] += self.store._lost - before
+        self.knows.ended = set()
+        for number in gone - {owner}:
+            self.crash(number)
 
     def _move_control(self, field: str, seconds: float) -> None:
         key = f"{NAMES.prefix}:control"
@@ -328,7 +356,7 @@ class QueueModel(Twins):
     @rule(owner=owners, lose=lost)
     def sweep(self, owner: int, lose: bool) -> None:
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
-        assert (real.reclaimed, real.due) == (twin.reclaimed, twin.due)
+        assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
         self.seen["reclaimed"] += real.reclaimed
         self.seen["due"] += real.due
         assert (real.next_due_at is None) == (twin.next_due_at is None)
@@ -401,6 +429,7 @@ def _request_of(member: bytes) -> tuple[str, str]:
 HAPPENS = (
     *("leases", "suspects", "counted losses", "probes", "delayed", "reclaimed", "due", "expired"),
     *("replies lost", "done bury=False", "done bury=True", "lost bury=False", "bad-list bury=False"),
+    *("of silent owners", "of owners proven gone"),
 )
 
 

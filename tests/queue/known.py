@@ -18,6 +18,6 @@ async def assert_only_known_keys(client: Any, names: Names, *lists: str) -> None
 async def assert_drained(client: Any, names: Names, *lists: str) -> None:
     """Nothing of any request is left: every set is empty, and nothing but control data stays."""
     await assert_only_known_keys(client, names, *lists)
-    lasting = {f"{names.prefix}:control", names.paused}
+    lasting = {f"{names.prefix}:control", f"{names.prefix}:beats", names.paused}
     left = [key for key in names.keys if key not in lasting and await client.exists(key)]
     assert not left, f"left over: {left}"

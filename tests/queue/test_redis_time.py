@@ -21,6 +21,7 @@ from tests.support import wait_until
 
 CONTROL = f"{NAMES.prefix}:control"
 LEASES = f"{NAMES.prefix}:leases"
+BEATS = f"{NAMES.prefix}:beats"
 
 
 @pytest.fixture
@@ -32,10 +33,11 @@ async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterato
 
 async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
     """As if the server's clock had jumped: what scripts kept moves the other way."""
-    for key in (LEASES, f"{NAMES.prefix}:delayed"):
+    for key in (LEASES, BEATS, f"{NAMES.prefix}:delayed"):
         for name, score in await client.zrange(key, 0, -1, withscores=True):
             await client.zadd(key, {name: score - by_s}, xx=True)
-    for field in ("read_at", "overload_at", "overload_until", "tick", "quiet_until"):
+    times = ("read_at", "overload_at", "overload_until", "tick", "quiet_until", "beats_quiet_until")
+    for field in times:
         if (at := await client.hget(CONTROL, field)) is not None:
             await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")
 
@@ -123,6 +125,61 @@ async def test_clock_that_jumps_back_takes_every_kept_time_with_it(queue, client
     overload = (await queue.renew([])).shared.overload
     assert overload is not None
     assert overload.until - loop.time() < 4
+
+
+async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(queue, client, any_server):
+    async with queues(any_server.url, "dead") as (dead,):
+        await queue.submit([submission("r-1"), submission("r-2")])
+        await queue.sweep()
+        await claim_one(dead)
+        mine = await claim_one(queue)
+        await shift_server_clock(client, -3600)
+        await queue.renew([mine])  # the first to speak since the jump, before any sweep
+        assert (await queue.sweep()).reclaimed == 0
+        assert (await client.zscore(BEATS, "dead")) - time.time() < 6
+        await client.zadd(BEATS, {"dead": 0}, xx=True)
+        assert (await queue.sweep()).reclaimed == 0
+        await client.hset(CONTROL, "beats_quiet_until", "0")
+        assert (await queue.sweep()).reclaimed == 1
+
+
+async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_s(queue, client):
+    await queue.submit([submission("r-1"), submission("r-2")])
+    await queue.sweep()
+    before = await claim_one(queue)
+    await shift_server_clock(client, -3600)
+    since = await claim_one(queue)
+    assert (await queue.sweep()).reclaimed == 0
+    assert (await queue.sweep()).reclaimed == 0
+    for lease in (before, since):
+        assert 0 < (await client.zscore(LEASES, f"{lease.entry}:a")) - time.time() < 31
+
+
+@pytest.mark.parametrize(("gap_s", "reclaimed"), [(2.0, 1), (3.0, 0), (-7200.0, 0)])
+async def test_silence_counts_unless_sweeps_were_silent_too(queue, client, any_server, gap_s, reclaimed):
+    async with queues(any_server.url, "dead") as (dead,):
+        await queue.submit([submission("r-1")])
+        await queue.sweep()
+        await claim_one(dead)
+        await client.zadd(BEATS, {"dead": 0}, xx=True)
+        await client.hset(CONTROL, "tick", f"{time.time() - gap_s:.6f}")
+        assert (await queue.sweep()).reclaimed == reclaimed
+
+
+async def test_owner_that_fell_silent_is_replaced_within_its_timeout(any_server, client):
+    """By one that was there all along, and with nothing moved by hand."""
+    async with queues(any_server.url, "dead", "next", owner_timeout_s=1.0) as (dead, successor):
+        await dead.submit([submission("r-1")])
+        await successor.sweep()
+        await claim_one(dead)
+        died_at = time.monotonic()
+
+        async def reclaimed() -> bool:
+            return (await successor.sweep()).reclaimed == 1
+
+        await wait_until(reclaimed, 10, every_s=0.1)
+        assert time.monotonic() - died_at > 0.9
+        assert (await claim_one(successor)).deliveries == 2
 
 
 async def test_owner_that_died_is_replaced_within_its_lease(any_server, client):

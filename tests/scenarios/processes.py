@@ -98,6 +98,8 @@ class Dispatcher:
     folder: Path
     settings: dict[str, Any]
     options: tuple[str, ...]
+    before: tuple[str, ...]
+    """The command that runs it, if it runs anywhere but here."""
     stack: ExitStack = field(repr=False)
     limit: Throttle | None = None
     """On its CPU, from its start."""
@@ -121,7 +123,16 @@ class Dispatcher:
         self.write(self.settings)
         self._starts += 1
         self.asked_to_end = False
-        command = [sys.executable, "-m", "dispatcher", "run", "--config", self.config, *self.options]
+        command = [
+            *self.before,
+            sys.executable,
+            "-m",
+            "dispatcher",
+            "run",
+            "--config",
+            self.config,
+            *self.options,
+        ]
         with self._log.open("wb") as log:
             self.process = self.stack.enter_context(
                 running(
@@ -337,12 +348,17 @@ class Stage:
         return merged(plain, sections)
 
     def dispatcher(
-        self, settings: Mapping[str, Any], *options: str, limit: Throttle | None = None, **environ: str
+        self,
+        settings: Mapping[str, Any],
+        *options: str,
+        before: tuple[str, ...] = (),
+        limit: Throttle | None = None,
+        **environ: str,
     ) -> Dispatcher:
         """A dispatcher that runs until the test ends, or ends it; `environ`: what to add to its own."""
         folder = self._folder / f"dispatcher-{len(self.dispatchers) + 1}"
         folder.mkdir()
-        made = Dispatcher(folder, dict(settings), options, self._stack, limit, environ)
+        made = Dispatcher(folder, dict(settings), options, before, self._stack, limit, environ)
         self.dispatchers.append(made)
         return made.start()
 

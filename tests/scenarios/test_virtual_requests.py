@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from dispatcher.core.budget import Policy, Reason
 from dispatcher.core.outcome import Failed, Outcome, Overloaded, RetryPolicy
 from dispatcher.core.request import Request
-from tests.scenarios.virtual_stage import TOKEN, Metrics, Stage, perform, scenario
+from dispatcher.sim.fleet import Replica
+from dispatcher.telemetry import Event
+from tests.scenarios.virtual_stage import TOKEN, Metrics, Stage, Try, perform, scenario
 
 
 @scenario()
@@ -100,6 +102,29 @@ async def test_request_that_kills_its_owners_is_isolated_and_put_aside(stage: St
     (dead,) = await stage.store.dead_list(10)
     assert b"poison" in dead.member
     assert deliveries == 2 + 1 + stage.setting.retry.max_deliveries
+
+
+@scenario(replicas=2, work_s=20.0)
+async def test_replica_that_was_taken_for_dead_cuts_what_it_lost_at_once(stage: Stage) -> None:
+    """Not with its next renewal, 10 s later; and it goes on with the rest."""
+    await stage.submit(80)
+    await asyncio.sleep(3)
+    stalled, other = sorted(stage.alive, key=lambda replica: -replica.dispatcher.running)
+    running = stalled.dispatcher.running
+    assert running
+    stage.store._beats[stalled.queue.owner] = 0.0
+    assert (await other.queue.sweep()).reclaimed == running
+    took_s = await stage.until(lambda: not [t for t in running_of(stage, stalled) if t.began_at < 3], 5)
+    assert took_s <= 1.0
+    assert sum(event is Event.LEASE_LOST for event, _ in stage.events) == running
+    await stage.until_answered(500)
+    assert stage.statuses() == {200: 80}
+    assert stage.peak <= stage.setting.most + 1
+
+
+def running_of(stage: Stage, replica: Replica) -> list[Try]:
+    index = stage.replicas.index(replica)
+    return [t for t in stage.tries if t.replica == index and t.ended_at != t.ended_at]
 
 
 @pytest.mark.parametrize("drain_s", [0.0, 0.3, 100.0])

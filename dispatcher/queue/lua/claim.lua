@@ -1,13 +1,14 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
--- ARGV   owner, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or limit, read_at, lost
+-- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or limit, read_at, lost
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}
 -- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. A probe asks no limit, and only one runs at a time.
 local REPLY = KEYS[OWN + 1]
-local me, lease_s, most, bytes, suspects = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
-local base, reply_s = ARGV[6], ARGV[7]
-local probing = ARGV[8] == 'probe'
+local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local most, bytes, suspects = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local base, reply_s = ARGV[7], ARGV[8]
+local probing = ARGV[9] == 'probe'
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
 
@@ -21,7 +22,7 @@ end
 local function room()
   if call('EXISTS', PAUSED) == 1 then return 0 end
   if probing then return shared.probe and 0 or 1 end
-  local limit, read_at, lost = tonumber(ARGV[8]), tonumber(ARGV[9]), tonumber(ARGV[10])
+  local limit, read_at, lost = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
   believe(shared, limit, read_at, lost)
   if shared.overload_at and (now < shared.overload_until or read_at <= shared.overload_at) then return 0 end
   limit = math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
@@ -41,6 +42,7 @@ if known then
   end
 else
   open()
+  beat(me, now, timeout_s)
   local found, taken = first(math.min(most, room()), bytes, suspects)
   local record, members, states, leases = {base}, {}, {}, {}
   taken_suspects = taken[3]

@@ -7,10 +7,10 @@ local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED = 6, 7, 8, 9, 10, 11, 12
 -- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties.
 local PENDING, RETURNED, SUSPECTS, DELAYED, DELAYED_ORDER = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local LEASES, ENTRIES, MEMBERS, DEAD, DEAD_AGE = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local CONTROL, OWNERS, PAUSED, OUTBOX = KEYS[11], KEYS[12], KEYS[13], KEYS[14]
-local OWN = 14
+local CONTROL, OWNERS, PAUSED, OUTBOX, BEATS = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
+local OWN = 15
 local TYPES = {'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'zset', 'zset', 'hash', 'hash',
-               'string', 'zset'}
+               'string', 'zset', 'zset'}
 local PREFIX_BYTES = 512
 local SUSPECT_DEATHS = 2
 local SAME_READING_S = 0.001 -- clocks are known no better: two readings this close are the same
@@ -36,6 +36,11 @@ local function text(number) return string.format('%.6f', number) end
 -- for memory only if that can grow. So the first write is a removal of nothing: what comes after is whole or
 -- not at all, and a full Redis can still be worked empty.
 local function open() call('HDEL', CONTROL, '') end
+
+-- An owner shows that it lives, until so long from now. 0: it does not, and only its leases run out.
+local function beat(me, now, timeout_s)
+  if timeout_s > 0 then call('ZADD', BEATS, text(now + timeout_s), me) end
+end
 
 local function load(id)
   local packed = call('HGET', ENTRIES, id)
@@ -89,7 +94,7 @@ local function forget(ids)
 end
 
 local FIELDS = {'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity',
-                'overload_in_flight', 'probe', 'prober', 'lost', 'tick', 'quiet_until'}
+                'overload_in_flight', 'probe', 'prober', 'lost', 'stray', 'tick', 'quiet_until', 'beats_quiet_until'}
 local function control()
   local values = call('HMGET', CONTROL, unpack(FIELDS))
   local found = {}
@@ -97,7 +102,7 @@ local function control()
     local value = values[number]
     if value then found[name] = (name == 'probe' or name == 'prober') and value or tonumber(value) end
   end
-  found.lost = found.lost or 0
+  found.lost, found.stray = found.lost or 0, found.stray or 0
   return found
 end
 
@@ -118,7 +123,7 @@ local function facts(shared, now, me, lease_s)
     if string.match(name, ':(.*)$') ~= me then young = young + 1 end
   end
   return {
-    text(now), call('ZCARD', LEASES), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost,
+    text(now), call('ZCARD', LEASES), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost, shared.stray,
     shared.limit or false, text(shared.read_at or 0),
     shared.overload_at and text(shared.overload_at) or false, text(shared.overload_until or 0),
     shared.overload_capacity or 0, shared.overload_in_flight or 0,

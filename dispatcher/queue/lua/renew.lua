@@ -1,15 +1,16 @@
 -- Give leases more time, and tell and learn what the owners share.
 -- KEYS   own…
--- ARGV   owner, lease_s, number of leases, (id, token)…, then nothing, or
+-- ARGV   owner, owner_timeout_s, lease_s, number of leases, (id, token)…, then nothing, or
 --        limit, read_at, lost, then nothing, or overload at, until, capacity (0/1), in_flight
 -- Returns {facts, {lost ids}}
 -- Keeps: only the holder's token renews. The newest overload stays; its `until` never moves back.
-local me, lease_s, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local me, timeout_s, lease_s, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = clock(), control()
 local lost = {}
 open()
+beat(me, now, timeout_s)
 for number = 0, count - 1 do
-  local id, token = tonumber(ARGV[4 + 2 * number]), ARGV[5 + 2 * number]
+  local id, token = tonumber(ARGV[5 + 2 * number]), ARGV[6 + 2 * number]
   local state = held(id, token)
   if state then
     call('ZADD', LEASES, text(now + lease_s), lease_name(id, state))
@@ -17,7 +18,7 @@ for number = 0, count - 1 do
     lost[#lost + 1] = id
   end
 end
-local at = 4 + 2 * count
+local at = 5 + 2 * count
 if ARGV[at] then believe(shared, tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])) end
 if ARGV[at + 3] then
   local seen, untl = tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])

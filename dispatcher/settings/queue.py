@@ -1,0 +1,93 @@
+"""The settings of the queue."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from dispatcher.settings.section import Section
+from dispatcher.settings.values import Key, SecretUrl, Text, fault_of_braces, refuse, url
+
+QueueUrl = Annotated[
+    SecretUrl,
+    url("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster", hosts=64),
+]
+OWNER_TIMEOUT_S = 5.0
+
+
+class Queue(Section):
+    """The queue in Redis or Valkey."""
+
+    url: QueueUrl = Field(
+        SecretUrl(""),
+        description="`redis://`, `rediss://` (TLS), `redis+sentinel://`, `redis+cluster://`; several hosts "
+        "with commas. Empty: a Valkey server started beside this process, with its data in "
+        "`data_dir`. Give a password through the environment, not in a ConfigMap.",
+    )
+    data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
+    fsync: Literal["everysec", "always"] = Field(
+        "everysec",
+        description="When the embedded Valkey's file is forced to the disk. A crash of the machine, not of "
+        "the process, loses up to a second with `everysec`, nothing with `always`, which costs throughput.",
+    )
+    name: Key = Field(
+        "",
+        description="Key of the queue. Empty: `batch:{<pool>}:requests`; the braces keep all its keys in one "
+        "Redis Cluster slot. A name without braces is wrapped whole; stray braces are refused.",
+    )
+    results: Key = Field(
+        "", description="Result list of a request that names none. Empty: `batch:{<pool>}:results`."
+    )
+    lease_s: float = Field(
+        30.0,
+        ge=1,
+        le=86_400,
+        description="Seconds after which a lease that was not renewed is taken back, whoever holds it; it is "
+        "renewed every third of it. Below some seconds a short pause of Redis makes requests run twice.",
+    )
+    owner_timeout_s: float | None = Field(
+        None,
+        ge=1,
+        le=86_400,
+        description="Seconds of silence after which a dispatcher is taken for dead, and its requests run "
+        "again. Not above `lease_s`. null: 5, or `lease_s` where that is less.",
+    )
+    poll_s: float = Field(
+        0.2,
+        ge=0.01,
+        le=60,
+        description="Seconds between looks at the queue, for producers that do not wake us.",
+    )
+    max_payload_bytes: int = Field(16_777_216, ge=1, description="A longer payload ends as TOO_LARGE.")
+    result_ttl_s: float = Field(
+        604_800.0, ge=0, description="Seconds a result list lives after its last push. 0: for ever."
+    )
+    dead_max: int = Field(
+        100_000, ge=1, description="Dead requests that are kept; the oldest go first, counted and logged."
+    )
+
+    @field_validator("owner_timeout_s")
+    @classmethod
+    def _within_a_lease(cls, timeout_s: float | None, info: ValidationInfo) -> float | None:
+        if timeout_s is not None and timeout_s > info.data.get("lease_s", timeout_s):
+            raise refuse(f"must not be above queue.lease_s ({info.data['lease_s']:g})")
+        return timeout_s
+
+    @field_validator("name")
+    @classmethod
+    def _one_slot(cls, name: str) -> str:
+        if (why := fault_of_braces(name)) is not None:
+            raise refuse(why)
+        return name
+
+    @field_validator("results")
+    @classmethod
+    def _another_list(cls, results: str, info: ValidationInfo) -> str:
+        if results and results == info.data.get("name"):
+            raise refuse("must not be queue.name: results would be taken for requests")
+        return results
+
+    def timeout_s(self) -> float:
+        """Seconds of silence after which a dispatcher is taken for dead."""
+        return min(OWNER_TIMEOUT_S, self.lease_s) if self.owner_timeout_s is None else self.owner_timeout_s
