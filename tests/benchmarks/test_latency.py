@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -48,8 +49,8 @@ def p99(times: list[float]) -> float:
     return times[int(len(times) * 0.99) - 1]
 
 
-def scheduling_p99() -> float:
-    """How late a short timer of this process is: what the machine alone adds, just now."""
+def scheduling() -> list[float]:
+    """How late a short timer of this process is: what the machine alone adds, just now; ascending."""
 
     async def late() -> list[float]:
         times = []
@@ -59,7 +60,7 @@ def scheduling_p99() -> float:
             times.append(time.monotonic() - due)
         return sorted(times)
 
-    return p99(asyncio.run(late()))
+    return asyncio.run(late())
 
 
 async def by_our_client(stage: Stage, requests: int) -> dict[str, float]:
@@ -100,18 +101,22 @@ def test_p99_from_submission_to_the_gateway(
     requests: int,
     within_s: float,
 ) -> None:
-    """Processes pass the request on five times; a machine that wakes each late may be late five times."""
+    """Processes pass the request on five times; a machine that wakes each late may be late five times. That
+    is much at its p99 when it is busy, and little at its median: so the median is held to the same."""
     world = quiet(stage)
     asyncio.run(produce(stage, 5))
-    found = []
+    p99s, medians = [], []
     for _ in range(TRIES):
-        busy_s = scheduling_p99()
+        late = scheduling()
         times = arrivals(world, asyncio.run(produce(stage, requests)))
-        found.append(p99(times) - 5 * busy_s)
+        p99s.append(p99(times) - 5 * p99(late))
+        medians.append(statistics.median(times) - 5 * statistics.median(late))
         print(
             f"median {times[len(times) // 2] * 1000:.1f} ms, p99 {p99(times) * 1000:.1f} ms, "
-            f"most {times[-1] * 1000:.1f} ms; the machine's own p99 {busy_s * 1000:.1f} ms"
+            f"most {times[-1] * 1000:.1f} ms; the machine's own {statistics.median(late) * 1000:.1f}, "
+            f"p99 {p99(late) * 1000:.1f} ms"
         )
         if p99(times) <= within_s:
             return
-    assert min(found) <= within_s
+    assert min(p99s) <= within_s
+    assert min(medians) <= within_s

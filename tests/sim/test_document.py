@@ -11,11 +11,21 @@ from tests.sim.document import DOCUMENT, blocks, rerun
 NUMBER = re.compile(r"[+-]?\d[\d,]*\.?\d*")
 
 
-@pytest.mark.parametrize("i", range(5))
+def each_shown() -> list[str]:
+    """Each command of the document with what stands below it."""
+    return [
+        one
+        for block in blocks(DOCUMENT.read_text())
+        for one in re.split(r"^(?=\$ )", block, flags=re.MULTILINE)
+        if one
+    ]
+
+
+@pytest.mark.parametrize("i", range(9))
 def test_figures_in_the_document_are_those_of_a_run(i: int) -> None:
     """To a tenth: a mathematics library that rounds otherwise moves single requests."""
-    found = blocks(DOCUMENT.read_text())
-    assert len(found) == 5
+    found = each_shown()
+    assert len(found) == 9
     stands, should = found[i], rerun(found[i])
     assert NUMBER.sub("#", stands).split() == NUMBER.sub("#", should).split()
     shown, printed = ([float(n.replace(",", "")) for n in NUMBER.findall(t)] for t in (stands, should))
