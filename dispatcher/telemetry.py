@@ -65,6 +65,11 @@ class Event(Enum):
         "A lease of ours ran out; its request was cut and is another's",
     )
     SLOW = ("slow", logging.WARNING, "The event loop cannot keep pace: too little CPU; with figures")
+    TAKEN_BACK = (
+        "taken-back",
+        logging.WARNING,
+        "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
+    )
     SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
     RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")

@@ -13,7 +13,7 @@ from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, now
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.options import Options
-from dispatcher.ports import Overload, Permit
+from dispatcher.ports import Overload, Permit, Swept
 from dispatcher.telemetry import Event, Metrics, emit
 
 EACH_S = 1.0
@@ -53,7 +53,7 @@ class Upkeep:
         """First of all, what owners left that are proven gone: before we count, or what they lost would lower
         our limit until a second reading, though the first has no request of theirs."""
         if not self.options.observe:
-            await self._access.ask(self._queue.sweep())
+            self._tell(await self._access.ask(self._queue.sweep()))
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch]
@@ -136,6 +136,7 @@ class Upkeep:
             swept = await self._access.ask(self._queue.sweep())
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
             pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
+            self._tell(swept)
             if swept is not None:
                 self._access.heard_of_losses(swept.lost)
                 if swept.reclaimed or swept.due:
@@ -146,6 +147,10 @@ class Upkeep:
                 if swept.next_due_at is not None:
                     pause = min(pause, max(0.01, swept.next_due_at - now()))
             await asyncio.sleep(pause)
+
+    def _tell(self, swept: Swept | None) -> None:
+        if swept is not None and swept.reclaimed:
+            emit(Event.TAKEN_BACK, leases=swept.reclaimed)
 
     async def _expire(self) -> None:
         for _ in range(EXPIRED_ROUNDS):

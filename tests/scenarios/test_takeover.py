@@ -16,6 +16,8 @@ from dispatcher.queue.embedded import running_url
 from tests.scenarios.processes import Dispatcher, Producer, Stage, World, hold
 from tests.support import require_tool, wait_until_sync
 
+pytestmark = pytest.mark.serial  # each holds a number of seconds that was promised
+
 SLOTS = 32
 LIMIT = 30
 FULL_S = 20.0
@@ -61,6 +63,7 @@ def resumed_s(one: Dispatcher, world: World) -> float:
     up_at = time.monotonic()
     wait_until_sync(lambda: again_at(world, held, killed_at), LEASE_S + 10, what="the first to run again")
     took_s = again_at(world, held, killed_at)[0] - up_at
+    assert sum(event["leases"] for event in one.events("taken-back")) >= len(held), "it says so"
     print(f"the first of {len(held)} ran again {took_s:.2f} s after the start was over")
     return took_s
 
