@@ -6,7 +6,6 @@ Times are compared within one run, since machines differ and are shared: see tes
 from __future__ import annotations
 
 import asyncio
-import resource
 import statistics
 import subprocess
 import time
@@ -20,7 +19,7 @@ import redis
 from dispatcher.ports import Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
-from tests.floors import beside
+from tests.floors import beside, of_children
 from tests.queue.made import NAMES, answer, claim, member, queues
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import require_tool
@@ -195,9 +194,9 @@ async def test_claim_and_settle_cost_less_than_five_bare_calls(queue, own_server
             return (cpu_us(client) + time.process_time() * 1e6 - before) / requests
 
         def bare() -> float:
-            before = cpu_us(client) + children_us()
+            before = cpu_us(client) + 1e6 * of_children()
             benchmark(own_server, sha, calls)
-            return (cpu_us(client) + children_us() - before) / calls
+            return (cpu_us(client) + 1e6 * of_children() - before) / calls
 
         found = await beside(ours, bare)
         assert client.llen(NAMES.results) == rounds * requests
@@ -206,12 +205,6 @@ async def test_claim_and_settle_cost_less_than_five_bare_calls(queue, own_server
         f"an EVALSHA of redis-benchmark: {found.ratio:.2f} ×"
     )
     assert found.ratio <= 5
-
-
-def children_us() -> float:
-    """The CPU time of the programs that have run here and ended, in µs."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return 1e6 * (used.ru_utime + used.ru_stime)
 
 
 def benchmark(own_server: Server, sha: str, calls: int) -> None:

@@ -125,7 +125,7 @@ def test_realtime_that_comes_back_is_made_room_for(stage: Stage, stretch: int) -
         hold(lambda: world.in_flight() <= LIMIT - step + 1, 2.0)
         settled = world.control(realtime=0)["pool"]
         assert settled["all"]["peak"] <= SLOTS
-        # How well is measured above, alone on the machine.
-        assert settled["batch"]["mean"] >= 0.5 * (LIMIT - step), "what realtime leaves is used"
+        # All of it. How steadily is held in virtual time (test_virtual_cap), where no neighbour spoils it.
+        assert settled["batch"]["peak"] >= LIMIT - step, "what realtime leaves is used"
     wait_until_sync(lambda: world.in_flight() >= LIMIT, 5, what="the room to be used again")
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1

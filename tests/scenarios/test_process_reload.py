@@ -24,7 +24,8 @@ def test_a_changed_reserve_holds_at_once_and_costs_no_request(stage: Stage) -> N
     hold(lambda: world.in_flight() <= 16 + 1, 1.5)
     seen = world.observed()["gateway"]
     assert seen["gone"] == 0, "nothing in flight is revoked"
-    assert seen["batch"]["mean"] >= 0.5 * 16, "used, though other tests run beside this one"
+    # How steadily is held in virtual time (test_virtual_cap), where no neighbour spoils a mean.
+    assert seen["batch"]["peak"] >= 16, "used to the full"
 
     one.write("budget: {reserve: 0.2, reserv: 1}\n")
     problem = wait_until_sync(lambda: one.status()["config_problem"], 10, what="the bad file to be noticed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +80,24 @@ async def test_realtime_that_comes_is_given_way_to_and_what_it_leaves_is_taken(
     mean = await stage.mean_over(10)
     assert stage.peak <= stage.setting.most + 1
     assert mean >= 0.95 * stage.setting.most
+
+
+@SCRAPE_S
+@REPLICAS
+@scenario()
+async def test_changed_reserve_holds_at_once_and_is_used_to_the_full(
+    stage: Stage, replicas: int, scrape_s: float
+) -> None:
+    await stage.submit(4000)
+    await asyncio.sleep(2 * scrape_s + 3)
+    thrifty = replace(stage.setting.policy, reserve=0.5)
+    for each in stage.alive:
+        each.limiter.settings(thrifty, stage.now)
+        each.dispatcher.poke()
+    await asyncio.sleep(scrape_s + 2)  # what was running ends
+    stage.restart_peak()
+    assert await stage.mean_over(10) >= 0.95 * 16
+    assert stage.peak <= 16 + 1
 
 
 steps = st.lists(
