@@ -130,7 +130,27 @@ def _capacity(gate: dict[str, Any]) -> str:
     elif unsure_s is not None:
         told.append(f"{watch} has seen nothing for {unsure_s:.0f} s and bounds nothing")
     whole = (", " if by == "watch" else "; ").join(told)
-    return f"{whole[:1].upper()}{whole[1:]}." if whole else ""
+    return " ".join(filter(None, [f"{whole[:1].upper()}{whole[1:]}." if whole else "", _per_endpoint(gate)]))
+
+
+def _per_endpoint(gate: dict[str, Any]) -> str:
+    """What an endpoint is taken to run at once, and whether the picker counts with another number."""
+    each, source, k = (
+        gate.get(name) for name in ("per_endpoint", "per_endpoint_from", "picker_max_concurrency")
+    )
+    match source:
+        case "setting" if k is not None and k != each:
+            return (
+                f"budget.per_endpoint is {each:g}, the endpoint picker counts with {k}: one of them is wrong."
+            )
+        case "picker":
+            return f"An endpoint is taken to run {each:g} requests, as the endpoint picker counts."
+        case "assumption":
+            return (
+                f"An endpoint is assumed to run {each:g} requests: set budget.per_endpoint to what it does."
+            )
+        case _:
+            return ""
 
 
 def _text(shown: dict[str, Any]) -> str:

@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 FLUSH_S = 5.0
 """The picker rewrites its averages this often: an average may be of any moment that far back."""
 
+FLUSH_LATE = 1.2
+"""No flush comes later than this many times FLUSH_S after the one before."""
+
 ASSUMED = 100.0
 """Requests per endpoint where nobody says how many: the picker's own default for maxConcurrency."""
 FIRST = 8.0
@@ -160,12 +163,16 @@ class Outside:
 
     At a flush the averages A and the picker's own count n are of one moment: A − n then. A flush is seen by
     its averages differing from those before. It fell between two samples, and the larger n of the two is
-    taken: requests on their way must not be counted twice. Where no difference is seen, all that is certain
-    is that A is not older than FLUSH_S: A − n is at least A less the largest n since.
+    taken; but n may have been higher between them, for as long as short requests take. So of two flushes in
+    a row the smaller difference counts: what is there longer is there at both. Where none is seen for longer
+    than a flush takes there was one all the same: A − n then is at least A less the largest n since.
     """
 
     requests: float = 0.0
     _average: float | None = None
+    _before: float | None = None
+    """The difference at the flush before; None: none was seen."""
+    _flushed_at: float = 0.0
     _counts: deque[tuple[float, float]] = field(default_factory=deque)
     """(when, n) of the samples that a flush which still stands may have fallen between."""
 
@@ -174,15 +181,17 @@ class Outside:
         if not (math.isfinite(in_flight) and (average is None or math.isfinite(average))):
             return  # nobody acts upon such a sample
         counts = self._counts
-        while len(counts) > 1 and counts[1][0] <= at - FLUSH_S:
+        while len(counts) > 1 and counts[1][0] <= at - FLUSH_LATE * FLUSH_S:
             counts.popleft()
         before = counts[-1][1] if counts else in_flight
         counts.append((at, in_flight))
         if average is None:
-            self.requests, self._average = 0.0, None
+            self.requests, self._average, self._before = 0.0, None, None
             return
         if average != self._average:
-            self.requests = max(0.0, average - max(before, in_flight))
-        else:
+            newest = max(0.0, average - max(before, in_flight))
+            self.requests = newest if self._before is None else min(newest, self._before)
+            self._before, self._flushed_at = newest, at
+        elif at - self._flushed_at > FLUSH_LATE * FLUSH_S:  # there was one that changed nothing
             self.requests = max(self.requests, average - max(count for _, count in counts))
         self._average = average

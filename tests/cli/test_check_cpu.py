@@ -66,7 +66,6 @@ async def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once() -> None
     assert (tries, [finding.what for finding in told]) == (1, ["connection refused"])
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize(("cores", "times"), [(0.1, 1), (0.25, 2)])
 def test_strict_check_of_healthy_parts_passes_under_a_cpu_limit(
     tmp_path: Path, cores: float, times: int

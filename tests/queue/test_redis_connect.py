@@ -94,7 +94,6 @@ async def test_unix_socket(tmp_path: Path):
             assert (await queue.counts()).pending == 1
 
 
-@pytest.mark.serial
 @pytest.mark.parametrize("engine", ["redis", "valkey"])
 async def test_work_goes_on_after_a_failover(engine: str, tmp_path: Path):
     """The primary is killed under load: what the new one knows of is answered, once."""

@@ -12,7 +12,6 @@ from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until_sync
 from tests.throttle import Throttle, cpu_limit
 
-pytestmark = pytest.mark.serial
 LIMIT = 30
 """Of 32 slots, less the reserve."""
 
@@ -47,6 +46,7 @@ def slow(one: Dispatcher) -> bool:
     return bool(one.events("slow"))
 
 
+@pytest.mark.serial
 def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -> None:
     world = stage.world(slots=32, seconds=0.005)
     one = stage.dispatcher(stage.settings(world))

@@ -85,8 +85,8 @@ WAVES = {
 
 def kept_after_a_burst(**setting: Any) -> float:
     """The share of its slots that batch work keeps, from a second after a burst that a flush saw."""
-    burst = Trace("burst", [Arrived(9.7, 0.4, 1)] * 12, 40.0)
-    steady = Setting(slots=48, flush_s=5.0, batch_tokens=60, seconds=40, scrape_s=0.5, **setting)
+    burst = Trace("burst", [Arrived(9.7, 0.4, 1)] * 12, 25.0)
+    steady = Setting(slots=48, flush_s=5.0, batch_tokens=60, seconds=25, scrape_s=0.5, **setting)
     run = play(steady, burst, Name.LAW, moment_s=0.1)
     held = [moment.state.batch_running for moment in run.moments if moment.state.at >= 11]
     return sum(held) / len(held) / int(48 * 0.95)

@@ -1,0 +1,84 @@
+"""What an endpoint runs at once is learned from the picker's pages, and a setting that differs is told of."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from dispatcher.cli import app
+from tests.scenarios.processes import Dispatcher, Stage, World
+from tests.support import wait_until_sync
+
+
+def said(one: Dispatcher, verb: str = "explain") -> str:
+    port = one.events("started")[-1]["admin_port"]
+    config = one.folder / "asked.yaml"
+    config.write_text(one.config.read_text().replace("port: 0", f"port: {port}"))
+    done = CliRunner().invoke(app, [verb, "--config", str(config)])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def learned(one: Dispatcher, world: World) -> bool:
+    """Realtime comes and goes, so that pages differ; whether the picker's number is known."""
+    world.control(realtime=(world.observed()["pool"]["realtime"]["now"] + 5) % 17)
+    return one.status()["picker_max_concurrency"] == 16
+
+
+@pytest.mark.parametrize(("budget", "limit"), [({"per_endpoint": "auto"}, 30), ({"per_endpoint": 8}, 15)])
+def test_the_pickers_number_is_learned_and_compared(
+    stage: Stage, budget: dict[str, object], limit: int
+) -> None:
+    world = stage.world(slots=32, endpoints=2, seconds=0.3, realtime_seconds=0.2)
+    settings = stage.settings(world, signals={"interval_s": 0.2})
+    settings["budget"] = budget
+    one = stage.dispatcher(settings)
+    stage.producer.submit(300)
+    wait_until_sync(lambda: learned(one, world), 30, what="maxConcurrency to be learned", every_s=0.1)
+    world.control(realtime=0)
+    status = one.wait_for(limit=limit)
+    assert status["max_sys"] == 2 * status["per_endpoint"]
+    assert [each["signal"] for each in status["readings"]] == ["saturation"], "a count needs no second"
+    assert status["detector"] == "counts requests, maxConcurrency 16"
+    assert [event["picker"] for event in one.events("capacity-learned")] == [16]
+    if limit == 30:
+        assert (status["per_endpoint"], status["per_endpoint_from"]) == (16, "picker")
+        assert "An endpoint is taken to run 16 requests, as the endpoint picker counts." in said(one)
+        assert not one.events("capacity-differs")
+    else:
+        assert (status["per_endpoint"], status["per_endpoint_from"]) == (8, "setting")
+        told = "budget.per_endpoint is 8, the endpoint picker counts with 16: one of them is wrong."
+        assert told in said(one)
+        assert told in said(one, "status")
+        assert len(one.events("capacity-differs")) == 1
+        assert one.metrics()["picker_max_concurrency"] == 16
+    stage.producer.wait_for_all(timeout_s=40)
+    assert world.observed()["gateway"]["batch"]["peak"] <= limit + 1
+
+
+def test_a_utilization_detector_is_not_followed_alone_whatever_its_name(stage: Stage) -> None:
+    """It was: 69 running and waiting on 48 slots."""
+    world = stage.world(
+        slots=32, endpoints=2, seconds=0.3, detector="utilization", detector_name="high-concurrency-pool"
+    )
+    settings = stage.settings(world, signals={"interval_s": 0.2})
+    settings["budget"] = {"per_endpoint": 16}
+    one = stage.dispatcher(settings)
+    stage.producer.submit(300)
+    status = one.wait_for(limit=30)
+    assert status["detector"] == "utilization (high-concurrency-pool)"
+    stage.producer.wait_for_all(timeout_s=40)
+    assert [each["signal"] for each in one.status()["readings"]] == ["saturation", "requests"]
+    assert one.status()["picker_max_concurrency"] is None
+    assert world.observed()["pool"]["all"]["peak"] <= 32
+
+
+def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
+    world = stage.world(slots=32, cold=True, flush_s=3.0)
+    stage.producer.submit(50)
+    one = stage.dispatcher(stage.settings(world, signals={"interval_s": 0.2}))
+    status = one.wait_for(reason="starting")
+    assert "sees no ready endpoint" in status["explanation"]
+    assert "that has just started shows none for 5 s" in status["explanation"]
+    assert world.observed()["gateway"]["arrived"] == 0
+    stage.producer.wait_for_all(timeout_s=40)
