@@ -77,8 +77,13 @@ def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
     world = stage.world(slots=32, cold=True, flush_s=3.0)
     stage.producer.submit(50)
     one = stage.dispatcher(stage.settings(world, signals={"interval_s": 0.2}))
-    status = one.wait_for(reason="starting")
-    assert "sees no ready endpoint" in status["explanation"]
-    assert "that has just started shows none for 5 s" in status["explanation"]
+
+    def told() -> str:
+        told = str(one.status()["explanation"])
+        return told if "sees no ready endpoint" in told else ""
+
+    explanation = wait_until_sync(told, 10, what="the first page to be told of")
+    assert "Nothing is sent: starting" in explanation
+    assert "that has just started shows none for 5 s" in explanation
     assert world.observed()["gateway"]["arrived"] == 0
     stage.producer.wait_for_all(timeout_s=40)
