@@ -95,7 +95,7 @@ async def test_unix_socket(tmp_path: Path):
 
 
 async def test_work_goes_on_after_a_failover(tmp_path: Path):
-    """The primary is killed under load: what the new one knows of is answered, once. (Of Valkey: tests/chaos.)"""
+    """The primary is killed under load: what the new one knows of is answered, once. Valkey: tests/chaos."""
     with sentinel_set("redis", tmp_path) as sentinels:
         async with queues(sentinels.url, "a", try_s=1.0, lease_s=3) as (queue,):
             await queue.submit([submission(f"r-{number}") for number in range(300)])
