@@ -156,18 +156,21 @@ class Service:
         )
 
     def _tell_capacity(self, now: float) -> None:
+        """What the watch bounds: all where nothing is ready, else only by what is known of an endpoint."""
         ready, per_endpoint = self._watched.ready, self.settings.budget.per_endpoint
         if per_endpoint is None and self._poll is not None:
-            per_endpoint = self._poll.per_endpoint
-        # Before the first poll nothing is sent, however much the pool takes.
-        self.limiter.capacity(None if ready is None or per_endpoint is None else ready * per_endpoint, now)
+            per_endpoint = self._poll.per_endpoint or self._poll.picker_k
+        if ready is None or (ready and per_endpoint is None):
+            self.limiter.capacity(None, now)
+        else:
+            self.limiter.capacity(ready * (per_endpoint or 0.0), now)
 
     def _capacity_from(self) -> Literal["setting", "picker", "assumption"] | None:
         """Where the requests per endpoint come from; None where nothing is reckoned with them."""
-        budget, poll = self.settings.budget, self._poll
-        if budget.max_sys is not None or poll is None or poll.per_endpoint is None:
+        poll = self._poll
+        if poll is None or poll.per_endpoint is None:
             return None
-        if budget.per_endpoint is not None:
+        if self.settings.budget.per_endpoint is not None:
             return "setting"
         return "picker" if poll.picker_k is not None else "assumption"
 
@@ -212,7 +215,6 @@ class Service:
         allowance = self.limiter.allowance(now)
         budget, view, counts = allowance.budget, self.dispatcher.view, self.dispatcher.view.counts
         readings = self.limiter.readings
-        capacity_from = self._capacity_from()
         watched = self._watched
         max_sys, max_sys_by = self._max_sys(budget)
         return Status(
@@ -239,8 +241,8 @@ class Service:
             reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
             source=self._poll.source if self._poll else None,
             detector=self._poll.detector if self._poll else None,
-            per_endpoint=self._poll.per_endpoint if self._poll and capacity_from else None,
-            per_endpoint_from=capacity_from,
+            per_endpoint=self._poll.per_endpoint if self._poll else None,
+            per_endpoint_from=self._capacity_from(),
             picker_max_concurrency=self._poll.picker_k if self._poll else None,
             readings=[
                 {

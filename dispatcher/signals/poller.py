@@ -69,7 +69,7 @@ class Poll:
     detector: str = ""
     """What is known of the EPP's saturation detector, in words."""
     per_endpoint: float | None = None
-    """Requests per endpoint that the capacity was reckoned with; None: nothing was read."""
+    """Requests per endpoint that the capacity was reckoned with; None: it came another way, or not at all."""
     picker_k: int | None = None
     """The picker's maxConcurrency, where its pages show it."""
     raw: Mapping[str, float] = field(default_factory=dict)

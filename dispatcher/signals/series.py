@@ -275,7 +275,9 @@ def judge(
             unread.append(made)
         elif not isinstance(capacity, Unread):
             readings.append(_reading(signal, views, capacity, made, source, raw))
-    return Verdict(wanted, tuple(readings), tuple(dict.fromkeys(unread)), detector, raw, per_endpoint)
+    counted = policy.max_sys is None and all(each.capacity is None for each in views)
+    used = per_endpoint if counted else None
+    return Verdict(wanted, tuple(readings), tuple(dict.fromkeys(unread)), detector, raw, used)
 
 
 def at_most(use: str) -> tuple[Signal, ...]:

@@ -68,7 +68,7 @@ def _cluster(folder: Path) -> Iterator[Cluster]:
         thread.join(10)
 
 
-def dispatcher(stage: Stage, cluster: Cluster, *, find: bool = False, **budget: float) -> Dispatcher:
+def dispatcher(stage: Stage, cluster: Cluster, *, find: bool = False, **budget: object) -> Dispatcher:
     world = stage.world(slots=POOL_SLOTS, endpoints=POOL_SLOTS // PER_ENDPOINT)
     settings = stage.settings(world, signals={"interval_s": 0.2})
     settings["budget"] = {"per_endpoint": PER_ENDPOINT, **budget}
@@ -96,6 +96,16 @@ def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) 
     }
     one.reconfigure(budget={"max_sys": 16})
     assert one.wait_for(max_sys_by="setting")["max_sys"] == 16
+
+
+def test_the_watch_bounds_by_nothing_that_is_only_assumed(stage: Stage, cluster: Cluster) -> None:
+    """The capacity is set, what an endpoint runs is not: only that there is none left bounds it."""
+    one = dispatcher(stage, cluster, per_endpoint="auto", max_sys=100)
+    shown = one.wait_for(watch_endpoints=3, max_sys_by="setting")
+    assert (shown["max_sys"], shown["per_endpoint"], shown["per_endpoint_from"]) == (100, None, None)
+    for number in range(3):
+        cluster.do(lambda server, number=number: server.delete(PODS, f"p{number}"))  # type: ignore[misc]
+    assert one.wait_for(watch_endpoints=0, reason="no-endpoints")["max_sys"] == 0
 
 
 def test_a_watch_that_is_lost_is_shown_with_its_age(stage: Stage, cluster: Cluster) -> None:
