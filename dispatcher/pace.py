@@ -14,6 +14,8 @@ from pathlib import Path
 from dispatcher.core.pace import WINDOW_S, Pace
 
 STEP_S = 0.25
+HELD_UP_SHARE = 0.75
+"""Of the periods in which the process wanted to run: in so many it was stopped where a limit holds it up."""
 GROUPS = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")
 
@@ -70,6 +72,8 @@ class PaceWatch:
             passed_s, before = now - before, now
             if now - self._looked_at >= WINDOW_S:
                 self._looked_at, self._before, self._next = now, self._next, read_limit()
+                share = _stopped(self._before, self._next)
+                self.pace.held_up = share is not None and share >= HELD_UP_SHARE
             if self.pace.woke(now, passed_s, max(0.0, passed_s - self.step_s)):
                 self._on_slow()
 
@@ -77,11 +81,16 @@ class PaceWatch:
     def throttled(self) -> tuple[float | None, float | None]:
         """In what share of the last periods the limit stopped us, and the limit in cores; None: unknown."""
         newest = read_limit()
-        if self._before is None or newest is None:
-            return None, None
-        periods = newest.periods - self._before.periods
-        share = (newest.throttled - self._before.throttled) / periods if periods > 0 else 0.0
-        return round(share, 2), newest.cores
+        share = _stopped(self._before, newest)
+        return (None, None) if share is None or newest is None else (round(share, 2), newest.cores)
+
+
+def _stopped(before: Limit | None, after: Limit | None) -> float | None:
+    """In what share of the periods between the limit stopped the process; None: unknown."""
+    if before is None or after is None:
+        return None
+    periods = after.periods - before.periods
+    return (after.throttled - before.throttled) / periods if periods > 0 else 0.0
 
 
 def read_limit(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> Limit | None:

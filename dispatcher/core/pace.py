@@ -8,6 +8,9 @@ a time, and how late it is woken is the loop's lag.
 
     fine ── share ≥ SLOW_SHARE, or longest ≥ STALL_S ──▶ slow
     slow ── share < FINE_SHARE, and longest < STALL_S ─▶ fine
+
+Where a CPU limit holds the process up most of the time, FINE_SHARE is too much already: it is woken soon, in
+the next period of the limit, but with next to no time to do anything in.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ class Pace:
         self.behind_s = 0.0
         """The sum of all lags so far."""
         self.slow = False
+        self.held_up = False
+        """A CPU limit stopped the process in most of the last periods."""
         self._lags: deque[tuple[float, float, float]] = deque()
         """When it was woken, how long after the wake-up before, how late."""
         self._told_at = float("-inf")
@@ -61,7 +66,8 @@ class Pace:
         while self._lags[0][0] <= at - WINDOW_S:
             self._lags.popleft()
         before, stalled = self.slow, self.longest_s >= STALL_S
-        self.slow = stalled or (self._whole and self.share >= (FINE_SHARE if before else SLOW_SHARE))
+        most = FINE_SHARE if before or self.held_up else SLOW_SHARE
+        self.slow = stalled or (self._whole and self.share >= most)
         if not self.slow or before or at - self._told_at < QUIET_S:
             return False
         self._told_at = at

@@ -50,6 +50,17 @@ def test_loop_that_is_behind_for_too_much_of_the_time_is_slow(loop: Loop) -> Non
     assert loop.pace.share == pytest.approx(SLOW_SHARE + 0.02)
 
 
+def test_less_will_do_where_a_cpu_limit_holds_the_process_up(loop: Loop) -> None:
+    """It is woken soon, in the next period, but gets nothing done in it."""
+    share = (FINE_SHARE + SLOW_SHARE) / 2
+    assert loop.goes_on(60, share) == 0
+    loop.pace.held_up = True
+    assert loop.goes_on(60, share) == 1
+    loop.pace.held_up = False
+    assert loop.goes_on(60, FINE_SHARE - 0.02) == 0
+    assert not loop.pace.slow
+
+
 def test_a_bad_moment_at_the_start_is_no_share_of_the_time(loop: Loop) -> None:
     assert loop.wakes(0.9) == 0
     assert loop.goes_on(WINDOW_S) == 0

@@ -48,8 +48,8 @@ def slow(one: Dispatcher) -> bool:
 
 @pytest.mark.serial
 def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -> None:
-    world = stage.world(slots=32, seconds=0.005)
-    one = stage.dispatcher(stage.settings(world))
+    world = stage.world(slots=512, seconds=0.005)
+    one = stage.dispatcher(stage.settings(world, max_sys=512))
     wait_until_sync(lambda: one.probe("/readyz")[0] == 200, 20.0, what="readiness")
     before = one.status()
     assert (before["loop_lag_s"] < 1, "CPU" in before["explanation"]) == (True, False)
@@ -59,7 +59,7 @@ def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -
         wait_until_sync(lambda: slow(one), 30.0, what="the event", every_s=0.1)
         [event] = one.events("slow")
         assert event["level"] == "warning"
-        assert event["behind_share"] > 0.2 or event["longest_s"] >= 1
+        assert event["behind_share"] >= 0.15 or event["longest_s"] >= 1
         assert "too little CPU" in event["why"]
         if limit.kind == "cgroup":
             assert event["limit_cores"] == pytest.approx(0.03)
