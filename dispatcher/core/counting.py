@@ -36,7 +36,8 @@ FIRST = 8.0
 PAGES = 6
 FILLS = 4
 SPREAD = 3.0
-"""So many pages, with so many different numbers in flight that lie so far apart, must agree on k."""
+"""So many pages, with so many different numbers in flight that lie so far apart, over more than a flush, must
+agree on k."""
 EXACT = 1e-6
 """Relative: both numbers come from whole ones."""
 RACE = 2.0
@@ -65,6 +66,8 @@ class Count:
     last: int | None = None
     """The k that was believed last, contradicted or not."""
     _candidate: int | None = None
+    _since: float = 0.0
+    """Of when the first page was that showed it."""
     _pages: int = 0
     _fills: set[float] = field(default_factory=set)
     _seen: tuple[Page, ...] = ()
@@ -90,8 +93,8 @@ class Count:
         self._loaded = True
         self._contradicted()
 
-    def learn(self, pages: Sequence[Page]) -> None:
-        """Take in one sample: a page of each replica. The same sample again teaches nothing."""
+    def learn(self, pages: Sequence[Page], at: float) -> None:
+        """Take in one sample: a page of each replica, of `at`. The same sample again teaches nothing."""
         if tuple(pages) == self._seen:
             return
         self._seen = tuple(pages)
@@ -100,9 +103,9 @@ class Count:
                 self._contradicted()
             elif page.in_flight > 0 or page.saturation > 0:  # idle is true of every k
                 self._loaded = True
-                self._learn(page)
+                self._learn(page, at)
 
-    def _learn(self, page: Page) -> None:
+    def _learn(self, page: Page, at: float) -> None:
         believed = self.k if self.k is not None else self._candidate
         if believed is not None and not self._fits(page, believed):
             self._contradicted()
@@ -118,11 +121,13 @@ class Count:
                 self._contradicted()
             return
         if self._candidate is None:
-            self._candidate = found
+            self._candidate, self._since = found, at
         if found == self._candidate:
             self._pages += 1
             self._fills.add(page.in_flight)
-            if self._pages >= PAGES and len(self._fills) >= FILLS and self._apart() >= SPREAD:
+            # The ready endpoints are of the last flush: with a pod that came since, pages agree on another k.
+            lasted = at - self._since > FLUSH_LATE * FLUSH_S
+            if lasted and self._pages >= PAGES and len(self._fills) >= FILLS and self._apart() >= SPREAD:
                 self.k = self.last = found
 
     def _fits(self, page: Page, k: int) -> bool:

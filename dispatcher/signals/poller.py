@@ -209,7 +209,10 @@ class Poller:
 
     def _heard(self, name: SourceName, seen: tuple[View, ...] | Unread) -> None:
         now = asyncio.get_running_loop().time()
-        verdict = self._judge(name, seen, now)
+        try:
+            verdict = self._judge(name, seen, now)
+        except Exception as error:  # of ours, on what a picker shows: it closes the gate, and ends nothing
+            verdict = self._judge(name, _defect(f"signals.{name}", error), now)
         # No endpoint is a fact about the pool, not a failure of the source that tells it.
         self._failures[name] = tuple(
             each for each in verdict.unread if each.reason is not Reason.NO_ENDPOINTS
@@ -309,5 +312,9 @@ async def _polled(source: Source) -> tuple[View, ...] | Unread:
     try:
         return await source.poll()
     except Exception as error:
-        emit(Event.SURPRISE, where=f"signals.{source.name}", error=repr(error))
-        return Unread(Reason.UNREADABLE, f"the dispatcher failed: {error!r}", "a defect: please report it")
+        return _defect(f"signals.{source.name}", error)
+
+
+def _defect(where: str, error: Exception) -> Unread:
+    emit(Event.SURPRISE, where=where, error=repr(error))
+    return Unread(Reason.UNREADABLE, f"the dispatcher failed: {error!r}", "a defect: please report it")

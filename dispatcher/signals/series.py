@@ -127,14 +127,14 @@ class Lessons:
         pages = [each.page for each in views]
         known = [page for page in pages if page is not None]
         if len(known) == len(pages):
-            self.count.learn(known)
+            self.count.learn(known, max(each.closed_at for each in views))
         else:
             self.count.unknowable()
         sent = [each.in_flight for each in views if each.in_flight is not None]
         averages = [each.average for each in views if each.average is not None]
         if len(sent) == len(views):
             at = max(each.closed_at for each in views)
-            self.outside.learn(at, largest(averages) if averages else None, math.fsum(sent))
+            self.outside.learn(at, largest(averages) if averages else None, total(sent))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +219,19 @@ def _combine(family: Family, samples: Sequence[Sample]) -> float:
     if family in (Family.QUEUED, Family.IN_FLIGHT):
         # A flow that was deleted and came back may be counted below zero for a while. Not max(): it would
         # make a zero of a NaN, and NaN must reach the limiter, which refuses it.
-        return math.fsum(0.0 if sample.value < 0 else sample.value for sample in samples)
+        return total(0.0 if sample.value < 0 else sample.value for sample in samples)
     if family is Family.READY:
         return smallest(sample.value for sample in samples)
     return largest(sample.value for sample in samples)
+
+
+def total(values: Iterable[float]) -> float:
+    """A sum that is infinite or NaN, and no exception, where the values are beyond all numbers."""
+    values = list(values)
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
 
 
 def largest(values: Iterable[float]) -> float:
@@ -347,7 +356,7 @@ def _load(
     if k is None or None in pages:
         return _Load(largest(saturations), exact=False)
     # Each replica counts what it sent itself, in shares of what it takes for the capacity.
-    counted = math.fsum(page.saturation * page.ready * k for page in pages if page is not None)
+    counted = total(page.saturation * page.ready * k for page in pages if page is not None)
     return _Load(counted / max_sys, exact=True)
 
 
@@ -355,7 +364,7 @@ def _reading(
     signal: Signal, views: Sequence[View], max_sys: float, load: _Load, source: str, raw: Mapping[str, float]
 ) -> Reading:
     # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
-    queued = math.fsum(each.queued for each in views if each.queued is not None)
+    queued = total(each.queued for each in views if each.queued is not None)
     return Reading(
         signal=signal,
         opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.flushed else 0.0),
@@ -377,8 +386,8 @@ def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load 
     # With no average at all the EPP has just started: its count leaves out what its predecessor sent, and the
     # averages will be there in a moment. Before GIE 1.5 there is none of running requests, though.
     started = [each for each in views if each.waiting is not None and each.ready is not None]
-    if len(sent) == len(views) and len(started) == len(views) and math.isfinite(math.fsum(averages)):
-        return _Load((math.fsum(sent) + outside.requests) / max_sys, exact=True)
+    if len(sent) == len(views) and len(started) == len(views) and math.isfinite(total(averages)):
+        return _Load((total(sent) + outside.requests) / max_sys, exact=True)
     if len(averages) == len(views):
         return _Load(largest(averages) / max_sys, exact=True, flushed=True)
     missing = [

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.counting import ASSUMED, FILLS, FIRST, PAGES, Count, Outside, Page, fitting
+from dispatcher.core import counting
+from dispatcher.core.counting import ASSUMED, FILLS, FIRST, FLUSH_S, PAGES, Outside, Page, fitting
 
 FULL = list(range(0, 48, 5))
 
@@ -17,6 +18,16 @@ FULL = list(range(0, 48, 5))
 def page(requests: float, k: int = 16, ready: float = 3, race: float = 0) -> Page:
     """A page of the concurrency detector; `race`: how far its other counter is ahead."""
     return Page(requests / (ready * k), ready, requests + race)
+
+
+class Count(counting.Count):
+    """Handed a sample every two seconds, unless another time is given."""
+
+    now = 0.0
+
+    def learn(self, pages: Sequence[Page], at: float | None = None) -> None:
+        self.now = self.now + 2.0 if at is None else at
+        super().learn(pages, self.now)
 
 
 def taught(pages: Sequence[Page]) -> Count:
@@ -110,6 +121,24 @@ def test_the_same_sample_again_teaches_nothing() -> None:
             count.learn([page(fill)])
     assert len({10, 20, 30, 40}) >= FILLS
     assert count.k is None
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("every_s", [0.1, 0.5, 1.0])
+def test_endpoints_that_came_since_the_last_flush_make_no_other_k(every_s: float, replicas: int) -> None:
+    """From one pod to four: saturation is a share of four at once, the page shows one until its flush."""
+    count, at, rand = Count(), 0.0, random.Random(1)
+    while at < 30:
+        at += every_s
+        pods, shown = (1 if at < 15 else 4), (1 if at < 15 + FLUSH_S else 4)
+        pages = []
+        for _ in range(replicas):
+            requests = rand.randint(1, 15)
+            pages.append(Page(requests / (16 * pods), shown, requests))
+        count.learn(pages, at)
+        assert count.k in (None, 16)
+        assert count.per_endpoint in (16, FIRST)
+    assert count.k == 16
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_a_utilization_detector_is_not_followed_alone_whatever_its_name(stage: S
 
 
 def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
-    world = stage.world(slots=32, cold=True, flush_s=3.0)
+    world = stage.world(slots=32, cold=True, flush_s=10.0)
     stage.producer.submit(50)
     one = stage.dispatcher(stage.settings(world, signals={"interval_s": 0.2}))
 

@@ -151,8 +151,8 @@ def filled(requests: int, **changed: float) -> View:
 
 def taught(*requests: int) -> Lessons:
     lessons = Lessons()
-    for each in requests:
-        lessons.learn([filled(each)])
+    for number, each in enumerate(requests):
+        lessons.learn([filled(each, closed_at=CLOSED_AT + 2 * number)])
     return lessons
 
 
@@ -188,8 +188,9 @@ def test_a_count_is_a_share_of_the_capacity_that_is_set(policy: Policy, max_sys:
 def test_counts_of_several_pickers_add_up() -> None:
     """Each counts what it sent itself."""
     lessons = Lessons()
-    for each in KNOWN:
-        lessons.learn([filled(each), filled(each + 3)])
+    for number, each in enumerate(KNOWN):
+        at = CLOSED_AT + 2 * number
+        lessons.learn([filled(each, closed_at=at), filled(each + 3, closed_at=at)])
     (reading,) = judge([filled(40), filled(60)], "auto", POLICY, "epp", lessons).readings
     assert reading.f_sys == pytest.approx(100 / 400)
 
@@ -267,6 +268,15 @@ def test_a_replica_without_the_others_series_is_not_overlooked() -> None:
     verdict = read("replica-a", "router-newest-flow-control-off", use="saturation")
     assert verdict.readings == ()
     assert verdict.unread[0].signal is SATURATION
+
+
+def test_sums_beyond_all_numbers_raise_nothing() -> None:
+    """Two replicas that each show nearly the largest number, or infinities of both signs."""
+    for queued, running in ((1.2e308, 1.2e308), (float("inf"), float("inf"))):
+        views = [filled(100, queued=queued, running=sign * running) for sign in (1, -1)]
+        for use in ("auto", "requests", "saturation"):
+            for reading in judge(views, use, POLICY, "epp").readings:
+                assert not float("-inf") < reading.f_epp < float("inf")
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf"])

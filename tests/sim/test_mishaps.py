@@ -109,8 +109,8 @@ def only(readings: list[Reading]) -> Reading:
 
 def test_concurrency_detector_counts() -> None:
     counting = exporter()
-    for running in (8, 16, 24, 40, 48, 56):
-        counting.read(state(running, 0))
+    for number, running in enumerate((8, 16, 24, 40, 48, 56)):
+        counting.read(state(running, 0, at=2.0 * number))
     reading = only(counting.read(state(32, 8)))
     assert (reading.f_sys, reading.f_epp, reading.max_sys, reading.exact) == (0.5, 0.125, 64, True)
 
