@@ -169,7 +169,8 @@ class Outside:
     At a flush the averages A and the picker's own count n are of one moment: A − n then. A flush is seen by
     its averages differing from those before. It fell between two samples, and the larger n of the two is
     taken; but n may have been higher between them, for as long as short requests take. So of two flushes in
-    a row the smaller difference counts: what is there longer is there at both. Where none is seen for longer
+    a row the smaller difference counts: what is there longer is there at both. (Of a picker that shows no
+    averages at first and has just started, one will do.) Where none is seen for longer
     than a flush takes there was one all the same: A − n then is at least A less the largest n since.
     """
 
@@ -193,7 +194,9 @@ class Outside:
         if average is None:
             self.requests, self._average, self._before = 0.0, None, None
             return
-        if average != self._average:
+        if len(counts) == 1:  # nobody knows of when these averages are: they may be of who died and is gone
+            self._average, self._before, self._flushed_at = average, 0.0, at
+        elif average != self._average:
             newest = max(0.0, average - max(before, in_flight))
             self.requests = newest if self._before is None else min(newest, self._before)
             self._before, self._flushed_at = newest, at

@@ -117,11 +117,11 @@ async def probe(
         verdict = judge(seen, settings.signals.use, policy, source.name)
         findings += _verdict(name, verdict, policy, now)
         if policy.max_sys is None:
-            findings += _per_endpoint(seen, policy.per_endpoint)
+            findings += _per_endpoint(seen, policy.per_endpoint, verdict.per_endpoint or ASSUMED)
     return findings
 
 
-def _per_endpoint(views: Sequence[View], wanted: float | None) -> list[Finding]:
+def _per_endpoint(views: Sequence[View], wanted: float | None, assumed: float) -> list[Finding]:
     """What one sample says of `budget.per_endpoint`: a hint, which a running dispatcher makes sure of."""
     name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
     fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
@@ -132,7 +132,7 @@ def _per_endpoint(views: Sequence[View], wanted: float | None) -> list[Finding]:
         what = f"{wanted:g}, but this sample fits an endpoint picker with maxConcurrency {k}"
         return [Finding(name, True, what, f"{hint}; or auto", doubtful=True)]
     if wanted is None:
-        what = f"auto, and this sample does not show the picker's maxConcurrency: {ASSUMED:g} is assumed"
+        what = f"auto, and this sample does not show the picker's maxConcurrency: {assumed:g} is assumed"
         return [Finding(name, True, what, hint, doubtful=True)]
     return []
 

@@ -39,9 +39,9 @@ class Expected:
     requests: tuple[float, float] | None = None
 
 
-FROM_AVERAGES = (30.25 + 1.5) * 4 / 400
 IN_FLIGHT = 128 / 400
-"""What the picker sent and saw no answer of; on the newest pages 120, and the averages know of 7 more."""
+NEWEST = 120 / 400
+"""What the picker sent and saw no answer of. That the averages know of 127 may be of who has gone since."""
 
 GOLDEN = {
     "gie-1.0-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
@@ -51,16 +51,16 @@ GOLDEN = {
     "gie-1.5-flow-control-on": Expected((1.25, 12 / 400), (IN_FLIGHT, 12 / 400)),
     "router-0.9-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
     # Both families of names with different values: the new ones count.
-    "router-0.9-flow-control-on": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
-    "router-newest-flow-control-off": Expected(requests=(FROM_AVERAGES, 0)),
-    "router-newest-flow-control-on": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
-    "router-newest-prefill-decode": Expected((0.75, 12 / 400), (FROM_AVERAGES, 12 / 400)),
+    "router-0.9-flow-control-on": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
+    "router-newest-flow-control-off": Expected(requests=(NEWEST, 0)),
+    "router-newest-flow-control-on": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
+    "router-newest-prefill-decode": Expected((0.75, 12 / 400), (NEWEST, 12 / 400)),
     # Nothing waits and no flow has a series: the queue is empty, not unknown. One page proves no count.
     "router-newest-concurrency-detector": Expected((0.3175, 0), (127 / 400, 0)),
     # A utilization detector, whatever its operator called it.
-    "router-newest-misnamed-detector": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
-    "router-newest-endpoint-selector": Expected((0.4, 12 / 400), (FROM_AVERAGES, 12 / 400)),
-    "router-newest-negative-queue": Expected((0.4, 4 / 400), (FROM_AVERAGES, 4 / 400)),
+    "router-newest-misnamed-detector": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
+    "router-newest-endpoint-selector": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
+    "router-newest-negative-queue": Expected((0.4, 4 / 400), (NEWEST, 4 / 400)),
 }
 
 
@@ -96,7 +96,7 @@ def test_replicas_are_the_fullest_saturation_the_whole_queue_and_one_pool() -> N
     """Queues and saturation are each replica's own; the averages are the same pool in both their eyes."""
     saturation, requests = read("replica-a", "replica-b").readings
     assert (saturation.f_sys, saturation.f_epp) == (0.55, 15 / 400)
-    assert (requests.f_sys, requests.f_epp) == (pytest.approx(FROM_AVERAGES), 15 / 400)
+    assert (requests.f_sys, requests.f_epp) == (pytest.approx(NEWEST), 15 / 400)
     assert saturation.raw["llm_d_epp_flow_control_pool_saturation#1"] == 0.55
 
 
@@ -111,9 +111,8 @@ def test_requests_in_flight_add_up_over_replicas() -> None:
     [
         ("0", "0", "3", 3),  # three requests on four endpoints, divided as whole numbers are
         ("30", "1", "126", 126),
-        ("30", "1", "90", 124),
         ("30.25", "1", "200", 200),  # what has been sent since the last flush is not in the averages yet
-        ("30.25", "1", "100", 125),  # requests that passed no picker are in the averages alone
+        ("30.25", "1", "100", 100),  # how old they are one sample does not say
     ],
 )
 def test_truncated_averages_do_not_hide_requests(
@@ -224,7 +223,7 @@ def test_saturation_without_flow_control_is_unreadable_and_says_so(use: str) -> 
 def test_the_configured_capacity_stands_for_the_counted_one() -> None:
     (saturation, requests) = read("router-newest-flow-control-on", policy=Policy(max_sys=254)).readings
     assert (saturation.max_sys, saturation.f_sys) == (254, 0.4)
-    assert (requests.max_sys, requests.f_sys) == (254, 0.5)
+    assert (requests.max_sys, requests.f_sys) == (254, 120 / 254)
 
 
 def drop(page: str, *prefixes: str) -> View:
