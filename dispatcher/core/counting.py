@@ -117,9 +117,7 @@ class Count:
             self._doubted = self._doubted or self._candidate is None
             return
         if _is_pressure(page):
-            if page.saturation != 1.0:  # there the two meet by chance
-                self._contradicted()
-            return
+            return  # it proves neither
         if self._candidate is None:
             self._candidate, self._since = found, at
         if found == self._candidate:

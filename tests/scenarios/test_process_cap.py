@@ -70,7 +70,7 @@ def test_the_slack_is_used_however_long_the_way(stage: Stage, stretch: int) -> N
 
 @short_and_long
 def test_three_replicas_share_one_limit_though_one_is_killed(stage: Stage, stretch: int) -> None:
-    """The killed one's requests leave the gateway at once, its leases when their time has run out."""
+    """The killed one's requests leave the gateway at once, its leases as soon as another sees it gone."""
     world = stage.world(slots=SLOTS, seconds=0.5)
     producer = stage.producer
     settings = stage.settings(world, queue={"lease_s": 3})

@@ -45,7 +45,7 @@ async def test_killed_and_restarted_replica_never_lifts_the_peak(stage: Stage, s
     assert stage.in_flight < before, "its requests leave the gateway at once"
     await asyncio.sleep(3)
     stage.start(busiest)
-    await asyncio.sleep(2 * scrape_s + 15)  # its leases have run out meanwhile
+    await asyncio.sleep(2 * scrape_s + 15)  # its leases were taken back meanwhile
     assert stage.peak <= stage.setting.most + 1
     mean = await stage.mean_over(10)
     assert mean >= 0.95 * stage.setting.most
