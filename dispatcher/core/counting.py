@@ -109,7 +109,6 @@ class Count:
         believed = self.k if self.k is not None else self._candidate
         if believed is not None and not self._fits(page, believed):
             self._contradicted()
-            believed = None
         if self.k is not None:
             return
         found = fitting(page)
