@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from dispatcher import __version__, telemetry
+from dispatcher import __version__
 from dispatcher.admin import AdminServer, Views
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reason
@@ -44,7 +44,10 @@ from dispatcher.signals.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
-from dispatcher.telemetry import Event, Status, emit
+from dispatcher.telemetry import logs
+from dispatcher.telemetry.events import Event, emit
+from dispatcher.telemetry.metrics import Metrics
+from dispatcher.telemetry.status import Status
 
 LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
@@ -65,7 +68,7 @@ class Service:
         self._observe = observe
         self._queue = queue
         self._gateway = gateway
-        self._metrics = telemetry.Metrics()
+        self._metrics = Metrics()
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self._metrics)
@@ -109,7 +112,7 @@ class Service:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
         self.watch.reconfigure(settings.signals.epp)
         if settings.log != before.log:
-            telemetry.configure_logging(settings.log.level, settings.log.format)
+            logs.configure(settings.log.level, settings.log.format)
         self.dispatcher.poke()
 
     def drain(self) -> None:
@@ -276,7 +279,7 @@ async def serve(
     settings: Settings, text: str, path: Path, environ: Mapping[str, str], *, observe: bool
 ) -> None:
     """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
-    telemetry.configure_logging(settings.log.level, settings.log.format)
+    logs.configure(settings.log.level, settings.log.format)
     await _prepare(path)
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(open_queue(settings))

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from dispatcher.telemetry import Status
+from dispatcher.telemetry.status import Status
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

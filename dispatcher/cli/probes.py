@@ -389,7 +389,7 @@ def _watch(settings: Settings) -> Callable[[], Awaitable[tuple[Findings, tuple[s
     """What looks around in the cluster: what it finds, and where the endpoint picker is."""
     from dispatcher.signals import kube
     from dispatcher.signals.capacity import describe, look
-    from dispatcher.telemetry import diverted
+    from dispatcher.telemetry.events import diverted
 
     kube.prepare()
     pool, epp = settings.pool, settings.signals.epp

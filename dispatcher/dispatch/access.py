@@ -10,7 +10,7 @@ from typing import TypeVar
 from dispatcher.core.limiter import Limiter
 from dispatcher.dispatch.holding import Held
 from dispatcher.ports import Claimed, Counts, Overload, Queue, QueueUnavailableError, Renewed, Shared
-from dispatcher.telemetry import Event, emit
+from dispatcher.telemetry.events import Event, emit
 
 PAUSE_S = (0.1, 1.0)
 """Pauses between tries while the queue cannot be reached: they double from the first to the second."""

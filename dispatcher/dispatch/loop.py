@@ -57,7 +57,8 @@ from dispatcher.ports import (
     Settled,
     Settlement,
 )
-from dispatcher.telemetry import Event, Metrics, emit
+from dispatcher.telemetry.events import Event, emit
+from dispatcher.telemetry.metrics import Metrics
 
 GATHER_S = 0.002
 """A finished request waits this long for others to be handed in with it, when others are running."""

@@ -14,7 +14,8 @@ from dispatcher.dispatch.access import Access, now
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.options import Options
 from dispatcher.ports import Overload, Permit, Swept
-from dispatcher.telemetry import Event, Metrics, emit
+from dispatcher.telemetry.events import Event, emit
+from dispatcher.telemetry.metrics import Metrics
 
 EACH_S = 1.0
 """Counts, sweeps and cancel markers are looked at this often."""

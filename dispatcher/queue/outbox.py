@@ -12,7 +12,7 @@ from dispatcher.core.request import ErrorCode, decode_result, failed
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Scripts
-from dispatcher.telemetry import Event, emit
+from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
 """Longer than any result may wait in the outbox after its push, for the marker is what prevents a second."""

@@ -37,7 +37,7 @@ from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
 from dispatcher.queue.scripts import Argument, Client, Reply
 from dispatcher.queue.wake import WakeUps
-from dispatcher.telemetry import Event, emit
+from dispatcher.telemetry.events import Event, emit
 
 CLAIM_BYTES = 2**20
 _SCRIPT_BYTES = 2**20

@@ -10,7 +10,7 @@ from redis.asyncio.client import PubSub
 
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Scripts, heeded
-from dispatcher.telemetry import Event, emit
+from dispatcher.telemetry.events import Event, emit
 
 _FAILURES = (errors.RedisError, errors.RedisClusterException, OSError)
 _RETRY_S = 1.0

@@ -30,7 +30,7 @@ from dispatcher.signals.digests import (
 from dispatcher.signals.kube import Access, Api, ApiError, Problem
 from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
 from dispatcher.signals.sources import Finding
-from dispatcher.telemetry import Event, diverted, emit
+from dispatcher.telemetry.events import Event, diverted, emit
 
 HOLD_S = 60.0
 NOWHERE = "no Kubernetes here: neither a service account nor a kubeconfig"

@@ -22,7 +22,7 @@ from dispatcher.core.counting import Count
 from dispatcher.settings import Signals
 from dispatcher.settings import Source as SourceName
 from dispatcher.signals.series import Lessons, Unread, Verdict, View, at_most, judge
-from dispatcher.telemetry import Event, emit
+from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3
 JITTER = 0.1

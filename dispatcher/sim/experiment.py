@@ -17,7 +17,7 @@ from dispatcher.sim.metrics import Detector, Exporter
 from dispatcher.sim.road import End, Road
 from dispatcher.sim.trace import Trace
 from dispatcher.sim.world import Job, PoolState, World, batch_job, batch_tokens
-from dispatcher.telemetry import diverted
+from dispatcher.telemetry.events import diverted
 
 SETTLED_AFTER = 30
 """Readings after which a ceiling is expected to have been learned."""

@@ -20,7 +20,7 @@ from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.policies import Policy
 from dispatcher.sim.road import End, Road, RoadGateway
 from dispatcher.sim.world import Job, batch_job, batch_tokens
-from dispatcher.telemetry import Metrics
+from dispatcher.telemetry.metrics import Metrics
 
 EPOCH = 1_764_000_000.0
 """Unix time when a simulation starts."""

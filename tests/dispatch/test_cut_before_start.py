@@ -17,7 +17,7 @@ from dispatcher.dispatch.holding import Cut
 from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
-from dispatcher.telemetry import Metrics
+from dispatcher.telemetry.metrics import Metrics
 
 
 class NeverReached:

@@ -14,7 +14,7 @@ from dispatcher.core.budget import Policy, Reason
 from dispatcher.core.outcome import Failed, Outcome, Overloaded, RetryPolicy
 from dispatcher.core.request import Request
 from dispatcher.sim.fleet import Replica
-from dispatcher.telemetry import Event
+from dispatcher.telemetry.events import Event
 from tests.scenarios.virtual_stage import TOKEN, Metrics, Stage, Try, perform, scenario
 
 

@@ -27,7 +27,7 @@ from dispatcher.sim.fleet import EPOCH, Replica
 from dispatcher.sim.metrics import Exporter
 from dispatcher.sim.road import Road, RoadGateway
 from dispatcher.sim.world import Job, World
-from dispatcher.telemetry import Event, diverted
+from dispatcher.telemetry.events import Event, diverted
 
 TOKEN = "0" * 32
 

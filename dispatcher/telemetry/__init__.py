@@ -1,0 +1,1 @@
+"""What the dispatcher tells of itself: events, logs, metrics, status, traces."""

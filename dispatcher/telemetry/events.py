@@ -1,0 +1,117 @@
+"""What happens, told once: every event by name, and the sinks that hear of it (the log, the event stream)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
+from typing import Any
+
+import structlog
+
+
+class Event(Enum):
+    """Every log event: its name, its level, what it means. The name is a promise to log searches."""
+
+    # Adapters add theirs here, a line each: NAME = ("event-name", logging.LEVEL, "What it means")
+    SIGNALS_SOURCE = ("signals-source", logging.INFO, "Another source tells how full the pool is")
+    SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "Other signals decide than before")
+    SIGNALS_UNREADABLE = ("signals-unreadable", logging.WARNING, "The gate closes: a signal cannot be read")
+    SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
+    CAPACITY_LEARNED = ("capacity-learned", logging.INFO, "The picker's pages show its maxConcurrency")
+    CAPACITY_DIFFERS = (
+        "capacity-differs",
+        logging.WARNING,
+        "budget.per_endpoint is not what the picker counts with: one of the two is wrong",
+    )
+    KUBERNETES_ABSENT = ("kubernetes-absent", logging.INFO, "No cluster is known: nothing is watched")
+    KUBERNETES_PROBLEM = ("kubernetes-problem", logging.WARNING, "The watch lacks something, and says what")
+    KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The watch sees all that it needs again")
+
+    DEAD_DROPPED = ("dead-dropped", logging.WARNING, "More dead than queue.dead_max: the oldest went")
+    RESULT_LIST_AWAY = ("result-list-away", logging.WARNING, "Its Cluster node is away: results wait")
+    WAKE_UPS_GONE = ("wake-ups-gone", logging.WARNING, "No subscription: new work is found by polling")
+    WAKE_UPS_BACK = ("wake-ups-back", logging.INFO, "New work wakes the dispatcher again")
+
+    STARTED = ("started", logging.INFO, "The dispatcher is up: version, pool, queue, gateway, owner")
+    DRAINING = ("draining", logging.INFO, "A signal asked to stop; nothing more is claimed")
+    STOPPED = ("stopped", logging.INFO, "Everything held was handed in or given back")
+    LEFT_BEHIND = ("left-behind", logging.ERROR, "Stopped with leases that the queue could not be told of")
+    GATE = (
+        "gate",
+        logging.INFO,
+        "The gate's reason changed: reason, limit, and the sentence that explains it",
+    )
+    QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
+    QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
+    LEASE_LOST = (
+        "lease-lost",
+        logging.WARNING,
+        "A lease of ours ran out; its request was cut and is another's",
+    )
+    SLOW = ("slow", logging.WARNING, "The event loop cannot keep pace: too little CPU; with figures")
+    TAKEN_BACK = (
+        "taken-back",
+        logging.WARNING,
+        "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
+    )
+    SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
+    RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
+    RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
+
+    def __init__(self, event: str, level: int, meaning: str) -> None:
+        self.event = event
+        self.level = level
+        self.meaning = meaning
+
+
+Sink = Callable[[Event, Mapping[str, Any]], None]
+"""Hears of an event with its fields. Called where the event happens: it must be quick, and must not raise."""
+
+_logger = structlog.get_logger("dispatcher")
+
+
+def log(event: Event, fields: Mapping[str, Any]) -> None:
+    """The sink that is always there, unless events are diverted."""
+    _logger.log(event.level, event.event, **fields)
+
+
+_sinks: ContextVar[tuple[Sink, ...]] = ContextVar("sinks", default=(log,))
+_about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 -- replaced, never changed
+
+
+def emit(event: Event, **fields: Any) -> None:
+    """Tell every sink of an event. Never a secret or a payload among the fields."""
+    about = _about.get()
+    if about:
+        fields = {**about, **fields}
+    for sink in _sinks.get():
+        sink(event, fields)
+
+
+@contextmanager
+def heard_by(sink: Sink) -> Iterator[None]:
+    """Within the block, and in tasks started there, `sink` hears of events too."""
+    token = _sinks.set((*_sinks.get(), sink))
+    try:
+        yield
+    finally:
+        _sinks.reset(token)
+
+
+@contextmanager
+def diverted(to: Sink) -> Iterator[None]:
+    """Within the block, and in tasks started there, events go to `to` alone: what happens in a simulation has
+    not happened."""
+    token = _sinks.set((to,))
+    try:
+        yield
+    finally:
+        _sinks.reset(token)
+
+
+def speaking_of(**fields: Any) -> None:
+    """From here on, in this task alone, every event has these fields too: which request it is about."""
+    _about.set({**_about.get(), **fields})
