@@ -27,6 +27,7 @@ from dispatcher import __version__
 from dispatcher.admin import AdminServer, Views
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reason
+from dispatcher.core.harvest import Work
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Journal, Options
@@ -322,9 +323,9 @@ class Service:
         meter = self.dispatcher.measure()
         for reason, seconds in meter.reason_s.items():
             self._metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
-        for waited, work in ((True, "waiting"), (False, "none")):
-            self._metrics.set_total(series.USED_SECONDS, work, to=meter.used_s[waited])
-            self._metrics.set_total(series.FREE_SECONDS, work, to=meter.free_s[waited])
+        for work in Work:
+            self._metrics.set_total(series.USED_SECONDS, str(work), to=meter.used_s[work])
+            self._metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
 
 
 def _terms(budget: Budget) -> Terms:
