@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import subprocess
-import time
+from collections.abc import Iterator
 from itertools import product
 
-import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_families
 from prometheus_client.parser import text_string_to_metric_families as families
+from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from dispatcher.core.outcome import Delivered
@@ -18,6 +20,7 @@ from dispatcher.telemetry.catalogue import CATALOGUE, PREFIX, Kind
 from dispatcher.telemetry.events import Event, diverted, emit
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import Budget, Gate, Line, Process, Signals, Status, Terms
+from tests.floors import beside, cpu_of
 from tests.support import require_tool
 
 STATUS = Status(
@@ -173,13 +176,21 @@ def test_label_values_are_no_names_of_the_code() -> None:
     assert set(series.ANSWERS) == {"done", "lost", "bad-list"} == {str(each) for each in Settled}
 
 
-@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
-def test_page_costs_less_than_5_ms(accept: str) -> None:
+async def test_page_costs_little_more_than_its_lines() -> None:
+    """Some 3 ms, 5 at the most where it was measured: held as a ratio to what the client library itself takes
+    for a page of as many lines that need no thought."""
     metrics = made()
-    costs = []
-    for _ in range(20):
-        began = time.process_time()
-        page, _ = metrics.page(accept)
-        costs.append(time.process_time() - began)
-    print(f"{min(costs) * 1e3:.2f} ms, {len(page)} bytes, {len(page.splitlines())} lines")
-    assert min(costs) < 0.005
+    lines = [f"plain_{number}" for number in range(len(metrics.page()[0].splitlines()))]
+
+    class Plain(Collector):
+        def collect(self) -> Iterator[Metric]:
+            family = GaugeMetricFamily("plain", "plain", labels=["name"])
+            for line in lines:
+                family.add_metric([line], 1.0)
+            yield family
+
+    registry = CollectorRegistry()
+    registry.register(Plain())
+    cost = await beside(cpu_of(metrics.page), cpu_of(lambda: generate_latest(registry)))
+    print(f"{cost.ours * 1e3:.2f} ms, {len(lines)} lines, {cost.ratio:.2f} of plain ones")
+    assert cost.ratio < 2
