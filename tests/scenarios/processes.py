@@ -176,6 +176,12 @@ class Dispatcher:
             for sample in family.samples
         }
 
+    def tries(self, outcome: str) -> float:
+        """How many ended so, whatever the status."""
+        return sum(
+            value for name, value in self.metrics().items() if name.startswith(f"tries_total{{{outcome},")
+        )
+
     def wait_for(self, timeout_s: float = 15.0, **wanted: Any) -> dict[str, Any]:
         """Wait until the status has these values."""
 
