@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from dispatcher import __version__, telemetry
 from dispatcher.admin import AdminServer, Views
@@ -165,15 +165,6 @@ class Service:
         else:
             self.limiter.capacity(ready * (per_endpoint or 0.0), now)
 
-    def _capacity_from(self) -> Literal["setting", "picker", "assumption"] | None:
-        """Where the requests per endpoint come from; None where nothing is reckoned with them."""
-        poll = self._poll
-        if poll is None or poll.per_endpoint is None:
-            return None
-        if self.settings.budget.per_endpoint is not None:
-            return "setting"
-        return "picker" if poll.picker_k is not None else "assumption"
-
     # What is shown.
 
     def _live(self) -> str | None:
@@ -208,7 +199,9 @@ class Service:
         reading = next(each for each in self.limiter.readings if each.signal is budget.signal)
         if budget.max_sys < reading.max_sys:
             return budget.max_sys, "watch"
-        return budget.max_sys, "query" if "queries.capacity" in reading.raw else "picker"
+        if "queries.capacity" in reading.raw:
+            return budget.max_sys, "query"
+        return budget.max_sys, "picker" if self.settings.budget.per_endpoint is None else "setting"
 
     def status(self) -> Status:
         now = _now()
@@ -242,7 +235,7 @@ class Service:
             source=self._poll.source if self._poll else None,
             detector=self._poll.detector if self._poll else None,
             per_endpoint=self._poll.per_endpoint if self._poll else None,
-            per_endpoint_from=self._capacity_from(),
+            per_endpoint_from=self._poll.per_endpoint_from if self._poll else None,
             picker_max_concurrency=self._poll.picker_k if self._poll else None,
             readings=[
                 {
@@ -289,7 +282,10 @@ async def serve(
         try:
             await stack.enter_async_context(server)
         except OSError as error:
-            raise OSError(f"admin.host, admin.port: {error.strerror or error}") from error
+            if error.errno != errno.EADDRINUSE:
+                raise OSError(f"admin.host, admin.port: {error.strerror or error}") from error
+            why = "is taken: another dispatcher on this machine? Each needs an admin.port of its own"
+            raise OSError(f"admin.port: {admin.port} {why}") from error
         emit(
             Event.STARTED,
             version=__version__,

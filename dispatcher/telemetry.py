@@ -164,7 +164,7 @@ class Status:
     """What is known of the picker's saturation detector."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
-    per_endpoint_from: Literal["setting", "picker", "assumption"] | None = None
+    per_endpoint_from: Literal["setting", "picker", "suggestion", "unseen", "assumption"] | None = None
     picker_max_concurrency: int | None = None
     """As the picker's pages show it; None: they do not."""
     readings: list[dict[str, Any]] = field(default_factory=list)
@@ -190,8 +190,8 @@ class Status:
 
 
 CAPACITIES = ("watch", "picker", "setting", "query")
-"""The Kubernetes watch where it lowers what the others say; the endpoint picker; `budget.max_sys`; a query of
-one's own."""
+"""The Kubernetes watch where it lowers what the others say; the endpoint picker; `budget.max_sys`, or
+`budget.per_endpoint` × the ready endpoints; a query of one's own."""
 _GAUGES = (
     ("limit", "Our requests that may be in flight, all replicas together"),
     ("in_flight", "Our requests in flight, all replicas together"),
