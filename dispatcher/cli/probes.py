@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import dispatcher
 from dispatcher.pace import PaceWatch
+from dispatcher.peer import reason
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.signals.cluster import Access
 
@@ -57,7 +58,7 @@ class Finding:
         return f"{self.level}: {self.where}: {self.what}" + (f" (look at: {self.hint})" if self.hint else "")
 
 
-class _Slow(Finding):
+class Slow(Finding):
     """A peer that accepted the connection and took too long to answer: it is there."""
 
 
@@ -129,7 +130,7 @@ async def _judged_fairly(watch: PaceWatch, where: str, probe: Probe) -> Findings
 
 def _blames(finding: Finding) -> bool:
     """Whether it may be our own loop that was late."""
-    return finding.level == "failed" or isinstance(finding, _Slow)
+    return finding.level == "failed" or isinstance(finding, Slow)
 
 
 def _unknown(finding: Finding, behind: str) -> Finding:
@@ -203,7 +204,7 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
             status, start = await _answer(reader)
     except TimeoutError:
         what = f"{host}:{port} accepted the connection; GET {path} was not answered within {ANSWER_S:g} s"
-        return [_Slow("warning", where, what, "gateway.url: its port, and http or https; else it is slow")]
+        return [Slow("warning", where, what, "gateway.url: its port, and http or https; else it is slow")]
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
         what = f"{host}:{port} accepts connections, but does not answer HTTP: {_words(error)}"
         return [Finding("failed", where, what, "gateway.url: its port, and http or https")]
@@ -461,9 +462,7 @@ def _words(error: Exception) -> str:
         return f"TLS: {getattr(error, 'verify_message', '') or error.reason or error}"
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection was closed"
-    # One for each address of the name, with its number, where there are several.
-    numbers = re.findall(r"Errno (\d+)", str(error))
-    return os.strerror(int(numbers[0])).lower() if numbers else str(error)
+    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 def _text(path: str) -> str:

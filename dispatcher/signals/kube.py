@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
-import re
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +19,7 @@ import aiohttp
 import msgspec
 
 from dispatcher import __version__
+from dispatcher.peer import reason
 from dispatcher.signals.cluster import Access
 
 USER_AGENT = f"batch-dispatcher/{__version__}"
@@ -299,10 +298,7 @@ async def _request(
 def _words(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
-        # Its own words speak of TLS where there is none, and of each address of a name apart.
-        numbers = re.findall(r"Errno (\d+)", str(error.os_error))
-        reason = os.strerror(int(numbers[0])).lower() if numbers else error.os_error.strerror
-        return f"{error.host}:{error.port}: {reason or error.os_error}"
+        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
     return _line(str(error)) or type(error).__name__
 
 
