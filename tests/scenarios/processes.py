@@ -346,7 +346,9 @@ class Stage:
         http = self._stack.enter_context(httpx.Client(base_url=urls["control"], timeout=10.0))
         return World(urls["gateway"], urls["metrics"], http)
 
-    def settings(self, world: World, *, max_sys: int = 32, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(
+        self, world: World, *, max_sys: int | None = 32, **sections: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """A configuration for this world and the stage's Redis: readings each second, short leases."""
         plain = {
             "pool": {"name": POOL},
