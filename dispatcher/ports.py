@@ -258,11 +258,12 @@ class Queue(Protocol):
         are due to pending.
 
         An owner is gone when that is proven, or when it was silent for its owner_timeout_s: each claim,
-        renew, share and sweep shows that it lives. After a sweep that comes more than owner_timeout_s/2
-        after the last one (the queue was away, or all owners were) no silence counts for owner_timeout_s,
-        and after one that comes more than lease_s/3 after it no lease runs out for lease_s/3: living owners
-        speak first, so that only what dead ones held counts as lost. So sweep at least every sixth of
-        either, however short.
+        renew, share and sweep shows that it lives. After a sweep that comes more than 2 s, or half of this
+        owner's owner_timeout_s, after the last one (the queue was away, or all owners were) no silence
+        counts for the longest owner_timeout_s of those who were heard of, and after one that comes more
+        than lease_s/3 after it no lease runs out for lease_s/3: living owners speak first, so that only
+        what dead ones held counts as lost. So sweep each second, and at least every sixth of either,
+        however short.
         """
         ...
 

@@ -312,7 +312,11 @@ class QueueModel(Twins):
     def redis_is_away_for_longer_than_a_lease(self) -> None:
         if self.store._tick is not None:
             self.store._tick -= 2 * LEASE_S
-            self._move_control("tick", -2 * LEASE_S)
+            for field in ("tick", "beats_tick"):
+                self._move_control(field, -2 * LEASE_S)
+        for name in self.store._beats:
+            self.store._beats[name] -= 2 * LEASE_S
+            self.bench.raw.zincrby(f"{NAMES.prefix}:beats", -2 * LEASE_S, name)
         self._run_out(sorted(self.store._held))
 
     @rule()
