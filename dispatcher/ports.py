@@ -221,14 +221,18 @@ class Queue(Protocol):
         them. Such a request keeps its place in the order, and is passed over where it may not be claimed.
         Members are read in order until they sum to 1 MB (2**20 bytes); the one that passes it is left, but
         a first one is always taken. Equal score and bytes: the one claimed before goes first.
+
+        Who claims has a gateway, whatever room there is: if the caller is the prober its probe has got
+        through, and others may probe. So it must not claim before.
         """
         ...
 
     async def probe(self, nonce: str) -> Claimed:
         """Lease one request to probe an unreachable gateway; none while a probe runs, or while paused.
 
-        The probe runs until its lease ends, however it ends; its owner is Shared.prober until then. The same
-        nonce again returns the same lease. The limit is not asked: one request, as in a claim of one.
+        The probe runs until its lease ends, however it ends, or its owner claims (`claim`); its owner is
+        Shared.prober until then. The same nonce again returns the same lease. The limit is not asked: one
+        request, as in a claim of one.
         """
         ...
 

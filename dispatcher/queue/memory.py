@@ -85,6 +85,8 @@ class MemoryQueue:
         held = self._claimed_before(nonce)
         if held is None:
             self._beat(now)
+            if self._prober() == self.owner:
+                self.store._probe = None
             room = self._room(permit, now)
             held = self._take(min(most, room), suspects, now)
             self._remember(nonce, held, now)
@@ -190,6 +192,10 @@ class MemoryQueue:
     def _gone(self) -> Sequence[str]:
         others = [owner for owner in self.store._held_by if owner != self.owner]
         return self._prover.gone(others) if self._prover is not None else ()
+
+    def _prober(self) -> str | None:
+        store = self.store
+        return None if store._probe is None else store._held[store._probe].owner
 
     def _beat(self, now: float) -> None:
         if self._timeout_s > 0:
@@ -363,7 +369,7 @@ class MemoryQueue:
             limit=None if permit is None else permit.limit,
             read_at=0.0 if permit is None else self._mine(permit.read_at),
             overload=overload,
-            prober=None if store._probe is None else store._held[store._probe].owner,
+            prober=self._prober(),
             paused=store._pause is not None,
         )
 
