@@ -130,6 +130,8 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float | msgspec.UnsetType | None = msgspec.UNSET
     path_s: float | msgspec.UnsetType = msgspec.UNSET
     lag_s: float | msgspec.UnsetType = msgspec.UNSET
+    flush: bool = False
+    """Rewrite the picker's averages now; one that started cold has them from then on."""
     realtime: int | msgspec.UnsetType = msgspec.UNSET
     """Realtime requests to hold in the pool from now on."""
     restart: bool = False
@@ -232,6 +234,8 @@ class LiveWorld:
         self._resize()
         if control.realtime is not unset:
             self.realtime.hold(control.realtime)
+        if control.flush:
+            self.epp.flush()
         if control.metrics is not unset:
             await self._break_metrics(control.metrics)
         if control.gateway is not unset:

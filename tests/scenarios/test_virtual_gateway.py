@@ -138,7 +138,7 @@ async def test_request_that_is_always_answered_like_that_ends_by_itself(stage: S
 @pytest.mark.parametrize("replicas", [1, 3])
 @scenario(outages=[(5.0, 8.0)])
 async def test_probe_that_stays_connected_for_two_seconds_reopens(stage: Stage, replicas: int) -> None:
-    """The first request after the outage takes 20 s: nobody waits for its answer."""
+    """The first request after the outage takes 20 s: nobody waits for its answer, no other replica either."""
     slow: list[str] = []
 
     async def fault(request: Request) -> Outcome | None:
@@ -160,6 +160,9 @@ async def test_probe_that_stays_connected_for_two_seconds_reopens(stage: Stage, 
     await asyncio.sleep(1.9)
     assert len(stage.sent(probed_at)) <= 1
     await stage.until(lambda: len(stage.sent(probed_at)) > 10, 1.5, "to reopen after 2 s connected")
+    everybody = {one.replica for one in stage.sent(0.0, 5.0)}
+    assert len(everybody) == replicas
+    await stage.until(lambda: {one.replica for one in stage.sent(probed_at + 0.1)} == everybody, 5, "all")
     await asyncio.sleep(25)
     assert set(stage.statuses()) == {200}
 
