@@ -1,18 +1,18 @@
 """Whether there is a gateway at all, judged by what comes back. Pure.
 
 A connection that fails says it at once. A bare answer (an empty 500 or 404, a 401, 407, a bare 502, 503 or
-504) may mean that the gateway lost what it leads to, or only that one endpoint of several has died and is still
-sent requests, or that this one request is to blame. They look the same one by one, and differ in what becomes
-of the others:
+504) may mean that the gateway lost what it leads to, or only that one endpoint of several has died and is
+still sent requests, or that this one request is to blame. They look the same one by one, and differ in what
+becomes of the others:
 
     there      another request, sent no earlier, got through: it was answered, or stays connected longer than
                such an answer takes
     gone       NOBODY_HOME such answers in a row; where others got through beside such answers not long ago,
                only if nobody does for PATIENCE_S
 
-An answer that took CONNECTED_S or longer closes nothing: whoever waited for it was connected for so long, and
-requests that take their time need nobody to hold them up. What any such answer costs its own request is judged
-in `bounces`.
+A bare answer that takes PROBE_MOST_S or longer closes nothing: in each slot such requests follow each other
+no faster than probes do, and one after the other as probes they would keep everybody waiting. What a bare
+answer costs its own request is judged in `bounces`.
 
 While there is none, one probe at a time shows when it is back: by its answer, or by staying connected.
 """
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 PROBE_FIRST_S = 0.1
 PROBE_MOST_S = 1.0
 PROBE_OTHERS_S = 0.2
-"""Pauses between probes double from the first to the most; to the smaller one where something answers there and
-other requests wait, of which any may show that it is a gateway."""
+"""Pauses between probes double from the first to the most; to the smaller one where something answers there
+and other requests wait, of which any may show that it is a gateway."""
 NOBODY_HOME = 3
 """So many answers in a row that no gateway gave mean that there is none, unless others get through."""
 MEMORY_S = 10.0
@@ -89,7 +89,7 @@ class Reach:
         `connected`: since when each of the other requests under way holds its connection.
         """
         took_s = max(0.0, now - sent_at)
-        if took_s >= CONNECTED_S:
+        if took_s >= PROBE_MOST_S:
             return self.closure is not None
         self._quickest_s = min(self._quickest_s, took_s) if self._bare else took_s
         if self._bare == 0:
@@ -123,7 +123,7 @@ class Reach:
         return False
 
     def probed(self, now: float, *, others: bool = False) -> None:
-        """A probe was sent, or could not be: the next one waits longer. `others`: it may be of another request."""
+        """A probe was sent, or could not be: the next one waits longer. `others`: other requests wait."""
         closure = self.closure
         if closure is not None:
             most_s = PROBE_OTHERS_S if closure.bare and others else PROBE_MOST_S
