@@ -25,7 +25,7 @@ FREE = 5
 """So many charges cost no attempt."""
 REST_LEAST_S = 10.0
 RESTS_PER_S = 2.0
-"""Rest for each second that nobody has got through: two thirds of all probes are of requests not tried yet."""
+"""Rest for each second that nobody got through: two thirds of all probes are of requests not tried yet."""
 DELAY_MOST_S = 30.0
 SLOW_S = 1.0
 """Who held a slot for so long without an answer of use waits as long before it takes one again."""
