@@ -26,6 +26,8 @@ FREE = 5
 REST_LEAST_S = 10.0
 RESTS_PER_S = 2.0
 """Rest for each second that nobody got through: two thirds of all probes are of requests not tried yet."""
+TRY_MOST_S = 2.0
+"""Whoever probes hears of it at least so often: a pause of a second, and an answer that takes no longer."""
 DELAY_MOST_S = 30.0
 SLOW_S = 1.0
 """Who held a slot for so long without an answer of use waits as long before it takes one again."""
@@ -49,6 +51,9 @@ class Bounces:
         self._records: dict[int, _Record] = {}
         self._answered_sent_at = float("-inf")
         """When the newest request that got an answer of a gateway was sent."""
+        self._trouble = (float("-inf"), float("-inf"), 0.0)
+        """Since when there is no gateway, when one bounced last, and for how long we tried: what another
+        replica did meanwhile, which may have got through, is not in it."""
 
     def answered(self, entry: int, sent_at: float) -> None:
         """A request that was sent at `sent_at` got an answer that only a gateway gives."""
@@ -79,7 +84,12 @@ class Bounces:
         """How long it lies aside for the others, as there is no gateway `since` then. `left_s`: to its
         deadline, of which it never rests for more than half."""
         record = self._records[entry]
-        record.rests_until = now + min(max(REST_LEAST_S, RESTS_PER_S * (now - since)), max(0.0, left_s) / 2)
+        began_at, last_at, tried_s = self._trouble
+        if began_at != since:
+            last_at, tried_s = since, 0.0
+        tried_s += min(now - last_at, TRY_MOST_S)
+        self._trouble = since, now, tried_s
+        record.rests_until = now + min(max(REST_LEAST_S, RESTS_PER_S * tried_s), max(0.0, left_s) / 2)
         return self.rest_s(entry, now)
 
     def rest_s(self, entry: int, now: float) -> float:

@@ -63,12 +63,19 @@ def test_who_has_held_a_slot_for_long_leaves_it_to_others_for_as_long(took_s: fl
 
 def test_the_longer_nobody_gets_through_the_longer_it_rests_but_not_in_the_queue() -> None:
     bounces = Bounces()
-    bounces.bounced(1, T0)
-    assert bounces.make_way(1, T0, since=T0 - 1, left_s=1e6) == REST_LEAST_S
-    assert bounces.make_way(1, T0, since=T0 - 100, left_s=1e6) == DELAY_MOST_S
-    assert bounces.rest_s(1, T0 + DELAY_MOST_S) == DELAY_MOST_S
-    assert bounces.rest_s(1, T0 + 100 * RESTS_PER_S) == 0
+    for n in range(100):
+        bounces.bounced(1, T0 + n)
+        rest_s = bounces.make_way(1, T0 + n, since=T0, left_s=1e6)
+        assert rest_s == min(DELAY_MOST_S, max(REST_LEAST_S, RESTS_PER_S * n))
+    assert bounces.rest_s(1, T0 + 99 + DELAY_MOST_S) == DELAY_MOST_S
+    assert bounces.rest_s(1, T0 + 99 + 99 * RESTS_PER_S) == 0
     assert bounces.rest_s(2, T0) == 0
+
+
+def test_time_in_which_another_replica_probed_makes_no_rest_longer() -> None:
+    bounces = Bounces()
+    bounces.bounced(1, T0)
+    assert bounces.make_way(1, T0, since=T0 - 100, left_s=1e6) == REST_LEAST_S
 
 
 @given(st.floats(-10, 1e6), st.floats(0, 1e6))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 
 import pytest
 
-from dispatcher.core.bounces import FREE
+from dispatcher.core.bounces import FREE, RESTS_PER_S
 from dispatcher.core.outcome import Outcome, RetryPolicy, classify
 from dispatcher.core.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
@@ -35,6 +36,10 @@ def answers(
 
 def poison(request: Request) -> bool:
     return request.id.startswith("poison")
+
+
+async def all_of(stage: Stage, names: list[str], within_s: float) -> None:
+    await stage.until(lambda: set(names) <= {each.id for each in stage.results}, within_s)
 
 
 def tries(stage: Stage, name: str) -> int:
@@ -141,3 +146,32 @@ async def test_gateway_that_sends_everybody_away_costs_nobody_an_attempt(
         print(f"full {resumed_s:.2f} s after its return")
     await stage.until_answered(200)
     assert stage.statuses() == {200: 2500}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+@scenario(retry=RetryPolicy(base_s=0.1, max_s=0.5, max_attempts=1))
+async def test_whatever_the_outages_and_the_poisons_the_others_are_answered_soon(
+    stage: Stage, replicas: int, seed: int
+) -> None:
+    """One counted attempt would be the last: no outage costs one. And no honest request waits longer than an
+    outage (30 s here), a rest of twice that, and ten seconds."""
+    rand = random.Random(seed)
+    outages, at = [], 0.0
+    for _ in range(3):
+        at += rand.uniform(20, 60)
+        outages.append((at, at := at + rand.uniform(1, 30)))
+    status, after_s = rand.choice([401, 404, 503]), rand.choice([0.003, 0.1])
+
+    def away() -> bool:
+        return any(start <= stage.now < end for start, end in outages)
+
+    answers(stage, status, after_s=after_s, to=lambda request: poison(request) or away())
+    await stage.submit(rand.choice([1, 3, 10]), "poison", deadline_s=1e5)
+    while stage.now < at + 30:
+        await asyncio.sleep(rand.uniform(0, 10))
+        honest = await stage.submit(rand.randint(1, 50))
+        await stage.until(lambda: not away(), 40)
+        await all_of(stage, honest, 30 * (1 + RESTS_PER_S) + 10)
+    ends = {each.id: each.status_code for each in stage.results}
+    assert {ends[name] for name in stage.submitted if not name.startswith("poison")} == {200}
