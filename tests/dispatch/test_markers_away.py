@@ -11,11 +11,12 @@ from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
-from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, Submission
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
-from dispatcher.telemetry import Event, Metrics, diverted
+from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.metrics import Metrics
 
 AWAY_S = 60.0
 
@@ -68,7 +69,7 @@ class Scene:
         self.limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
         self.limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
         self.dispatcher = Dispatcher(
-            self.queue, self.gateway, self.limiter, Options(RetryPolicy()), Metrics()
+            self.queue, self.gateway, self.limiter, Options(RetryPolicy()), Journal(Metrics())
         )
 
     async def submit(self, *names: str) -> None:

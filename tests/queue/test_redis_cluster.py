@@ -17,12 +17,12 @@ from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request
-from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, Release, Settled
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
-from dispatcher.telemetry import Metrics
+from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, answer, claim, claim_one, member, queues, submission
 from tests.queue.servers import ENGINES, ClusterSet, cluster_set
@@ -217,7 +217,7 @@ async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(client, 
     limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
     now = asyncio.get_running_loop().time()
     limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
-    dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Metrics())
+    dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
     await client.zadd(NAMES.queue, {member(name, token="t"): 1})
     with cluster.node_of(f"request-cancel:{name}").frozen():
         async with asyncio.TaskGroup() as tasks:
