@@ -42,7 +42,7 @@ class Event(Enum):
     GATE = (
         "gate",
         logging.INFO,
-        "The gate's reason changed: reason, limit, and the sentence that explains it",
+        "The gate's reason changed: every term of the law, and the sentence that explains it",
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
     QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
@@ -58,6 +58,14 @@ class Event(Enum):
         "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
     )
     SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
+    TRACES_LOST = ("traces-lost", logging.WARNING, "Spans are lost on their way to tracing.endpoint: why")
+    TRACES_FINE = ("traces-fine", logging.INFO, "Nothing was lost for a while; how many spans were")
+
+    # Of each request, at debug only: see `detailed`.
+    SENT = ("sent", logging.DEBUG, "A try begins")
+    TRY = ("try", logging.DEBUG, "A try has ended: its outcome, its status, how long it took")
+    ENDED = ("ended", logging.DEBUG, "A lease has ended: settled, released or buried, and what the queue said")
+
     RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
 
@@ -76,6 +84,20 @@ _logger = structlog.get_logger("dispatcher")
 def log(event: Event, fields: Mapping[str, Any]) -> None:
     """The sink that is always there, unless events are diverted."""
     _logger.log(event.level, event.event, **fields)
+
+
+_detailed = False
+
+
+def detail(wanted: bool) -> None:
+    """Whether anybody wants events at debug. One for the process, as the log's level is."""
+    global _detailed  # noqa: PLW0603
+    _detailed = wanted
+
+
+def detailed() -> bool:
+    """To be asked before anything is built for an event at debug."""
+    return _detailed
 
 
 _sinks: ContextVar[tuple[Sink, ...]] = ContextVar("sinks", default=(log,))

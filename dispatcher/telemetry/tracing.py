@@ -1,0 +1,441 @@
+"""Traces: one for each request, from its producer to its result.
+
+    send     PRODUCER   by the producer (`client` does it where its program traces)
+    wait     INTERNAL   from the submission to the first try; later from the claim
+    process  CONSUMER   one a delivery: from the claim to the end of the lease
+      POST   CLIENT     the try; its context is what the gateway gets as traceparent
+      settle CLIENT     the end of the lease handed to the queue (or release, or bury)
+
+`wait` and `process` have the producer's span for a parent: a delivery is of one message, so nothing is lost
+by it, and all of its tries, on whatever replica, are in one trace. (A link alone, which the conventions ask
+for where messages come in batches, would scatter them.) Without a producer's span they share a trace id that
+is made from the request. A trace is taken where the producer's was sampled, else by a share of trace ids;
+one that is not taken costs a hash at the most, and its traceparent goes to the gateway as it came.
+
+What a request's task does here is to fill in tuples and dicts. Spans are built, encoded and sent by a thread
+of their own, from a line of bounded length: an endpoint that is away, slow or hostile costs spans and nothing
+else. OpenTelemetry is imported by `start` alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextvars
+import hashlib
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+from dispatcher import __version__
+from dispatcher.telemetry.events import Event, emit
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
+
+    from dispatcher.settings.model import Tracing as Settings
+
+IN_LINE = 8192
+"""More spans than this do not wait to be sent: what comes then is lost."""
+AT_ONCE = 256
+EACH_S = 1.0
+"""Spans are sent this often, and when AT_ONCE of them wait."""
+ANSWER_S = 2.0
+"""The longest that the endpoint is waited for."""
+PAUSE_S = 30.0
+"""After a failure the endpoint is left alone, each time twice as long, up to this."""
+CLOSE_S = 1.5
+"""What is still in line has so long to get out when the process ends."""
+MISSING = "tracing.endpoint is set and OpenTelemetry is not installed: pip install 'batch-dispatcher[otel]'"
+
+_LOW_64 = (1 << 64) - 1
+_SAMPLED = 1
+_WHY_CHARS = 200
+
+Kind = Literal["INTERNAL", "PRODUCER", "CONSUMER", "CLIENT"]
+
+
+class Parent(NamedTuple):
+    """The span that another one hangs from; `span_id` 0: none."""
+
+    trace_id: int
+    span_id: int
+    state: str = ""
+    """Its tracestate."""
+
+
+class Span(NamedTuple):
+    """A span that has ended, as it waits to be sent. Times are Unix nanoseconds."""
+
+    name: str
+    kind: Kind
+    parent: Parent
+    span_id: int
+    started_at: int
+    ended_at: int
+    attributes: Mapping[str, str | int]
+    error: str | None = None
+    """In words; None: it went well."""
+    linked: bool = False
+    """It is linked to its parent, too, as the conventions have it for what consumes a message."""
+
+
+class Trail:
+    """What is traced of one delivery of a request. Times are the loop's."""
+
+    def __init__(self, tracing: Tracing, root: Parent, message: Mapping[str, str | int], at: float) -> None:
+        self._tracing = tracing
+        self._root = root
+        self._message = message
+        self._claimed_at = at
+        self._within = Parent(root.trace_id, random.getrandbits(64) or 1, root.state)
+        self._try: dict[str, str | int] | None = None
+        self._try_id = 0
+        self._sent_at = at
+
+    @property
+    def trace_id(self) -> str:
+        return f"{self._root.trace_id:032x}"
+
+    def sent(self, at: float, *, created: int, attempt: int, first: bool) -> None:
+        """A try begins, in the task that calls this. `created`: Unix seconds by the producer's clock, or 0;
+        `attempt`: which one it is, from 1; `first`: it was never delivered before."""
+        tracing = self._tracing
+        until = tracing.unix_ns(at)
+        since = tracing.unix_ns(self._claimed_at)
+        if first and created:
+            since = min(created * 1_000_000_000, until)
+        tracing.record(
+            Span(f"wait {tracing.queue}", "INTERNAL", self._root, new_id(), since, until, self._message)
+        )
+        self._sent_at = at
+        self._try_id = new_id()
+        self._try = {"http.request.method": "POST"}
+        if attempt > 1:
+            self._try["http.request.resend_count"] = attempt - 1
+        _current.set(self)
+
+    def going_to(self, url: str) -> str:
+        """The try goes to this URL, which holds no credentials; the traceparent that goes with it."""
+        if self._try is not None:
+            self._try["url.full"] = url
+        return f"00-{self._root.trace_id:032x}-{self._try_id:016x}-01"
+
+    def tried(self, at: float, *, status: int | None, error: str | None, why: str = "") -> None:
+        """What came of the try. `error`: what kind of failure it was, where it was one."""
+        if self._try is None:
+            return
+        tracing, attributes = self._tracing, {**self._tracing.server, **self._try}
+        if status is not None:
+            attributes["http.response.status_code"] = status
+        if error is not None:
+            attributes["error.type"] = str(status) if status is not None and status >= 400 else error
+        self._try = None
+        sent_at, ended_at = tracing.unix_ns(self._sent_at), tracing.unix_ns(at)
+        words = None if error is None else why[:_WHY_CHARS] or error
+        tracing.record(Span("POST", "CLIENT", self._within, self._try_id, sent_at, ended_at, attributes, words))
+
+    def ended(self, since: float, at: float, *, how: str, error: str | None) -> None:
+        """The lease has ended: `how`, by a call to the queue that began at `since`. `error`: why the request,
+        or the call, failed."""
+        tracing = self._tracing
+        if self._try is not None:
+            self.tried(since, status=None, error="cut")
+        settled = {
+            **self._message,
+            "messaging.operation.name": how,
+            "messaging.operation.type": "settle",
+        }
+        began, ended = tracing.unix_ns(since), tracing.unix_ns(at)
+        tracing.record(
+            Span(f"{how} {tracing.queue}", "CLIENT", self._within, new_id(), began, ended, settled)
+        )
+        processed = {
+            **self._message,
+            "messaging.operation.name": "process",
+            "messaging.operation.type": "process",
+        }
+        if error is not None:
+            processed["error.type"] = error
+        claimed = tracing.unix_ns(self._claimed_at)
+        name = f"process {tracing.queue}"
+        tracing.record(
+            Span(
+                name,
+                "CONSUMER",
+                self._root,
+                self._within.span_id,
+                claimed,
+                ended,
+                processed,
+                error,
+                linked=True,
+            )
+        )
+
+
+_current: ContextVar[Trail | None] = ContextVar("trail", default=None)
+
+
+def going_to(url: str) -> str:
+    """The traceparent for the try of this task, which goes to `url`; empty where it is not traced."""
+    trail = _current.get()
+    return "" if trail is None else trail.going_to(url)
+
+
+def new_id() -> int:
+    return random.getrandbits(64) or 1
+
+
+class Tracing:
+    """Which requests are traced, and what is known of each to say."""
+
+    def __init__(self, line: Line, *, queue: str, gateway: str, sample_ratio: float) -> None:
+        self.queue = queue
+        self.record = line.add
+        address = urlsplit(gateway)
+        port = address.port or (443 if address.scheme == "https" else 80)
+        self.server: Mapping[str, str | int] = {
+            "server.address": address.hostname or "",
+            "server.port": port,
+        }
+        self._line = line
+        self._bound = round(sample_ratio * (1 << 64))
+        self._offset_ns = 0
+        self._offset_at = float("-inf")
+
+    def follow(
+        self,
+        at: float,
+        *,
+        request_id: str,
+        seed: str,
+        delivery: int,
+        traceparent: str = "",
+        tracestate: str = "",
+    ) -> Trail | None:
+        """The trail of a delivery that was claimed at `at`; None: it is not traced.
+
+        `traceparent`: the producer's, well-formed, or empty; then `seed`, which is the same for each delivery
+        of the request, makes the trace id.
+        """
+        if traceparent:
+            _, trace_id, span_id, flags = traceparent.split("-")
+            if not int(flags, 16) & _SAMPLED:
+                return None
+            root = Parent(int(trace_id, 16), int(span_id, 16), tracestate)
+        else:
+            made = int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=16).digest(), "big")
+            if made & _LOW_64 >= self._bound:
+                return None
+            root = Parent(made, 0)
+        message: dict[str, str | int] = {
+            "messaging.system": "redis",
+            "messaging.destination.name": self.queue,
+            "messaging.message.id": request_id,
+            "batch_dispatcher.delivery": delivery,
+        }
+        return Trail(self, root, message, at)
+
+    def unix_ns(self, at: float) -> int:
+        """Loop time as Unix time. Clocks are compared once a second: a span never ends before it starts."""
+        now = asyncio.get_running_loop().time()
+        if now - self._offset_at >= 1.0:
+            self._offset_ns, self._offset_at = time.time_ns() - int(now * 1e9), now
+        return int(at * 1e9) + self._offset_ns
+
+    async def aclose(self) -> None:
+        """Send what is in line, within CLOSE_S; lose the rest."""
+        await asyncio.to_thread(self._line.close)
+
+
+class Line:
+    """Spans that wait to be sent, and the thread that sends them.
+
+    `tell`: called in that thread, with an event that is worth a line in the log: the first loss, and that
+    nothing was lost any more for PAUSE_S.
+    """
+
+    def __init__(
+        self, exporter: SpanExporter, resource: Resource, tell: Callable[[Event, Mapping[str, Any]], None]
+    ) -> None:
+        self._exporter = exporter
+        self._resource = resource
+        self._tell = tell
+        self._spans: deque[Span] = deque()
+        self._wake = threading.Event()
+        self._close_by: float | None = None
+        self._failures = 0
+        """In a row."""
+        self._overflowed = 0
+        """Counted by `add`, in the loop's thread alone."""
+        self._seen = self._lost = 0
+        self._lost_at: float | None = None
+        """The last loss, while it is told that spans are lost."""
+        self._thread = threading.Thread(target=self._work, name="traces", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def add(self, span: Span) -> None:
+        """Put it in line, or count it as lost. Never waits."""
+        waiting = len(self._spans)
+        if waiting >= IN_LINE or self._close_by is not None:
+            self._overflowed += 1
+            return
+        self._spans.append(span)
+        if waiting + 1 == AT_ONCE and not self._failures:
+            self._wake.set()
+
+    def close(self) -> None:
+        """Blocks for CLOSE_S at the most."""
+        self._close_by = time.monotonic() + CLOSE_S
+        self._wake.set()
+        self._thread.join(CLOSE_S)
+        self._exporter.shutdown()
+
+    def _work(self) -> None:
+        while self._close_by is None:
+            pause_s = EACH_S if not self._failures else min(PAUSE_S, EACH_S * 2.0**self._failures)
+            self._wake.wait(pause_s)
+            self._wake.clear()
+            self._send()
+        self._send()
+
+    def _send(self) -> None:
+        """Send what waits; after a failure wait for the next time."""
+        why = ""
+        while self._spans and not self._too_late():
+            batch = [self._spans.popleft() for _ in range(min(AT_ONCE, len(self._spans)))]
+            why = self._export(batch)
+            if why:
+                self._failures += 1
+                self._lose(len(batch), why)
+                break
+            self._failures = 0
+        overflowed = self._overflowed - self._seen
+        if overflowed:
+            self._seen += overflowed
+            self._lose(overflowed, why or "they come faster than tracing.endpoint takes them")
+        elif self._lost_at is not None and not why and time.monotonic() - self._lost_at > PAUSE_S:
+            self._lost_at = None
+            self._tell(Event.TRACES_FINE, {"lost": self._lost})
+            self._lost = 0
+
+    def _too_late(self) -> bool:
+        return self._close_by is not None and time.monotonic() >= self._close_by
+
+    def _lose(self, count: int, why: str) -> None:
+        self._lost += count
+        if self._lost_at is None:
+            self._tell(Event.TRACES_LOST, {"lost": count, "why": why})
+        self._lost_at = time.monotonic()
+
+    def _export(self, batch: list[Span]) -> str:
+        """Why they could not be sent, or nothing."""
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        _complaints.clear()
+        try:
+            done = self._exporter.export([_built(span, self._resource) for span in batch])
+        except Exception as error:  # a defect of the library, or of its peer's making
+            return repr(error)[:_WHY_CHARS]
+        if done is SpanExportResult.SUCCESS:
+            return ""
+        return (_complaints[0] if _complaints else "tracing.endpoint does not take them")[:_WHY_CHARS]
+
+
+def _built(span: Span, resource: Resource) -> ReadableSpan:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+    from opentelemetry.trace.span import TraceState
+
+    sampled = TraceFlags(TraceFlags.SAMPLED)
+    above, state = span.parent, None
+    if above.state:
+        state = TraceState.from_header([above.state])
+    parent = None
+    if above.span_id:
+        parent = SpanContext(above.trace_id, above.span_id, is_remote=True, trace_flags=sampled)
+    return ReadableSpan(
+        name=span.name,
+        context=SpanContext(above.trace_id, span.span_id, False, sampled, state),
+        parent=parent,
+        resource=resource,
+        attributes=span.attributes,
+        links=(Link(parent),) if span.linked and parent is not None else (),
+        kind=SpanKind[span.kind],
+        status=Status() if span.error is None else Status(StatusCode.ERROR, span.error),
+        start_time=span.started_at,
+        end_time=max(span.started_at, span.ended_at),
+    )
+
+
+_complaints: list[str] = []
+
+
+class _Complaints(logging.Handler):
+    """Hears what OpenTelemetry would print to standard error, beside our log, for each batch."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if len(_complaints) < 8:
+            _complaints.append(" ".join(record.getMessage().split()))
+
+
+def start(settings: Settings, *, pool: str, queue: str, owner: str, gateway: str) -> Tracing | None:
+    """Tracing as the settings have it; None: it is off, and nothing was imported.
+
+    To be called in the loop's thread. Raises OSError where the `otel` extra is not installed.
+    """
+    if not settings.endpoint:
+        return None
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+    except ImportError as error:
+        raise OSError(MISSING) from error
+    named = {
+        "service.name": "batch-dispatcher",
+        "service.namespace": pool,
+        "service.version": __version__,
+        "service.instance.id": owner,
+    }
+    # What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) has the last word.
+    resource = Resource.create().merge(Resource(named)).merge(OTELResourceDetector().detect())
+    library = logging.getLogger("opentelemetry")
+    library.handlers, library.propagate = [_Complaints()], False
+    headers = {}
+    if settings.endpoint.credentials:
+        pair = ":".join(settings.endpoint.credentials).encode()
+        headers["authorization"] = "Basic " + base64.b64encode(pair).decode()
+    exporter = OTLPSpanExporter(endpoint_of(settings), headers=headers, timeout=ANSWER_S)
+    line = Line(exporter, resource, _teller())
+    return Tracing(line, queue=queue, gateway=gateway, sample_ratio=settings.sample_ratio)
+
+
+def endpoint_of(settings: Settings) -> str:
+    """Where spans are sent, without credentials. Without a path: where OTLP/HTTP has them."""
+    bare = settings.endpoint.bare
+    return bare.rstrip("/") + "/v1/traces" if urlsplit(bare).path in ("", "/") else bare
+
+
+def _teller() -> Callable[[Event, Mapping[str, Any]], None]:
+    """Emits events in the loop's thread, to the sinks of whoever calls this."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+
+    def tell(event: Event, fields: Mapping[str, Any]) -> None:
+        try:
+            loop.call_soon_threadsafe(lambda: emit(event, **fields), context=context)
+        except RuntimeError:  # the loop is closed: nobody is left to be told
+            return
+
+    return tell
