@@ -123,6 +123,8 @@ class Settlement:
     request_id: str = ""
     request_token: str = ""
     """Both given: request-active/request-cancel of the id are deleted later where they hold this token."""
+    code: str = ""
+    """What the result is counted as: the class of the gateway's answer (`2xx`) or an error code."""
 
 
 class Settled(StrEnum):

@@ -13,7 +13,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import hashlib
+import platform
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +29,7 @@ from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reason
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
-from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
 from dispatcher.pace import PaceWatch
 from dispatcher.queue.connect import connect
@@ -44,10 +47,12 @@ from dispatcher.signals.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
+from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry import logs
-from dispatcher.telemetry.events import Event, emit
+from dispatcher.telemetry import status as telemetry
+from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import Status
+from dispatcher.telemetry.status import Gate, Line, Process, Status, Terms, Watch
 
 LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
@@ -63,19 +68,22 @@ class Service:
     def __init__(self, settings: Settings, queue: RedisQueue, gateway: HttpGateway, *, observe: bool) -> None:
         self.settings = settings
         self.generation = 1
+        self.config_hash = ""
         self.problem: str | None = None
         """What is wrong with the newest configuration; None when it is in force."""
         self._observe = observe
+        self._started_at = time.time()
         self._queue = queue
         self._gateway = gateway
-        self._metrics = Metrics()
+        self._metrics = Metrics(settings.pool.name)
+        self.journal = Journal(self._metrics)
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
-        self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self._metrics)
+        self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self.journal)
         self.poller = Poller(sources(settings), settings.signals, settings.policy(), self._polled)
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
         self.pace = PaceWatch(self._slow)
-        self._metrics.show(self.status, tuple(str(reason) for reason in Reason))
+        self._metrics.show(self.status)
         self._watched = Endpoints()
 
     def views(self) -> Views:
@@ -121,11 +129,25 @@ class Service:
         again = self.limiter.allowance(_now()).reason is Reason.DRAINING
         self.dispatcher.drain(0.0 if again else self.settings.shutdown.drain_s)
 
+    def reloaded(self, text: str | None) -> None:
+        """The file changed, and says this now; None: it was refused."""
+        self._metrics.count(series.RELOADS, "refused" if text is None else "applied")
+        if text is not None:
+            self.config_hash = digest(text)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Within the block, events are counted."""
+        with heard_by(self._metrics.heard):
+            yield
+
     # What the parts tell.
 
     def _polled(self, poll: Poll) -> None:
         now = _now()
         self._poll = poll
+        worst = min(poll.unread, key=lambda unread: unread.reason.rank) if poll.unread else None
+        self._metrics.count(series.READ, poll.source, str(worst.reason) if worst else "ok")
         self.limiter.uses(poll.signals)
         policy = self.settings.policy()
         if poll.max_age_s != policy.max_age_s:
@@ -134,8 +156,7 @@ class Service:
         self._tell_capacity(now)
         for reading in poll.readings:
             self.limiter.reading(reading, now)
-        if poll.unread:
-            worst = min(poll.unread, key=lambda unread: unread.reason.rank)
+        if worst is not None:
             why = f"{worst.why} (look at: {worst.hint})" if worst.hint else worst.why
             self.limiter.reading_failed(worst.reason, why, poll.at)
         self._gateway.resize(self.limiter.allowance(now).limit)
@@ -220,59 +241,102 @@ class Service:
         readings = self.limiter.readings
         watched = self._watched
         max_sys, max_sys_by = self._max_sys(budget)
+        poll = self._poll
+        self._count_time()
+        unread = min(poll.unread, key=lambda each: each.reason.rank) if poll and poll.unread else None
         return Status(
-            version=__version__,
-            pool=self.settings.pool.name,
-            queue=self.settings.queue.name,
-            owner=self._queue.owner,
-            observe=self._observe,
-            reason=str(allowance.reason),
-            open=not allowance.reason.closed,
-            explanation=self._explanation(allowance),
-            limit=allowance.limit,
-            in_flight=self.limiter.in_flight,
-            running=self.dispatcher.running,
-            signal=str(allowance.signal) if allowance.signal else None,
-            f_sys=budget.f_sys if budget else None,
-            f_epp=budget.f_epp if budget else None,
-            reserve=self.settings.budget.reserve,
-            budget=budget.d if budget and budget.fault is None else None,
-            headroom=budget.headroom if budget and budget.fault is None else None,
-            max_sys=max_sys,
-            max_sys_by=max_sys_by,
-            ceiling=allowance.ceiling,
-            reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
-            source=self._poll.source if self._poll else None,
-            detector=self._poll.detector if self._poll else None,
-            per_endpoint=self._poll.per_endpoint if self._poll else None,
-            per_endpoint_from=self._capacity_from(),
-            picker_max_concurrency=self._poll.picker_k if self._poll else None,
-            readings=[
-                {
-                    "signal": str(reading.signal),
-                    "age_s": round(now - reading.closed_at, 3),
-                    "window_s": round(reading.closed_at - reading.opened_at, 3),
-                    "f_sys": reading.f_sys,
-                    "f_epp": reading.f_epp,
-                    "max_sys": reading.max_sys,
-                    "source": reading.source,
-                    "raw": dict(reading.raw),
-                }
-                for reading in readings
-            ],
-            watch_endpoints=watched.ready,
-            watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
-            watch_problems=[str(problem) for problem in watched.problems],
-            pending=counts.pending if counts else None,
-            leased=counts.leased if counts else None,
-            delayed=counts.delayed if counts else None,
-            dead=counts.dead if counts else None,
-            paused=view.shared.paused if view.shared else False,
-            queue_problem=view.problem,
-            config_generation=self.generation,
-            config_problem=self.problem,
-            loop_lag_s=round(self.pace.pace.longest_s, 3),
+            process=Process(
+                version=__version__,
+                python=platform.python_version(),
+                pool=self.settings.pool.name,
+                queue=self.settings.queue.name,
+                owner=self._queue.owner,
+                observe=self._observe,
+                started_at=self._started_at,
+                config_generation=self.generation,
+                config_hash=self.config_hash,
+                config_problem=self.problem,
+                loop_lag_s=round(self.pace.pace.longest_s, 3),
+            ),
+            gate=Gate(
+                reason=str(allowance.reason),
+                open=not allowance.reason.closed,
+                explanation=self._explanation(allowance),
+                limit=allowance.limit,
+                in_flight=self.limiter.in_flight,
+                running=self.dispatcher.running,
+                ceiling=allowance.ceiling,
+                free=self.limiter.free(now),
+                gateway_problem=self.limiter.gateway_problem,
+            ),
+            budget=telemetry.Budget(
+                reserve=self.settings.budget.reserve,
+                signal=str(allowance.signal) if allowance.signal else None,
+                f_sys=budget.f_sys if budget else None,
+                f_epp=budget.f_epp if budget else None,
+                budget=budget.d if budget and budget.fault is None else None,
+                headroom=budget.headroom if budget and budget.fault is None else None,
+                max_sys=max_sys,
+                max_sys_by=max_sys_by,
+                per_endpoint=poll.per_endpoint if poll else None,
+                per_endpoint_from=self._capacity_from(),
+                picker_max_concurrency=poll.picker_k if poll else None,
+                terms=[_terms(budget) for budget in self.limiter.budgets],
+            ),
+            signals=telemetry.Signals(
+                source=poll.source if poll else None,
+                reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
+                detector=poll.detector if poll else None,
+                signals_problem=unread.why if unread else None,
+                readings=[
+                    {
+                        "signal": str(reading.signal),
+                        "age_s": round(now - reading.closed_at, 3),
+                        "window_s": round(reading.closed_at - reading.opened_at, 3),
+                        "f_sys": reading.f_sys,
+                        "f_epp": reading.f_epp,
+                        "max_sys": reading.max_sys,
+                        "source": reading.source,
+                        "raw": dict(reading.raw),
+                    }
+                    for reading in readings
+                ],
+            ),
+            watch=Watch(
+                watch_endpoints=watched.ready,
+                watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
+                watch_problems=[str(problem) for problem in watched.problems],
+            ),
+            line=Line(
+                pending=counts.pending if counts else None,
+                leased=counts.leased if counts else None,
+                delayed=counts.delayed if counts else None,
+                dead=counts.dead if counts else None,
+                paused=view.shared.paused if view.shared else False,
+                queue_problem=view.problem,
+            ),
         )
+
+    def _count_time(self) -> None:
+        """The integrals over time, into the series."""
+        meter = self.dispatcher.measure()
+        for reason, seconds in meter.reason_s.items():
+            self._metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
+        for waited, work in ((True, "waiting"), (False, "none")):
+            self._metrics.set_total(series.USED_SECONDS, work, to=meter.used_s[waited])
+            self._metrics.set_total(series.FREE_SECONDS, work, to=meter.free_s[waited])
+
+
+def _terms(budget: Budget) -> Terms:
+    believed = budget.fault is None
+    return Terms(
+        signal=str(budget.signal),
+        f_sys=budget.f_sys,
+        f_epp=budget.f_epp,
+        budget=budget.d if believed else None,
+        headroom=budget.headroom if believed else None,
+        max_sys=budget.max_sys,
+    )
 
 
 async def serve(
@@ -287,6 +351,8 @@ async def serve(
         gateway.prepare()
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
+        service.config_hash = digest(text)
+        stack.enter_context(service.listening())
         admin = settings.admin
         server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
         try:
@@ -313,6 +379,11 @@ async def serve(
                 await service.run()
                 watching.cancel()
         emit(Event.STOPPED)
+
+
+def digest(text: str) -> str:
+    """The start of the SHA-256 of a configuration file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 async def _prepare(path: Path) -> None:
@@ -376,8 +447,10 @@ class _Reloader:
                 new = Refusal((f"{self._path.name}: {error}",))
         if isinstance(new, Refusal):
             service.problem = str(new)
+            service.reloaded(None)
             emit(Event.RELOAD_REFUSED, reasons=list(new.reasons))
         else:
+            service.reloaded(found if isinstance(found, str) else None)
             emit(Event.RELOADED, generation=service.generation)
 
     def _reload(self, text: str) -> Settings | Refusal:

@@ -92,7 +92,7 @@ def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
     assert [f'"id":"{name}"' in told.replace("\\", "").replace(" ", "") for name in ("r-2", "r-3")] == [
         True
     ] * 2
-    assert 'batch_dispatcher_gate{reason="idle"} 1.0' in told
+    assert 'batch_dispatcher_gate{pool="qwen",reason="idle"} 1.0' in told
     assert "Traceback" not in told
 
 

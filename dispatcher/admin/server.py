@@ -26,7 +26,8 @@ class Views:
     live: Callable[[], str | None]
     ready: Callable[[], str | None]
     status: Callable[[], Status]
-    metrics: Callable[[], tuple[bytes, str]]
+    metrics: Callable[[str], tuple[bytes, str]]
+    """The page in the format that an Accept header asks for, and its content type."""
 
 
 class AdminServer:
@@ -77,8 +78,8 @@ class AdminServer:
     async def _readyz(self, _: web.Request) -> web.Response:
         return _probe(self._views.ready())
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        body, kind = self._views.metrics()
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, kind = self._views.metrics(request.headers.get("Accept", ""))
         return web.Response(body=body, headers={"Content-Type": kind})
 
     async def _status(self, _: web.Request) -> web.Response:

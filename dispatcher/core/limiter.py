@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
-from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
 from dispatcher.core.ceiling import Ceiling
 from dispatcher.core.held import DELTA_S, Held, Interval
@@ -250,9 +250,38 @@ class Limiter:
         return self._held.own + self._held.others
 
     @property
+    def budgets(self) -> list[Budget]:
+        """What each signal leaves."""
+        return [track.budget for track in self._tracks.values() if track.budget is not None]
+
+    @property
     def readings(self) -> list[Reading]:
         """The newest reading of each signal."""
         return [track.reading for track in self._tracks.values() if track.reading is not None]
+
+    @property
+    def work(self) -> bool:
+        """Some request could be claimed when the queue was asked last."""
+        return bool(self._waiting)
+
+    def free(self, now: float) -> float | None:
+        """What batch work may hold by the newest readings, ours included, whatever closes the gate; None:
+        not known. Where a signal counts requests, it is asked."""
+        known = [t for t in self._tracks.values() if t.reading is not None and t.budget is not None]
+        if any(now - t.reading.closed_at > self._policy.max_age_s for t in known if t.reading):
+            return None
+        counting = [t for t in known if t.reading is not None and t.reading.exact] or known
+        rooms = [
+            max(0.0, min((t.interval.lo + t.interval.hi) / 2 + b.headroom, self._policy.most(b.max_sys)))
+            for t in counting
+            if (b := t.budget) is not None and b.fault is None
+        ]
+        return min(rooms) if rooms and len(rooms) == len(counting) else None
+
+    @property
+    def gateway_problem(self) -> str | None:
+        """Why there is no gateway, whatever reason is shown; None: there is one, as far as one can know."""
+        return self._reach.closure.why if self._reach.closure is not None else None
 
     @property
     def others(self) -> int:
@@ -459,10 +488,6 @@ class Limiter:
                     min(self._policy.most(budget.max_sys) for budget in budgets),
                     waiting=any(budget.f_epp * budget.max_sys >= ONE_WAITS for budget in budgets),
                 )
-
-    def explain(self, now: float) -> str:
-        """One sentence: why nothing, or only so much, is being sent."""
-        return explain(self.allowance(now), self.in_flight)
 
     def __repr__(self) -> str:
         standing = self._standing

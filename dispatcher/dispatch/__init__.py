@@ -1,6 +1,7 @@
 """The dispatch loop: allowance → claim → forward → settle, and the upkeep of what is held."""
 
+from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.loop import Dispatcher
 from dispatcher.dispatch.options import Options
 
-__all__ = ["Dispatcher", "Options"]
+__all__ = ["Dispatcher", "Journal", "Options"]

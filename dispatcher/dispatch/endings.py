@@ -19,7 +19,7 @@ def lease_of(ending: Ending) -> Lease:
 
 def error(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
     """The request ends with an error of ours as its result."""
-    return _settlement(lease, request, failed(request.id, code, message))
+    return _settlement(lease, request, failed(request.id, code, message), code)
 
 
 def expired(lease: Lease, request: Request) -> Settlement:
@@ -46,6 +46,7 @@ def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
         results=rejection.results,
         request_id=rejection.id,
         request_token=rejection.token,
+        code=rejection.code,
     )
 
 
@@ -68,7 +69,9 @@ def decided(lease: Lease, request: Request, decision: Decision) -> Ending:
         case Bury():
             return _burial(lease, request, decision)
         case Finish(code=None, status=int(status)):
-            return _settlement(lease, request, answered(request.id, status, decision.body))
+            return _settlement(
+                lease, request, answered(request.id, status, decision.body), f"{status // 100}xx"
+            )
         case Finish():
             code = decision.code or ErrorCode.INFERENCE_ERROR
             return error(lease, request, code, decision.message)
@@ -76,8 +79,8 @@ def decided(lease: Lease, request: Request, decision: Decision) -> Ending:
 
 def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:
     result = failed(request.id, verdict.code, verdict.message, verdict.status, verdict.body)
-    return Burial(_settlement(lease, request, result), verdict.message)
+    return Burial(_settlement(lease, request, result, verdict.code), verdict.message)
 
 
-def _settlement(lease: Lease, request: Request, result: bytes) -> Settlement:
-    return Settlement(lease, result, request.results, request.id, request.token)
+def _settlement(lease: Lease, request: Request, result: bytes, code: str) -> Settlement:
+    return Settlement(lease, result, request.results, request.id, request.token, code)

@@ -27,6 +27,8 @@ class Held:
     """Set while it is at the gateway."""
     cut: Cut | None = None
     """Why its task was cancelled."""
+    answered_at: float | None = None
+    """When its try ended; None: it was not tried, or its try was cut."""
 
 
 class Holding:
@@ -68,11 +70,12 @@ class Holding:
         held.task = None
         self._running.pop(held.lease.token, None)
 
-    def drop(self, token: str) -> None:
-        """The lease has ended."""
-        self._by_token.pop(token, None)
+    def drop(self, token: str) -> Held | None:
+        """The lease has ended; what was held of it."""
+        held = self._by_token.pop(token, None)
         if not self._by_token:
             self._stirred.set()
+        return held
 
     def cut(self, held: Held, why: Cut) -> None:
         """Cancel its try, which closes the connection."""

@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import (
     Delivered,
@@ -43,6 +44,7 @@ from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, View, now
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import Cut, Held, Holding
+from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.suspects import Suspects
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
@@ -58,7 +60,6 @@ from dispatcher.ports import (
     Settlement,
 )
 from dispatcher.telemetry.events import Event, emit
-from dispatcher.telemetry.metrics import Metrics
 
 GATHER_S = 0.002
 """A finished request waits this long for others to be handed in with it, when others are running."""
@@ -83,7 +84,7 @@ class Dispatcher:
         gateway: Gateway,
         limiter: Limiter,
         options: Options,
-        metrics: Metrics,
+        journal: Journal,
         rand: random.Random | None = None,
     ) -> None:
         self.limiter = limiter
@@ -92,13 +93,13 @@ class Dispatcher:
         self._options = options
         self._queue = queue
         self._gateway = gateway
-        self._metrics = metrics
+        self._journal = journal
         self._random = rand or random.Random()
         self._tenants = Tenants()
         self._suspects = Suspects()
         self._holding = Holding()
         self._access = Access(queue, limiter)
-        self._upkeep = Upkeep(self._access, self._holding, limiter, options, metrics)
+        self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
         """Under the reading of when refusals came last, and the most in flight at one of them."""
@@ -187,6 +188,19 @@ class Dispatcher:
             self._alarm.cancel()
         self._alarm = asyncio.get_running_loop().call_at(at, self._access.wake.set)
         self._upkeep.share(allowance)
+        self.measure()
+
+    def measure(self) -> Meter:
+        """The integrals over time, until now."""
+        at, limiter = now(), self.limiter
+        self._journal.turned(
+            at,
+            limiter.allowance(at),
+            used=self._holding.running,
+            free=limiter.free(at),
+            waiting=limiter.work,
+        )
+        return self._journal.meter
 
     async def _take(self) -> None:
         """Claim what is free now, and start it."""
@@ -267,6 +281,7 @@ class Dispatcher:
         lease = held.lease
         started = now()
         self.limiter.sent(lease.token, started)
+        self._journal.sent(held, request, self._queue.unix_now())
         try:
             deadline = started + request.deadline - self._queue.unix_now()
             forwarded = await self._gateway.forward(request, deadline=deadline)
@@ -283,7 +298,7 @@ class Dispatcher:
             self._holding.back(held)
         self.limiter.answered(lease.token, forwarded.ended_at)
         outcome = self._gateway_seen(request, forwarded)
-        self._metrics.tried(type(outcome).__name__, forwarded.ended_at - forwarded.sent_at)
+        self._journal.tried(held, forwarded, outcome)
         self._finish(self._decide(lease, request, outcome))
 
     def _never_began(self, held: Held, request: Request, _task: asyncio.Task[None]) -> None:
@@ -402,14 +417,14 @@ class Dispatcher:
             self._done.extend(handed_in)
             return
         for ending, answer in zip(handed_in, answers, strict=True):
-            self._metrics.ended(type(ending).__name__, answer)
-            self._drop(endings.lease_of(ending).token)
+            held = self._drop(endings.lease_of(ending).token)
+            self._journal.ended(held, ending, answer, now(), self._queue.unix_now())
             if self._suspects.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
                 self._access.work = True
 
-    def _drop(self, token: str) -> None:
-        self._holding.drop(token)
+    def _drop(self, token: str) -> Held | None:
         self.poke()
+        return self._holding.drop(token)
 
     async def _run_dry(self) -> None:
         """Let what runs finish in time, give back the rest, hand everything in."""

@@ -13,10 +13,10 @@ from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, now
 from dispatcher.dispatch.gate import Changes, terms
 from dispatcher.dispatch.holding import Holding
+from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.ports import Overload, Permit, Swept
 from dispatcher.telemetry.events import Event, emit
-from dispatcher.telemetry.metrics import Metrics
 
 EACH_S = 1.0
 """Counts, sweeps and cancel markers are looked at this often."""
@@ -34,14 +34,14 @@ class Upkeep:
     """Renews leases, sweeps the queue, shares limits, hears of work and of cancelled requests."""
 
     def __init__(
-        self, access: Access, holding: Holding, limiter: Limiter, options: Options, metrics: Metrics
+        self, access: Access, holding: Holding, limiter: Limiter, options: Options, journal: Journal
     ) -> None:
         self.options = options
         self._access = access
         self._queue = access.queue
         self._holding = holding
         self._limiter = limiter
-        self._metrics = metrics
+        self._journal = journal
         self._changed = asyncio.Event()
         self._gate = Changes()
         self._overload: Overload | None = None
@@ -139,6 +139,7 @@ class Upkeep:
             gone = set(renewed.lost)
             for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
                 if held.lease.entry in gone:
+                    self._journal.lost()
                     emit(Event.LEASE_LOST, entry=held.lease.entry)
                     self._holding.cut(held, "lost")
 
@@ -162,6 +163,7 @@ class Upkeep:
 
     def _tell(self, swept: Swept | None) -> None:
         if swept is not None and swept.reclaimed:
+            self._journal.reclaimed(swept.reclaimed)
             emit(Event.TAKEN_BACK, leases=swept.reclaimed)
 
     async def _expire(self) -> None:
@@ -175,7 +177,7 @@ class Upkeep:
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]
             if over:
-                self._metrics.expired(await self._access.ask(self._queue.expire(over)) or 0)
+                self._journal.expired(await self._access.ask(self._queue.expire(over)) or 0)
             if len(found) < EXPIRED_AT_ONCE or not over:
                 return
 

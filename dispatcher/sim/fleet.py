@@ -14,7 +14,7 @@ from dispatcher.core.budget import Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import Request, encode_member
-from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Gateway
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.policies import Policy
@@ -47,7 +47,7 @@ class Replica:
         self.limiter = Limiter(budgeting, uses)
         self.queue = MemoryQueue(store, owner, owner_timeout_s=options.owner_timeout_s)
         self.dispatcher = Dispatcher(
-            self.queue, gateway, self.limiter, options, Metrics(), random.Random(f"{seed}/{owner}")
+            self.queue, gateway, self.limiter, options, Journal(Metrics()), random.Random(f"{seed}/{owner}")
         )
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)
 

@@ -1,132 +1,150 @@
-"""The process's series."""
+"""The process's series: counted as things happen, put together when they are asked for.
+
+Nothing of a library lies on the hot path: a count is a sum in a dict. The page is the client library's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, product
+from typing import Any
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    GCCollector,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
+from prometheus_client import CollectorRegistry, GCCollector, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
 )
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
+from dispatcher.telemetry.catalogue import CATALOGUE, EVENTS, OTHER, PREFIX, Kind, Series
+from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import Status
-
-PREFIX = "batch_dispatcher_"
-TRY_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-CAPACITIES = ("watch", "picker", "setting", "query")
-"""The Kubernetes watch where it lowers what the others say; the endpoint picker; `budget.max_sys`; a query of
-one's own."""
-_GAUGES = (
-    ("limit", "Our requests that may be in flight, all replicas together"),
-    ("in_flight", "Our requests in flight, all replicas together"),
-    ("running", "Requests in flight in this process"),
-    ("f_sys", "Saturation of the pool: cur_SYS / max_SYS of the binding signal"),
-    ("f_epp", "What waits in the endpoint picker: cur_EPP / max_SYS"),
-    ("reserve", "B, the share that batch work never takes"),
-    ("budget", "D = 1 - (F_SYS + F_EPP + B)"),
-    ("headroom", "floor(max_SYS x D), in requests"),
-    ("max_sys", "Capacity of the pool, in requests"),
-    ("per_endpoint", "Requests per endpoint that the capacity is reckoned with"),
-    (
-        "picker_max_concurrency",
-        "maxConcurrency of the endpoint picker; absent where its pages do not show it",
-    ),
-    ("watch_endpoints", "Ready endpoints by the Kubernetes watch; absent while it knows none"),
-    ("watch_unsure_seconds", "Since when the Kubernetes API was not heard; absent while it is followed"),
-    ("ceiling", "What refusals taught; absent while none is in force"),
-    ("reading_age_seconds", "Age of the newest sample"),
-    ("pending", "Requests waiting for their first or next delivery"),
-    ("leased", "Live leases of all replicas"),
-    ("delayed", "Requests waiting for a retry"),
-    ("dead", "Requests put aside for an operator"),
-    ("loop_lag_seconds", "How late the event loop ran what was due, at most, in the last 10 s"),
-    ("config_generation", "Counts the configurations that were in force"),
-)
-_GAUGE_FIELDS = {
-    "reading_age_seconds": "reading_age_s",
-    "watch_unsure_seconds": "watch_unsure_s",
-    "loop_lag_seconds": "loop_lag_s",
-}
-
-
-class _Gauges(Collector):
-    """Reads the status when it is scraped: the hot path sets no gauge."""
-
-    def __init__(self, status: Callable[[], Status], reasons: tuple[str, ...]) -> None:
-        self._status = status
-        self._reasons = reasons
-
-    def collect(self) -> Iterator[Metric]:
-        status = self._status()
-        for name, meaning in _GAUGES:
-            value = getattr(status, _GAUGE_FIELDS.get(name, name))
-            if value is not None:
-                yield GaugeMetricFamily(PREFIX + name, meaning, value=float(value))
-        yield _one_of(
-            "gate", "1 for the gate's reason, 0 for all others", "reason", self._reasons, status.reason
-        )
-        yield _one_of("max_sys_by", "1 for whose word max_sys is", "by", CAPACITIES, status.max_sys_by)
-        for name, meaning, holds in (
-            ("config_refused", "1 while the newest configuration file is bad", status.config_problem),
-            ("watch_failing", "1 while the Kubernetes watch has a problem", status.watch_problems),
-        ):
-            yield GaugeMetricFamily(PREFIX + name, meaning, value=float(bool(holds)))
-
-
-def _one_of(name: str, meaning: str, label: str, values: Iterable[str], now: str | None) -> Metric:
-    """A series for each value: 1 for the one that holds."""
-    family = GaugeMetricFamily(PREFIX + name, meaning, labels=[label])
-    for value in values:
-        family.add_metric([value], float(value == now))
-    return family
 
 
 class Metrics:
-    """The process's series, in a registry of its own."""
+    """Counters and histograms of one process, and the page with them and the gauges of its status."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        GCCollector(registry=self.registry)
-        tries = Counter(PREFIX + "tries", "Tries by outcome", ["outcome"], registry=self.registry)
-        ended = Counter(PREFIX + "leases_ended", "Leases ended", ["how", "answer"], registry=self.registry)
-        self._tries: dict[str, Counter] = {}
-        self._ended: dict[tuple[str, str], Counter] = {}
-        self._bind_try, self._bind_end = tries.labels, ended.labels
-        self._seconds = Histogram(
-            PREFIX + "try_seconds", "From sending to the outcome", buckets=TRY_SECONDS, registry=self.registry
-        )
-        self._expired = Counter(
-            PREFIX + "expired", "Requests that passed their deadline waiting", registry=self.registry
-        )
+    def __init__(self, pool: str = "") -> None:
+        self._pool = pool
+        self._counts: dict[Series, dict[tuple[str, ...], float]] = {}
+        self._seconds: dict[Series, _Seconds] = {}
+        self._status: Callable[[], Status] | None = None
+        for series in CATALOGUE:
+            if series.kind is Kind.COUNTER:
+                self._counts[series] = dict.fromkeys(product(*series.labels.values()), 0.0)
+            elif series.kind is Kind.HISTOGRAM:
+                self._seconds[series] = _Seconds(series.buckets)
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        GCCollector(registry=self._registry)
+        self._registry.register(_Page(self._families))
 
-    def tried(self, outcome: str, seconds: float) -> None:
-        counter = self._tries.get(outcome)
-        if counter is None:
-            counter = self._tries[outcome] = self._bind_try(outcome.lower())
-        counter.inc()
-        self._seconds.observe(seconds)
+    def count(self, series: Series, *labels: str, by: float = 1.0) -> None:
+        """One more. What is not declared counts as `other`; where there is none, not at all."""
+        counts = self._counts[series]
+        if labels not in counts:
+            known = series.labels.values()
+            labels = tuple(
+                label if label in values else OTHER for label, values in zip(labels, known, strict=True)
+            )
+            if labels not in counts:
+                return
+        counts[labels] += by
 
-    def ended(self, how: str, answer: str) -> None:
-        counter = self._ended.get((how, answer))
-        if counter is None:
-            counter = self._ended[how, answer] = self._bind_end(how.lower(), answer)
-        counter.inc()
+    def set_total(self, series: Series, *labels: str, to: float) -> None:
+        """What somebody else counts."""
+        self._counts[series][labels] = to
 
-    def expired(self, count: int) -> None:
-        self._expired.inc(count)
+    def observe(self, series: Series, seconds: float) -> None:
+        """A duration; what is no time counts as none."""
+        self._seconds[series].observe(seconds if seconds > 0 else 0.0)
 
-    def show(self, status: Callable[[], Status], reasons: tuple[str, ...]) -> None:
+    def value(self, series: Series, *labels: str) -> float:
+        """A counter's value; of a histogram, how many were observed."""
+        if series.kind is Kind.HISTOGRAM:
+            return float(sum(self._seconds[series].counts))
+        return self._counts[series][labels]
+
+    def heard(self, event: Event, _fields: Mapping[str, Any]) -> None:
+        """A sink of events."""
+        self.count(EVENTS, event.event)
+
+    def show(self, status: Callable[[], Status]) -> None:
         """Export the status as gauges."""
-        self.registry.register(_Gauges(status, reasons))
+        self._status = status
 
-    def page(self) -> tuple[bytes, str]:
-        """The /metrics page and its content type."""
-        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The /metrics page in the format that `accept` (HTTP's header) asks for, and its content type."""
+        encoder, kind = choose_encoder(accept)
+        return encoder(self._registry), kind
+
+    def _families(self) -> Iterator[Metric]:
+        status = self._status() if self._status is not None else None
+        for series in CATALOGUE:
+            match series.kind:
+                case Kind.COUNTER:
+                    yield self._counter(series)
+                case Kind.HISTOGRAM:
+                    yield self._histogram(series)
+                case Kind.GAUGE if status is not None:
+                    yield self._gauge(series, status)
+
+    def _counter(self, series: Series) -> Metric:
+        family = CounterMetricFamily(PREFIX + series.name, series.meaning, labels=["pool", *series.labels])
+        for labels, value in self._counts[series].items():
+            family.add_metric([self._pool, *labels], value)
+        return family
+
+    def _histogram(self, series: Series) -> Metric:
+        seconds = self._seconds[series]
+        family = HistogramMetricFamily(PREFIX + series.name, series.meaning, labels=["pool"])
+        family.add_metric([self._pool], seconds.cumulative(), seconds.sum)
+        return family
+
+    def _gauge(self, series: Series, status: Status) -> Metric:
+        assert series.sampled is not None  # noqa: S101 -- the catalogue declares no gauge without
+        family = GaugeMetricFamily(PREFIX + series.name, series.meaning, labels=["pool", *series.labels])
+        value = series.sampled(status)
+        if isinstance(value, Mapping):
+            for label, sample in value.items():
+                family.add_metric([self._pool, *label.split("\0")], sample)
+        elif value is not None:
+            family.add_metric([self._pool], float(value))
+        return family
+
+
+class _Seconds:
+    """A histogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self.counts[bisect_left(self.bounds, seconds)] += 1
+        self.sum += seconds
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """By upper bounds, as the page has it."""
+        bounds = map(floatToGoString, (*self.bounds, math.inf))
+        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
+
+
+class _Page(Collector):
+    """Asked by the registry whenever somebody scrapes."""
+
+    def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return self._families()
+
+    def describe(self) -> list[Metric]:
+        return []

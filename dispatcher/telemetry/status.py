@@ -1,20 +1,44 @@
-"""What the dispatcher knows of itself at one moment: /status as it stands, and every gauge."""
+"""What the dispatcher knows of itself at one moment, by subject. /status and every gauge are made of it.
+
+On /status all subjects share one object: no two fields have the same name.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
+
+CAPACITIES = ("watch", "picker", "setting", "query")
+"""The Kubernetes watch where it lowers what the others say; the endpoint picker; the operator's setting; a
+query of one's own."""
+SOURCES = ("epp", "prometheus")
 
 
 @dataclass(frozen=True, slots=True)
-class Status:
-    """What the dispatcher knows of itself at one moment: /status as it stands, and every gauge."""
+class Process:
+    """Which dispatcher this is, and how it is set up."""
 
     version: str
+    python: str
     pool: str
     queue: str
     owner: str
     observe: bool
+    started_at: float
+    """Unix time."""
+    config_generation: int = 1
+    config_hash: str = ""
+    """The start of the SHA-256 of the file in force."""
+    config_problem: str | None = None
+    loop_lag_s: float = 0.0
+    """The latest that the event loop woke in the last seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What may be in flight, and why not more."""
+
     reason: str
     open: bool
     explanation: str
@@ -23,43 +47,135 @@ class Status:
     """Of all replicas together."""
     running: int
     """Of this process."""
-    signal: str | None
-    f_sys: float | None
-    f_epp: float | None
-    reserve: float | None
-    budget: float | None
-    """D."""
-    headroom: int | None
-    max_sys: float | None
-    max_sys_by: str | None
-    """Whose word `max_sys` is: one of CAPACITIES."""
     ceiling: float | None
-    reading_age_s: float | None
-    source: str | None
-    detector: str | None = None
-    """What is known of the picker's saturation detector."""
+    free: float | None
+    """What batch work may hold by the newest readings, ours included; None: unknown."""
+    gateway_problem: str | None
+    """Why there is no gateway, whatever the reason shown is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The budget by one signal."""
+
+    signal: str
+    f_sys: float
+    f_epp: float
+    budget: float | None
+    """D; None, as `headroom`: the reading is not believed."""
+    headroom: int | None
+    max_sys: float
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """D = 1 − (F_SYS + F_EPP + B), of the signal whose limit is the smallest, and of each."""
+
+    reserve: float
+    signal: str | None = None
+    f_sys: float | None = None
+    f_epp: float | None = None
+    budget: float | None = None
+    headroom: int | None = None
+    max_sys: float | None = None
+    max_sys_by: str | None = None
+    """Whose word `max_sys` is: one of CAPACITIES."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
     per_endpoint_from: Literal["setting", "picker", "assumption"] | None = None
     picker_max_concurrency: int | None = None
     """As the picker's pages show it; None: they do not."""
-    readings: list[dict[str, Any]] = field(default_factory=list)
+    terms: Sequence[Terms] = ()
+
+    def term(self, name: str) -> Mapping[str, float]:
+        """One term by signal, where it is known."""
+        values = {terms.signal: getattr(terms, name) for terms in self.terms}
+        return {signal: value for signal, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What is read of the pool."""
+
+    source: str | None
+    reading_age_s: float | None
+    detector: str | None = None
+    """What is known of the picker's saturation detector."""
+    signals_problem: str | None = None
+    """Why they cannot be read; None while they can."""
+    readings: Sequence[Mapping[str, Any]] = ()
     """The newest reading of each signal with the raw values it came from."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """What the Kubernetes watch sees."""
+
     watch_endpoints: int | None = None
-    """Ready endpoints by the Kubernetes watch; None: it knows none, and bounds nothing."""
+    """Ready endpoints; None: it knows none, and bounds nothing."""
     watch_unsure_s: float | None = None
     """How long ago the API was heard last, while something cannot be asked; None: all of it is followed."""
-    watch_problems: list[str] = field(default_factory=list)
+    watch_problems: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What is in the queue."""
+
     pending: int | None = None
     leased: int | None = None
     delayed: int | None = None
     dead: int | None = None
     paused: bool = False
     queue_problem: str | None = None
-    config_generation: int = 1
-    config_problem: str | None = None
-    loop_lag_s: float = 0.0
-    """The latest that the event loop woke in the last seconds."""
+    oldest_pending_age_s: float | None = None
+    earliest_deadline_s: float | None = None
+    """How long until the earliest deadline that waits; negative: it has passed."""
+    at_risk: int | None = None
+    """Waiting requests that miss their deadline if it goes on at `service_rate`."""
+    service_rate: float | None = None
+    """Requests per second that all replicas ended lately."""
+    replica_count: int | None = None
+    replicas: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What interactive users wait, as the pool shows it, beside what batch work took of the pool."""
+
+    ttft_p50_s: float | None = None
+    ttft_p95_s: float | None = None
+    tpot_p50_s: float | None = None
+    tpot_p95_s: float | None = None
+    price_of: Literal["realtime", "all"] | None = None
+    """Whose requests were timed: realtime's alone, or all, ours among them."""
+    price_requests: int | None = None
+    """How many requests it is based on."""
+    batch_share: float | None = None
+    price_why_not: str | None = "not read yet"
+    """Why nothing is known; None where something is."""
+
+    def quantiles(self, what: Literal["ttft", "tpot"]) -> Mapping[str, float]:
+        """By the label's values, where known."""
+        values = {"0.5": getattr(self, f"{what}_p50_s"), "0.95": getattr(self, f"{what}_p95_s")}
+        return {quantile: value for quantile, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """All of it."""
+
+    process: Process
+    gate: Gate
+    budget: Budget
+    signals: Signals
+    watch: Watch = field(default_factory=Watch)
+    line: Line = field(default_factory=Line)
+    price: Price = field(default_factory=Price)
 
     def json(self) -> dict[str, Any]:
-        return asdict(self)
+        """One flat object."""
+        told: dict[str, Any] = {}
+        for part in fields(self):
+            told.update(asdict(getattr(self, part.name)))
+        return told

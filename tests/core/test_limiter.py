@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from dispatcher.core.allowance import Allowance
+from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import HEARD_SLOP_S, KEPT_READINGS, Limiter
@@ -639,7 +639,7 @@ def test_each_closed_reason_is_shown_with_a_limit_of_nothing(reason: Reason) -> 
     allowance = pool.allowance(now)
     assert (allowance.reason, allowance.limit) == (reason, 0)
     assert allowance.because
-    assert pool.explain(now).startswith(f"Nothing is sent: {reason}, {allowance.because}")
+    assert explain(allowance, pool.in_flight).startswith(f"Nothing is sent: {reason}, {allowance.because}")
     assert repr(pool) == f"<Limiter {reason}, limit 0, in flight 0>"
 
 
@@ -682,7 +682,9 @@ def test_full_is_shown_before_idle_and_idle_before_open() -> None:
     assert pool.allowance(T0 + 0.3).reason is Reason.IDLE
     pool.waiting(1, T0 + 0.4)
     assert pool.allowance(T0 + 0.4).reason is Reason.OPEN
-    assert pool.explain(T0 + 0.4).startswith("16 in flight under a limit 17: sending 1 more")
+    assert explain(pool.allowance(T0 + 0.4), pool.in_flight).startswith(
+        "16 in flight under a limit 17: sending 1 more"
+    )
 
 
 def test_over_the_limit_without_a_full_pool_is_full() -> None:

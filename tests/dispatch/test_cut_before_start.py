@@ -12,7 +12,7 @@ from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
-from dispatcher.dispatch import Dispatcher, Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.holding import Cut
 from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
@@ -42,7 +42,7 @@ def test_request_cut_before_its_first_step_leaves_nothing_behind(why: Cut, hande
         limiter = Limiter(Policy(max_sys=10), [Signal.REQUESTS])
         limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
         dispatcher = Dispatcher(
-            MemoryQueue(store, "a"), NeverReached(), limiter, Options(RetryPolicy()), Metrics()
+            MemoryQueue(store, "a"), NeverReached(), limiter, Options(RetryPolicy()), Journal(Metrics())
         )
         async with asyncio.TaskGroup() as tasks:
             dispatcher._tasks = tasks
@@ -91,7 +91,7 @@ def test_request_claimed_before_we_stood_still_is_not_sent_after_it(still_s: flo
         limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
         queue, gateway = StandsStill(store, "a"), Answers()
         queue.still_s = still_s
-        dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Metrics())
+        dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
         async with asyncio.TaskGroup() as tasks:
             dispatcher._tasks = tasks
             await dispatcher._take()

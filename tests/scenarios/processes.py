@@ -25,6 +25,7 @@ import httpx
 import redis
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from dispatcher.core.request import encode_member
 from dispatcher.queue.keys import Names
@@ -161,11 +162,16 @@ class Dispatcher:
         return answer.status_code, answer.text.strip()
 
     def metrics(self) -> dict[str, float]:
-        """The /metrics page: `name` or `name{value of its labels, …}` → value, without the common prefix."""
+        """The /metrics page: `name` or `name{value of its labels, …}` → value, without the common prefix
+        and label."""
         assert self._http is not None
+
+        def labels(sample: Sample) -> str:
+            values = [value for label, value in sample.labels.items() if label != "pool"]
+            return f"{{{','.join(values)}}}" if values else ""
+
         return {
-            sample.name.removeprefix("batch_dispatcher_")
-            + (f"{{{','.join(sample.labels.values())}}}" if sample.labels else ""): sample.value
+            sample.name.removeprefix("batch_dispatcher_") + labels(sample): sample.value
             for family in text_string_to_metric_families(self._http.get("/metrics").text)
             for sample in family.samples
         }
