@@ -48,7 +48,7 @@ from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
 from dispatcher.telemetry import catalogue as series
-from dispatcher.telemetry import logs
+from dispatcher.telemetry import logs, tracing
 from dispatcher.telemetry import status as telemetry
 from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.metrics import Metrics
@@ -58,8 +58,7 @@ LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
 LARGE_BYTES = 262_144
 """Memory in pieces this large goes back to the system when it is free."""
-_M_MMAP_THRESHOLD = -3
-"""Of glibc's malloc.h."""
+_M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 
 
 class Service:
@@ -344,7 +343,7 @@ async def serve(
 ) -> None:
     """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
     logs.configure(settings.log.level, settings.log.format)
-    await _prepare(path)
+    await _prepare(path, settings)
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway)
@@ -352,6 +351,7 @@ async def serve(
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
         service.config_hash = digest(text)
+        service.journal.tracing = await stack.enter_async_context(tracing.tracing(settings, queue.owner))
         stack.enter_context(service.listening())
         admin = settings.admin
         server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
@@ -379,6 +379,7 @@ async def serve(
                 await service.run()
                 watching.cancel()
         emit(Event.STOPPED)
+    logs.finish()
 
 
 def digest(text: str) -> str:
@@ -386,14 +387,14 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-async def _prepare(path: Path) -> None:
+async def _prepare(path: Path, settings: Settings) -> None:
     """Import what is otherwise imported when it is first used.
 
-    That is much of a second's computing, and several seconds under a CPU limit: time limits of peers that ran
-    meanwhile would blame them for it.
+    That takes seconds under a CPU limit: time limits of peers that ran meanwhile would blame them for it.
     """
     "localhost".encode("idna")
     capacity.prepare()
+    tracing.prepare(settings)
     await prepare_watch(path.parent)
 
 

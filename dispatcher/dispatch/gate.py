@@ -12,7 +12,7 @@ AT_ONCE = 10
 """So many openings and closings in FLAPPING_S are told when they happen."""
 FLAPPING_S = 10.0
 SETTLED_S = 1.0
-"""What an open gate is short of changes with each completion: that is told when it lasts, or by the second."""
+"""What an open gate is short of may change with each completion: that is told by the second."""
 
 
 class Changes:

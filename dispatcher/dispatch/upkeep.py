@@ -139,7 +139,7 @@ class Upkeep:
             gone = set(renewed.lost)
             for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
                 if held.lease.entry in gone:
-                    self._journal.lost()
+                    self._journal.lost(held)
                     emit(Event.LEASE_LOST, entry=held.lease.entry)
                     self._holding.cut(held, "lost")
 

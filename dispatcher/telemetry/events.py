@@ -64,7 +64,11 @@ class Event(Enum):
     # Of each request, at debug only: see `detailed`.
     SENT = ("sent", logging.DEBUG, "A try begins")
     TRY = ("try", logging.DEBUG, "A try has ended: its outcome, its status, how long it took")
-    ENDED = ("ended", logging.DEBUG, "A lease has ended: settled, released or buried, and what the queue said")
+    ENDED = (
+        "ended",
+        logging.DEBUG,
+        "A lease has ended: settled, released or buried, and what the queue said",
+    )
 
     RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
@@ -91,7 +95,7 @@ _detailed = False
 
 def detail(wanted: bool) -> None:
     """Whether anybody wants events at debug. One for the process, as the log's level is."""
-    global _detailed  # noqa: PLW0603
+    global _detailed
     _detailed = wanted
 
 

@@ -40,8 +40,8 @@ STATES = frozenset(
         Event.RELOAD_REFUSED,
     )
 )
-"""Told each time: each says that something has changed, most have a counterpart, and none comes in bursts. One
-of two held back, and the log would end with the wrong one."""
+"""Told each time: each says that something has changed, most have a counterpart, and none comes in bursts.
+One of two held back, and the log would end with the wrong one."""
 
 
 @dataclass(slots=True)

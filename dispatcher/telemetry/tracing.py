@@ -14,7 +14,7 @@ one that is not taken costs a hash at the most, and its traceparent goes to the 
 
 What a request's task does here is to fill in tuples and dicts. Spans are built, encoded and sent by a thread
 of their own, from a line of bounded length: an endpoint that is away, slow or hostile costs spans and nothing
-else. OpenTelemetry is imported by `start` alone.
+else. OpenTelemetry is imported only where there is an endpoint.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from dispatcher.settings.model import Tracing as Settings
+    from dispatcher.settings import SecretUrl, Settings
 
 IN_LINE = 8192
 """More spans than this do not wait to be sent: what comes then is lost."""
@@ -56,6 +58,11 @@ CLOSE_S = 1.5
 """What is still in line has so long to get out when the process ends."""
 MISSING = "tracing.endpoint is set and OpenTelemetry is not installed: pip install 'batch-dispatcher[otel]'"
 
+_MODULES = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.sdk.trace.export",
+    "opentelemetry.trace.span",
+)
 _LOW_64 = (1 << 64) - 1
 _SAMPLED = 1
 _WHY_CHARS = 200
@@ -141,45 +148,40 @@ class Trail:
         self._try = None
         sent_at, ended_at = tracing.unix_ns(self._sent_at), tracing.unix_ns(at)
         words = None if error is None else why[:_WHY_CHARS] or error
-        tracing.record(Span("POST", "CLIENT", self._within, self._try_id, sent_at, ended_at, attributes, words))
-
-    def ended(self, since: float, at: float, *, how: str, error: str | None) -> None:
-        """The lease has ended: `how`, by a call to the queue that began at `since`. `error`: why the request,
-        or the call, failed."""
-        tracing = self._tracing
-        if self._try is not None:
-            self.tried(since, status=None, error="cut")
-        settled = {
-            **self._message,
-            "messaging.operation.name": how,
-            "messaging.operation.type": "settle",
-        }
-        began, ended = tracing.unix_ns(since), tracing.unix_ns(at)
         tracing.record(
-            Span(f"{how} {tracing.queue}", "CLIENT", self._within, new_id(), began, ended, settled)
+            Span("POST", "CLIENT", self._within, self._try_id, sent_at, ended_at, attributes, words)
         )
-        processed = {
-            **self._message,
-            "messaging.operation.name": "process",
-            "messaging.operation.type": "process",
-        }
+
+    def ended(self, since: float, at: float, *, step: str, error: str | None) -> None:
+        """The lease has ended by this `step` of the queue, which was due `since` then. `error`: why the
+        request, or the step, failed."""
+        tracing = self._tracing
+        if self._try is not None:  # it was cut
+            since = at
+            self.tried(at, status=None, error="cut")
+        name, began, ended = f"{step} {tracing.queue}", tracing.unix_ns(since), tracing.unix_ns(at)
+        settled = self._operation(step, "settle")
+        tracing.record(Span(name, "CLIENT", self._within, new_id(), began, ended, settled))
+        self._processed(at, error)
+
+    def lost(self, at: float) -> None:
+        """The lease is another's."""
+        self.tried(at, status=None, error="lost")
+        self._processed(at, "lost")
+
+    def _processed(self, at: float, error: str | None) -> None:
+        tracing, span_id = self._tracing, self._within.span_id
+        began, ended = tracing.unix_ns(self._claimed_at), tracing.unix_ns(at)
+        attributes = self._operation("process", "process")
         if error is not None:
-            processed["error.type"] = error
-        claimed = tracing.unix_ns(self._claimed_at)
+            attributes["error.type"] = error
         name = f"process {tracing.queue}"
         tracing.record(
-            Span(
-                name,
-                "CONSUMER",
-                self._root,
-                self._within.span_id,
-                claimed,
-                ended,
-                processed,
-                error,
-                linked=True,
-            )
+            Span(name, "CONSUMER", self._root, span_id, began, ended, attributes, error, linked=True)
         )
+
+    def _operation(self, name: str, kind: str) -> dict[str, str | int]:
+        return {**self._message, "messaging.operation.name": name, "messaging.operation.type": kind}
 
 
 _current: ContextVar[Trail | None] = ContextVar("trail", default=None)
@@ -207,7 +209,6 @@ class Tracing:
             "server.address": address.hostname or "",
             "server.port": port,
         }
-        self._line = line
         self._bound = round(sample_ratio * (1 << 64))
         self._offset_ns = 0
         self._offset_at = float("-inf")
@@ -251,10 +252,6 @@ class Tracing:
         if now - self._offset_at >= 1.0:
             self._offset_ns, self._offset_at = time.time_ns() - int(now * 1e9), now
         return int(at * 1e9) + self._offset_ns
-
-    async def aclose(self) -> None:
-        """Send what is in line, within CLOSE_S; lose the rest."""
-        await asyncio.to_thread(self._line.close)
 
 
 class Line:
@@ -391,40 +388,68 @@ class _Complaints(logging.Handler):
             _complaints.append(" ".join(record.getMessage().split()))
 
 
-def start(settings: Settings, *, pool: str, queue: str, owner: str, gateway: str) -> Tracing | None:
-    """Tracing as the settings have it; None: it is off, and nothing was imported.
-
-    To be called in the loop's thread. Raises OSError where the `otel` extra is not installed.
-    """
-    if not settings.endpoint:
-        return None
+def prepare(settings: Settings) -> None:
+    """Import what takes long, where it will be needed. Raises OSError where it is not installed."""
+    if not settings.tracing.endpoint:
+        return
     try:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+        for module in _MODULES:
+            import_module(module)
     except ImportError as error:
         raise OSError(MISSING) from error
+
+
+@asynccontextmanager
+async def tracing(settings: Settings, owner: str) -> AsyncIterator[Tracing | None]:
+    """Tracing as the settings have it, for the length of the block; None: it is off, and nothing is imported.
+
+    At the end of the block what is in line is sent, within CLOSE_S. Raises OSError where the `otel` extra is
+    not installed.
+    """
+    if not settings.tracing.endpoint:
+        yield None
+        return
+    prepare(settings)
+    line = Line(otlp(settings.tracing.endpoint), resource(settings.pool.name, owner), _teller())
+    try:
+        yield Tracing(
+            line,
+            queue=settings.queue.name,
+            gateway=settings.gateway.url.bare,
+            sample_ratio=settings.tracing.sample_ratio,
+        )
+    finally:
+        await asyncio.to_thread(line.close)
+
+
+def otlp(url: SecretUrl) -> SpanExporter:
+    """Sends to an OTLP/HTTP endpoint. What it would log goes nowhere else."""
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    library = logging.getLogger("opentelemetry")
+    library.handlers, library.propagate = [_Complaints()], False
+    headers = {}
+    if url.credentials:
+        headers["authorization"] = "Basic " + base64.b64encode(":".join(url.credentials).encode()).decode()
+    return OTLPSpanExporter(endpoint_of(url), headers=headers, timeout=ANSWER_S)
+
+
+def resource(pool: str, owner: str) -> Resource:
+    """Who we are. The environment (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) has the last word."""
+    from opentelemetry.sdk.resources import OTELResourceDetector, Resource
+
     named = {
         "service.name": "batch-dispatcher",
         "service.namespace": pool,
         "service.version": __version__,
         "service.instance.id": owner,
     }
-    # What the environment says (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES) has the last word.
-    resource = Resource.create().merge(Resource(named)).merge(OTELResourceDetector().detect())
-    library = logging.getLogger("opentelemetry")
-    library.handlers, library.propagate = [_Complaints()], False
-    headers = {}
-    if settings.endpoint.credentials:
-        pair = ":".join(settings.endpoint.credentials).encode()
-        headers["authorization"] = "Basic " + base64.b64encode(pair).decode()
-    exporter = OTLPSpanExporter(endpoint_of(settings), headers=headers, timeout=ANSWER_S)
-    line = Line(exporter, resource, _teller())
-    return Tracing(line, queue=queue, gateway=gateway, sample_ratio=settings.sample_ratio)
+    return Resource.create().merge(Resource(named)).merge(OTELResourceDetector().detect())
 
 
-def endpoint_of(settings: Settings) -> str:
+def endpoint_of(url: SecretUrl) -> str:
     """Where spans are sent, without credentials. Without a path: where OTLP/HTTP has them."""
-    bare = settings.endpoint.bare
+    bare = url.bare
     return bare.rstrip("/") + "/v1/traces" if urlsplit(bare).path in ("", "/") else bare
 
 
