@@ -25,11 +25,12 @@ import contextvars
 import hashlib
 import logging
 import random
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -191,6 +192,38 @@ def going_to(url: str) -> str:
     """The traceparent for the try of this task, which goes to `url`; empty where it is not traced."""
     trail = _current.get()
     return "" if trail is None else trail.going_to(url)
+
+
+@contextmanager
+def sending(queue: str, request_id: str, metadata: Mapping[str, str]) -> Iterator[Mapping[str, str]]:
+    """The producer's span for the length of the block, and the metadata that carry its context on.
+
+    By the tracer that the program has set up for itself; where it has none, or the metadata hold a
+    traceparent already, there is no span and they stay as they are.
+    """
+    trace = sys.modules.get("opentelemetry.trace")
+    if trace is None or "traceparent" in metadata:
+        yield metadata
+        return
+    attributes = {
+        "messaging.system": "redis",
+        "messaging.destination.name": queue,
+        "messaging.message.id": request_id,
+        "messaging.operation.name": "send",
+        "messaging.operation.type": "send",
+    }
+    tracer = trace.get_tracer("batch-dispatcher", __version__)
+    with tracer.start_as_current_span(
+        f"send {queue}", kind=trace.SpanKind.PRODUCER, attributes=attributes
+    ) as span:
+        context = span.get_span_context()
+        if context.is_valid:
+            ids = f"{context.trace_id:032x}-{context.span_id:016x}"
+            flags = context.trace_flags & _SAMPLED
+            metadata = {**metadata, "traceparent": f"00-{ids}-{flags:02x}"}
+            if context.trace_state:
+                metadata["tracestate"] = context.trace_state.to_header()
+        yield metadata
 
 
 def new_id() -> int:
