@@ -57,7 +57,7 @@ PAUSE_S = 30.0
 """After a failure the endpoint is left alone, each time twice as long, up to this."""
 CLOSE_S = 1.5
 """What is still in line has so long to get out when the process ends."""
-MISSING = "tracing.endpoint is set and OpenTelemetry is not installed: pip install 'batch-dispatcher[otel]'"
+MISSING = "tracing needs OpenTelemetry, which is not installed: pip install 'batch-dispatcher[otel]'"
 
 _MODULES = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -291,12 +291,20 @@ class Line:
     """Spans that wait to be sent, and the thread that sends them.
 
     `tell`: called in that thread, with an event that is worth a line in the log: the first loss, and that
-    nothing was lost any more for PAUSE_S.
+    nothing was lost any more for `pause_s`.
     """
 
     def __init__(
-        self, exporter: SpanExporter, resource: Resource, tell: Callable[[Event, Mapping[str, Any]], None]
+        self,
+        exporter: SpanExporter,
+        resource: Resource,
+        tell: Callable[[Event, Mapping[str, Any]], None],
+        *,
+        each_s: float = EACH_S,
+        pause_s: float = PAUSE_S,
     ) -> None:
+        self._each_s = each_s
+        self._pause_s = pause_s
         self._exporter = exporter
         self._resource = resource
         self._tell = tell
@@ -335,8 +343,7 @@ class Line:
 
     def _work(self) -> None:
         while self._close_by is None:
-            pause_s = EACH_S if not self._failures else min(PAUSE_S, EACH_S * 2.0**self._failures)
-            self._wake.wait(pause_s)
+            self._wake.wait(min(self._pause_s, self._each_s * 2.0 ** min(self._failures, 30)))
             self._wake.clear()
             self._send()
         self._send()
@@ -356,7 +363,7 @@ class Line:
         if overflowed:
             self._seen += overflowed
             self._lose(overflowed, why or "they come faster than tracing.endpoint takes them")
-        elif self._lost_at is not None and not why and time.monotonic() - self._lost_at > PAUSE_S:
+        elif self._lost_at is not None and not why and time.monotonic() - self._lost_at > self._pause_s:
             self._lost_at = None
             self._tell(Event.TRACES_FINE, {"lost": self._lost})
             self._lost = 0

@@ -20,10 +20,10 @@ Told = list[tuple[Event, Mapping[str, Any]]]
 
 
 @contextmanager
-def line_into(exporter: Any) -> Iterator[tuple[Line, Told]]:
+def line_into(exporter: Any, **paces: float) -> Iterator[tuple[Line, Told]]:
     """A line to that exporter, and what it tells."""
     told: Told = []
-    line = Line(exporter, Resource({}), lambda event, fields: told.append((event, fields)))
+    line = Line(exporter, Resource({}), lambda event, fields: told.append((event, fields)), **paces)
     try:
         yield line, told
     finally:
