@@ -126,7 +126,10 @@ class _Counting:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        for line in self._repeats.due(float("inf") if all_of_it else time.monotonic()):
+        due = self._repeats.due(float("inf") if all_of_it else time.monotonic())
+        if all_of_it:
+            self._repeats = Repeats()
+        for line in due:
             level = logging.getLevelNamesMapping()[line.pop("level").upper()]
             structlog.get_logger("dispatcher").log(level, line.pop("event"), **line)
         if not all_of_it:
