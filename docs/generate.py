@@ -148,8 +148,8 @@ sum by (pool) (rate(batch_dispatcher_used_request_seconds_total{work="waiting"}[
 ```
 
 `free` is what the newest readings leave for batch work (capacity less the reserve less realtime), also while
-the gate is closed for another reason; while nothing readable says it, nothing counts as free. Above 1 means
-that realtime grew and our requests were still finishing.
+the gate is closed for another reason; while nothing readable says it, what is used counts as `unknown`. Above
+1 means that realtime grew and our requests were still finishing.
 """
 
 

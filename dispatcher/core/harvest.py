@@ -5,15 +5,25 @@ Integrals over time: from one observation to the next the values of the first ho
     ∫ used dt / ∫ free dt        over the time in which work waited
 
 with `free` as the readings show it (the pool's capacity less the reserve less realtime), whatever else kept
-the gate closed, so that what a closed gate cost is seen too. Where no reading says what is free, nothing is
-counted as free.
+the gate closed, so that what a closed gate cost is seen too. Where no reading says what is free, what is used
+is counted apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from dispatcher.core.budget import Reason
+
+
+class Work(StrEnum):
+    """Whether there was any to send while time passed."""
+
+    WAITING = "waiting"
+    NONE = "none"
+    UNKNOWN = "unknown"
+    """Nobody knew what was free, so it tells nothing of the harvest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +45,8 @@ class Meter:
     """The integrals so far, in seconds and request-seconds."""
 
     reason_s: dict[Reason, float] = field(default_factory=lambda: dict.fromkeys(Reason, 0.0))
-    used_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
-    """By whether work waited."""
-    free_s: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    used_s: dict[Work, float] = field(default_factory=lambda: dict.fromkeys(Work, 0.0))
+    free_s: dict[Work, float] = field(default_factory=lambda: dict.fromkeys(Work, 0.0))
     _last: Observation | None = None
 
     def observe(self, seen: Observation) -> None:
@@ -48,6 +57,9 @@ class Meter:
             return
         passed_s = seen.at - last.at
         self.reason_s[last.reason] += passed_s
-        self.used_s[last.waiting] += last.used * passed_s
-        if last.free is not None:
-            self.free_s[last.waiting] += last.free * passed_s
+        if last.free is None:
+            self.used_s[Work.UNKNOWN] += last.used * passed_s
+            return
+        work = Work.WAITING if last.waiting else Work.NONE
+        self.used_s[work] += last.used * passed_s
+        self.free_s[work] += last.free * passed_s

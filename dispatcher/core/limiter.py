@@ -32,7 +32,7 @@ WINDOW_MOST_S = 10.0
 ONE_WAITS = 0.5
 """Requests in the picker's queue from which on somebody waits; several samples' mean need not be whole."""
 KEPT_READINGS = 16
-REALTIME = "realtime alone takes everything but the reserve"
+REALTIME = "requests that are not ours, or of a dispatcher that died, take all but the reserve"
 HEARD_SLOP_S = 0.05
 """How far apart two replicas' ideas of one moment may lie, by the queue's clock."""
 DISBELIEF = 2

@@ -147,5 +147,8 @@ def _follow(tracing: Tracing, held: Held, request: Request) -> Trail | None:
 
 def _why(outcome: Outcome) -> str:
     """Why it failed, in words of ours alone."""
-    match = _OURS.match(getattr(outcome, "why", "") or getattr(outcome, "reason", ""))
+    why: str = getattr(outcome, "why", "") or getattr(outcome, "reason", "")
+    if why.startswith("no connection"):
+        return why  # there was nobody else to put words in it
+    match = _OURS.match(why)
     return match[0].strip() if match else ""

@@ -11,6 +11,7 @@ from math import inf
 
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reading, Reason, Signal, whole
+from dispatcher.core.harvest import Meter
 from dispatcher.sim import policies, virtual
 from dispatcher.sim.fleet import Law
 from dispatcher.sim.metrics import Detector, Exporter
@@ -133,6 +134,8 @@ class Run:
     closed_s: dict[str, float] = field(default_factory=dict)
     """How long the policy was closed, by reason, to the grid of the moments."""
     moments: list[Moment] = field(default_factory=list)
+    meters: Sequence[Meter] = ()
+    """What the dispatchers themselves made of it."""
 
 
 def play(
@@ -229,6 +232,7 @@ class _Experiment:
             call_at(at, self._policy.kill)
         call_at(setting.seconds, ended.set_result, None)
         await ended
+        self._run.meters = self._policy.meters()
         self._policy.stop()
         return self._settle()
 

@@ -11,6 +11,7 @@ import msgspec
 
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reading, Reason, Signal
+from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import Request, encode_member
@@ -131,6 +132,9 @@ class Law(Policy):
     def stop(self) -> None:
         for replica in self._replicas:
             replica.kill()
+
+    def meters(self) -> Sequence[Meter]:
+        return [replica.dispatcher.measure() for replica in self._replicas]
 
     def shown(self, now: float) -> tuple[int | None, Reason | None]:
         allowance = self._replicas[0].dispatcher.allowance()

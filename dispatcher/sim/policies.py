@@ -12,6 +12,7 @@ from math import inf
 
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reading, Reason, assess
+from dispatcher.core.harvest import Meter
 from dispatcher.sim.road import End
 
 BACKOFF_S = 2.0
@@ -68,6 +69,10 @@ class Policy:
     def check_at(self, now: float) -> float:
         """Ask again then, though nothing happens."""
         return self._resting[0] if self._resting else inf
+
+    def meters(self) -> Sequence[Meter]:
+        """What each dispatcher process measured of its own harvest."""
+        return ()
 
     def shown(self, now: float) -> tuple[int | None, Reason | None]:
         """The limit on what may be out, if the policy has one, and why it is closed, if it is."""

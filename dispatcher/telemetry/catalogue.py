@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from dispatcher.core.budget import Reason, Signal
+from dispatcher.core.harvest import Work
 from dispatcher.core.outcome import (
     Delivered,
     Expired,
@@ -140,7 +141,7 @@ CODES = ("2xx", "4xx", *(str(code) for code in ErrorCode))
 """Of results: the class of the gateway's answer, or the error code."""
 RETRIES = ("attempt", "refusal")
 READS = ("ok", "unreadable", "stale", "no-endpoints", "implausible")
-WORK = ("waiting", "none")
+WORK = tuple(str(work) for work in Work)
 QUANTILES = ("0.5", "0.95")
 PARTS = ("queue", "gateway", "signals")
 
@@ -224,7 +225,7 @@ PICKER_MAX_CONCURRENCY = _gauge(
 
 USED_SECONDS = _counter(
     "used_request_seconds",
-    "Request-seconds that this process had at the gateway, by whether more work waited",
+    "Request-seconds that this process had at the gateway, by whether work waited beside them",
     work=WORK,
 )
 FREE_SECONDS = _counter(

@@ -30,11 +30,11 @@ stretches = pytest.mark.parametrize(
 
 
 def burnt(one: Dispatcher) -> float:
-    return one.metrics().get("tries_total{failed}", 0.0)
+    return one.tries("failed")
 
 
 def probed(one: Dispatcher) -> float:
-    return one.metrics().get("tries_total{unreachable}", 0.0)
+    return one.tries("unreachable")
 
 
 class Pair:

@@ -1,0 +1,98 @@
+"""What telemetry costs a request: the real loop with its journal, beside the same loop with a mute one.
+
+The queue in memory and a gateway that answers at once leave little but the loop, so that what the journal
+adds shows. It is held against what a request costs a whole dispatcher process (test_throughput.py): at most
+8 % of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.harvest import Meter
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import Delivered, RetryPolicy
+from dispatcher.core.request import Request, encode_member
+from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.ports import Forwarded, Submission
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.telemetry.events import diverted
+from dispatcher.telemetry.metrics import Metrics
+from tests.floors import beside
+from tests.support import wait_until
+
+REQUESTS = 2000
+LIMIT = 64
+SHARE = 0.08
+WHOLE_IN_LOOPS = 4
+"""A process forwards over HTTP and claims from Redis: a request costs it more than so many times what the
+loop alone takes (260 to 330 µs against some 50)."""
+ANSWER = Delivered(
+    200,
+    b'{"id":"cmpl-1","object":"text_completion","choices":[{"index":0,"text":"%s"}],'
+    b'"usage":{"prompt_tokens":7,"completion_tokens":12,"total_tokens":19}}' % (b"x" * 500),
+)
+
+
+class Mute(Journal):
+    """Hears, and keeps nothing."""
+
+    def _nothing(self, *_args: object, **_named: object) -> None: ...
+
+    turned = sent = tried = ended = _nothing  # type: ignore[assignment]
+
+
+class AtOnce:
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        now = asyncio.get_running_loop().time()
+        await asyncio.sleep(0)
+        return Forwarded(ANSWER, now, now)
+
+    def connected(self, request: Request) -> float | None:
+        return None
+
+    def resize(self, limit: int) -> None: ...
+
+
+async def loop_cpu(journal: Journal) -> float:
+    """CPU seconds of REQUESTS requests."""
+    loop = asyncio.get_running_loop()
+    store = MemoryStore(clock=loop.time)
+    deadline = int(time.time()) + 10**6
+    await store.submit(
+        [
+            Submission(
+                encode_member(f"r-{n}", b'{"prompt":"hi"}', deadline, created=1_764_000_000), float(deadline)
+            )
+            for n in range(REQUESTS)
+        ]
+    )
+    limiter = Limiter(Policy(max_sys=LIMIT * 4, max_in_flight=LIMIT, max_age_s=1000), [Signal.REQUESTS])
+    queue = MemoryQueue(store, "a")
+    dispatcher = Dispatcher(queue, AtOnce(), limiter, Options(RetryPolicy()), journal)
+    now = loop.time()
+    began = time.process_time()
+    limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, LIMIT * 4), now)
+    running = loop.create_task(dispatcher.run())
+    await wait_until(lambda: sum(map(len, store.lists.values())) == REQUESTS, what="all to be answered")
+    spent = time.process_time() - began
+    dispatcher.drain(1.0)
+    await running
+    return spent
+
+
+@pytest.mark.serial
+async def test_telemetry_costs_at_most_8_percent_of_a_request() -> None:
+    told = Journal(Metrics("qwen"))
+    with diverted(lambda _event, _fields: None):
+        cost = await beside(lambda: loop_cpu(told), lambda: loop_cpu(Mute(Metrics("qwen"))), pairs=7)
+    added = cost.ratio - 1
+    ours, floor = (seconds / REQUESTS * 1e6 for seconds in (cost.ours, cost.floor))
+    print(f"{ours:.0f} µs a request in the loop, {floor:.0f} without: +{added:.1%}")
+    assert isinstance(told.meter, Meter)
+    assert sum(told.meter.reason_s.values()) > 0, "it was told"
+    assert added / WHOLE_IN_LOOPS < SHARE
