@@ -49,7 +49,7 @@ from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
 from dispatcher.telemetry import catalogue as series
-from dispatcher.telemetry import logs, tracing
+from dispatcher.telemetry import logs, otlp
 from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import Process, Status
@@ -253,7 +253,7 @@ async def serve(
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
         service.config_hash = digest(text)
-        service.journal.tracing = await stack.enter_async_context(tracing.tracing(settings, queue.owner))
+        service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         stack.enter_context(service.listening())
         admin = settings.admin
         server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
@@ -299,7 +299,7 @@ async def _prepare(path: Path, settings: Settings) -> None:
     """
     "localhost".encode("idna")
     capacity.prepare()
-    tracing.prepare(settings)
+    otlp.prepare(settings)
     await prepare_watch(path.parent)
 
 

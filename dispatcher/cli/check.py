@@ -18,7 +18,7 @@ from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines
 from dispatcher.settings.load import key_paths
-from dispatcher.telemetry import tracing
+from dispatcher.telemetry import otlp
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
@@ -89,7 +89,7 @@ def _doubtful(settings: Settings) -> Iterator[Finding]:
         what = "none named: batch requests compete with everything of priority 0"
         yield Finding("warning", "gateway.objective", what)
     try:
-        tracing.prepare(settings)
+        otlp.prepare(settings)
     except OSError as error:
         yield Finding("failed", "tracing.endpoint", str(error))
     if signals.use == "saturation":

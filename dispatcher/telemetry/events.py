@@ -109,11 +109,13 @@ _about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa:
 
 
 def emit(event: Event, **fields: Any) -> None:
-    """Tell every sink of an event. Never a secret or a payload among the fields."""
+    """Tell every sink of an event; the first alone, which is the log, of one at debug. Never a secret or a
+    payload among the fields."""
     about = _about.get()
     if about:
         fields = {**about, **fields}
-    for sink in _sinks.get():
+    sinks = _sinks.get()
+    for sink in sinks if event.level > logging.DEBUG else sinks[:1]:
         sink(event, fields)
 
 

@@ -11,9 +11,10 @@ import pytest
 from opentelemetry.sdk.trace.export import SpanExporter
 
 from dispatcher.settings import SecretUrl
-from dispatcher.telemetry import tracing
+from dispatcher.telemetry import otlp
 from dispatcher.telemetry.events import Event, heard_by
-from dispatcher.telemetry.tracing import AT_ONCE, IN_LINE, Parent, Span, endpoint_of, otlp
+from dispatcher.telemetry.otlp import AT_ONCE, IN_LINE, endpoint_of, exporter_to
+from dispatcher.telemetry.tracing import Parent, Span
 from tests.support import free_port, wait_until_sync
 from tests.telemetry.traces import Collector, Told, line_into
 
@@ -29,9 +30,9 @@ def endpoint(kind: str) -> Iterator[tuple[SpanExporter, Collector]]:
     collector = Collector({"fails": 500, "busy": 503, "hangs": None}.get(kind, 200))
     with collector.serve():
         if kind == "refuses":
-            yield otlp(SecretUrl(f"http://127.0.0.1:{free_port()}")), collector
+            yield exporter_to(SecretUrl(f"http://127.0.0.1:{free_port()}")), collector
         else:
-            yield otlp(SecretUrl(collector.url)), collector
+            yield exporter_to(SecretUrl(collector.url)), collector
 
 
 def losses(told: Told) -> list[Event]:
@@ -42,7 +43,7 @@ def test_spans_arrive_once_each_with_credentials_where_otlp_has_them() -> None:
     collector = Collector()
     with collector.serve():
         url = SecretUrl(collector.url.replace("//", "//user:pa%20ss@"))
-        with line_into(otlp(url)) as (line, told):
+        with line_into(exporter_to(url)) as (line, told):
             for number in range(1, AT_ONCE + 11):
                 line.add(a_span(number))
     spans = collector.spans()
@@ -131,7 +132,7 @@ async def test_what_is_told_comes_from_the_loops_own_thread() -> None:
     heard: list[tuple[str, bool]] = []
     with heard_by(lambda event, _: heard.append((event.event, asyncio.get_running_loop() is loop))):
         loop = asyncio.get_running_loop()
-        tell = tracing._teller()
+        tell = otlp._teller()
         await asyncio.to_thread(tell, Event.TRACES_LOST, {"lost": 1, "why": "x"})
         await asyncio.sleep(0)
     assert heard == [("traces-lost", True)]

@@ -27,6 +27,7 @@ from dispatcher.service import open_queue
 from dispatcher.settings import Settings
 from dispatcher.settings.load import parse
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.telemetry.otlp import Line
 from dispatcher.telemetry.tracing import Tracing
 from tests.forward.conftest import Connection, Script, Server, options, serving
 from tests.queue.servers import server
@@ -88,8 +89,8 @@ async def dispatching(queue: Queue, gateway: Server, tracing: Tracing | None) ->
     await sender.aclose()
 
 
-def tracing_into(line: object, ratio: float = 1.0) -> Tracing:
-    return Tracing(line, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=ratio)  # type: ignore[arg-type]
+def tracing_into(line: Line, ratio: float = 1.0) -> Tracing:
+    return Tracing(line.add, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=ratio)
 
 
 async def spans_of(

@@ -13,7 +13,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dispatcher.telemetry.events import Event
-from dispatcher.telemetry.tracing import Line
+from dispatcher.telemetry.otlp import Line
 
 QUEUE = "batch:{qwen}:requests"
 Told = list[tuple[Event, Mapping[str, Any]]]
