@@ -145,9 +145,10 @@ class Line:
         """Why they could not be sent, or nothing."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
-        _complaints.clear()
         try:
-            done = self._exporter.export([_built(span, self._resource) for span in batch])
+            spans = [_built(span, self._resource) for span in batch]
+            _complaints.clear()  # of what producers wrote: nobody's business
+            done = self._exporter.export(spans)
         except Exception as error:  # a defect of the library, or of its peer's making
             return repr(error)[:_WHY_CHARS]
         if done is SpanExportResult.SUCCESS:

@@ -74,6 +74,7 @@ class Trail:
         self._within = Parent(root.trace_id, random.getrandbits(64) or 1, root.state)
         self._try: dict[str, str | int] | None = None
         self._try_id = 0
+        self._over = False
         self._sent_at = at
 
     @property
@@ -124,6 +125,8 @@ class Trail:
         """The lease has ended by this `step` of the queue, which was due `since` then. `error`: why the
         request, or the step, failed."""
         tracing = self._tracing
+        if self._over:  # it was lost
+            return
         if self._try is not None:  # it was cut
             since = at
             self.tried(at, status=None, error="cut")
@@ -134,6 +137,7 @@ class Trail:
 
     def lost(self, at: float) -> None:
         """The lease is another's."""
+        self._over = True
         self.tried(at, status=None, error="lost")
         self._processed(at, "lost")
 
