@@ -70,6 +70,7 @@ class Event(Enum):
         "A lease has ended: settled, released or buried, and what the queue said",
     )
 
+    LIBRARY = ("library", logging.WARNING, "A library that we use complains: `logger` says which")
     RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
 

@@ -21,8 +21,9 @@ REPEATS_S = 30.0
 """Lines that are equal to one before are counted for so long, and then told in one."""
 MOST_KINDS = 1000
 """So many are remembered; lines of others are all told."""
-ABOUT = frozenset(("request", "attempt", "trace"))
-"""What a line may be about: two lines that differ in nothing else are equal."""
+_SAID_CHARS = 500
+ABOUT = frozenset(("request", "attempt", "trace", "exc_info"))
+"""What a line may be about, and where an error came from: two lines that differ in nothing else are equal."""
 STATES = frozenset(
     event.event
     for event in Event
@@ -139,6 +140,24 @@ class _Counting:
 _counting = _Counting()
 
 
+class _Libraries(logging.Handler):
+    """What libraries log goes into our log, as a line like any other, and not beside it to standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            said = " ".join(record.getMessage().split())[:_SAID_CHARS]
+            told: dict[str, Any] = {"logger": record.name, "said": said}
+            if record.exc_info:
+                told |= {"error": repr(record.exc_info[1])[:_SAID_CHARS], "exc_info": record.exc_info}
+            level = logging.ERROR if record.levelno >= logging.ERROR else logging.WARNING
+            structlog.get_logger("dispatcher").log(level, Event.LIBRARY.event, **told)
+        except Exception:  # no log is worth a request
+            self.handleError(record)
+
+
+_libraries = _Libraries(logging.WARNING)
+
+
 def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
     """Set up logging for the process: console on a terminal, one JSON object a line otherwise."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
@@ -146,6 +165,8 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
     )
     events.detail(level == "debug")
+    if _libraries not in logging.getLogger().handlers:
+        logging.getLogger().addHandler(_libraries)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -91,6 +91,13 @@ emit(Event.STARTED, version="shown")
 assert detailed()
 logs.configure("info", "json")
 assert not detailed()
+import logging, threading
+for _ in range(3):
+    logging.getLogger("asyncio").error("Task %r was never\\nretrieved", 7, exc_info=KeyError("x"))
+thread = threading.Thread(target=lambda: logging.getLogger("urllib3").warning("from a thread"))
+thread.start()
+thread.join()
+logging.getLogger("urllib3").info("not worth a line")
 logs.finish()
 logs.finish()
 """
@@ -107,3 +114,11 @@ def test_log_of_a_process() -> None:
     assert [each.get("repeated") for each in lost] == [None, 49]
     assert [each["entry"] for each in lost] == [0, 49]
     assert all(each["level"] == "warning" and each["timestamp"] for each in lost)
+    said = [each for each in lines if each["event"] == "library"]
+    assert [(each["logger"], each["level"], each["said"]) for each in said] == [
+        ("asyncio", "error", "Task 7 was never retrieved"),
+        ("urllib3", "warning", "from a thread"),
+        ("asyncio", "error", "Task 7 was never retrieved"),
+    ]
+    assert said[2]["repeated"] == 2
+    assert "KeyError: 'x'" in said[0]["exception"]
