@@ -61,7 +61,8 @@ class Upkeep:
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch]
         if not self.options.observe:
-            duties += [self._renew, self._sweep, self._share, self._cut_cancelled, self._listen]
+            duties += [self._renew, self._sweep, self._share, self._cut_cancelled]
+            duties += [self._see_again, self._listen]
         return [tasks.create_task(duty(), name=duty.__name__.strip("_")) for duty in duties]
 
     def count(self) -> None:
@@ -189,6 +190,13 @@ class Upkeep:
             for held, gone in zip(running, await self._access.cancelled(running), strict=True):
                 if gone:
                     self._holding.cut(held, "cancelled")
+
+    async def _see_again(self) -> None:
+        """Nothing is claimed while cancel markers cannot be read: look until they can."""
+        while True:
+            await self._access.blind.wait()
+            await asyncio.sleep(self._access.pause_s)
+            await self._access.look_again()
 
     async def _listen(self) -> None:
         while True:

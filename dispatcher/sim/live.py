@@ -130,6 +130,8 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float | msgspec.UnsetType | None = msgspec.UNSET
     path_s: float | msgspec.UnsetType = msgspec.UNSET
     lag_s: float | msgspec.UnsetType = msgspec.UNSET
+    flush: bool = False
+    """Rewrite the picker's averages now; one that started cold has them from then on."""
     realtime: int | msgspec.UnsetType = msgspec.UNSET
     """Realtime requests to hold in the pool from now on."""
     restart: bool = False
@@ -215,6 +217,22 @@ class LiveWorld:
     async def control(self, control: Control) -> None:
         """Change the world; when this returns it is changed."""
         unset = msgspec.UNSET
+        self._shape(control)
+        if control.realtime is not unset:
+            self.realtime.hold(control.realtime)
+        if control.flush:
+            self.epp.flush()
+        if control.metrics is not unset:
+            await self._break_metrics(control.metrics)
+        if control.gateway is not unset:
+            await self.gateway.break_(control.gateway)
+        if control.restart:
+            self.pool.restart()
+            self.gateway.restart()
+
+    def _shape(self, control: Control) -> None:
+        """How large the pool is, and how slow, in truth and as the picker believes."""
+        unset = msgspec.UNSET
         if control.slots is not unset:
             self._slots = control.slots
         if control.declared is not unset:
@@ -230,15 +248,6 @@ class LiveWorld:
         if control.lag_s is not unset:
             self.epp.lag_s = control.lag_s
         self._resize()
-        if control.realtime is not unset:
-            self.realtime.hold(control.realtime)
-        if control.metrics is not unset:
-            await self._break_metrics(control.metrics)
-        if control.gateway is not unset:
-            await self.gateway.break_(control.gateway)
-        if control.restart:
-            self.pool.restart()
-            self.gateway.restart()
 
     def observed(self) -> dict[str, Any]:
         """What happened, by one who saw all of it."""

@@ -93,7 +93,7 @@ def test_a_utilization_detector_is_not_followed_alone_whatever_its_name(stage: S
 
 
 def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
-    world = stage.world(slots=32, cold=True, flush_s=10.0)
+    world = stage.world(slots=32, cold=True, flush_s=3600.0)
     stage.producer.submit(50)
     one = stage.dispatcher(stage.settings(world, signals={"interval_s": 0.2}))
 
@@ -105,4 +105,5 @@ def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
     assert "Nothing is sent: starting" in explanation
     assert "that has just started shows none for 5 s" in explanation
     assert world.observed()["gateway"]["arrived"] == 0
+    world.control(flush=True)
     stage.producer.wait_for_all(timeout_s=40)
