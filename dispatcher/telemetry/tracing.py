@@ -88,7 +88,7 @@ class Trail:
         until = tracing.unix_ns(at)
         since = tracing.unix_ns(self._claimed_at)
         if first and created:
-            since = min(created * 1_000_000_000, until)
+            since = min(max(0, created) * 1_000_000_000, until)
         tracing.record(
             Span(f"wait {tracing.queue}", "INTERNAL", self._root, new_id(), since, until, self._message)
         )

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -94,13 +95,13 @@ def tracing_into(line: Line, ratio: float = 1.0) -> Tracing:
 
 
 async def spans_of(
-    script: Script, *, metadata: dict[str, str] | None = None, ratio: float = 1.0
+    script: Script, *, metadata: dict[str, str] | None = None, ratio: float = 1.0, created: int | None = None
 ) -> tuple[list[ReadableSpan], Server]:
     """What is traced of one request to a gateway that behaves so, and what the gateway saw."""
     exporter = in_memory()
     store = MemoryStore(clock=asyncio.get_running_loop().time)
     deadline = int(time.time() + 600)
-    member = encode_member("r-1", b'{"prompt":"secret"}', deadline, metadata=metadata or {})
+    member = encode_member("r-1", b'{"prompt":"secret"}', deadline, metadata=metadata or {}, created=created)
     await store.submit([Submission(member, float(deadline))])
     async with serving(script) as gateway:
         with line_into(exporter) as (line, _):
@@ -265,3 +266,11 @@ async def test_tracestate_goes_along_where_it_is_one(state: str, kept: bool) -> 
     spans, gateway = await spans_of(answers(), metadata={"traceparent": PARENT, "tracestate": state})
     assert (gateway.received[0].headers.get("tracestate") == state) is kept
     assert named(spans, "POST")[0].context.trace_state.to_header() == (state if kept else "")
+
+
+@pytest.mark.parametrize("created", [-5, 0, 1, 10**12, 10**15, 2**62])
+async def test_a_hostile_time_of_creation_costs_no_span(created: int) -> None:
+    spans, _ = await spans_of(answers(), created=created)
+    assert len(spans) == 4
+    assert all(0 <= span.start_time <= span.end_time for span in spans)
+    assert encode_spans(spans).SerializeToString()
