@@ -35,20 +35,13 @@ from httpx_aiohttp import AiohttpTransport
 from multidict import CIMultiDict
 
 import dispatcher
-from dispatcher.core.outcome import (
-    Expired,
-    Failed,
-    Outcome,
-    Refused,
-    TooLarge,
-    Unreachable,
-    classify,
-)
+from dispatcher.core.outcome import Expired, Failed, Outcome, Refused, TooLarge, Unreachable, classify
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.peer import reason
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Gateway, Tls
+from dispatcher.telemetry.tracing import going_to
 
 CONNECT_S = 1.5
 """From looking the name up to the end of the TLS handshake."""
@@ -325,7 +318,7 @@ class HttpGateway:
         line = self._refresh(started)
         if isinstance(line, Unreachable):
             return Forwarded(line, started, started)
-        headers = plan.route.headers_for(request, self._bearer.value or plan.basic)
+        headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         prepared = _Prepared(url, headers, request.payload)
         ends = min(deadline, started + plan.timeout_s)
         current = self._tries[id(request)] = _Try()

@@ -49,7 +49,7 @@ from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
 from dispatcher.telemetry import catalogue as series
-from dispatcher.telemetry import logs
+from dispatcher.telemetry import logs, otlp
 from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import Process, Status
@@ -256,7 +256,7 @@ async def serve(
 ) -> None:
     """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
     logs.configure(settings.log.level, settings.log.format)
-    await _prepare(path)
+    await _prepare(path, settings)
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway)
@@ -264,6 +264,7 @@ async def serve(
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
         service.config_hash = digest(text)
+        service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         stack.enter_context(service.listening())
         admin = settings.admin
         views = service.views()
@@ -301,6 +302,7 @@ async def serve(
                 for task in beside:
                     task.cancel()
         emit(Event.STOPPED)
+    logs.finish()
 
 
 def digest(text: str) -> str:
@@ -308,14 +310,14 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-async def _prepare(path: Path) -> None:
+async def _prepare(path: Path, settings: Settings) -> None:
     """Import what is otherwise imported when it is first used.
 
-    That is much of a second's computing, and several seconds under a CPU limit: time limits of peers that ran
-    meanwhile would blame them for it.
+    That takes seconds under a CPU limit: time limits of peers that ran meanwhile would blame them for it.
     """
     "localhost".encode("idna")
     capacity.prepare()
+    otlp.prepare(settings)
     await prepare_watch(path.parent)
 
 

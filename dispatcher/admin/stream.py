@@ -17,7 +17,8 @@ import logging
 import math
 import reprlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -133,7 +134,7 @@ class Feed:
         self._dead_count: object = 0
         """How many there were when `_dead_told` was read."""
         self._dead_wanted = asyncio.Event()
-        self._failing = False
+        self._failing: set[str] = set()
 
     # What comes in.
 
@@ -161,14 +162,15 @@ class Feed:
             kept["results"] = {code: _short(rate) for code, rate in rates.items() if rate > 0}
         self._totals, self._sampled_at = totals, at
         self._samples.append((self._next(), kept))
+        before, self._generation = self._generation, status.get("config_generation")
+        reloaded = before is not None and before != self._generation
         if not self._streams:
             return
         self._tell(
             self._frame("sample", {**kept, "totals": totals}, self._number),
             self._frame("status", status),
         )
-        if status.get("config_generation") != self._generation:
-            self._generation = status.get("config_generation")
+        if reloaded:
             self._tell(self._frame("settings", self._settings()))
         self._look_at_dead(status)
 
@@ -191,7 +193,6 @@ class Feed:
             self._frame("settings", self._settings()),
             self._frame("dead", self._dead_told),
         )
-        self._generation = status.get("config_generation")
         self._streams.add(stream)
         self._look_at_dead(status)
         return stream
@@ -218,13 +219,8 @@ class Feed:
         loop = asyncio.get_running_loop()
         due_at = loop.time()
         while True:
-            try:
+            with self._guarded("the live page's feed"):
                 self.sample()
-                self._failing = False
-            except Exception as error:
-                if not self._failing:
-                    emit(Event.SURPRISE, where="the live page's feed", error=repr(error))
-                self._failing = True
             due_at = max(due_at + SAMPLE_S, loop.time())
             await asyncio.sleep(due_at - loop.time())
 
@@ -232,15 +228,24 @@ class Feed:
         """Read the dead again when their number has changed and somebody looks."""
         while True:
             await self._dead_wanted.wait()
-            count = self._status().get("dead")
-            try:
-                found = await self._dead(DEAD_SHOWN)
-                self._dead_told, self._dead_count = [_shown(one) for one in found], count
-                self._tell(self._frame("dead", self._dead_told))
-            except QueueUnavailableError:  # the gate says so already; the next sample asks again
-                pass
             self._dead_wanted.clear()
-            await asyncio.sleep(SAMPLE_S)
+            with self._guarded("the dead for the live page"), suppress(QueueUnavailableError):
+                count = self._status().get("dead")
+                self._dead_told = [_shown(one) for one in await self._dead(DEAD_SHOWN)]
+                self._dead_count = count
+                self._tell(self._frame("dead", self._dead_told))
+            await asyncio.sleep(SAMPLE_S)  # where it could not be read the next sample asks again
+
+    @contextmanager
+    def _guarded(self, where: str) -> Iterator[None]:
+        """A defect in here costs the page something, and the dispatcher nothing. It is said once."""
+        try:
+            yield
+            self._failing.discard(where)
+        except Exception as error:
+            if where not in self._failing:
+                self._failing.add(where)
+                emit(Event.SURPRISE, where=where, error=repr(error))
 
     def _since(self, last_id: str) -> Json:
         """What came after this id, as columns; everything where the id is not of this process."""

@@ -78,6 +78,8 @@ async def reach(settings: Settings) -> dict[Address, str]:
     asked = _addresses([settings.gateway.url], 80) | _addresses(_signal_urls(settings), 80)
     if settings.queue.url:
         asked |= _addresses([settings.queue.url], _queue_port(settings.queue.url))
+    if settings.tracing.endpoint:
+        asked |= _addresses([settings.tracing.endpoint], 80)
 
     async def one(address: Address) -> str | None:
         try:
@@ -98,11 +100,12 @@ async def reach(settings: Settings) -> dict[Address, str]:
 
 def prepare(settings: Settings, away: Mapping[Address, str]) -> dict[str, Probe]:
     """The probe of each part, with all that it needs imported and built; what is `away` needs nothing."""
-    return {
+    probes = {
         "gateway.url": _gateway(settings, away),
         "queue.url": _queue(settings, away) if settings.queue.url else _embedded(settings),
         "signals": _signals(settings, away),
     }
+    return probes | ({"tracing.endpoint": _traces(settings, away)} if settings.tracing.endpoint else {})
 
 
 async def ask(probes: Mapping[str, Probe], tell: Callable[[Finding], None]) -> None:
@@ -275,6 +278,14 @@ def _queue(settings: Settings, away: Mapping[Address, str]) -> Probe:
 
 def _queue_port(url: SecretUrl) -> int:
     return 26379 if "sentinel" in url.scheme else 6379
+
+
+def _traces(settings: Settings, away: Mapping[Address, str]) -> Probe:
+    """Whether the endpoint is there; no span is made up to try it."""
+    missing = _all_away(_addresses([settings.tracing.endpoint], 80), away)
+    if missing is None:
+        return _known(Finding("ok", "tracing.endpoint", "accepts connections"))
+    return _known(Finding("warning", "tracing.endpoint", f"{missing}: traces are lost, and nothing else"))
 
 
 def _embedded(settings: Settings) -> Probe:

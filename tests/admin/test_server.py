@@ -236,6 +236,22 @@ async def test_open_streams_do_not_hold_up_the_end(http: aiohttp.ClientSession) 
     stuck.close()
 
 
+async def test_reader_that_is_stuck_does_not_hold_up_the_end_either() -> None:
+    stage = Stage()
+    loop = asyncio.get_running_loop()
+    async with stage.open():
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(30):  # more than all buffers between us hold
+            stage.second(explanation="y" * 300_000)
+            await asyncio.sleep(0)
+        assert stage.feed.readers == 1
+        began = loop.time()
+    assert loop.time() - began < 4 * SHUTDOWN_S
+    writer.close()
+
+
 async def said(url: str, raw: bytes) -> int:
     """The status of the answer to these bytes."""
     port = int(url.rpartition(":")[2])

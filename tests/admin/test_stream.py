@@ -18,7 +18,7 @@ from dispatcher.admin.stream import (
     measures,
 )
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.telemetry.events import Event
+from dispatcher.telemetry.events import Event, diverted
 from tests.admin.stage import NOW, Stage, configured, dead_request, status
 from tests.support import wait_until
 
@@ -187,6 +187,17 @@ async def test_settings_are_told_again_after_a_reload() -> None:
     assert [each["settings"]["budget"]["reserve"] for each in told] == [0.2]
 
 
+async def test_reader_that_comes_just_after_a_reload_takes_its_news_from_nobody() -> None:
+    stage = Stage()
+    stage.second()
+    first = joined(stage)
+    await taken(first)
+    stage.told["config_generation"] = 2
+    joined(stage)
+    stage.second()
+    assert "settings" in [kind for kind, _, _ in await taken(first)]
+
+
 async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_changes() -> None:
     stage = Stage(told=status(dead=1), dead=[dead_request(7, "8 tries failed")])
     async with stage.open(ticking=True):
@@ -255,26 +266,38 @@ async def test_event_that_is_no_json_or_too_long_is_told_cut() -> None:
     assert all(len(json.dumps(event["fields"])) < 2 * EVENT_BYTES for event in found["events"])
 
 
-async def test_sample_that_fails_is_said_once_and_the_feed_goes_on() -> None:
-    stage = Stage()
+async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
     broken = True
-    whole = stage.feed._status
+    stage = Stage(told=status(dead=1), dead=[dead_request(7, "why")])
+    whole, newest = stage.feed._status, stage.feed._dead
 
     def sometimes() -> Any:
         if broken:
             raise RuntimeError("a defect")
         return whole()
 
-    stage.feed._status = sometimes
-    beats = asyncio.create_task(stage.feed.run())
+    async def sometimes_dead(most: int) -> Any:
+        if broken:
+            raise RuntimeError("a defect")
+        return await newest(most)
+
+    heard: list[str] = []
+    stream = joined(stage)
+    stage.feed._status, stage.feed._dead = sometimes, sometimes_dead
+    with diverted(lambda event, fields: heard.append(f"{event.event}: {fields['where']}")):
+        beats = asyncio.create_task(stage.feed.run())
     try:
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert not beats.done()
+        await wait_until(lambda: len(heard) == 2)
         broken = False
         await wait_until(lambda: len(stage.feed._samples) > 0)
+
+        async def told() -> bool:
+            return any(kind == "dead" and data for kind, _, data in await taken(stream))
+
+        await wait_until(told)
     finally:
         beats.cancel()
+    assert sorted(heard) == ["surprise: the dead for the live page", "surprise: the live page's feed"]
 
 
 def test_measures_split_the_pool_into_ours_and_theirs() -> None:

@@ -373,3 +373,13 @@ def test_json_holds_what_was_found(unreachable: Path) -> None:
         "queue.url",
         "signals",
     ]
+
+
+async def test_a_trace_endpoint_that_is_away_is_a_warning(tmp_path: Path) -> None:
+    async with gateway(NO_CONTENT) as there:
+        told = await found(tmp_path, tracing={"endpoint": there.url})
+    assert about(told, "tracing.endpoint").level == "ok"
+    told = await found(tmp_path, tracing={"endpoint": f"http://us:sesame@127.0.0.1:{free_port()}"})
+    finding = about(told, "tracing.endpoint")
+    assert (finding.level, "refused" in finding.what, "sesame" in str(finding)) == ("warning", True, False)
+    assert not [each for each in await found(tmp_path) if each.where == "tracing.endpoint"]
