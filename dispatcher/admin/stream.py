@@ -193,6 +193,8 @@ class Feed:
             self._frame("settings", self._settings()),
             self._frame("dead", self._dead_told),
         )
+        if self._generation is None:
+            self._generation = status.get("config_generation")
         self._streams.add(stream)
         self._look_at_dead(status)
         return stream
