@@ -19,6 +19,7 @@ import reprlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -38,6 +39,8 @@ STREAMS_MOST = 32
 FRAMES_BEHIND = 64
 """A reader that has so much to take is too slow: about half a minute."""
 DEAD_SHOWN = 20
+SAME_READING_S = 0.005
+"""Times of one reading, told at two moments, differ by less."""
 RETRY_MS = 1000
 
 Json = Mapping[str, Any]
@@ -129,6 +132,8 @@ class Feed:
         self._streams: set[Stream] = set()
         self._totals: Mapping[str, float] = {}
         self._sampled_at = clock()
+        self._reading: tuple[float, Others] | None = None
+        """When the newest reading was taken, and what of it is not ours."""
         self._generation: object = None
         self._dead_told: Sequence[Json] = ()
         self._dead_count: object = 0
@@ -155,7 +160,7 @@ class Feed:
     def sample(self) -> None:
         """Keep how things stand now, and tell it."""
         status, at, totals = self._status(), self._clock(), dict(self._results())
-        kept = {"at": round(at, 1), **measures(status)}
+        kept = {"at": round(at, 2), **measures(status, self._others(status, at))}
         seconds = at - self._sampled_at
         if self._totals and seconds > 0:
             rates = {code: (total - self._totals.get(code, 0.0)) / seconds for code, total in totals.items()}
@@ -173,6 +178,28 @@ class Feed:
         if reloaded:
             self._tell(self._frame("settings", self._settings()))
         self._look_at_dead(status)
+
+    def _others(self, status: Json, at: float) -> Others:
+        """What the newest reading shows that is not ours, beside what was ours when it was taken: what ended
+        since is still in it, and what was sent since is not."""
+        age_s, ours = _number(status.get("reading_age_s")), _number(status.get("in_flight")) or 0.0
+        if age_s is None:
+            return others(status, ours)
+        read_at = at - age_s
+        if self._reading is None or abs(read_at - self._reading[0]) > SAME_READING_S:
+            self._reading = read_at, others(status, self._ours_at(read_at, (at, ours)))
+        return self._reading[1]
+
+    def _ours_at(self, then: float, now: tuple[float, float]) -> float:
+        """How many of ours were in flight then: between two samples on the line that joins them."""
+        later = now
+        for _, kept in reversed(self._samples):
+            earlier = kept["at"], kept["ours"] or 0.0
+            if earlier[0] <= then:
+                share = (then - earlier[0]) / max(later[0] - earlier[0], SAME_READING_S)
+                return float(earlier[1] + (later[1] - earlier[1]) * min(share, 1.0))
+            later = earlier
+        return later[1]
 
     def _look_at_dead(self, status: Json) -> None:
         if status.get("dead") is not None and status["dead"] != self._dead_count:
@@ -279,19 +306,28 @@ class Feed:
             stream.put(*frames)
 
 
-def measures(status: Json) -> dict[str, Any]:
-    """The numbers of a sample, from /status; None for what is not known.
+@dataclass(frozen=True, slots=True)
+class Others:
+    """Requests in the pool that are not ours, running and waiting in the picker; None: unknown."""
 
-    What runs in the pool is ours or realtime's. Of what waits in the picker some may be ours as well: the
-    parts together never come to more than the pool holds.
-    """
+    realtime: float | None = None
+    waiting: float | None = None
+
+
+def others(status: Json, ours: float) -> Others:
+    """From a reading that saw so many of ours. Of what waits in the picker some of ours may be a part: all
+    parts together come to what the reading shows, or to what was ours."""
     max_sys, f_sys, f_epp = (_number(status.get(name)) for name in ("max_sys", "f_sys", "f_epp"))
-    ours, reserve = _number(status.get("in_flight")), _number(status.get("reserve"))
-    realtime = waiting = None
-    if max_sys is not None and f_sys is not None and f_epp is not None:
-        runs, waits = f_sys * max_sys, f_epp * max_sys
-        realtime = max(0.0, runs - (ours or 0.0))
-        waiting = min(waits, max(0.0, runs + waits - (ours or 0.0) - realtime))
+    if max_sys is None or f_sys is None or f_epp is None:
+        return Others()
+    runs, waits = f_sys * max_sys, f_epp * max_sys
+    realtime = max(0.0, runs - ours)
+    return Others(realtime, min(waits, max(0.0, runs + waits - ours - realtime)))
+
+
+def measures(status: Json, beside: Others) -> dict[str, Any]:
+    """The numbers of a sample, from /status; None for what is not known."""
+    max_sys, reserve = _number(status.get("max_sys")), _number(status.get("reserve"))
     told: dict[str, Any] = dict.fromkeys(COLUMNS)
     told |= {
         name: _short(value)
@@ -299,8 +335,8 @@ def measures(status: Json) -> dict[str, Any]:
         if (value := _number(status.get(name))) is not None
     }
     told["reason"] = status.get("reason")
-    told["max_sys"], told["ours"] = _short(max_sys), _short(ours)
-    told["realtime"], told["waiting"] = _short(realtime), _short(waiting)
+    told["max_sys"], told["ours"] = _short(max_sys), _short(_number(status.get("in_flight")))
+    told["realtime"], told["waiting"] = _short(beside.realtime), _short(beside.waiting)
     told["reserve"] = None if max_sys is None or reserve is None else _short(reserve * max_sys)
     return told
 

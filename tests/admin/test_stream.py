@@ -16,6 +16,7 @@ from dispatcher.admin.stream import (
     STREAMS_MOST,
     Stream,
     measures,
+    others,
 )
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.telemetry.events import Event, diverted
@@ -300,23 +301,34 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
     assert sorted(heard) == ["surprise: the dead for the live page", "surprise: the live page's feed"]
 
 
-def test_measures_split_the_pool_into_ours_and_theirs() -> None:
-    told = measures(status(f_sys=0.5, f_epp=0.25, max_sys=40.0, in_flight=12, reserve=0.05))
-    assert (told["realtime"], told["waiting"], told["ours"], told["reserve"]) == (8, 10, 12, 2)
+def test_others_are_what_the_reading_shows_beside_ours() -> None:
+    told = others(status(f_sys=0.5, f_epp=0.25, max_sys=40.0), 12)
+    assert (told.realtime, told.waiting) == (8, 10)
 
 
-def test_measures_count_ours_that_wait_in_the_picker_once() -> None:
-    told = measures(status(f_sys=0.25, f_epp=0.25, max_sys=40.0, in_flight=15))
-    assert (told["realtime"], told["waiting"], told["ours"]) == (0, 5, 15)
+def test_ours_that_wait_in_the_picker_are_counted_once() -> None:
+    told = others(status(f_sys=0.25, f_epp=0.25, max_sys=40.0), 15)
+    assert (told.realtime, told.waiting) == (0, 5)
+
+
+async def test_reading_is_held_against_what_was_ours_when_it_was_taken() -> None:
+    stage = Stage()
+    pool = {"max_sys": 40.0, "f_epp": 0.0}
+    stage.second("full", in_flight=20, f_sys=0.75, reading_age_s=0.0, **pool)
+    stage.second("full", in_flight=2, f_sys=0.75, reading_age_s=1.0, **pool)
+    stage.second("full", in_flight=20, f_sys=0.55, reading_age_s=0.5, **pool)
+    stage.second("full", in_flight=30, f_sys=0.75, reading_age_s=3.0, **pool)
+    _, found = await history(stage)
+    assert found["samples"]["ours"] == [20, 2, 20, 30]
+    assert found["samples"]["realtime"] == [10, 10, 11, 10], "never what came or went since the reading"
 
 
 def test_measures_of_what_is_not_known_are_none() -> None:
     unknown = dict.fromkeys(COLUMNS)
-    assert measures({"reason": "starting"}) == unknown | {"reason": "starting"}
+    assert measures({"reason": "starting"}, others({}, 0.0)) == unknown | {"reason": "starting"}
     odd = status(max_sys=float("inf"), pending=True, limit="3", ceiling=float("nan"), explanation="odd")
-    assert [measures(odd)[name] for name in ("max_sys", "realtime", "pending", "limit", "ceiling")] == [
-        None
-    ] * 5
+    told = measures(odd, others(odd, 3.0))
+    assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "ceiling")] == [None] * 5
 
 
 async def test_results_are_told_as_rates_by_code() -> None:

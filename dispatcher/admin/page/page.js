@@ -645,7 +645,7 @@ function theDead() {
   if (!changed("dead", [told, status.dead])) return;
   $("dead").parentNode.hidden = !told.length;
   $("dead-note").textContent = told.length
-    ? "Each has had its error result. requeue accepts it anew, so that a second result comes; add --config FILE to the commands."
+    ? "Each whose id could be read has had its error result; requeue accepts it anew, so that a second one comes. Add --config FILE to the commands."
     : known(status.dead) ? (status.dead ? "Not read yet." : "None: nothing was put aside.") : "Unknown: the queue has not been read yet.";
   table("dead", ["#Entry", "Request", "Reason", "#Tries", "Died", "What to do"], told.map((one) => [
     String(one.entry), one.id === null ? make("span", { class: "unknown" }, "unreadable") : one.id, one.reason,
