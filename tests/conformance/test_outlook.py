@@ -171,7 +171,7 @@ def slacks(kind: str, count: int, draw: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("kind", [SMOOTH, BURSTS, LOGNORMAL, ONE, CRITICAL])
 async def test_at_risk_is_within_three_per_cent_of_counting_each(world: World, kind: str) -> None:
-    """At every rate from far too low to enough, where more than a twentieth of the line is at risk; where less
+    """At every rate from far too low to enough, where over a twentieth of the line is at risk; where less
     is, of that. A line that falls due exactly as it is served is on the edge everywhere: within a tenth."""
     count, worst = 3000, 0.0
     draw = random.Random(kind)
