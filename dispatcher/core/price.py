@@ -59,6 +59,9 @@ class Histograms:
     name: str = ""
     """Of the series."""
     why_not: str = ""
+    """Why there is nothing to count; empty: there is something."""
+    flawed: bool = False
+    """It is there, and cannot be read."""
 
 
 @dataclass(slots=True)
@@ -98,7 +101,8 @@ def quantile(buckets: Buckets, q: float) -> float | None:
         if here >= rank and here > below:
             if bound == math.inf:
                 return low
-            return low + (bound - low) * (rank - below) / (here - below) if bound > 0 else bound
+            within = low + (bound - low) * (rank - below) / (here - below)
+            return min(within, bound) if bound > 0 else bound
         below, low = max(below, here), bound
     return low
 
@@ -179,15 +183,15 @@ class Growth:
         """Look at all replicas; every few seconds."""
         self._of = "realtime" if seen and all(each.of == "realtime" for each in seen) else "all"
         self._name = next((each.name for each in seen if each.name), "")
-        self._why_not = next((why for each in seen if (why := each.why_not or _flaw(each))), "") or _apart(
-            seen
-        )
-        if self._why_not:
+        flawed = next(filter(None, map(_flaw, seen)), "") or _apart(seen)
+        self._why_not = flawed or next((each.why_not for each in seen if each.why_not), "")
+        if flawed:
             return
         step = _Step(at)
         for each in seen:
             before = self._before.get(each.replica)
-            if before is not None and before.name == each.name and before.of == each.of:
+            # A series is made by the first request: one that was not there has counted from zero since.
+            if before is not None and (not before.name or (before.name, before.of) == (each.name, each.of)):
                 _grow(step.ttft, before.ttft, each.ttft)
                 _grow(step.tpot, before.tpot, each.tpot)
         self._before = {each.replica: each for each in seen}
@@ -210,6 +214,8 @@ class Growth:
 
 
 def _flaw(seen: Histograms) -> str:
+    if seen.flawed:
+        return seen.why_not
     return next((why for each in (seen.ttft, seen.tpot) if each is not None and (why := flaw(each))), "")
 
 

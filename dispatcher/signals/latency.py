@@ -42,7 +42,7 @@ def histograms(samples: Iterable[Sample], replica: str, *, marked: bool, spoiled
     `spoiled`: why the samples are not all that the page has.
     """
     if spoiled:
-        return Histograms(replica, why_not=spoiled)
+        return Histograms(replica, why_not=spoiled, flawed=True)
     by_name: dict[str, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name.removesuffix("_bucket"), []).append(sample)

@@ -118,6 +118,21 @@ class TestGrowth:
         growth.saw(15, [shown(cumulative([0.15] * 5), cumulative([0.05] * 3))])
         assert growth.price(None, "epp").tpot_p50_s == pytest.approx(0.05)
 
+    def test_a_page_s_first_request_ever_counts(self):
+        growth = Growth()
+        growth.saw(0, [Histograms("a", why_not="there is no such series")])
+        assert growth.price(None, "epp").why_not == "there is no such series"
+        growth.saw(15, [shown(cumulative([0.15]), of="realtime")])
+        assert (growth.price(None, "epp").requests, growth.price(None, "epp").of) == (1, "realtime")
+
+    def test_what_cannot_be_read_for_a_while_is_counted_when_it_can_be_again(self):
+        growth = Growth()
+        growth.saw(0, [shown(cumulative([0.15] * 10))])
+        growth.saw(15, [Histograms("a", why_not="a broken line", flawed=True)])
+        assert growth.price(None, "epp").why_not == "a broken line"
+        growth.saw(30, [shown(cumulative([0.15] * 17))])
+        assert growth.price(None, "epp").requests == 7
+
     def test_realtime_alone_is_said_only_where_every_replica_says_it(self):
         growth = Growth()
         for at in (0, 15):
