@@ -117,10 +117,14 @@ class Upkeep:
         served = Served()
         while True:
             rate, service_s = served.rate, served.service_s
-            line = await self._access.ask(self._queue.line(rate, service_s))
-            if line is not None:
-                self._access.view.outlook = look(line, rate, service_s)
-                served.observe(line)
+            try:
+                line = await self._access.ask(self._queue.line(rate, service_s))
+                if line is not None:
+                    self._access.view.outlook = look(line, rate, service_s)
+                    served.observe(line)
+            except Exception as error:  # a defect of ours in what is only shown ends nothing
+                self._access.view.outlook = None
+                emit(Event.SURPRISE, where="outlook", error=repr(error))
             await asyncio.sleep(OUTLOOK_EACH_S)
 
     async def _renew(self) -> None:

@@ -28,6 +28,8 @@ from dispatcher.telemetry.events import Event, emit
 RETURN_AFTER = 3
 LATENCY_EACH_S = 30.0
 """A source that reckons latencies itself is asked for them this often."""
+PRICE_MAX_AGE_S = 90.0
+"""A price that was not renewed for so long is no longer told."""
 JITTER = 0.1
 """Cadence varies by this share, so that replicas do not all ask at one moment for ever."""
 
@@ -139,8 +141,8 @@ class Poller:
     ) -> None:
         self._batch_share = batch_share
         self._shares = Shares()
-        self._prices: dict[str, Price] = {}
-        """By source, the newest."""
+        self._prices: dict[str, tuple[float, Price]] = {}
+        """By source, the newest and of when it is."""
         self._growth = Growth()
         self._sources = self._next = tuple(sources)
         self._signals = signals
@@ -229,7 +231,7 @@ class Poller:
     async def _follow_latency(self, source: Source) -> None:
         """Ask a source for latencies, unless another shows them."""
         while True:
-            if not any(price.requests for name, price in self._prices.items() if name != source.name):
+            if not any(found.requests for name, found in self._fresh() if name != source.name):
                 try:
                     seen = await source.latency()
                 except Exception as error:
@@ -241,7 +243,7 @@ class Poller:
                     found = Price(batch_share=share, source=source.name, why_not=seen.why_not)
                 else:
                     found = price(seen.ttft, seen.tpot, seen.of, f"{source.name}: {seen.name}", share)
-                self._prices[source.name] = found
+                self._prices[source.name] = asyncio.get_running_loop().time(), found
             await asyncio.sleep(LATENCY_EACH_S * self._jitter.uniform(1 - JITTER, 1 + JITTER))
 
     def _look_at_latencies(self, name: str, seen: tuple[View, ...] | Unread, now: float) -> None:
@@ -251,20 +253,26 @@ class Poller:
         shown = [view.histograms for view in seen if view.histograms is not None]
         if shown and len(shown) == len(seen):
             self._growth.saw(now, shown)
-            self._prices[name] = self._growth.price(self._shares.mean, name)
+            self._prices[name] = now, self._growth.price(self._shares.mean, name)
+
+    def _fresh(self) -> list[tuple[str, Price]]:
+        """The prices that are still told, by source, the preferred one first."""
+        since = asyncio.get_running_loop().time() - PRICE_MAX_AGE_S
+        known = [(each.name, self._prices[each.name]) for each in self._sources if each.name in self._prices]
+        return [(name, found) for name, (at, found) in known if at >= since]
 
     @property
     def _price(self) -> Price:
         """Of the first source that knows of requests; else of the first that says why not."""
-        known = [self._prices[source.name] for source in self._sources if source.name in self._prices]
-        return next((price for price in known if price.requests), known[0] if known else Price())
+        known = [found for _, found in self._fresh()]
+        return next((found for found in known if found.requests), known[0] if known else Price())
 
     def _heard(self, name: SourceName, seen: tuple[View, ...] | Unread) -> None:
         now = asyncio.get_running_loop().time()
         try:
             self._look_at_latencies(name, seen, now)
         except Exception as error:  # of ours; it is of no weight
-            self._prices[name] = Price(why_not=_defect(f"signals.{name}", error).why)
+            self._prices[name] = now, Price(why_not=_defect(f"signals.{name}", error).why)
         try:
             verdict = self._judge(name, seen, now)
         except Exception as error:  # of ours, on what a picker shows: it closes the gate, and ends nothing

@@ -168,8 +168,15 @@ def _series(part: str, view: View, now: float) -> list[Finding]:
         for family, names in shown.items()
         if not names and family in _ABSENT
     ]
-    return found + own + absent
+    shown_latencies = [
+        Finding(f"{part} latencies", True, told.why_not or f"{told.name}, of {_OF[told.of]}")
+        for told in (view.histograms,)
+        if told is not None
+    ]
+    return found + own + absent + shown_latencies
 
+
+_OF = {"realtime": "realtime alone", "all": "all requests"}
 
 _ABSENT = {
     Family.SATURATION: "flow control is off, or a saturation query of your own stands for it",

@@ -350,8 +350,8 @@ async def test_latencies_are_those_of_the_pool_s_own_picker(
         theirs.page = golden("router-newest-latencies").replace('"qwen"', '"other"')
         vllm.page = VLLM.format(half=5, all=10)
         ours.page = golden("router-newest-latencies")
-        jobs = job(ours.port, 0.2, "ours") + job(theirs.port, 0.2, "theirs") + job(vllm.port, 0.2, "vllm")
-        server.configure(jobs.replace("scrape_timeout: 1s", "scrape_timeout: 0.2s"))
+        jobs = job(ours.port, 1, "ours") + job(theirs.port, 1, "theirs") + job(vllm.port, 1, "vllm")
+        server.configure(jobs)
         await stack.enter_async_context(server.up())
         source = server.source(marked=marked)
         await seen(source)
@@ -380,10 +380,10 @@ async def test_latencies_of_model_servers_are_the_pool_s_where_the_scrape_says_s
         epp, vllm = [await stack.enter_async_context(fake_epp()) for _ in range(2)]
         epp.page = golden("gie-1.5-flow-control-on")
         vllm.page = VLLM.format(half=5, all=10)
-        jobs = job(epp.port, 0.2) + job(vllm.port, 0.2, "vllm").replace(
+        jobs = job(epp.port, 1) + job(vllm.port, 1, "vllm").replace(
             "namespace:", "inference_pool: qwen, namespace:"
         )
-        server.configure(jobs.replace("scrape_timeout: 1s", "scrape_timeout: 0.2s"))
+        server.configure(jobs)
         await stack.enter_async_context(server.up())
         source = server.source()
         await seen(source)

@@ -132,16 +132,19 @@ local function tell(owner, leases, silent)
   told[owner] = true
   if owners <= most then found[#found + 1], found[#found + 2], found[#found + 3] = owner, leases, silent end
 end
-local holds, leases = call('HGETALL', OWNERS), {}
-for at = 1, #holds, 2 do leases[holds[at]] = tonumber(holds[at + 1]) end
-local beats = call('ZREVRANGE', BEATS, 0, 999, 'WITHSCORES')
-for at = 1, #beats, 2 do
-  local silent = now - (tonumber(beats[at + 1]) - timeout_s)
-  if now < tonumber(beats[at + 1]) or leases[beats[at]] then
-    tell(beats[at], leases[beats[at]] or 0, text(math.max(0, silent)))
+local holders, leases = call('HKEYS', OWNERS), {}
+if #holders > 0 then
+  local counts = call('HMGET', OWNERS, unpack(holders, 1, math.min(#holders, 1000)))
+  for at, count in ipairs(counts) do leases[holders[at]] = tonumber(count) end
+end
+local beats = call('ZRANGE', BEATS, -1000, -1, 'WITHSCORES')
+for at = #beats - 1, 1, -2 do
+  local owner, until_ = beats[at], tonumber(beats[at + 1])
+  if now < until_ or leases[owner] then
+    tell(owner, leases[owner] or 0, text(math.max(0, now - until_ + timeout_s)))
   end
 end
 for owner, count in pairs(leases) do
   if not told[owner] then tell(owner, count, false) end
 end
-return {text(now), tonumber(call('HGET', CONTROL, 'settled') or 0), call('ZCARD', LEASES), rows, heads, owners, found}
+return {text(now), tonumber(call('HGET', CONTROL, 'settled') or 0) or 0, call('ZCARD', LEASES), rows, heads, owners, found}
