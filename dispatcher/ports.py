@@ -365,6 +365,10 @@ class Desk(Protocol):
         """The dead with an entry above `after`, by entry."""
         ...
 
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        """Those with the highest entries, the highest first."""
+        ...
+
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
         """Accept them anew with this deadline (in the member and in the score, the priority kept)."""
         ...

@@ -275,6 +275,10 @@ class MemoryStore:
         ids = heapq.nsmallest(most, (entry for entry in self._dead if entry > after))
         return [_dead(*self._dead[entry]) for entry in ids]
 
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        self._check_up()
+        return [_dead(*self._dead[entry]) for entry in heapq.nlargest(most, self._dead)]
+
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
         self._check_up()
         done = 0
