@@ -80,7 +80,13 @@ class Service:
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self.journal)
-        self.poller = Poller(sources(settings), settings.signals, settings.policy(), self._polled)
+        self.poller = Poller(
+            sources(settings),
+            settings.signals,
+            settings.policy(),
+            self._polled,
+            batch_share=self._batch_share,
+        )
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
         self.pace = PaceWatch(self._slow)
         self._metrics.show(self.status)
@@ -172,6 +178,11 @@ class Service:
             self.limiter.reading_failed(worst.reason, why, poll.at)
         self._gateway.resize(self.limiter.allowance(now).limit)
         self.dispatcher.readings_came()
+
+    def _batch_share(self) -> float | None:
+        """Our requests in flight, all replicas together, as a share of the capacity."""
+        budget = self.limiter.allowance(_now()).budget
+        return self.limiter.in_flight / budget.max_sys if budget is not None and budget.max_sys > 0 else None
 
     def _endpoints(self, endpoints: Endpoints) -> None:
         self._watched = endpoints

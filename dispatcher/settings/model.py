@@ -156,10 +156,11 @@ class Prometheus(Section):
         default_factory=dict, repr=False, description="Headers of each query, for example a tenant's name."
     )
     tls: Tls = Field(Tls(), description="For `https`.")
-    queries: dict[Literal["saturation", "queued", "capacity"], Text] = Field(
+    queries: dict[Literal["saturation", "queued", "capacity", "ttft", "tpot"], Text] = Field(
         default_factory=dict,
         description="Own PromQL in place of the known series: `saturation` (a fraction), `queued` and "
-        "`capacity` (requests).",
+        "`capacity` (requests); `ttft` and `tpot` (increases of histogram buckets, by `le`), which are only "
+        "shown.",
     )
 
     @field_serializer("headers")
