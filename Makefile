@@ -54,7 +54,8 @@ coverage: setup ## Hold the core to 99 % of its lines and branches
 # All of them run, so that one failure does not hide another.
 check: setup ## Check format, lint, types, import contracts, generated pages
 	@status=0; \
-	for check in "ruff format --check ." "ruff check ." mypy "lint-imports --no-logo" "python docs/generate.py --check"; do \
+	for check in "ruff format --check ." "ruff check ." mypy "lint-imports --no-logo" "python docs/generate.py --check" \
+			"python deploy/generate.py --check"; do \
 		echo "$$check"; $(BIN)/$$check || status=1; \
 	done; \
 	exit $$status
@@ -63,8 +64,9 @@ format: setup ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix --quiet .
 	$(BIN)/ruff format .
 
-docs: setup ## Write the generated pages of docs/
+docs: setup ## Write what is generated: pages of docs/, alert rules, the dashboard
 	$(BIN)/python docs/generate.py
+	$(BIN)/python deploy/generate.py
 
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.
 define long
