@@ -1,4 +1,4 @@
-"""What operators load, as it lies in the chart: alerts, rules, dashboard, runbook; and every expression in them."""
+"""What operators load, as it lies in the chart, the runbook beside it, and every expression in them."""
 
 from __future__ import annotations
 
