@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Query:
         return re.sub(r"\$\{?(\w+)\}?", lambda found: known[found[1]], self.expr)
 
 
+@cache
 def rules() -> list[dict[str, Any]]:
     """Every rule, recording and alert."""
     return [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
@@ -56,6 +58,7 @@ def recorded() -> dict[str, str]:
     return {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
 
 
+@cache
 def dashboard() -> dict[str, Any]:
     return dict(json.loads(DASHBOARD.read_text()))
 

@@ -1,7 +1,7 @@
 """Each alert in promtool: it fires when it should, alone, once though there are two replicas, and not before.
 
-Every case begins as two replicas of a healthy, idle dispatcher with all series of the real page, and says what
-is different. What fires is compared with all alerts that fire.
+Every case begins as two replicas of a healthy, idle dispatcher with all series of the real page, and says
+what is different. What fires is compared with all alerts that fire.
 """
 
 from __future__ import annotations

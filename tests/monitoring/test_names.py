@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ class Known:
     labels: Mapping[str, tuple[str, ...]]
 
 
+@cache
 def known() -> dict[str, Known]:
     found = {name: Known(dict.fromkeys(labels, ())) for name, labels in FOREIGN.items()}
     ours = dict.fromkeys(TARGET, ())
@@ -148,8 +150,8 @@ def test_a_series_that_nobody_asks_for_is_found() -> None:
 
 def test_what_is_read_of_an_expression() -> None:
     seen = named(
-        'max by (pool) (rate(a_total{x="1", y=~`b|c`}[5m] offset 1h)) / on (pool) group_left (z) b * 3600 > bool 1e3'
-        " unless ignoring (q) absent(c{}) # d"
+        'max by (pool) (rate(a_total{x="1", y=~`b|c`}[5m] offset 1h))'
+        " / on (pool) group_left (z) b * 3600 > bool 1e3 unless ignoring (q) absent(c{}) # d"
     )
     matchers = (Matcher("x", "=", "1"), Matcher("y", "=~", "b|c"))
     assert seen.selectors == (Selector("a_total", matchers), Selector("b"), Selector("c"))
