@@ -19,6 +19,7 @@ from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Client as RedisClient
+from dispatcher.telemetry.tracing import sending
 
 SUBMIT_AT_ONCE = 16
 """More submissions at a time would each want a connection of their own."""
@@ -66,7 +67,8 @@ class Client:
         """Put one request into the queue. `payload`: a JSON object, sent byte for byte.
 
         `deadline_s`: from now; it is answered by then, if only with DEADLINE_EXCEEDED. `results`: the list
-        the result goes to; None: this client's own, empty: the queue's default. Raises ValueError for what
+        the result goes to; None: this client's own, empty: the queue's default. Where the program traces with
+        OpenTelemetry, the trace goes on in the dispatcher and the gateway. Raises ValueError for what
         no dispatcher would take, QueueUnavailableError where the queue cannot be reached.
         """
         try:
@@ -81,20 +83,21 @@ class Client:
             deadline=deadline,
             results=self._results if results is None else results,
         )
-        member = encode_member(
-            ticket.id,
-            payload,
-            deadline,
-            created=int(now),
-            token=ticket.token,
-            results=ticket.results,
-            endpoint=endpoint,
-            headers=headers or {},
-            metadata=metadata or {},
-        )
         score = score_of(deadline, priority)
-        async with self._submitting:
-            await self._desk.submit([Submission(member, score, ticket.id, ticket.token, deadline)])
+        with sending(self._names.queue, ticket.id, metadata or {}) as carried:
+            member = encode_member(
+                ticket.id,
+                payload,
+                deadline,
+                created=int(now),
+                token=ticket.token,
+                results=ticket.results,
+                endpoint=endpoint,
+                headers=headers or {},
+                metadata=carried,
+            )
+            async with self._submitting:
+                await self._desk.submit([Submission(member, score, ticket.id, ticket.token, deadline)])
         return ticket
 
     async def result(self, ticket: Ticket, *, timeout_s: float | None = None) -> Result:

@@ -35,19 +35,13 @@ from httpx_aiohttp import AiohttpTransport
 from multidict import CIMultiDict
 
 import dispatcher
-from dispatcher.core.outcome import (
-    Expired,
-    Failed,
-    Outcome,
-    Refused,
-    TooLarge,
-    Unreachable,
-    classify,
-)
+from dispatcher.core.outcome import Expired, Failed, Outcome, Refused, TooLarge, Unreachable, classify
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
+from dispatcher.peer import reason
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Gateway, Tls
+from dispatcher.telemetry.tracing import going_to
 
 CONNECT_S = 1.5
 """From looking the name up to the end of the TLS handshake."""
@@ -324,7 +318,7 @@ class HttpGateway:
         line = self._refresh(started)
         if isinstance(line, Unreachable):
             return Forwarded(line, started, started)
-        headers = plan.route.headers_for(request, self._bearer.value or plan.basic)
+        headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         prepared = _Prepared(url, headers, request.payload)
         ends = min(deadline, started + plan.timeout_s)
         current = self._tries[id(request)] = _Try()
@@ -376,7 +370,7 @@ async def _knock(line: _Line, plan: _Plan) -> str:
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s"
     except OSError as error:
-        return f"no connection: {_words(error)}"
+        return f"no connection: {plan.host}:{plan.port}: {reason(error)}"
     writer.transport.abort()
     return ""
 
@@ -497,4 +491,6 @@ def _is_tls(error: BaseException | None) -> bool:
 
 def _words(error: BaseException) -> str:
     """One line that names the error, with no bytes of the peer's beyond 200."""
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")

@@ -223,14 +223,18 @@ class Queue(Protocol):
         them. Such a request keeps its place in the order, and is passed over where it may not be claimed.
         Members are read in order until they sum to 1 MB (2**20 bytes); the one that passes it is left, but
         a first one is always taken. Equal score and bytes: the one claimed before goes first.
+
+        Who claims has a gateway, whatever room there is: if the caller is the prober its probe has got
+        through, and others may probe. So it must not claim before.
         """
         ...
 
     async def probe(self, nonce: str) -> Claimed:
         """Lease one request to probe an unreachable gateway; none while a probe runs, or while paused.
 
-        The probe runs until its lease ends, however it ends; its owner is Shared.prober until then. The same
-        nonce again returns the same lease. The limit is not asked: one request, as in a claim of one.
+        The probe runs until its lease ends, however it ends, or its owner claims (`claim`); its owner is
+        Shared.prober until then. The same nonce again returns the same lease. The limit is not asked: one
+        request, as in a claim of one.
         """
         ...
 
@@ -260,11 +264,12 @@ class Queue(Protocol):
         are due to pending.
 
         An owner is gone when that is proven, or when it was silent for its owner_timeout_s: each claim,
-        renew, share and sweep shows that it lives. After a sweep that comes more than owner_timeout_s/2
-        after the last one (the queue was away, or all owners were) no silence counts for owner_timeout_s,
-        and after one that comes more than lease_s/3 after it no lease runs out for lease_s/3: living owners
-        speak first, so that only what dead ones held counts as lost. So sweep at least every sixth of
-        either, however short.
+        renew, share and sweep shows that it lives. After a sweep that comes more than 2 s, or half of this
+        owner's owner_timeout_s, after the last one (the queue was away, or all owners were) no silence
+        counts for the longest owner_timeout_s of those who were heard of, and after one that comes more
+        than lease_s/3 after it no lease runs out for lease_s/3: living owners speak first, so that only
+        what dead ones held counts as lost. So sweep each second, and at least every sixth of either,
+        however short.
         """
         ...
 

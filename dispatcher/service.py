@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import hashlib
 import platform
@@ -21,17 +22,16 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from dispatcher import __version__
 from dispatcher.admin import AdminServer, Views
-from dispatcher.core.allowance import Allowance, explain
-from dispatcher.core.budget import Budget, Reason
+from dispatcher.core.budget import Reason
 from dispatcher.core.harvest import Work
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
+from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
 from dispatcher.queue.connect import connect
 from dispatcher.queue.embedded import embedded_valkey
@@ -49,11 +49,10 @@ from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
 from dispatcher.telemetry import catalogue as series
-from dispatcher.telemetry import logs
-from dispatcher.telemetry import status as telemetry
+from dispatcher.telemetry import logs, otlp
 from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import Gate, Line, Process, Status, Terms, Watch
+from dispatcher.telemetry.status import Process, Status
 
 LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
@@ -190,15 +189,6 @@ class Service:
         else:
             self.limiter.capacity(ready * (per_endpoint or 0.0), now)
 
-    def _capacity_from(self) -> Literal["setting", "picker", "assumption"] | None:
-        """Where the requests per endpoint come from; None where nothing is reckoned with them."""
-        poll = self._poll
-        if poll is None or poll.per_endpoint is None:
-            return None
-        if self.settings.budget.per_endpoint is not None:
-            return "setting"
-        return "picker" if poll.picker_k is not None else "assumption"
-
     # What is shown.
 
     def _live(self) -> str | None:
@@ -213,39 +203,11 @@ class Service:
             return "queue: not asked yet"
         return allowance.because if allowance.reason is Reason.STARTING else None
 
-    def _explanation(self, allowance: Allowance) -> str:
-        told = explain(allowance, self.limiter.in_flight)
-        if self._observe:
-            told = f"Observing only, nothing is claimed by this process. It would be: {told}"
-        told = " ".join([told, *(f"Kubernetes: {problem}." for problem in self._watched.problems)])
-        slow = self.pace.problem
-        return f"{told} Beware: {slow}." if slow else told
-
-    def _max_sys(self, budget: Budget | None) -> tuple[float | None, str | None]:
-        """The capacity that counts, and whose word it is."""
-        if budget is None:
-            return None, None
-        if budget.fault is Reason.NO_ENDPOINTS and self._watched.ready == 0:
-            return 0.0, "watch"
-        setting = self.settings.budget.max_sys
-        if setting is not None and budget.max_sys >= setting:
-            return budget.max_sys, "setting"
-        reading = next(each for each in self.limiter.readings if each.signal is budget.signal)
-        if budget.max_sys < reading.max_sys:
-            return budget.max_sys, "watch"
-        return budget.max_sys, "query" if "queries.capacity" in reading.raw else "picker"
-
     def status(self) -> Status:
         now = _now()
-        allowance = self.limiter.allowance(now)
-        budget, view, counts = allowance.budget, self.dispatcher.view, self.dispatcher.view.counts
-        readings = self.limiter.readings
-        watched = self._watched
-        max_sys, max_sys_by = self._max_sys(budget)
-        poll = self._poll
         self._count_time()
-        unread = min(poll.unread, key=lambda each: each.reason.rank) if poll and poll.unread else None
-        return Status(
+        return overview(
+            now,
             process=Process(
                 version=__version__,
                 python=platform.python_version(),
@@ -259,63 +221,13 @@ class Service:
                 config_problem=self.problem,
                 loop_lag_s=round(self.pace.pace.longest_s, 3),
             ),
-            gate=Gate(
-                reason=str(allowance.reason),
-                open=not allowance.reason.closed,
-                explanation=self._explanation(allowance),
-                limit=allowance.limit,
-                in_flight=self.limiter.in_flight,
-                running=self.dispatcher.running,
-                ceiling=allowance.ceiling,
-                free=self.limiter.free(now),
-                gateway_problem=self.limiter.gateway_problem,
-            ),
-            budget=telemetry.Budget(
-                reserve=self.settings.budget.reserve,
-                signal=str(allowance.signal) if allowance.signal else None,
-                f_sys=budget.f_sys if budget else None,
-                f_epp=budget.f_epp if budget else None,
-                budget=budget.d if budget and budget.fault is None else None,
-                headroom=budget.headroom if budget and budget.fault is None else None,
-                max_sys=max_sys,
-                max_sys_by=max_sys_by,
-                per_endpoint=poll.per_endpoint if poll else None,
-                per_endpoint_from=self._capacity_from(),
-                picker_max_concurrency=poll.picker_k if poll else None,
-                terms=[_terms(budget) for budget in self.limiter.budgets],
-            ),
-            signals=telemetry.Signals(
-                source=poll.source if poll else None,
-                reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
-                detector=poll.detector if poll else None,
-                signals_problem=unread.why if unread else None,
-                readings=[
-                    {
-                        "signal": str(reading.signal),
-                        "age_s": round(now - reading.closed_at, 3),
-                        "window_s": round(reading.closed_at - reading.opened_at, 3),
-                        "f_sys": reading.f_sys,
-                        "f_epp": reading.f_epp,
-                        "max_sys": reading.max_sys,
-                        "source": reading.source,
-                        "raw": dict(reading.raw),
-                    }
-                    for reading in readings
-                ],
-            ),
-            watch=Watch(
-                watch_endpoints=watched.ready,
-                watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
-                watch_problems=[str(problem) for problem in watched.problems],
-            ),
-            line=Line(
-                pending=counts.pending if counts else None,
-                leased=counts.leased if counts else None,
-                delayed=counts.delayed if counts else None,
-                dead=counts.dead if counts else None,
-                paused=view.shared.paused if view.shared else False,
-                queue_problem=view.problem,
-            ),
+            settings=self.settings,
+            limiter=self.limiter,
+            running=self.dispatcher.running,
+            queue=self.dispatcher.view,
+            poll=self._poll,
+            watched=self._watched,
+            slow=self.pace.problem,
         )
 
     def _count_time(self) -> None:
@@ -328,24 +240,12 @@ class Service:
             self._metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
 
 
-def _terms(budget: Budget) -> Terms:
-    believed = budget.fault is None
-    return Terms(
-        signal=str(budget.signal),
-        f_sys=budget.f_sys,
-        f_epp=budget.f_epp,
-        budget=budget.d if believed else None,
-        headroom=budget.headroom if believed else None,
-        max_sys=budget.max_sys,
-    )
-
-
 async def serve(
     settings: Settings, text: str, path: Path, environ: Mapping[str, str], *, observe: bool
 ) -> None:
     """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
     logs.configure(settings.log.level, settings.log.format)
-    await _prepare(path)
+    await _prepare(path, settings)
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway)
@@ -353,13 +253,17 @@ async def serve(
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
         service.config_hash = digest(text)
+        service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         stack.enter_context(service.listening())
         admin = settings.admin
         server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
         try:
             await stack.enter_async_context(server)
         except OSError as error:
-            raise OSError(f"admin.host, admin.port: {error.strerror or error}") from error
+            if error.errno != errno.EADDRINUSE:
+                raise OSError(f"admin.host, admin.port: {error.strerror or error}") from error
+            why = "is taken: another dispatcher on this machine? Each needs an admin.port of its own"
+            raise OSError(f"admin.port: {admin.port} {why}") from error
         emit(
             Event.STARTED,
             version=__version__,
@@ -380,6 +284,7 @@ async def serve(
                 await service.run()
                 watching.cancel()
         emit(Event.STOPPED)
+    logs.finish()
 
 
 def digest(text: str) -> str:
@@ -387,14 +292,14 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-async def _prepare(path: Path) -> None:
+async def _prepare(path: Path, settings: Settings) -> None:
     """Import what is otherwise imported when it is first used.
 
-    That is much of a second's computing, and several seconds under a CPU limit: time limits of peers that ran
-    meanwhile would blame them for it.
+    That takes seconds under a CPU limit: time limits of peers that ran meanwhile would blame them for it.
     """
     "localhost".encode("idna")
     capacity.prepare()
+    otlp.prepare(settings)
     await prepare_watch(path.parent)
 
 

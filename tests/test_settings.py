@@ -337,6 +337,9 @@ def test_effective_configuration_marks_defaults() -> None:
     assert "  reserve: 0.2" in text
     assert "  level: debug" in text
     assert "  upper: null  # default: 0.8, the room of an idle pool" in text
+    assert "  owner_timeout_s: null  # default: 5" in text
+    short = good("gateway: {url: http://gw}\nqueue: {lease_s: 3}\n")
+    assert "  owner_timeout_s: null  # default: 3" in map(str, lines(short))
     assert '  name: "batch:{default}:requests"  # default' in text
     defaults = as_json(settings)["defaults"]
     assert "budget.upper" in defaults

@@ -28,12 +28,16 @@ from urllib.parse import urlsplit
 
 import dispatcher
 from dispatcher.pace import PaceWatch
+from dispatcher.peer import reason
 from dispatcher.settings import SecretUrl, Settings
+from dispatcher.signals.cluster import Access
 
 CONNECT_S = 1.5
 ANSWER_S = 3.0
 WHOLE_S = 10.0
 """No try of a probe takes longer, whatever it waits for."""
+BEGINNING_BYTES = 1000
+"""So much of an answer's body is looked at."""
 STEP_S = 0.05
 BEHIND_SHARE = 0.2
 """A loop that was behind for so much of a probe's time may be why it failed."""
@@ -54,6 +58,10 @@ class Finding:
         return f"{self.level}: {self.where}: {self.what}" + (f" (look at: {self.hint})" if self.hint else "")
 
 
+class Slow(Finding):
+    """A peer that accepted the connection and took too long to answer: it is there."""
+
+
 Findings = list[Finding]
 Address = tuple[str, int]
 Probe = Callable[[], Awaitable[Findings]]
@@ -70,6 +78,8 @@ async def reach(settings: Settings) -> dict[Address, str]:
     asked = _addresses([settings.gateway.url], 80) | _addresses(_signal_urls(settings), 80)
     if settings.queue.url:
         asked |= _addresses([settings.queue.url], _queue_port(settings.queue.url))
+    if settings.tracing.endpoint:
+        asked |= _addresses([settings.tracing.endpoint], 80)
 
     async def one(address: Address) -> str | None:
         try:
@@ -90,11 +100,12 @@ async def reach(settings: Settings) -> dict[Address, str]:
 
 def prepare(settings: Settings, away: Mapping[Address, str]) -> dict[str, Probe]:
     """The probe of each part, with all that it needs imported and built; what is `away` needs nothing."""
-    return {
+    probes = {
         "gateway.url": _gateway(settings, away),
         "queue.url": _queue(settings, away) if settings.queue.url else _embedded(settings),
         "signals": _signals(settings, away),
     }
+    return probes | ({"tracing.endpoint": _traces(settings, away)} if settings.tracing.endpoint else {})
 
 
 async def ask(probes: Mapping[str, Probe], tell: Callable[[Finding], None]) -> None:
@@ -114,18 +125,20 @@ async def _judged_fairly(watch: PaceWatch, where: str, probe: Probe) -> Findings
         except TimeoutError:
             return [Finding("failed", where, f"no answer within {WHOLE_S:g} s")]
 
-    def good(findings: Findings) -> bool:
-        return all(finding.level != "failed" for finding in findings)
-
-    findings, behind = await _fairly(watch, bounded, good)
+    findings, behind = await _fairly(watch, bounded, lambda found: not any(map(_blames, found)))
     if not behind:
         return findings
-    return [_unknown(each, behind) if each.level == "failed" else each for each in findings]
+    return [_unknown(each, behind) if _blames(each) else each for each in findings]
+
+
+def _blames(finding: Finding) -> bool:
+    """Whether it may be our own loop that was late."""
+    return finding.level == "failed" or isinstance(finding, Slow)
 
 
 def _unknown(finding: Finding, behind: str) -> Finding:
     what = f"not known ({finding.what}): this process gets too little CPU: {behind}"
-    return Finding("failed", finding.where, what)
+    return Finding(finding.level, finding.where, what)
 
 
 async def _fairly(
@@ -191,7 +204,10 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
     try:
         async with asyncio.timeout(ANSWER_S):
             writer.write(_get(settings, f"{host}:{port}" if parts.port else host, path))
-            status, empty = await _answer(reader)
+            status, start = await _answer(reader)
+    except TimeoutError:
+        what = f"{host}:{port} accepted the connection; GET {path} was not answered within {ANSWER_S:g} s"
+        return [Slow("warning", where, what, "gateway.url: its port, and http or https; else it is slow")]
     except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
         what = f"{host}:{port} accepts connections, but does not answer HTTP: {_words(error)}"
         return [Finding("failed", where, what, "gateway.url: its port, and http or https")]
@@ -199,21 +215,26 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
         writer.transport.abort()
     kind = "TCP" if tls is None else "TLS"
     what = f"connected ({kind}); GET {path} was answered {status}"
-    return [_judged(where, what, status, empty)]
+    return [_judged(where, what, status, start, plain=tls is None)]
 
 
-def _judged(where: str, what: str, status: int, empty: bool) -> Finding:
+def _judged(where: str, what: str, status: int, start: bytes, *, plain: bool) -> Finding:
     """The dispatcher takes these for an unreachable gateway; anything else shows that a route is there."""
     if status in (401, 403, 407):
         return Finding("failed", where, f"{what}: it does not accept our credentials", "gateway.token_file")
-    if status == 404 and empty:
+    if status == 400 and plain and b"HTTPS" in start.upper():  # as nginx and Go's servers put it
+        return Finding("failed", where, f"{what}: that port speaks TLS", "gateway.url: https")
+    if status == 400:
+        hint = "gateway.url, gateway.path and gateway.headers, if requests are answered so too"
+        return Finding("ok", where, what, hint)
+    if status == 404 and not start:
         hint = "gateway.path, the HTTPRoute, or a Host in gateway.headers"
         return Finding("failed", where, f"{what} with an empty body: it has no such route", hint)
     if 300 <= status < 400:
         return Finding("warning", where, f"{what}: redirects are not followed", where)
     if status >= 500:
         hint = "the gateway's endpoint picker and model servers"
-        return Finding("warning", where, what + (" with an empty body" if empty else ""), hint)
+        return Finding("warning", where, what + ("" if start else " with an empty body"), hint)
     return Finding("ok", where, what)
 
 
@@ -231,16 +252,17 @@ def _get(settings: Settings, host: str, path: str) -> bytes:
     return "\r\n".join(lines).encode("latin-1")
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[int, bool]:
-    """The status, and whether the body is empty. Raises ValueError for what is not HTTP."""
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    """The status, and how the body begins. Raises ValueError for what is not HTTP."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     match = re.match(r"HTTP/1\.[01] (\d{3})\b", head)
     if match is None:
         raise ValueError("its first line is none of HTTP/1")
     length = re.search(r"^content-length: *(\d+)", head, re.IGNORECASE | re.MULTILINE)
     if length is not None:
-        return int(match[1]), int(length[1]) == 0
-    return int(match[1]), (await reader.read(1)) in (b"", b"0")  # its end, or the empty last chunk
+        return int(match[1]), await reader.read(min(int(length[1]), BEGINNING_BYTES))
+    start = await reader.read(BEGINNING_BYTES)
+    return int(match[1]), b"" if start.startswith(b"0\r\n") else start  # the empty last chunk
 
 
 # The queue.
@@ -256,6 +278,14 @@ def _queue(settings: Settings, away: Mapping[Address, str]) -> Probe:
 
 def _queue_port(url: SecretUrl) -> int:
     return 26379 if "sentinel" in url.scheme else 6379
+
+
+def _traces(settings: Settings, away: Mapping[Address, str]) -> Probe:
+    """Whether the endpoint is there; no span is made up to try it."""
+    missing = _all_away(_addresses([settings.tracing.endpoint], 80), away)
+    if missing is None:
+        return _known(Finding("ok", "tracing.endpoint", "accepts connections"))
+    return _known(Finding("warning", "tracing.endpoint", f"{missing}: traces are lost, and nothing else"))
 
 
 def _embedded(settings: Settings) -> Probe:
@@ -326,7 +356,7 @@ def _doubts(where: str, name: str, server: Any, oldest: dict[str, tuple[int, int
 
 def _signals(settings: Settings, away: Mapping[Address, str]) -> Probe:
     signals, urls = settings.signals, _signal_urls(settings)
-    direct, watched = signals.source != "prometheus", _kubernetes()
+    direct, watched = signals.source != "prometheus", bool(Access())
     by_watch = direct and not signals.epp.urls and not signals.epp.service
     if by_watch and not watched and not urls:
         what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"
@@ -377,12 +407,6 @@ def _signal_urls(settings: Settings) -> list[SecretUrl]:
     through = signals.source == "prometheus" or (signals.source == "auto" and signals.prometheus.url)
     direct = signals.epp.urls if signals.source != "prometheus" else ()
     return [*direct, *([signals.prometheus.url] if through else [])]
-
-
-def _kubernetes() -> bool:
-    """Whether it is worth two seconds of imports to look for a cluster; the watch then looks itself."""
-    usual = Path.home() / ".kube" / "config"
-    return any(name in os.environ for name in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG")) or usual.exists()
 
 
 def _watch(settings: Settings) -> Callable[[], Awaitable[tuple[Findings, tuple[str, ...] | None]]]:
@@ -449,9 +473,7 @@ def _words(error: Exception) -> str:
         return f"TLS: {getattr(error, 'verify_message', '') or error.reason or error}"
     if isinstance(error, asyncio.IncompleteReadError):
         return "the connection was closed"
-    # One for each address of the name, with its number, where there are several.
-    numbers = re.findall(r"Errno (\d+)", str(error))
-    return os.strerror(int(numbers[0])).lower() if numbers else str(error)
+    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 def _text(path: str) -> str:

@@ -24,7 +24,7 @@ def status(
 ) -> None:
     """Show the queue; and with --config, where the dispatcher's admin port answers, its gate.
 
-    Exit code 1: the queue cannot be reached.
+    Exit code 1: the queue cannot be reached; an embedded one is there only while its dispatcher runs.
     """
     target = find(config, queue_url, queue)
     while True:
@@ -114,7 +114,6 @@ def _paused(switch: dict[str, str]) -> str:
 _WORDS = {
     "watch": "the Kubernetes watch",
     "picker": "the endpoint picker",
-    "setting": "budget.max_sys",
     "query": "signals.prometheus.queries.capacity",
 }
 
@@ -122,7 +121,7 @@ _WORDS = {
 def _capacity(gate: dict[str, Any]) -> str:
     """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
     by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
-    told = [f"the capacity is {gate['max_sys']:g} by {_WORDS.get(by, by)}"] if by is not None else []
+    told = [f"the capacity is {gate['max_sys']:g} by {_whose_word(gate)}"] if by is not None else []
     watch = "which" if by == "watch" else "the Kubernetes watch"
     if ready is not None:
         ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
@@ -131,6 +130,15 @@ def _capacity(gate: dict[str, Any]) -> str:
         told.append(f"{watch} has seen nothing for {unsure_s:.0f} s and bounds nothing")
     whole = (", " if by == "watch" else "; ").join(told)
     return " ".join(filter(None, [f"{whole[:1].upper()}{whole[1:]}." if whole else "", _per_endpoint(gate)]))
+
+
+def _whose_word(gate: dict[str, Any]) -> str:
+    by, each = gate["max_sys_by"], gate.get("per_endpoint")
+    if by == "setting":
+        return "budget.max_sys" if each is None else f"budget.per_endpoint, {each:g}, × ready endpoints"
+    if by == "picker" and gate.get("per_endpoint_from") in ("unseen", "assumption"):
+        return "an assumption"
+    return _WORDS.get(by, str(by))
 
 
 def _per_endpoint(gate: dict[str, Any]) -> str:
@@ -145,6 +153,13 @@ def _per_endpoint(gate: dict[str, Any]) -> str:
             )
         case "picker":
             return f"An endpoint is taken to run {each:g} requests, as the endpoint picker counts."
+        case "suggestion":
+            return f"The picker's page suggests {each:g} requests per endpoint; not proven yet."
+        case "unseen":
+            return (
+                f"An endpoint is assumed to run {each:g} requests until the picker's page shows some; "
+                "not learned yet."
+            )
         case "assumption":
             return (
                 f"An endpoint is assumed to run {each:g} requests: set budget.per_endpoint to what it does."

@@ -48,7 +48,7 @@ def settings_of(config: Path) -> Settings:
 
 
 def find(config: Path | None, url: str, queue: str) -> Target:
-    """The queue that was meant, or exit with 2 and say what to give."""
+    """The queue that was meant; else say what to do and exit: with 1 where it is not there now, or with 2."""
     if (config is None) == (not url):
         raise _wrong("give either --config or --queue-url")
     try:
@@ -63,10 +63,12 @@ def find(config: Path | None, url: str, queue: str) -> Target:
         return Target(settings.queue.url.reveal(), names, settings)
     embedded = running_url(Path(settings.queue.data_dir))
     if embedded is None:
-        raise _wrong(
-            "queue.url is empty, so the queue lives in the dispatcher, and none runs on "
-            f"{settings.queue.data_dir}: start `batch-dispatcher run --config {config}`, or name a Redis"
+        what = (
+            f"no dispatcher is running on {settings.queue.data_dir} (admin.port {settings.admin.port}): "
+            "queue.url is empty, so the queue is only there while one runs: start "
+            f"`batch-dispatcher run --config {config}`, or name a Redis in queue.url"
         )
+        raise _exit(what, 1)
     return Target(embedded, names, settings)
 
 
@@ -93,5 +95,9 @@ def ask(target: Target, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
 
 
 def _wrong(what: str) -> typer.Exit:
+    return _exit(what, 2)
+
+
+def _exit(what: str, code: int) -> typer.Exit:
     typer.secho(what, err=True, fg=typer.colors.RED)
-    return typer.Exit(2)
+    return typer.Exit(code)

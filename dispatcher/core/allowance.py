@@ -48,9 +48,7 @@ def explain(allowance: Allowance, in_flight: int) -> str:
         limited += f" by a ceiling of {allowance.ceiling:.1f} that refusals taught"
     match allowance.reason:
         case Reason.SATURATED:
-            told = (
-                f"{in_flight} in flight over a {limited}: realtime has grown, so completions are not replaced"
-            )
+            told = f"{in_flight} in flight over a {limited}: the pool is too full to replace completions"
         case Reason.FULL:
             told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
         case Reason.IDLE:

@@ -13,6 +13,9 @@ from enum import StrEnum
 
 SLACK = 1e-6
 """In requests: sums of fractions such as 0.1 + 0.2 come out a hair off, and must not cost or win a slot."""
+MOST_IN_FLIGHT = 1_000_000
+"""The limit is never more, whatever a page or a setting says: beyond any pool, and far within the integers of
+Redis."""
 
 
 class Signal(StrEnum):
@@ -84,8 +87,8 @@ class Policy:
         return 1.0 - self.reserve if self.upper is None else self.upper
 
     def most(self, max_sys: float) -> int:
-        """The limit no reading can raise: floor(max_SYS × (1 − B)), and the operator's own cap."""
-        room = whole(max_sys * (1.0 - self.reserve))
+        """No reading raises the limit over it: floor(max_SYS × (1 − B)), MOST_IN_FLIGHT, the own cap."""
+        room = min(whole(max_sys * (1.0 - self.reserve)), MOST_IN_FLIGHT)
         return room if self.max_in_flight is None else min(room, self.max_in_flight)
 
 

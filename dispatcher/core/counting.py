@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 FLUSH_S = 5.0
 """The picker rewrites its averages this often: an average may be of any moment that far back."""
@@ -32,6 +33,10 @@ ASSUMED = 100.0
 """Requests per endpoint where nobody says how many: the picker's own default for maxConcurrency."""
 FIRST = 8.0
 """The same before a page has shown any request: few, for the first page that does may show a k."""
+
+Guess = Literal["picker", "suggestion", "unseen", "assumption"]
+"""Where the requests per endpoint come from while no setting says them: k is proven, or was; the pages so far
+suggest a k; no page has shown any request (FIRST); nothing can be known (ASSUMED)."""
 
 PAGES = 6
 FILLS = 4
@@ -81,12 +86,26 @@ class Count:
     @property
     def per_endpoint(self) -> float:
         """The best guess at what an endpoint runs at once; never above ASSUMED where k was never certain."""
+        match self.guess:
+            case "picker":
+                return float(self.last or 0)
+            case "suggestion":
+                return float(self._candidate or 0)
+            case "unseen":
+                return FIRST
+            case "assumption":
+                return ASSUMED
+
+    @property
+    def guess(self) -> Guess:
+        """Where `per_endpoint` comes from."""
         if self.last is not None:
-            return float(self.last)
+            return "picker"
         if not self._loaded:
-            return FIRST
+            return "unseen"
         # A pressure score may look like a count on one page, but then not on the next.
-        return min(ASSUMED, self._candidate or ASSUMED) if not self._doubted else ASSUMED
+        suggested = not self._doubted and self._candidate is not None and self._candidate <= ASSUMED
+        return "suggestion" if suggested else "assumption"
 
     def unknowable(self) -> None:
         """The picker shows no saturation, or says that it is no count: nothing is to be waited for."""

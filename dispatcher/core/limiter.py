@@ -32,7 +32,7 @@ WINDOW_MOST_S = 10.0
 ONE_WAITS = 0.5
 """Requests in the picker's queue from which on somebody waits; several samples' mean need not be whole."""
 KEPT_READINGS = 16
-REALTIME = "realtime alone takes everything but the reserve"
+REALTIME = "requests that are not ours, or of a dispatcher that died, take all but the reserve"
 HEARD_SLOP_S = 0.05
 """How far apart two replicas' ideas of one moment may lie, by the queue's clock."""
 DISBELIEF = 2
@@ -204,9 +204,9 @@ class Limiter:
         self._reach.unreachable(now, why)
         self._standing = None
 
-    def probed(self, now: float) -> None:
-        """A probe was sent, or could not be: the next one waits longer."""
-        self._reach.probed(now)
+    def probed(self, now: float, *, others: bool = False) -> None:
+        """A probe was sent, or could not be: the next one waits longer (`Reach.probed`)."""
+        self._reach.probed(now, others=others)
         self._standing = None
 
     def reached(self, now: float, sent_at: float) -> None:
@@ -215,8 +215,9 @@ class Limiter:
             self._standing = None
 
     @property
-    def without_gateway(self) -> bool:
-        return self._reach.closure is not None
+    def without_gateway_since(self) -> float | None:
+        """None: there is a gateway, as far as one can know."""
+        return None if self._reach.closure is None else self._reach.closure.since
 
     def look(self, now: float, connected: Iterable[float]) -> bool:
         """Whether requests that are still connected (each since when) show that there is a gateway again."""

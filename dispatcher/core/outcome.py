@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import assert_never
 
@@ -51,15 +51,19 @@ class Failed:
     """Set where the gateway answered in full."""
     body: bytes = b""
     nobody_home: bool = False
-    """An empty 500, or a 502/503/504 without drop reason: of no gateway, or of an endpoint that has died."""
+    """A bare answer: 401/407, an empty 404 or 500, a 502/503/504 without drop reason. Of no gateway, of an
+    endpoint that has died, or the request's own fault."""
     retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Unreachable:
-    """No gateway there: no connection, 401/407, 404 with an empty body. No attempt counted."""
+    """No gateway there: no connection, or a bare answer that may not be the request's fault. No attempt
+    counted."""
 
     why: str
+    rest_s: float = 0.0
+    """It waits so long before it is tried again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +141,6 @@ class Bury:
 
 Decision = Finish | Retry | Bury
 
-FREE_BOUNCES = 5
-"""So many answers that no gateway gave cost a request no attempt: it met an endpoint that had died, and each
-time it may meet another. After that the fault may be the request's own."""
-
 _TOO_LATE = Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
@@ -161,8 +161,7 @@ def after(
 
     Failed number k waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up to max_s; number
     max_attempts is the last. Overloaded is back at once the first time, number k + 1 waits
-    min(max_s, base_s × 2^(k − 1)); so are the first FREE_BOUNCES answers that no gateway gave. No delay
-    passes the deadline, so that the sweep answers on time.
+    min(max_s, base_s × 2^(k − 1)). No delay passes the deadline, so that the sweep answers on time.
     """
     match outcome:
         case Delivered(status, body):
@@ -174,26 +173,24 @@ def after(
             return Finish(ErrorCode.INVALID_REQUEST, why)
         case Expired():
             return _TOO_LATE
-        case Failed() if attempts + 1 >= policy.max_attempts and not _bounced(outcome, refusals):
+        case Failed() if attempts + 1 >= policy.max_attempts:
             tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
             message = f"no answer after {tries}, the last: {outcome.why}"
             return Bury(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
-        case Failed() if _bounced(outcome, refusals):
-            retry = Retry(_again(refusals, policy), refusal=True)
         case Failed():
             delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
             retry = Retry(delay, attempt=True)
         case Overloaded():
             retry = Retry(_again(refusals, policy), refusal=True)
         case Unreachable():
-            retry = Retry(undelivered=True)
+            retry = Retry(outcome.rest_s, undelivered=True)
         case _:
             assert_never(outcome)
     left = deadline - now
     if left <= 0:
         return _TOO_LATE
     if retry.delay_s > left:
-        return Retry(left, attempt=retry.attempt, refusal=retry.refusal)
+        return replace(retry, delay_s=left)
     return retry
 
 
@@ -206,10 +203,6 @@ def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:
         return None
     message = f"{losses} dispatchers died while they ran it alone"
     return Bury(ErrorCode.DELIVERIES_EXHAUSTED, message)
-
-
-def _bounced(outcome: Failed, refusals: int) -> bool:
-    return outcome.nobody_home and refusals < FREE_BOUNCES
 
 
 def _again(refusals: int, policy: RetryPolicy) -> float:
@@ -235,11 +228,13 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: flo
         # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
         return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)
     if status in (401, 407):
-        return Unreachable(f"the gateway answered {status}: it does not accept our credentials")
+        why = f"the gateway answered {status}: it does not accept our credentials"
+        return Failed(why, status, body, nobody_home=True)
     if status == 404 and not body:
-        return Unreachable("the gateway answered 404 with an empty body: it has no such route")
+        why = "the gateway answered 404 with an empty body: it has no such route"
+        return Failed(why, status, body, nobody_home=True)
     if 300 <= status < 400:
-        # Not Unreachable: one request's own path may redirect, and must not close the gate for the others.
+        # Somebody is home: one request's own path may redirect, and must not close the gate for the others.
         where = headers.get("location", "")[:200]
         return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
     if 200 <= status < 500 and status != 408:

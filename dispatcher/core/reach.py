@@ -1,13 +1,18 @@
 """Whether there is a gateway at all, judged by what comes back. Pure.
 
-A connection that fails says it at once. An answer that no gateway gave (an empty 500, a bare 502, 503 or 504)
-may mean that the gateway lost what it leads to, or only that one endpoint of several has died and is still
-sent requests. The two look the same one by one, and differ in what becomes of the others:
+A connection that fails says it at once. A bare answer (an empty 500 or 404, a 401, 407, a bare 502, 503 or
+504) may mean that the gateway lost what it leads to, or only that one endpoint of several has died and is
+still sent requests, or that this one request is to blame. They look the same one by one, and differ in what
+becomes of the others:
 
     there      another request, sent no earlier, got through: it was answered, or stays connected longer than
                such an answer takes
     gone       NOBODY_HOME such answers in a row; where others got through beside such answers not long ago,
                only if nobody does for PATIENCE_S
+
+A bare answer that takes PROBE_MOST_S or longer closes nothing: in each slot such requests follow each other
+no faster than probes do, and one after the other as probes they would keep everybody waiting. What a bare
+answer costs its own request is judged in `bounces`.
 
 While there is none, one probe at a time shows when it is back: by its answer, or by staying connected.
 """
@@ -19,7 +24,9 @@ from dataclasses import dataclass
 
 PROBE_FIRST_S = 0.1
 PROBE_MOST_S = 1.0
-"""Pauses between probes double from the first to the most."""
+PROBE_OTHERS_S = 0.2
+"""Pauses between probes double from the first to the most; to the smaller one where something answers there
+and other requests wait, of which any may show that it is a gateway."""
 NOBODY_HOME = 3
 """So many answers in a row that no gateway gave mean that there is none, unless others get through."""
 MEMORY_S = 10.0
@@ -30,8 +37,8 @@ CONNECTED_S = 2.0
 """Who stays connected this long to a gateway that could not be connected to has reached it."""
 HELD_LEAST_S = 0.25
 HELD_TIMES = 4.0
-"""Who stays connected so many times longer than the quickest of the bare answers took, and at least this
-long, was let through to an endpoint that works."""
+"""Who stays connected so many times longer than the quickest of the bare answers took, at least HELD_LEAST_S
+and at most CONNECTED_S longer, was let through to an endpoint that works."""
 
 
 @dataclass(slots=True)
@@ -41,6 +48,8 @@ class Closure:
     since: float
     why: str
     next_probe_at: float
+    bare: bool
+    """Something answers there."""
     pause_s: float = PROBE_FIRST_S
 
 
@@ -64,15 +73,15 @@ class Reach:
         """How long a request must stay connected to show that it got through."""
         if not self._bare:
             return CONNECTED_S
-        return max(HELD_LEAST_S, HELD_TIMES * self._quickest_s)
+        return max(HELD_LEAST_S, min(HELD_TIMES * self._quickest_s, self._quickest_s + CONNECTED_S))
 
     def unreachable(self, now: float, why: str) -> None:
         """It cannot be connected to."""
         if self.closure is None:
             self._bare = 0
-            self._close(now, now, why)
+            self._close(now, now, why, bare=False)
         else:
-            self.closure.why = why
+            self.closure.why, self.closure.bare = why, False
 
     def bare(self, now: float, sent_at: float, why: str, connected: Iterable[float]) -> bool:
         """An answer that no gateway gave, to a request sent at `sent_at`. True: there is none.
@@ -80,6 +89,8 @@ class Reach:
         `connected`: since when each of the other requests under way holds its connection.
         """
         took_s = max(0.0, now - sent_at)
+        if took_s >= PROBE_MOST_S:
+            return self.closure is not None
         self._quickest_s = min(self._quickest_s, took_s) if self._bare else took_s
         if self._bare == 0:
             self._bare_since, self._bare_at = sent_at, now
@@ -87,7 +98,9 @@ class Reach:
         self.look(now, connected)
         known = now - self._through_at <= MEMORY_S and now - self._bare_at <= PATIENCE_S
         if self.closure is None and self._bare >= NOBODY_HOME and not known:
-            self._close(self._bare_since, now, why)
+            self._close(self._bare_since, now, why, bare=True)
+        elif self.closure is not None:
+            self.closure.why, self.closure.bare = why, True
         return self.closure is not None
 
     def look(self, now: float, connected: Iterable[float]) -> bool:
@@ -109,15 +122,16 @@ class Reach:
             self._got_through(now)
         return False
 
-    def probed(self, now: float) -> None:
-        """A probe was sent, or could not be: the next one waits longer."""
+    def probed(self, now: float, *, others: bool = False) -> None:
+        """A probe was sent, or could not be: the next one waits longer. `others`: other requests wait."""
         closure = self.closure
         if closure is not None:
-            closure.next_probe_at = now + closure.pause_s
-            closure.pause_s = min(PROBE_MOST_S, closure.pause_s * 2)
+            most_s = PROBE_OTHERS_S if closure.bare and others else PROBE_MOST_S
+            closure.next_probe_at = now + min(closure.pause_s, most_s)
+            closure.pause_s = min(closure.pause_s * 2, PROBE_MOST_S)
 
-    def _close(self, since: float, now: float, why: str) -> None:
-        self.closure = Closure(since, why, now + PROBE_FIRST_S)
+    def _close(self, since: float, now: float, why: str, *, bare: bool) -> None:
+        self.closure = Closure(since, why, now + PROBE_FIRST_S, bare)
 
     def _got_through(self, now: float) -> None:
         if self._bare:

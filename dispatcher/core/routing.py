@@ -43,7 +43,8 @@ FAIRNESS_ID = "x-llm-d-inference-fairness-id"
 
 _PATH = re.compile(r"(?:/[A-Za-z0-9\-._~!$&'()*+,=:]+)+/?")
 _VISIBLE = re.compile(r"[!-~]+")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+_TRACESTATE = re.compile(r"[!-~](?:[ -~]{0,510}[!-~])?")
 
 
 class RouteOptions(Protocol):
@@ -94,8 +95,9 @@ class Route:
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not among gateway.allowed_paths")
         return endpoint
 
-    def headers_for(self, request: Request, bearer: str) -> dict[str, str]:
-        """Names in lower case. `bearer`: the Authorization header, or empty."""
+    def headers_for(self, request: Request, bearer: str, traceparent: str = "") -> dict[str, str]:
+        """Names in lower case. `bearer`: the Authorization header, or empty. `traceparent`: of our own span,
+        in the place of the producer's."""
         headers = self._headers.copy()
         if request.headers:
             headers.update(self._passed_on(request.headers))
@@ -106,8 +108,13 @@ class Route:
         if metadata:
             if fairness_id := metadata.get(self._fairness_from):
                 headers[FAIRNESS_ID] = _header_safe(fairness_id)
-            if _TRACEPARENT.fullmatch(trace := metadata.get("traceparent", "")):
+            trace, state = trace_of(request)
+            if trace:
                 headers["traceparent"] = trace
+            if state:
+                headers["tracestate"] = state
+        if traceparent:
+            headers["traceparent"] = traceparent
         return headers
 
     def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
@@ -123,6 +130,16 @@ class Route:
             and plain not in self._chosen
             and name not in named
         }
+
+
+def trace_of(request: Request) -> tuple[str, str]:
+    """The producer's traceparent and tracestate; empty where there is none, or none that is well-formed."""
+    metadata = request.metadata
+    trace = metadata.get("traceparent", "")
+    if not _TRACEPARENT.fullmatch(trace):
+        return "", ""
+    state = metadata.get("tracestate", "")
+    return trace, state if _TRACESTATE.fullmatch(state) else ""
 
 
 def _pattern(path: str) -> str:

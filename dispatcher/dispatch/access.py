@@ -31,7 +31,8 @@ class Access:
     """One owner's access to its queue, shared by all parts of the loop.
 
     `wake`: set whenever there may be something for the loop to do. `work`: there may be something to claim.
-    `robbed`: set when leases were taken back from somebody, which may have been us.
+    `robbed`: set when leases were taken back from somebody, which may have been us. `blind`: set while cancel
+    markers cannot be read.
     """
 
     def __init__(self, queue: Queue, limiter: Limiter) -> None:
@@ -39,29 +40,46 @@ class Access:
         self.view = View()
         self.wake = asyncio.Event()
         self.robbed = asyncio.Event()
+        self.blind = asyncio.Event()
         self.work = True
         self.pause_s = PAUSE_S[0]
         self._limiter = limiter
         self._lost: int | None = None
+        self._away: str | None = None
+        """Why the last call failed."""
+        self._unseen: set[tuple[str, str]] = set()
+        """Requests and tokens whose cancel markers could not be read: on a Cluster they may be away alone."""
+        self._unseen_why: str | None = None
 
     async def ask(self, call: Awaitable[T]) -> T | None:
         """The call's answer; None where the queue cannot be reached, and then the gate is closed."""
         try:
             answer = await call
         except QueueUnavailableError as error:
-            if self.view.problem is None:
-                emit(Event.QUEUE_UNREACHABLE, why=str(error))
-            self.view.problem = str(error)
-            self._limiter.queue(str(error), now())
-            self.pause_s = min(self.pause_s * 2, PAUSE_S[1])
+            self._away = str(error)
+            self._failed()
             return None
-        if self.view.problem is not None:
-            emit(Event.QUEUE_BACK)
-            self.view.problem = None
-            self.pause_s = PAUSE_S[0]
-            self._limiter.queue(None, now())
-            self.found_work()
+        if self._away is not None:
+            self._away = None
+            self._mended()
         return answer
+
+    def _failed(self) -> None:
+        if self.view.problem is None:
+            emit(Event.QUEUE_UNREACHABLE, why=self._away or self._unseen_why)
+        self.pause_s = min(self.pause_s * 2, PAUSE_S[1])
+        self._tell_problem()
+
+    def _mended(self) -> None:
+        self._tell_problem()
+        if self.view.problem is None:
+            emit(Event.QUEUE_BACK)
+            self.pause_s = PAUSE_S[0]
+            self.found_work()
+
+    def _tell_problem(self) -> None:
+        self.view.problem = self._away or self._unseen_why
+        self._limiter.queue(self.view.problem, now())
 
     def found_work(self) -> None:
         self.work = True
@@ -101,17 +119,42 @@ class Access:
         )
 
     async def cancelled(self, several: Sequence[Held]) -> Sequence[bool | None]:
-        """Which of them have been cancelled; None for each where that cannot be known."""
+        """Which of them have been cancelled; None for each where that cannot be known.
+
+        Then the gate is closed until `look_again` has read these markers: what is claimed meanwhile would
+        only be given back.
+        """
         named = [
             (h.request.id, h.request.token) for h in several if h.request is not None and h.request.token
         ]
         if not named:
             return [False] * len(several)
-        found = await self.ask(self.queue.cancelled(named))
+        found = await self._read_markers(named)
         if found is None:
             return [None] * len(several)
         answers = iter(found)
         return [h.request is not None and bool(h.request.token) and next(answers) for h in several]
+
+    async def look_again(self) -> None:
+        """Read the markers that could not be read. Only that shows that they can, no other call does."""
+        asked = list(self._unseen)
+        if await self._read_markers(asked) is None:
+            return
+        self._unseen.difference_update(asked)
+        if not self._unseen:
+            self.blind.clear()
+            self._unseen_why = None
+            self._mended()
+
+    async def _read_markers(self, named: Sequence[tuple[str, str]]) -> Sequence[bool] | None:
+        try:
+            return await self.queue.cancelled(named)
+        except QueueUnavailableError as error:
+            self._unseen.update(named)
+            self._unseen_why = f"{error}: cancel markers cannot be read"
+            self.blind.set()
+            self._failed()
+            return None
 
 
 def now() -> float:

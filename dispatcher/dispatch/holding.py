@@ -10,6 +10,7 @@ from typing import Literal
 
 from dispatcher.core.request import Request
 from dispatcher.ports import Lease
+from dispatcher.telemetry.tracing import Trail
 
 Cut = Literal["cancelled", "lost", "drain"]
 
@@ -29,6 +30,9 @@ class Held:
     """Why its task was cancelled."""
     answered_at: float | None = None
     """When its try ended; None: it was not tried, or its try was cut."""
+    claimed_at: float = 0.0
+    trail: Trail | None = None
+    """What is traced of it; None: nothing."""
 
 
 class Holding:
@@ -58,7 +62,7 @@ class Holding:
         return list(self._running.values())
 
     def add(self, lease: Lease, *, probe: bool) -> Held:
-        held = self._by_token[lease.token] = Held(lease, probe)
+        held = self._by_token[lease.token] = Held(lease, probe, claimed_at=asyncio.get_running_loop().time())
         return held
 
     def started(self, held: Held, task: asyncio.Task[None]) -> None:

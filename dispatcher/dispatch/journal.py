@@ -2,23 +2,36 @@
 
 from __future__ import annotations
 
+import re
+
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
 from dispatcher.core.outcome import Delivered, Outcome, Overloaded
 from dispatcher.core.request import ErrorCode, Request
+from dispatcher.core.routing import trace_of
 from dispatcher.core.usage import tokens
+from dispatcher.dispatch.access import now
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import Held
 from dispatcher.ports import Burial, Forwarded, Release, Settled, Settlement
 from dispatcher.telemetry import catalogue as series
+from dispatcher.telemetry.events import Event, detailed, emit, speaking_of
 from dispatcher.telemetry.metrics import Metrics
+from dispatcher.telemetry.tracing import Tracing, Trail
+
+_STEPS = {Settlement: "settle", Release: "release", Burial: "bury"}
+"""The steps of the queue that end a lease."""
+_OURS = re.compile(r"[^:']*(?:: [A-Za-z]+(?![A-Za-z\[]))?")
+"""Of why a try failed: our words and the name of an error. What follows may be the gateway's, and that may be
+the payload sent back."""
 
 
 class Journal:
-    """One process's. `meter` has the integrals over time."""
+    """One process's. `meter` has the integrals over time. `tracing`: None while it is off."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.meter = Meter()
+        self.tracing: Tracing | None = None
         self._metrics = metrics
 
     def turned(
@@ -28,7 +41,17 @@ class Journal:
         self.meter.observe(Observation(at, allowance.reason, used, free, waiting))
 
     def sent(self, held: Held, request: Request, unix_now: float) -> None:
-        """Its try begins."""
+        """Its try begins, in the task that calls this."""
+        lease = held.lease
+        if self.tracing is not None:
+            held.trail = trail = _follow(self.tracing, held, request)
+            if trail is not None:
+                first = lease.deliveries <= 1 and not lease.attempts + lease.refusals
+                trail.sent(now(), created=request.created, attempt=lease.attempts + 1, first=first)
+        about = {"request": request.id, "attempt": lease.attempts + 1}
+        speaking_of(**about if held.trail is None else {**about, "trace": held.trail.trace_id})
+        if detailed():
+            emit(Event.SENT, delivery=lease.deliveries, refusals=lease.refusals, probe=held.probe)
         if request.created and held.lease.deliveries <= 1:
             self._metrics.observe(series.WAIT, unix_now - request.created)
 
@@ -36,9 +59,17 @@ class Journal:
         """Its try has ended, and this is how it counts."""
         held.answered_at = forwarded.ended_at
         metrics = self._metrics
-        status = series.status_class(getattr(forwarded.outcome, "status", None))
-        metrics.count(series.TRIES, series.OUTCOMES[type(outcome)], status)
+        code: int | None = getattr(forwarded.outcome, "status", None)
+        name = series.OUTCOMES[type(outcome)]
+        metrics.count(series.TRIES, name, series.status_class(code))
         metrics.observe(series.TRY, forwarded.ended_at - forwarded.sent_at)
+        if held.trail is not None:
+            went_well = isinstance(outcome, Delivered) and outcome.status < 400
+            error = None if went_well else name
+            held.trail.tried(forwarded.ended_at, status=code, error=error, why=_why(outcome))
+        if detailed():
+            took_s = round(forwarded.ended_at - forwarded.sent_at, 4)
+            emit(Event.TRY, outcome=name, status=code, took_s=took_s, why=_why(outcome))
         match outcome:
             case Overloaded(reason=reason):
                 metrics.count(
@@ -53,6 +84,8 @@ class Journal:
         """The queue has confirmed its end."""
         metrics = self._metrics
         metrics.count(series.ENDED, series.ENDINGS[type(ending)], answer)
+        if held is not None and held.request is not None:
+            self._tell_end(held, held.request, ending, answer, at)
         if isinstance(ending, Release):
             if ending.attempt or ending.refusal:
                 metrics.count(series.RETRIES_SERIES, "attempt" if ending.attempt else "refusal")
@@ -69,6 +102,21 @@ class Journal:
         if held.request.created:
             metrics.observe(series.WHOLE, unix_now - held.request.created)
 
+    def _tell_end(self, held: Held, request: Request, ending: Ending, answer: Settled, at: float) -> None:
+        """Its trail and its line in the log."""
+        step = _STEPS[type(ending)]
+        settlement = ending.settlement if isinstance(ending, Burial) else ending
+        code = settlement.code if isinstance(settlement, Settlement) else None
+        if held.trail is None and code is not None and held.answered_at is None and self.tracing is not None:
+            held.trail = _follow(self.tracing, held, request)  # it ends untried
+        if held.trail is not None:
+            error = str(answer) if answer is not Settled.DONE else code if code != "2xx" else None
+            since = held.claimed_at if held.answered_at is None else held.answered_at
+            held.trail.ended(since, at, step=step, error=error)
+        if detailed():
+            about = {} if held.trail is None else {"trace": held.trail.trace_id}
+            emit(Event.ENDED, request=request.id, step=step, answer=str(answer), code=code, **about)
+
     def expired(self, count: int) -> None:
         """So many ended waiting, past their deadline."""
         self._metrics.count(series.EXPIRED, by=count)
@@ -78,6 +126,29 @@ class Journal:
         """So many leases were taken back from whoever held them."""
         self._metrics.count(series.RECLAIMED, by=count)
 
-    def lost(self) -> None:
+    def lost(self, held: Held) -> None:
         """A lease of ours is another's now."""
         self._metrics.count(series.LOST)
+        if held.trail is not None:
+            held.trail.lost(now())
+
+
+def _follow(tracing: Tracing, held: Held, request: Request) -> Trail | None:
+    trace, state = trace_of(request)
+    return tracing.follow(
+        held.claimed_at,
+        request_id=request.id,
+        seed=f"{request.id} {request.token} {request.deadline}",
+        delivery=held.lease.deliveries,
+        traceparent=trace,
+        tracestate=state,
+    )
+
+
+def _why(outcome: Outcome) -> str:
+    """Why it failed, in words of ours alone."""
+    why: str = getattr(outcome, "why", "") or getattr(outcome, "reason", "")
+    if why.startswith("no connection"):
+        return why  # there was nobody else to put words in it
+    match = _OURS.match(why)
+    return match[0].strip() if match else ""

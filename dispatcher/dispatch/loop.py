@@ -26,6 +26,7 @@ from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.bounces import Bounces
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import (
@@ -96,6 +97,7 @@ class Dispatcher:
         self._journal = journal
         self._random = rand or random.Random()
         self._tenants = Tenants()
+        self._bounces = Bounces()
         self._suspects = Suspects()
         self._holding = Holding()
         self._access = Access(queue, limiter)
@@ -105,6 +107,8 @@ class Dispatcher:
         """Under the reading of when refusals came last, and the most in flight at one of them."""
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
+        self._others_wait = False
+        """The newest claim or probe left some to be claimed."""
         self._stop = asyncio.Event()
         self._stop_by = float("inf")
         self._alarm: asyncio.TimerHandle | None = None
@@ -221,6 +225,7 @@ class Dispatcher:
                 return
             self._nonce = ""
             self._access.learn(claimed)
+            self._others_wait = claimed.waiting > 0
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
@@ -232,14 +237,22 @@ class Dispatcher:
         """One request to see whether the gateway is back; no other replica probes meanwhile."""
         if any(held.probe for held in self._holding):
             return
-        self.limiter.probed(now())
         self._probe_nonce = self._probe_nonce or secrets.token_hex(8)
         asked_at = now()
         claimed = await self._access.ask(self._queue.probe(self._probe_nonce))
         if claimed is not None:
             self._probe_nonce = ""
             self._access.learn(claimed)
+            self._others_wait = claimed.waiting > 0
+            if self._others_wait and claimed.leases:
+                (lease,) = claimed.leases
+                rest_s = self._bounces.rest_s(lease.entry, now())
+                if rest_s > 0:  # it has probed before: let another one, at once
+                    self._holding.add(lease, probe=True)
+                    self._finish(endings.returned(lease, after_s=rest_s))
+                    return
             await self._start(claimed.leases, asked_at, probe=True)
+        self.limiter.probed(now(), others=self._others_wait)
 
     async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
@@ -297,7 +310,7 @@ class Dispatcher:
         finally:
             self._holding.back(held)
         self.limiter.answered(lease.token, forwarded.ended_at)
-        outcome = self._gateway_seen(request, forwarded)
+        outcome = self._gateway_seen(lease.entry, request, forwarded)
         self._journal.tried(held, forwarded, outcome)
         self._finish(self._decide(lease, request, outcome))
 
@@ -315,13 +328,13 @@ class Dispatcher:
         else:
             self._drop(held.lease.token)
 
-    def _gateway_seen(self, request: Request, forwarded: Forwarded) -> Outcome:
+    def _gateway_seen(self, entry: int, request: Request, forwarded: Forwarded) -> Outcome:
         """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
         outcome, at, sent_at = forwarded.outcome, forwarded.ended_at, forwarded.sent_at
         limiter, tenant = self.limiter, self._tenant(request)
         match outcome:
             case Overloaded():
-                limiter.reached(at, sent_at)
+                self._reached(entry, at, sent_at)
                 read_at = limiter.allowance(at).read_at
                 teaches = self._tenants.refused(tenant, at, read_at)
                 # The limiter has counted it out already, and those that were refused with it.
@@ -337,23 +350,43 @@ class Dispatcher:
                 self._upkeep.share(limiter.allowance(at), overload)
                 return outcome
             case Delivered() | TooLarge():
-                limiter.reached(at, sent_at)
+                self._reached(entry, at, sent_at)
                 self._tenants.accepted(tenant, sent_at)
                 return outcome
             case Failed(nobody_home=True):
-                if limiter.nobody_home(at, sent_at, outcome.why, self._connected()):
-                    outcome = Unreachable(outcome.why)
+                gone = limiter.nobody_home(at, sent_at, outcome.why, self._connected())
+                blamed = self._bounces.bounced(entry, at)
+                if gone:
+                    self._without_gateway()
+                    outcome = Unreachable(outcome.why, self._make_way(entry, request, at))
+                elif not blamed:
+                    again_s = self._bounces.again_s(entry, at - sent_at, self._options.retry)
+                    outcome = Unreachable(outcome.why, again_s)
             case Failed() if outcome.status is not None:
-                limiter.reached(at, sent_at)
+                self._reached(entry, at, sent_at)
             case Unreachable():
                 limiter.unreachable(at, outcome.why)
+                self._without_gateway()
             case _:
                 pass  # no answer: it says nothing of the gateway
-        if isinstance(outcome, Unreachable):
-            self._look_again()
-            self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
         self._tenants.ended(tenant)
         return outcome
+
+    def _reached(self, entry: int, at: float, sent_at: float) -> None:
+        self.limiter.reached(at, sent_at)
+        self._bounces.answered(entry, sent_at)
+
+    def _make_way(self, entry: int, request: Request, at: float) -> float:
+        """How long it lies aside, so that others can show whether there is a gateway; alone it does that."""
+        since = self.limiter.without_gateway_since
+        if since is None or not self._others_wait:
+            return 0.0
+        left_s = request.deadline - self._queue.unix_now()
+        return self._bounces.make_way(entry, at, since=since, left_s=left_s)
+
+    def _without_gateway(self) -> None:
+        self._look_again()
+        self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
 
     def _tenant(self, request: Request) -> str:
         return request.metadata.get(self._options.tenant_from, "")
@@ -381,7 +414,7 @@ class Dispatcher:
         self._look_again()
 
     def _look_again(self) -> None:
-        if self._looking is None and self.limiter.without_gateway:
+        if self._looking is None and self.limiter.without_gateway_since is not None:
             self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
 
     def _connected(self) -> Iterator[float]:

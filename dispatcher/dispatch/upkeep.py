@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.request import Request, parse
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, now
+from dispatcher.dispatch.gate import Changes, terms
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
@@ -42,6 +43,7 @@ class Upkeep:
         self._limiter = limiter
         self._journal = journal
         self._changed = asyncio.Event()
+        self._gate = Changes()
         self._overload: Overload | None = None
         """Ours, not shared yet."""
         self._permit: Permit | None = None
@@ -59,7 +61,8 @@ class Upkeep:
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch]
         if not self.options.observe:
-            duties += [self._renew, self._sweep, self._share, self._cut_cancelled, self._listen]
+            duties += [self._renew, self._sweep, self._share, self._cut_cancelled]
+            duties += [self._see_again, self._listen]
         return [tasks.create_task(duty(), name=duty.__name__.strip("_")) for duty in duties]
 
     def count(self) -> None:
@@ -67,7 +70,9 @@ class Upkeep:
         self._changed.set()
 
     def share(self, allowance: Allowance, overload: Overload | None = None) -> None:
-        """Tell the other replicas, soon, if there is something new to tell."""
+        """Tell the other replicas, soon, if there is something new to tell; and the log, if the gate's reason
+        changed."""
+        self._say(allowance)
         if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
             self._permit = permit_of(allowance)
         if overload is not None:
@@ -94,8 +99,7 @@ class Upkeep:
             self._access.wake.set()
 
     async def _watch(self) -> None:
-        """Count the queue, and say when the gate's reason changes."""
-        reason = None
+        """Count the queue; look at the gate, though no turn has come."""
         while True:
             counts = await self._access.ask(self._queue.counts())
             if counts is not None:
@@ -103,12 +107,20 @@ class Upkeep:
                 self._limiter.waiting(counts.pending, now())
                 if self.options.observe:
                     self._limiter.leases(now(), others=counts.leased, young=0, lost=0)
-            allowance = self._limiter.allowance(now())
-            if allowance.reason is not reason:
-                reason = allowance.reason
-                told = explain(allowance, self._limiter.in_flight)
-                emit(Event.GATE, reason=str(reason), limit=allowance.limit, explanation=told)
+            self._say(self._limiter.allowance(now()))
             await asyncio.sleep(EACH_S)
+
+    def _say(self, allowance: Allowance) -> None:
+        """One line for each change of the gate's reason that is to be told."""
+        at = now()
+        untold = self._gate.look(allowance.reason, at)
+        if untold is None:
+            return
+        age_s = min((at - reading.closed_at for reading in self._limiter.readings), default=None)
+        told = terms(allowance, in_flight=self._limiter.in_flight, reading_age_s=age_s)
+        if untold:
+            told["untold"] = untold
+        emit(Event.GATE, **told)
 
     async def _renew(self) -> None:
         """Give what we hold more time; at once, when some of it may have been taken back."""
@@ -128,7 +140,7 @@ class Upkeep:
             gone = set(renewed.lost)
             for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
                 if held.lease.entry in gone:
-                    self._journal.lost()
+                    self._journal.lost(held)
                     emit(Event.LEASE_LOST, entry=held.lease.entry)
                     self._holding.cut(held, "lost")
 
@@ -178,6 +190,13 @@ class Upkeep:
             for held, gone in zip(running, await self._access.cancelled(running), strict=True):
                 if gone:
                     self._holding.cut(held, "cancelled")
+
+    async def _see_again(self) -> None:
+        """Nothing is claimed while cancel markers cannot be read: look until they can."""
+        while True:
+            await self._access.blind.wait()
+            await asyncio.sleep(self._access.pause_s)
+            await self._access.look_again()
 
     async def _listen(self) -> None:
         while True:

@@ -38,6 +38,8 @@ YOUNG_S = 0.02
 """A lease touched within this is young: its request is not surely sent yet."""
 CLAIM_BYTES = 2**20
 """A claim stops before its members sum to more than this."""
+GAP_S = 2.0
+"""Between sweeps this is an outage at the latest, for every owner sweeps each second."""
 NONCE_TTL_S = 60.0
 """How long a claim can be repeated."""
 
@@ -83,6 +85,8 @@ class MemoryQueue:
         held = self._claimed_before(nonce)
         if held is None:
             self._beat(now)
+            if self._prober() == self.owner:
+                self.store._probe = None
             room = self._room(permit, now)
             held = self._take(min(most, room), suspects, now)
             self._remember(nonce, held, now)
@@ -165,10 +169,13 @@ class MemoryQueue:
         now = self._begin()
         store = self.store
         if store._tick is not None:
-            if now - store._tick > store.lease_s / 3:
+            gap_s = now - store._tick
+            if gap_s > store.lease_s / 3:
                 store._quiet_until = now + store.lease_s / 3
-            if now - store._tick > self._timeout_s / 2:
-                store._beats_quiet_until = now + self._timeout_s
+            if gap_s > (min(self._timeout_s / 2, GAP_S) if self._timeout_s > 0 else GAP_S):
+                longest_s = min(max(store._beats.values(), default=0.0) - store._tick, store.lease_s)
+                calm_s = max(longest_s, self._timeout_s)
+                store._beats_quiet_until = max(store._beats_quiet_until, now + calm_s)
         store._tick = now
         self._beat(now)
         stray = store._reclaim_of(store._silent(now)) if now >= store._beats_quiet_until else 0
@@ -185,6 +192,10 @@ class MemoryQueue:
     def _gone(self) -> Sequence[str]:
         others = [owner for owner in self.store._held_by if owner != self.owner]
         return self._prover.gone(others) if self._prover is not None else ()
+
+    def _prober(self) -> str | None:
+        store = self.store
+        return None if store._probe is None else store._held[store._probe].owner
 
     def _beat(self, now: float) -> None:
         if self._timeout_s > 0:
@@ -358,7 +369,7 @@ class MemoryQueue:
             limit=None if permit is None else permit.limit,
             read_at=0.0 if permit is None else self._mine(permit.read_at),
             overload=overload,
-            prober=None if store._probe is None else store._held[store._probe].owner,
+            prober=self._prober(),
             paused=store._pause is not None,
         )
 

@@ -88,4 +88,6 @@ def _notes(settings: Settings) -> dict[str, str]:
         notes["budget.max_sys"] = f"ready endpoints × {slots}"
     if not queue.url:
         notes["queue.url"] = "embedded Valkey in queue.data_dir"
+    if queue.owner_timeout_s is None:
+        notes["queue.owner_timeout_s"] = f"{queue.timeout_s():g}"
     return notes

@@ -346,8 +346,16 @@ class Log(Section):
 class Tracing(Section):
     """OpenTelemetry traces; needs the `otel` extra."""
 
-    endpoint: HttpUrl = Field(SecretUrl(""), description="OTLP/HTTP endpoint. Empty: no traces.")
-    sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests that are traced.")
+    endpoint: HttpUrl = Field(
+        SecretUrl(""),
+        description="OTLP/HTTP endpoint; without a path: `/v1/traces`. Empty: no traces.",
+    )
+    sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, of those whose producers do not decide it.",
+    )
 
 
 class Settings(Section, BaseSettings):

@@ -19,6 +19,7 @@ import msgspec
 
 from dispatcher.settings import Epp, Pool
 from dispatcher.signals import kube
+from dispatcher.signals.cluster import Access
 from dispatcher.signals.digests import (
     InferencePool,
     addresses,
@@ -27,7 +28,7 @@ from dispatcher.signals.digests import (
     digest_pool,
     digest_slice,
 )
-from dispatcher.signals.kube import Access, Api, ApiError, Problem
+from dispatcher.signals.kube import Api, ApiError, Problem
 from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
 from dispatcher.signals.sources import Finding
 from dispatcher.telemetry.events import Event, diverted, emit

@@ -292,8 +292,8 @@ def _refused(target: _Target, status: int, with_token: bool) -> Unread:
         return _unread(target, f"HTTP {status}", hint)
     if 300 <= status < 400:
         return _unread(target, f"HTTP {status}: a redirect, which is not followed", "signals.epp.urls")
-    hint = "signals.epp.urls: the path is wrong" if status == httpx.codes.NOT_FOUND else ""
-    return _unread(target, f"HTTP {status}", hint)
+    hints = {400: "signals.epp.urls: http or https", 404: "signals.epp.urls: the path is wrong"}
+    return _unread(target, f"HTTP {status}", hints.get(status, ""))
 
 
 def _unread(target: _Target, why: str, hint: str = "") -> Unread:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,9 @@ import aiohttp
 import msgspec
 
 from dispatcher import __version__
+from dispatcher.peer import reason
+from dispatcher.signals.cluster import Access
 
-SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 USER_AGENT = f"batch-dispatcher/{__version__}"
 _HEAD_S = 10.0
 """An answer must begin within this; a watch's head comes at once, too."""
@@ -37,40 +37,6 @@ def prepare() -> None:
     """Import what speaks to the API: about a second, for who would rather not spend it in an event loop."""
     for name in (_CLIENT, _CONFIG, _IN_CLUSTER):
         importlib.import_module(name)
-
-
-@dataclass(frozen=True, slots=True)
-class Access:
-    """Where the way into the cluster is looked for: the pod's service account, then a kubeconfig."""
-
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    service_account: Path = SERVICE_ACCOUNT
-
-    @property
-    def in_cluster(self) -> bool:
-        return bool(self.environ.get("KUBERNETES_SERVICE_HOST")) and (self.service_account / "token").exists()
-
-    @property
-    def kubeconfig(self) -> str:
-        """A path, or several with colons between; empty: none is there."""
-        named = self.environ.get("KUBECONFIG", "")
-        if named:
-            return named
-        usual = Path(self.environ.get("HOME", "/nonexistent")) / ".kube" / "config"
-        return str(usual) if usual.exists() else ""
-
-    def __bool__(self) -> bool:
-        return self.in_cluster or bool(self.kubeconfig)
-
-    def __str__(self) -> str:
-        return "the pod's service account" if self.in_cluster else f"kubeconfig {self.kubeconfig}"
-
-    def files(self) -> tuple[Path, ...]:
-        """The files that the credentials are read from, those that a kubeconfig names included."""
-        if self.in_cluster:
-            return (self.service_account / "token", self.service_account / "ca.crt")
-        configs = [Path(name) for name in self.kubeconfig.split(os.pathsep) if name]
-        return (*configs, *(each for config in configs for each in _named_in(config)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +147,10 @@ class Api:
 
     async def _connect(self) -> Any:
         """Read the credentials: at first, and again when they change or the server refuses those we have."""
-        self._read_from = _Files(self._access.files())
+        self._read_from = _Files(_read_by(self._access))
+        if self._access.missing:
+            what = f"{self._access} cannot be used: no such file"
+            raise ApiError(what, "the environment variable KUBECONFIG, which names it")
         if not {_CLIENT, _CONFIG, _IN_CLUSTER} <= sys.modules.keys():
             await asyncio.to_thread(prepare)  # not in the event loop's time
         client = importlib.import_module(_CLIENT)
@@ -216,6 +185,8 @@ class Api:
             if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
                 self._session = None  # rotated or expired: the next request reads the credentials again
             hint = f"the credentials of {self._access}: they are expired, or not yet valid"
+        elif response.status == 400:
+            hint = f"{self._access}: the server's address, http or https"
         after = response.headers.get("Retry-After", "")
         return ApiError(
             f"the Kubernetes API answered {response.status} ({_line(message) or response.reason})",
@@ -281,6 +252,14 @@ class _Kubeconfig(msgspec.Struct):
     users: list[_Entry] | None = None
 
 
+def _read_by(access: Access) -> tuple[Path, ...]:
+    """The files that the credentials are read from, those that a kubeconfig names included."""
+    if access.in_cluster:
+        return (access.service_account / "token", access.service_account / "ca.crt")
+    configs = access.kubeconfigs
+    return (*configs, *(each for config in configs for each in _named_in(config)))
+
+
 def _named_in(kubeconfig: Path) -> list[Path]:
     """The files that a kubeconfig names. Where it cannot be read, the client says so."""
     try:
@@ -318,6 +297,8 @@ async def _request(
 
 def _words(error: BaseException) -> str:
     """An error in one line."""
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
     return _line(str(error)) or type(error).__name__
 
 

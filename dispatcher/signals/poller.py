@@ -15,10 +15,10 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.counting import Count
+from dispatcher.core.counting import Count, Guess
 from dispatcher.settings import Signals
 from dispatcher.settings import Source as SourceName
 from dispatcher.signals.series import Lessons, Unread, Verdict, View, at_most, judge
@@ -70,6 +70,7 @@ class Poll:
     """What is known of the EPP's saturation detector, in words."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity was reckoned with; None: it came another way, or not at all."""
+    per_endpoint_from: Literal["setting"] | Guess | None = None
     picker_k: int | None = None
     """The picker's maxConcurrency, where its pages show it."""
     raw: Mapping[str, float] = field(default_factory=dict)
@@ -140,8 +141,10 @@ class Poller:
         self._told: object = None
         self._count = Count()
         self._lessons: dict[str, Lessons] = {}
+        self._learned: int | None = None
+        """The picker's k that was told of last."""
         self._compared: tuple[int, float | None] | None = None
-        """The picker's k and the setting beside it, as they were told of last."""
+        """The picker's k and the setting beside it, as they were compared last."""
         self._changed = asyncio.Event()
 
     @property
@@ -279,6 +282,7 @@ class Poller:
                 max_age_s=self._signals.max_age_for(name),
                 detector=verdict.detector,
                 per_endpoint=verdict.per_endpoint,
+                per_endpoint_from=verdict.per_endpoint_from,
                 picker_k=self._count.k,
                 raw=verdict.raw,
             )
@@ -287,12 +291,15 @@ class Poller:
     def _compare(self) -> None:
         """Tell, once, what the picker counts with; warn of a setting that contradicts it."""
         k, wanted = self._count.k, self._policy.per_endpoint
-        if k is None or (k, wanted) == self._compared:
+        if k is None:
             return
-        self._compared = (k, wanted)
-        emit(Event.CAPACITY_LEARNED, picker=k, per_endpoint=wanted)
-        if wanted is not None and wanted != k:
-            emit(Event.CAPACITY_DIFFERS, picker=k, per_endpoint=wanted)
+        if k != self._learned:
+            self._learned = k
+            emit(Event.CAPACITY_LEARNED, picker=k, per_endpoint=wanted)
+        if (k, wanted) != self._compared:
+            self._compared = (k, wanted)
+            if wanted is not None and wanted != k:
+                emit(Event.CAPACITY_DIFFERS, picker=k, per_endpoint=wanted)
 
     def _say(self, verdict: Verdict) -> None:
         """Log what cannot be read, once as long as it stays the same but for its numbers."""

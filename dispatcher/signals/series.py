@@ -10,9 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.counting import FLUSH_S, Count, Outside, Page
+from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside, Page
 from dispatcher.signals.exposition import Sample
 
 QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
@@ -150,6 +151,7 @@ class Verdict:
     raw: Mapping[str, float]
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity was reckoned with; None: it came another way."""
+    per_endpoint_from: Literal["setting"] | Guess | None = None
 
 
 def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float) -> View | Unread:
@@ -285,8 +287,11 @@ def judge(
         elif not isinstance(capacity, Unread):
             readings.append(_reading(signal, views, capacity, made, source, raw))
     counted = policy.max_sys is None and all(each.capacity is None for each in views)
-    used = per_endpoint if counted else None
-    return Verdict(wanted, tuple(readings), tuple(dict.fromkeys(unread)), detector, raw, used)
+    unique = tuple(dict.fromkeys(unread))
+    if not counted:
+        return Verdict(wanted, tuple(readings), unique, detector, raw)
+    source_of_it = lessons.count.guess if policy.per_endpoint is None else "setting"
+    return Verdict(wanted, tuple(readings), unique, detector, raw, per_endpoint, source_of_it)
 
 
 def at_most(use: str) -> tuple[Signal, ...]:

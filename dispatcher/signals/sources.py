@@ -117,22 +117,27 @@ async def probe(
         verdict = judge(seen, settings.signals.use, policy, source.name)
         findings += _verdict(name, verdict, policy, now)
         if policy.max_sys is None:
-            findings += _per_endpoint(seen, policy.per_endpoint, verdict.per_endpoint or ASSUMED)
+            findings += _per_endpoint(seen, policy.per_endpoint, verdict)
     return findings
 
 
-def _per_endpoint(views: Sequence[View], wanted: float | None, assumed: float) -> list[Finding]:
+def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict) -> list[Finding]:
     """What one sample says of `budget.per_endpoint`: a hint, which a running dispatcher makes sure of."""
+    assumed, guess = verdict.per_endpoint or ASSUMED, verdict.per_endpoint_from
     name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
     fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
     k = fits.pop() if len(fits) == 1 else None
+    suggested = f"the picker's page suggests {k} requests per endpoint; not proven yet"
     if k is not None and wanted is None:
-        return [Finding(name, True, f"auto: this sample fits an endpoint picker with maxConcurrency {k}")]
+        until = "" if k == assumed else f", and {assumed:g} are assumed until it is"
+        return [Finding(name, True, f"auto: {suggested}{until}")]
     if k is not None and wanted != k:
-        what = f"{wanted:g}, but this sample fits an endpoint picker with maxConcurrency {k}"
-        return [Finding(name, True, what, f"{hint}; or auto", doubtful=True)]
+        return [Finding(name, True, f"{wanted:g}, but {suggested}", f"{hint}; or auto", doubtful=True)]
+    if wanted is None and guess == "unseen":
+        what = f"auto: {assumed:g} is assumed until the picker's page shows requests; not learned yet"
+        return [Finding(name, True, what, hint, doubtful=True)]
     if wanted is None:
-        what = f"auto, and this sample does not show the picker's maxConcurrency: {assumed:g} is assumed"
+        what = f"auto, and this page does not suggest what an endpoint runs: {assumed:g} is assumed"
         return [Finding(name, True, what, hint, doubtful=True)]
     return []
 

@@ -199,7 +199,7 @@ class Gateway:
     def _how(self, exchange: Exchange, tenant: str) -> tuple[_Payload | None, Answer]:
         """How this request is to be answered: as the gateway's fault has it, or else as it asks itself."""
         fault, payload = self._fault, None
-        if self.seconds is None or b'"sim"' in exchange.body:
+        if exchange.method == "POST" and (self.seconds is None or b'"sim"' in exchange.body):
             payload = msgspec.json.decode(exchange.body, type=_Payload)
         if (
             fault.answer is not None
@@ -218,6 +218,8 @@ class Gateway:
             return
         if how.kind == "status":
             self._travel(self._answer, exchange, entry, how)
+        elif exchange.method != "POST":  # a model server answers it at once, and runs nothing
+            self._travel(self._answer, exchange, entry, _text(405, "Method Not Allowed"))
         elif not self.endpoints:
             reason = "rejected-no-endpoints"
             refusal = _text(503, "inference error: ServiceUnavailable - no endpoint available", reason)

@@ -22,10 +22,11 @@ import time
 from collections import deque
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
+from msgspec import Meta
 
 from dispatcher.sim.epp import Epp
 from dispatcher.sim.gateway import Answer, Entry, Fault, Gateway
@@ -38,52 +39,77 @@ __all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a world starts."""
+    """How a world starts. Where the default is none, the description says what holds then."""
 
-    host: str = "127.0.0.1"
-    port: int = 0
-    """Of the gateway; 0: any."""
-    metrics_port: int = 0
-    control_port: int = 0
-    pool: str = "qwen"
-    slots: int = 32
-    """Requests that all endpoints together really run at once."""
-    endpoints: int = 1
-    declared: int | None = None
-    """Requests that the picker believes they run (maxConcurrency × endpoints); None: the truth."""
-    queue_limit: int | None = None
-    """Requests that may wait; one more is answered 429. None: any number."""
-    seconds: float | None = None
-    """How long every request runs; None: by its tokens and by how full the pool is."""
-    path_s: float = 0.0
-    """What the way to the pool takes, and again the way back."""
-    flow_control: bool = True
-    detector: Literal["concurrency", "utilization"] = "concurrency"
-    detector_name: str = ""
-    """What the picker's operator calls it; empty: as the kind."""
-    cold: bool = False
-    """The picker has just started: no averages and no ready endpoint before its first flush."""
-    kv_at_full: float = 0.6
-    """KV cache in use while all slots are taken."""
-    lag_s: float = 0.0
-    """The page tells the state of so long ago."""
-    flush_s: float = 5.0
-    """Averages are rewritten so often."""
-    metrics_token: str = ""
-    """The bearer token that /metrics asks for."""
-    trace: str = ""
-    """Realtime traffic: a CSV of time, context tokens, generated tokens."""
-    trace_from_s: float = 0.0
-    trace_speed: float = 1.0
-    steps: str = ""
-    """Realtime traffic: so many held in the pool from then on, as 0:0,10:20,30:0 (seconds:level)."""
-    realtime_seconds: float | None = None
-    """How long a realtime request runs; None: by its tokens and by how full the pool is."""
-    tls_cert: str = ""
-    tls_key: str = ""
-    seed: int = 0
-    log_max: int = 200_000
-    """The newest so many requests are kept in the log."""
+    host: Annotated[str, Meta(description="Where the three listeners are.")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="Of the gateway; 0: any.")] = 0
+    metrics_port: Annotated[int, Meta(description="Of the picker's /metrics; 0: any.")] = 0
+    control_port: Annotated[int, Meta(description="Of the control side; 0: any.")] = 0
+    pool: Annotated[str, Meta(description="The pool's name on the picker's page.")] = "qwen"
+    slots: Annotated[int, Meta(description="Requests that all endpoints together really run at once.")] = 32
+    endpoints: Annotated[int, Meta(description="Model servers that the picker knows.")] = 1
+    declared: Annotated[
+        int | None,
+        Meta(description="Requests that the picker believes they run (maxConcurrency × endpoints)."),
+        "the truth",
+    ] = None
+    queue_limit: Annotated[
+        int | None, Meta(description="Requests that may wait; one more is answered 429."), "any number"
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Meta(description="How long every request runs."),
+        "by its tokens and the pool's fullness",
+    ] = None
+    path_s: Annotated[
+        float, Meta(description="What the way to the pool takes, and again the way back, in seconds.")
+    ] = 0.0
+    flow_control: Annotated[bool, Meta(description="Requests wait in the picker, and it says how many.")] = (
+        True
+    )
+    detector: Annotated[
+        Literal["concurrency", "utilization"],
+        Meta(description="The kind of the picker's saturation detector."),
+    ] = "concurrency"
+    detector_name: Annotated[
+        str, Meta(description="What the picker's operator calls the detector."), "as the kind"
+    ] = ""
+    cold: Annotated[
+        bool,
+        Meta(description="The picker has just started: nothing known before its first flush."),
+    ] = False
+    kv_at_full: Annotated[
+        float, Meta(description="Share of the KV cache in use while all slots are taken.")
+    ] = 0.6
+    lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
+    flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
+    metrics_token: Annotated[
+        str, Meta(description="The bearer token that /metrics asks for."), "none is asked for"
+    ] = ""
+    trace: Annotated[
+        str,
+        Meta(description="Realtime traffic: a CSV of time, context tokens, generated tokens."),
+        "no traffic",
+    ] = ""
+    trace_from_s: Annotated[float, Meta(description="Where in the trace to begin, in seconds.")] = 0.0
+    trace_speed: Annotated[float, Meta(description="So many seconds of the trace pass in one.")] = 1.0
+    steps: Annotated[
+        str,
+        Meta(
+            description="Realtime traffic: so many held in the pool from then on, as 0:0,10:20,30:0 "
+            "(seconds:level)."
+        ),
+        "no traffic",
+    ] = ""
+    realtime_seconds: Annotated[
+        float | None,
+        Meta(description="How long a realtime request runs."),
+        "by its tokens and the pool's fullness",
+    ] = None
+    tls_cert: Annotated[str, Meta(description="PEM file; with it the gateway speaks TLS."), "plain HTTP"] = ""
+    tls_key: Annotated[str, Meta(description="PEM file of its key."), "in the same file"] = ""
+    seed: Annotated[int, Meta(description="Of all that is drawn.")] = 0
+    log_max: Annotated[int, Meta(description="The newest so many requests are kept in the log.")] = 200_000
 
 
 class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -104,6 +130,8 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seconds: float | msgspec.UnsetType | None = msgspec.UNSET
     path_s: float | msgspec.UnsetType = msgspec.UNSET
     lag_s: float | msgspec.UnsetType = msgspec.UNSET
+    flush: bool = False
+    """Rewrite the picker's averages now; one that started cold has them from then on."""
     realtime: int | msgspec.UnsetType = msgspec.UNSET
     """Realtime requests to hold in the pool from now on."""
     restart: bool = False
@@ -189,6 +217,22 @@ class LiveWorld:
     async def control(self, control: Control) -> None:
         """Change the world; when this returns it is changed."""
         unset = msgspec.UNSET
+        self._shape(control)
+        if control.realtime is not unset:
+            self.realtime.hold(control.realtime)
+        if control.flush:
+            self.epp.flush()
+        if control.metrics is not unset:
+            await self._break_metrics(control.metrics)
+        if control.gateway is not unset:
+            await self.gateway.break_(control.gateway)
+        if control.restart:
+            self.pool.restart()
+            self.gateway.restart()
+
+    def _shape(self, control: Control) -> None:
+        """How large the pool is, and how slow, in truth and as the picker believes."""
+        unset = msgspec.UNSET
         if control.slots is not unset:
             self._slots = control.slots
         if control.declared is not unset:
@@ -204,15 +248,6 @@ class LiveWorld:
         if control.lag_s is not unset:
             self.epp.lag_s = control.lag_s
         self._resize()
-        if control.realtime is not unset:
-            self.realtime.hold(control.realtime)
-        if control.metrics is not unset:
-            await self._break_metrics(control.metrics)
-        if control.gateway is not unset:
-            await self.gateway.break_(control.gateway)
-        if control.restart:
-            self.pool.restart()
-            self.gateway.restart()
 
     def observed(self) -> dict[str, Any]:
         """What happened, by one who saw all of it."""
@@ -310,11 +345,16 @@ def _tls(config: Config) -> ssl.SSLContext | None:
 
 
 def _options(arguments: Sequence[str] | None) -> Config:
-    parser = argparse.ArgumentParser(prog="python -m dispatcher.sim.live", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m dispatcher.sim.live",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for field in msgspec.structs.fields(Config):
-        parser.add_argument(
-            f"--{field.name.replace('_', '-')}", default=None, help=f"default {field.default!r}"
-        )
+        about, *then = field.type.__metadata__
+        default = then[0] if then else msgspec.json.encode(field.default).decode().strip('"')
+        told = f"{about.description} Default: {default}".replace("%", "%%")
+        parser.add_argument(f"--{field.name.replace('_', '-')}", default=None, help=told)
     given = {name: value for name, value in vars(parser.parse_args(arguments)).items() if value is not None}
     try:
         return msgspec.convert(given, Config, strict=False)

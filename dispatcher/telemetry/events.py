@@ -42,7 +42,7 @@ class Event(Enum):
     GATE = (
         "gate",
         logging.INFO,
-        "The gate's reason changed: reason, limit, and the sentence that explains it",
+        "The gate's reason changed: every term of the law, and the sentence that explains it",
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
     QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
@@ -58,6 +58,19 @@ class Event(Enum):
         "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
     )
     SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
+    TRACES_LOST = ("traces-lost", logging.WARNING, "Spans are lost on their way to tracing.endpoint: why")
+    TRACES_FINE = ("traces-fine", logging.INFO, "Nothing was lost for a while; how many spans were")
+
+    # Of each request, at debug only: see `detailed`.
+    SENT = ("sent", logging.DEBUG, "A try begins")
+    TRY = ("try", logging.DEBUG, "A try has ended: its outcome, its status, how long it took")
+    ENDED = (
+        "ended",
+        logging.DEBUG,
+        "A lease has ended: settled, released or buried, and what the queue said",
+    )
+
+    LIBRARY = ("library", logging.WARNING, "A library that we use complains: `logger` says which")
     RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
 
@@ -78,16 +91,32 @@ def log(event: Event, fields: Mapping[str, Any]) -> None:
     _logger.log(event.level, event.event, **fields)
 
 
+_detailed = False
+
+
+def detail(wanted: bool) -> None:
+    """Whether anybody wants events at debug. One for the process, as the log's level is."""
+    global _detailed
+    _detailed = wanted
+
+
+def detailed() -> bool:
+    """To be asked before anything is built for an event at debug."""
+    return _detailed
+
+
 _sinks: ContextVar[tuple[Sink, ...]] = ContextVar("sinks", default=(log,))
 _about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa: B039 -- replaced, never changed
 
 
 def emit(event: Event, **fields: Any) -> None:
-    """Tell every sink of an event. Never a secret or a payload among the fields."""
+    """Tell every sink of an event; the first alone, which is the log, of one at debug. Never a secret or a
+    payload among the fields."""
     about = _about.get()
     if about:
         fields = {**about, **fields}
-    for sink in _sinks.get():
+    sinks = _sinks.get()
+    for sink in sinks if event.level > logging.DEBUG else sinks[:1]:
         sink(event, fields)
 
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 CAPACITIES = ("watch", "picker", "setting", "query")
-"""The Kubernetes watch where it lowers what the others say; the endpoint picker; the operator's setting; a
-query of one's own."""
+"""The Kubernetes watch where it lowers what the others say; the endpoint picker; `budget.max_sys`, or
+`budget.per_endpoint` × the ready endpoints; a query of one's own."""
 SOURCES = ("epp", "prometheus")
 
 
@@ -82,7 +82,7 @@ class Budget:
     """Whose word `max_sys` is: one of CAPACITIES."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
-    per_endpoint_from: Literal["setting", "picker", "assumption"] | None = None
+    per_endpoint_from: Literal["setting", "picker", "suggestion", "unseen", "assumption"] | None = None
     picker_max_concurrency: int | None = None
     """As the picker's pages show it; None: they do not."""
     terms: Sequence[Terms] = ()

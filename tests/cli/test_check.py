@@ -180,3 +180,16 @@ async def test_check_costs_little_more_than_python_and_the_libraries_of_any_verb
 
     found = await beside(cpu_of(check, of_children), cpu_of(bare, of_children), pairs=5)
     assert found.ratio <= 1.7, found
+
+
+@pytest.mark.parametrize("verb", [["check", "--offline"], ["run"]], ids=["check", "run"])
+def test_tracing_without_its_extra_says_what_to_install(
+    config: Path, tmp_path: Path, verb: list[str]
+) -> None:
+    (tmp_path / "opentelemetry.py").write_text("raise ImportError('not here')\n")
+    with config.open("a") as file:
+        file.write("tracing: {endpoint: 'http://collector:4318'}\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = run(*verb, "--config", config, PYTHONPATH=path)
+    assert done.returncode == (1 if verb == ["run"] else 0)
+    assert "pip install 'batch-dispatcher[otel]'" in done.stderr

@@ -93,6 +93,18 @@ async def gateway(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIter
         (b"HTTP/1.1 500 Error\r\ncontent-length: 0\r\n\r\n", "warning", "empty body", "endpoint picker"),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "failed", "does not answer HTTP", "its port"),
         (b"", "failed", "the connection was closed", "its port"),
+        (
+            b"HTTP/1.1 400 Bad Request\r\ncontent-length: 2\r\n\r\n{}",
+            "ok",
+            "was answered 400",
+            "gateway.headers",
+        ),
+        (
+            b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n",
+            "failed",
+            "that port speaks TLS",
+            "https",
+        ),
     ],
 )
 async def test_gateways_answer_is_told_with_what_to_look_at(
@@ -156,6 +168,8 @@ async def test_what_refuses_or_has_no_name_is_said_in_plain_words(tmp_path: Path
 
 
 async def test_a_server_that_says_nothing_delays_no_other_and_not_for_long(tmp_path: Path) -> None:
+    """Redis answers within moments or is none; a gateway may be slow, and is there."""
+
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
         writer.close()
@@ -166,7 +180,12 @@ async def test_a_server_that_says_nothing_delays_no_other_and_not_for_long(tmp_p
         told = await found(
             tmp_path, gateway={"url": f"http://127.0.0.1:{port}"}, queue={"url": f"redis://127.0.0.1:{port}"}
         )
-    assert {about(told, where).level for where in ("gateway.url", "queue.url")} == {"failed"}
+    assert [about(told, where).level for where in ("gateway.url", "queue.url")] == ["warning", "failed"]
+    slow = about(told, "gateway.url")
+    assert slow.what == (
+        f"127.0.0.1:{port} accepted the connection; GET /v1/completions was not answered within 3 s"
+    )
+    assert "its port" in slow.hint
 
 
 async def test_nothing_that_says_where_the_picker_is_is_a_finding(tmp_path: Path) -> None:
@@ -201,7 +220,10 @@ async def test_kubernetes_is_looked_for_where_a_kubeconfig_is_named(
 ) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     told = await found(tmp_path, pool={"name": "qwen", "namespace": "llm"})
-    assert about(told, "kubernetes llm/qwen").level == "failed"
+    finding = about(told, "kubernetes llm/qwen")
+    assert finding.level == "failed"
+    assert finding.what == f"kubeconfig {tmp_path / 'none'} cannot be used: no such file"
+    assert finding.hint == "the environment variable KUBECONFIG, which names it"
 
 
 async def test_what_kubernetes_refuses_is_said_once_and_not_that_nobody_was_asked(
@@ -351,3 +373,13 @@ def test_json_holds_what_was_found(unreachable: Path) -> None:
         "queue.url",
         "signals",
     ]
+
+
+async def test_a_trace_endpoint_that_is_away_is_a_warning(tmp_path: Path) -> None:
+    async with gateway(NO_CONTENT) as there:
+        told = await found(tmp_path, tracing={"endpoint": there.url})
+    assert about(told, "tracing.endpoint").level == "ok"
+    told = await found(tmp_path, tracing={"endpoint": f"http://us:sesame@127.0.0.1:{free_port()}"})
+    finding = about(told, "tracing.endpoint")
+    assert (finding.level, "refused" in finding.what, "sesame" in str(finding)) == ("warning", True, False)
+    assert not [each for each in await found(tmp_path) if each.where == "tracing.endpoint"]

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dispatcher.cli.probes import Finding, ask
+from dispatcher.cli.probes import Finding, Slow, ask
 from tests.queue.servers import server
 from tests.support import running
 from tests.throttle import cpu_limit
 
+LATE = Finding("failed", "queue.url", "Redis did not answer in time")
 
-async def answer_after_stalls(stalls: int, of_s: float) -> list[Finding]:
+
+async def answer_after_stalls(stalls: int, of_s: float, late: Finding = LATE) -> list[Finding]:
     """A peer that answers in no time, asked by a loop that stands still during the first tries."""
     told: list[Finding] = []
     tries = 0
@@ -33,7 +35,7 @@ async def answer_after_stalls(stalls: int, of_s: float) -> list[Finding]:
                     time.sleep(of_s)  # noqa: ASYNC251 - this is the stall
                 await asyncio.sleep(0.001)
         except TimeoutError:
-            return [Finding("failed", "queue.url", "Redis did not answer in time")]
+            return [late]
         return [Finding("ok", "queue.url", "Redis answers")]
 
     await ask({"queue.url": probe}, told.append)
@@ -52,6 +54,14 @@ async def test_peer_is_not_blamed_for_a_loop_that_stands_still() -> None:
         "not known (Redis did not answer in time): this process gets too little CPU"
     )
     assert "raise i" in finding.what
+
+
+async def test_nor_is_a_gateway_that_only_seems_slow() -> None:
+    slow = Slow("warning", "gateway.url", "not answered within 3 s")
+    assert await answer_after_stalls(1, 0.4, slow) == [Finding("ok", "queue.url", "Redis answers")]
+    [finding] = await answer_after_stalls(2, 0.4, slow)
+    assert finding.level == "warning", "the connection was there"
+    assert finding.what.startswith("not known (not answered within 3 s): this process gets too little CPU")
 
 
 async def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once() -> None:

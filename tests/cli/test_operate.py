@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -156,6 +157,35 @@ def test_a_queue_that_is_not_there_is_said_so(tmp_path: Path) -> None:
     )
     assert told.returncode == 1
     assert "cannot be reached" in told.stderr
+
+
+def test_embedded_queue_without_its_dispatcher_is_not_there_and_no_wrong_usage(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"gateway: {{url: http://gw}}\nqueue: {{data_dir: {tmp_path / 'data'}}}\nadmin: {{port: 8181}}\n"
+    )
+    command = [sys.executable, "-m", "dispatcher", "status", "--config", config]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 1
+    assert f"no dispatcher is running on {tmp_path / 'data'} (admin.port 8181)" in told.stderr
+    assert "the queue is only there while one runs" in told.stderr
+
+
+def test_taken_admin_port_is_named_with_its_likely_cause(queue_server: Server, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.write_text(
+            f"gateway: {{url: http://gw}}\nqueue: {{url: {queue_server.url}}}\n"
+            f"admin: {{host: 127.0.0.1, port: {port}}}\n"
+        )
+        command = [sys.executable, "-m", "dispatcher", "run", "--config", config]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 1
+    assert told.stderr.splitlines()[-1] == (
+        f"cannot start: admin.port: {port} is taken: another dispatcher on this machine? "
+        "Each needs an admin.port of its own"
+    )
 
 
 def test_neither_or_both_ways_to_name_the_queue_is_wrong_usage(tmp_path: Path) -> None:

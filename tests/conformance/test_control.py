@@ -166,6 +166,49 @@ async def test_another_may_probe_when_the_probe_s_lease_has_ended(world: World, 
     assert probe.shared.prober == "owner-2"
 
 
+async def test_ordinary_claim_of_the_prober_ends_the_probing_though_the_probe_runs_on(world: World) -> None:
+    """Who claims has a gateway. The answer to a long request may take minutes: others may look before."""
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    [lease] = (await first.probe("a")).leases
+    claimed = await full_claim(first, 2)
+    assert (len(claimed.leases), claimed.shared.prober) == (2, None)
+    probe = await second.probe("b")
+    assert (len(probe.leases), probe.shared.prober) == (1, "owner-2")
+    await first.settle([answer(lease)])
+    assert (await first.renew([])).shared.prober == "owner-2"
+
+
+async def test_prober_s_claim_that_finds_no_room_says_the_same(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    await first.probe("a")
+    claimed = await full_claim(first, limit=1)
+    assert (list(claimed.leases), claimed.shared.prober) == ([], None)
+    assert len((await second.probe("b")).leases) == 1
+
+
+async def test_claim_by_another_than_the_prober_ends_no_probing(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    await first.probe("a")
+    assert (await full_claim(second, 2)).shared.prober == "owner-1"
+    assert list((await second.probe("b")).leases) == []
+
+
+async def test_repeated_claim_of_before_the_probe_ends_no_probing(world: World) -> None:
+    """It says nothing of the gateway now: its first reply was lost."""
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    granted = permit()
+    before = await first.claim(2, "early", granted)
+    await first.probe("a")
+    again = await first.claim(2, "early", granted)
+    assert [lease.token for lease in again.leases] == [lease.token for lease in before.leases]
+    assert again.shared.prober == "owner-1"
+    assert list((await second.probe("b")).leases) == []
+
+
 async def test_probe_asks_no_limit_and_counts_as_a_lease(world: World) -> None:
     await fill(world)
     owner = world.owner()

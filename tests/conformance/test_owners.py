@@ -5,10 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dispatcher.ports import Permit, Release, Settled
-from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim, full_claim, member, permit
+from tests.conformance.worlds import (
+    LEASE_S,
+    OWNER_TIMEOUT_S,
+    World,
+    answer,
+    claim,
+    full_claim,
+    member,
+    permit,
+)
 
-QUIET_S = OWNER_TIMEOUT_S / 2 + 0.1
+QUIET_S = 2.1
 """Between sweeps: more than a pause."""
+PATIENT_S, BRISK_S = OWNER_TIMEOUT_S, 4.0
+"""Timeouts of two owners of one queue."""
 
 
 class Knows:
@@ -99,23 +110,80 @@ async def test_silence_counts_for_nothing_after_the_queue_was_away(world: World)
     await world.skip_sweeps(QUIET_S)
     assert (await world.owner("another").sweep()).reclaimed == 0
     await living.renew([kept])
-    await world.skip_sweeps(OWNER_TIMEOUT_S / 2 - 0.1)
-    assert (await living.sweep()).reclaimed == 0
-    await world.skip_sweeps(OWNER_TIMEOUT_S / 2 - 0.1)
-    assert (await living.sweep()).reclaimed == 0
-    await world.skip_sweeps(0.3)
-    assert (await living.sweep()).reclaimed == 1
+    assert await world.pass_time(living, int(OWNER_TIMEOUT_S) - 1) == 0
+    assert await world.pass_time(living, 2) == 1
     assert await living.settle([answer(kept)]) == [Settled.DONE]
 
 
-async def test_pause_between_sweeps_of_less_than_half_a_timeout_means_nothing(world: World) -> None:
+async def test_pause_between_sweeps_of_a_second_means_nothing(world: World) -> None:
     await fill(world, 1)
     living, dead = world.owner("living"), world.owner("dead")
     await living.sweep()
     await claim(dead)
     await world.fall_silent("dead")
-    await world.skip_sweeps(OWNER_TIMEOUT_S / 2 - 0.5)
+    await world.skip_sweeps(1.0)
     assert (await living.sweep()).reclaimed == 1
+
+
+async def test_outage_shorter_than_the_sweeper_s_own_timeout_costs_brisker_owners_nothing(
+    world: World,
+) -> None:
+    await fill(world, 1)
+    patient, brisk = world.owner("patient", timeout_s=PATIENT_S), world.owner("brisk", timeout_s=BRISK_S)
+    await patient.sweep()
+    [kept] = await claim(brisk)
+    await world.be_away(BRISK_S + 1)
+    assert (await patient.sweep()).reclaimed == 0
+    assert await brisk.settle([answer(kept)]) == [Settled.DONE]
+
+
+async def test_after_an_outage_each_owner_s_silence_is_borne_for_its_own_timeout(world: World) -> None:
+    """Whoever sweeps first, and however brisk it is itself."""
+    await fill(world, 1)
+    patient, brisk = world.owner("patient", timeout_s=PATIENT_S), world.owner("brisk", timeout_s=BRISK_S)
+    await brisk.sweep()
+    await claim(patient)
+    await world.be_away(PATIENT_S + 5)
+    assert (await brisk.sweep()).reclaimed == 0
+    assert await world.pass_time(brisk, int(PATIENT_S) - 1) == 0
+    assert await world.pass_time(brisk, 3) == 1
+
+
+async def test_quiet_time_is_never_cut_short(world: World) -> None:
+    """By a second outage, which a brisk owner notices."""
+    await fill(world, 1)
+    patient, brisk = world.owner("patient", timeout_s=PATIENT_S), world.owner("brisk", timeout_s=BRISK_S)
+    other = world.owner("other", timeout_s=PATIENT_S)
+    await brisk.sweep()
+    await claim(patient)
+    await world.be_away(PATIENT_S + 5)
+    await other.sweep()
+    await world.fall_silent("other", "patient")
+    await world.skip_sweeps(QUIET_S)
+    await brisk.sweep()
+    assert await world.pass_time(brisk, int(PATIENT_S - QUIET_S) - 2) == 0
+    assert await world.pass_time(brisk, 5) == 1
+
+
+async def test_quiet_time_after_a_long_outage_is_no_longer_than_a_lease(world: World) -> None:
+    """Though somebody speaks before the first sweep: how long its silence may be cannot be told from that."""
+    await fill(world, 1)
+    living, dead = world.owner("living"), world.owner("dead")
+    await living.sweep()
+    await claim(dead)
+    await world.be_away(7200)
+    await living.renew([])
+    assert (await living.sweep()).reclaimed == 0
+    assert await world.pass_time(living, int(LEASE_S) + 1) == 1
+
+
+async def test_owner_that_never_beats_may_sweep_as_well(world: World) -> None:
+    await fill(world, 1)
+    old, dead = world.owner("old", timeout_s=0), world.owner("dead")
+    await old.sweep()
+    await claim(dead)
+    await world.fall_silent("dead")
+    assert (await old.sweep()).reclaimed == 1
 
 
 async def test_owner_taken_for_dead_hears_that_leases_were_lost_and_goes_on(world: World) -> None:

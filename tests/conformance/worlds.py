@@ -103,7 +103,8 @@ class World(ABC):
 
     @abstractmethod
     async def fall_silent(self, *owners: str) -> None:
-        """As if these had not been heard of for their owner_timeout_s. Those that never were stay unknown."""
+        """As if these had not been heard of for their owner_timeout_s, while others had swept. Those that
+        never were heard of stay unknown."""
 
     @abstractmethod
     async def beating(self) -> set[str]:
@@ -112,6 +113,18 @@ class World(ABC):
     @abstractmethod
     async def skip_sweeps(self, seconds: float) -> None:
         """As if the last sweep had been that much longer ago."""
+
+    @abstractmethod
+    async def be_away(self, seconds: float) -> None:
+        """As if the queue had been away for so long, right after the last call. No lease runs out by it."""
+
+    async def pass_time(self, sweeper: Queue, seconds: int) -> int:
+        """As if it had swept each second of so many; how many leases that reclaimed."""
+        reclaimed = 0
+        for _ in range(seconds):
+            await self.skip_sweeps(1)
+            reclaimed += (await sweeper.sweep()).reclaimed
+        return reclaimed
 
     async def lose(self, queue: Queue, *leases: Lease) -> None:
         """The owner of these leases died: they ran out and were reclaimed."""
@@ -179,6 +192,8 @@ class MemoryWorld(World):
         for owner in owners:
             if owner in self.store._beats:
                 self.store._beats[owner] = self.store.clock()
+        if self.store._tick is not None:
+            self.store._tick = self.store.clock()
 
     async def beating(self) -> set[str]:
         return set(self.store._beats)
@@ -188,6 +203,11 @@ class MemoryWorld(World):
         self.store._tick -= seconds
         self.store._quiet_until -= seconds
         self.store._beats_quiet_until -= seconds
+
+    async def be_away(self, seconds: float) -> None:
+        await self.skip_sweeps(seconds)
+        for owner in self.store._beats:
+            self.store._beats[owner] -= seconds
 
 
 class RedisWorld(World):
@@ -242,13 +262,28 @@ class RedisWorld(World):
         await self._raw.zadd(key, gone, xx=True)
 
     async def fall_silent(self, *owners: str) -> None:
-        await self._raw.zadd(f"{self.names.prefix}:beats", dict.fromkeys(owners, 0), xx=True)
+        beats, control = f"{self.names.prefix}:beats", f"{self.names.prefix}:control"
+        now = await self._time()
+        await self._raw.zadd(beats, dict.fromkeys(owners, now), xx=True)
+        for field in ("tick", "beats_tick"):
+            if await self._raw.hexists(control, field):
+                await self._raw.hset(control, field, f"{now:.6f}")
+
+    async def _time(self) -> float:
+        seconds, micros = await self._raw.time()
+        return seconds + micros / 1e6
 
     async def beating(self) -> set[str]:
         return {owner.decode() for owner in await self._raw.zrange(f"{self.names.prefix}:beats", 0, -1)}
 
     async def skip_sweeps(self, seconds: float) -> None:
         key = f"{self.names.prefix}:control"
-        for field in ("tick", "quiet_until", "beats_quiet_until"):
+        for field in ("tick", "quiet_until", "beats_tick", "beats_quiet_until"):
             if (at := await self._raw.hget(key, field)) is not None:
                 await self._raw.hset(key, field, f"{float(at) - seconds:.6f}")
+
+    async def be_away(self, seconds: float) -> None:
+        await self.skip_sweeps(seconds)
+        key = f"{self.names.prefix}:beats"
+        for owner in await self._raw.zrange(key, 0, -1):
+            await self._raw.zincrby(key, -seconds, owner)

@@ -33,11 +33,7 @@ def allowance(reason: Reason, limit: int = 17, **changes: object) -> Allowance:
         (Reason.OPEN, 5, "5 in flight under a limit 17: sending 12 more"),
         (Reason.IDLE, 0, "Nothing waits to be sent, 0 in flight under a limit 17"),
         (Reason.FULL, 17, "17 in flight fill the limit 17: each completion is replaced"),
-        (
-            Reason.SATURATED,
-            20,
-            "20 in flight over a limit 17: realtime has grown, so completions are not replaced",
-        ),
+        (Reason.SATURATED, 20, "20 in flight over a limit 17: the pool is too full to replace completions"),
     ],
 )
 def test_open_states_say_what_is_sent_and_why_not_more(reason: Reason, in_flight: int, sentence: str) -> None:
@@ -45,10 +41,8 @@ def test_open_states_say_what_is_sent_and_why_not_more(reason: Reason, in_flight
 
 
 def test_closed_state_says_why_nothing_is_sent() -> None:
-    closed = allowance(Reason.NO_ROOM, limit=0, because="realtime alone takes everything but the reserve")
-    assert explain(closed, 3) == (
-        f"Nothing is sent: no-room, realtime alone takes everything but the reserve{TERMS}."
-    )
+    closed = allowance(Reason.NO_ROOM, limit=0, because="others take all but the reserve")
+    assert explain(closed, 3) == f"Nothing is sent: no-room, others take all but the reserve{TERMS}."
 
 
 @pytest.mark.parametrize("budget", [None, FAULTY])

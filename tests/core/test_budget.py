@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal, assess, whole
+from dispatcher.core.budget import MOST_IN_FLIGHT, Policy, Reading, Reason, Signal, assess, whole
 
 POLICY = Policy()
 
@@ -116,6 +116,14 @@ def test_most_is_the_reserve_or_the_operators_cap() -> None:
     assert Policy(reserve=0.05, max_in_flight=20).most(50) == 20
     assert Policy(reserve=0.05, max_in_flight=80).most(50) == 47
     assert Policy(reserve=0.1).most(10) == 9
+
+
+@pytest.mark.parametrize("max_sys", [2.0**53 * 100, 1e308])
+def test_capacity_beyond_all_pools_gives_a_limit_that_the_queue_can_hold(max_sys: float) -> None:
+    """A page may say anything; Redis counts to 2**63."""
+    assert Policy().most(max_sys) == MOST_IN_FLIGHT
+    assert Policy(max_in_flight=2**70).most(max_sys) == MOST_IN_FLIGHT
+    assert Policy(max_in_flight=20).most(max_sys) == 20
 
 
 def test_reasons_are_closed_down_to_no_room() -> None:

@@ -163,7 +163,7 @@ def test_a_capacity_that_was_known_is_kept_until_another_is() -> None:
     """What ends the belief is no reason to send more."""
     count = taught([page(fill) for fill in FULL])
     count.learn([Page(0.123456, 3, 20)])
-    assert (count.k, count.per_endpoint) == (None, 16)
+    assert (count.k, count.per_endpoint, count.guess) == (None, 16, "picker")
     for fill in (*FULL, 48):
         count.learn([page(fill, k=32)])
     assert (count.k, count.per_endpoint) == (32, 32)
@@ -180,17 +180,20 @@ def test_a_score_that_fits_a_k_now_and_then_does_not_move_the_capacity_each_time
 
 
 def test_what_is_assumed_before_anything_is_known() -> None:
+    def guessed(count: Count) -> tuple[float, str]:
+        return count.per_endpoint, count.guess
+
     count = Count()
-    assert count.per_endpoint == FIRST, "no page with requests was seen"
+    assert guessed(count) == (FIRST, "unseen"), "no page with requests was seen"
     count.learn([page(0)])
-    assert count.per_endpoint == FIRST
+    assert guessed(count) == (FIRST, "unseen")
     count.learn([page(5)])
-    assert count.per_endpoint == 16, "one page shows it"
-    assert taught([page(5, k=3000)]).per_endpoint == ASSUMED, "but proves nothing"
-    assert taught([Page(0.123456, 3, 20)]).per_endpoint == ASSUMED
+    assert guessed(count) == (16, "suggestion"), "one page shows it"
+    assert guessed(taught([page(5, k=3000)])) == (ASSUMED, "assumption"), "but proves nothing"
+    assert guessed(taught([Page(0.123456, 3, 20)])) == (ASSUMED, "assumption")
     count = Count()
     count.unknowable()
-    assert count.per_endpoint == ASSUMED
+    assert guessed(count) == (ASSUMED, "assumption")
 
 
 def test_every_replica_must_agree() -> None:

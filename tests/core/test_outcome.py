@@ -45,14 +45,17 @@ def test_answers_that_no_retry_would_change_are_delivered(status: int) -> None:
 
 
 def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
-    assert isinstance(classify(404, {}, b"", NOW), Unreachable)
+    no_route = classify(404, {}, b"", NOW)
+    assert isinstance(no_route, Failed)
+    assert no_route.nobody_home
     assert classify(404, {}, b"no such model", NOW) == Delivered(404, b"no such model")
 
 
 @pytest.mark.parametrize("status", [401, 407])
-def test_refused_credentials_are_not_the_requests_fault(status: int) -> None:
+def test_refused_credentials_need_not_be_the_requests_fault(status: int) -> None:
     outcome = classify(status, {}, b"who are you", NOW)
-    assert isinstance(outcome, Unreachable)
+    assert isinstance(outcome, Failed)
+    assert (outcome.status, outcome.body, outcome.nobody_home) == (status, b"who are you", True)
     assert str(status) in outcome.why
 
 
@@ -190,6 +193,7 @@ def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
 
 def test_an_unreachable_gateway_costs_nothing() -> None:
     assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(undelivered=True)
+    assert decide(Unreachable("gone", rest_s=7.0), attempts=7) == Retry(7.0, undelivered=True)
 
 
 def test_the_first_refusal_is_back_at_once_and_the_next_wait_twice_as_long_each() -> None:
@@ -225,6 +229,7 @@ def test_the_last_failure_is_dead_with_the_last_answer() -> None:
 def test_a_delay_ends_with_the_deadline() -> None:
     assert decide(Failed("x"), attempts=6, rand=0.9, left=5.0) == Retry(5.0, attempt=True)
     assert decide(Overloaded(429, "", capacity=True), refusals=5, left=5.0) == Retry(5.0, refusal=True)
+    assert decide(Unreachable("gone", rest_s=9.0), left=5.0) == Retry(5.0, undelivered=True)
 
 
 @pytest.mark.parametrize("outcome", [Failed("x"), Overloaded(429, "", capacity=True), Unreachable("x")])

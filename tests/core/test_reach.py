@@ -15,6 +15,8 @@ from dispatcher.core.reach import (
     MEMORY_S,
     NOBODY_HOME,
     PATIENCE_S,
+    PROBE_MOST_S,
+    PROBE_OTHERS_S,
     Reach,
 )
 
@@ -65,9 +67,35 @@ def test_one_that_was_sent_later_and_stays_connected_got_through() -> None:
 def test_it_must_stay_longer_than_the_bare_answers_take() -> None:
     """A picker that hangs lets everybody wait for the gateway's own time-out."""
     reach = Reach()
-    verdicts = [bare(reach, T0 + n, T0 + n - 0.9, took_s=1.0) for n in range(3)]
+    verdicts = [bare(reach, T0 + n, T0 + n - 0.4, took_s=0.5) for n in range(3)]
     assert verdicts == [False, False, True]
-    assert reach.held_s == HELD_TIMES
+    assert reach.held_s == HELD_TIMES * 0.5
+
+
+@pytest.mark.parametrize("took_s", [PROBE_MOST_S, 15.0])
+def test_bare_answers_that_take_their_time_close_nothing(took_s: float) -> None:
+    """One request after the other that takes so long would keep all others waiting."""
+    reach = Reach()
+    assert not any(bare(reach, T0 + n, took_s=took_s) for n in range(20))
+    assert reach.held_s == CONNECTED_S
+
+
+def test_probes_come_faster_where_something_answers_and_another_request_may_be_tried() -> None:
+    def pauses(reach: Reach, *, others: bool) -> list[float]:
+        found, at = [], T0
+        for _ in range(6):
+            reach.probed(at, others=others)
+            assert reach.closure is not None
+            found.append(round(reach.closure.next_probe_at - at, 3))
+            at = reach.closure.next_probe_at
+        return found
+
+    refused = Reach()
+    refused.unreachable(T0, "refused")
+    slowly = [0.1, 0.2, 0.4, 0.8, PROBE_MOST_S, PROBE_MOST_S]
+    assert pauses(refused, others=True) == slowly
+    assert pauses(closed(), others=False) == slowly
+    assert pauses(closed(), others=True) == [0.1] + [PROBE_OTHERS_S] * 5
 
 
 @pytest.mark.parametrize("later_s", [0.01, MEMORY_S - 1])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge
 from dispatcher.forward import HttpGateway
 from tests.forward.conftest import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import wait_until
@@ -36,7 +36,9 @@ MakeGateway = Callable[..., HttpGateway]
         ),
         (
             {"body": b"", "status": "404 Not Found"},
-            Unreachable("the gateway answered 404 with an empty body: it has no such route"),
+            Failed(
+                "the gateway answered 404 with an empty body: it has no such route", 404, nobody_home=True
+            ),
         ),
     ],
 )

@@ -26,12 +26,13 @@ CAPACITIES = st.integers(1, 300)
 
 def test_every_law_in_the_docs_is_tested() -> None:
     named = set(re.findall(r"`(test_\w+|TestNoEventOrder)`", CONCEPTS.read_text(encoding="utf-8")))
-    core = Path(__file__).parents[1] / "core"
+    tests = Path(__file__).parents[1]
+    others = [*(tests / "core").glob("test_*.py"), *(tests / "scenarios").glob("test_virtual_*.py")]
     written = {
         name
-        for module in (Path(__file__), *core.glob("test_*.py"))
+        for module in (Path(__file__), *others)
         for name in re.findall(
-            r"^(?:def )?(test_\w+|TestNoEventOrder)\b", module.read_text("utf-8"), re.MULTILINE
+            r"^(?:(?:async )?def )?(test_\w+|TestNoEventOrder)\b", module.read_text("utf-8"), re.MULTILINE
         )
     }
     assert named <= written

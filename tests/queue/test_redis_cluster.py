@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
@@ -11,11 +13,18 @@ import pytest
 import redis.asyncio
 import redis.asyncio.cluster
 
-from dispatcher.ports import QueueUnavailableError, Release, Settled
+from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import Delivered, RetryPolicy
+from dispatcher.core.request import Request
+from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, Release, Settled
+from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
+from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
-from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
+from tests.queue.made import NAMES, answer, claim, claim_one, member, queues, submission
 from tests.queue.servers import ENGINES, ClusterSet, cluster_set
 from tests.support import wait_until
 
@@ -169,3 +178,59 @@ async def test_release_and_sweep_on_a_cluster(queue):
 
     await wait_until(due)
     assert (await claim_one(queue)).attempts == 1
+
+
+class Counts(RedisQueue):
+    """Counts what it claims."""
+
+    claimed = 0
+
+    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
+        claimed = await super().claim(most, nonce, permit, suspects=suspects)
+        self.claimed += len(claimed.leases)
+        return claimed
+
+
+class Answers:
+    """A gateway."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        now = asyncio.get_running_loop().time()
+        self.sent.append(request.id)
+        return Forwarded(Delivered(200, b"{}"), now, now)
+
+    def connected(self, request: Request) -> float | None:
+        return None
+
+    def resize(self, limit: int) -> None: ...
+
+
+async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(client, cluster):
+    """Whether the request was cancelled cannot be known: it waits, and is not claimed again and again."""
+    names = (f"r-{number}" for number in range(1000))
+    home = cluster.node_of(NAMES.queue)
+    name = next(one for one in names if cluster.node_of(f"request-cancel:{one}") is not home)
+    gateway, queue = Answers(), Counts(connect(cluster.url), NAMES, "a", try_s=0.5)
+    limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
+    now = asyncio.get_running_loop().time()
+    limiter.reading(Reading(Signal.REQUESTS, now, now, 0.0, 0.0, 10), now)
+    dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
+    await client.zadd(NAMES.queue, {member(name, token="t"): 1})
+    with cluster.node_of(f"request-cancel:{name}").frozen():
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(dispatcher.run())
+            await wait_until(lambda: "markers" in (dispatcher.view.problem or ""))
+            told_at = asyncio.get_running_loop().time()
+            await wait_until(lambda: asyncio.get_running_loop().time() > told_at + 3, 10)
+            assert "markers" in (dispatcher.view.problem or "")
+            assert queue.claimed == 1
+            assert (await queue.counts()).pending == 1
+            assert gateway.sent == []
+            os.kill(cluster.node_of(f"request-cancel:{name}").pid, signal.SIGCONT)
+            await wait_until(lambda: gateway.sent == [name], 10)
+            dispatcher.drain(5.0)
+    assert dispatcher.view.problem is None
+    await queue.aclose()

@@ -181,6 +181,12 @@ class Dispatcher:
             for sample in family.samples
         }
 
+    def tries(self, outcome: str) -> float:
+        """How many ended so, whatever the status."""
+        return sum(
+            value for name, value in self.metrics().items() if name.startswith(f"tries_total{{{outcome},")
+        )
+
     def wait_for(self, timeout_s: float = 15.0, **wanted: Any) -> dict[str, Any]:
         """Wait until the status has these values."""
 
@@ -345,7 +351,9 @@ class Stage:
         http = self._stack.enter_context(httpx.Client(base_url=urls["control"], timeout=10.0))
         return World(urls["gateway"], urls["metrics"], http)
 
-    def settings(self, world: World, *, max_sys: int = 32, **sections: Mapping[str, Any]) -> dict[str, Any]:
+    def settings(
+        self, world: World, *, max_sys: int | None = 32, **sections: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """A configuration for this world and the stage's Redis: readings each second, short leases."""
         plain = {
             "pool": {"name": POOL},

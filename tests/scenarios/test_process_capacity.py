@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from tests.scenarios.processes import Dispatcher, Stage, World
+from tests.scenarios.processes import Dispatcher, Stage, World, merged
 from tests.support import wait_until_sync
 
 
@@ -41,12 +41,14 @@ def test_the_pickers_number_is_learned_and_compared(
     assert [each["signal"] for each in status["readings"]] == ["saturation"], "a count needs no second"
     assert status["detector"] == "counts requests, maxConcurrency 16"
     assert [event["picker"] for event in one.events("capacity-learned")] == [16]
+    assert status["max_sys_by"] == ("picker" if limit == 30 else "setting")
     if limit == 30:
         assert (status["per_endpoint"], status["per_endpoint_from"]) == (16, "picker")
         assert "An endpoint is taken to run 16 requests, as the endpoint picker counts." in said(one)
         assert not one.events("capacity-differs")
     else:
         assert (status["per_endpoint"], status["per_endpoint_from"]) == (8, "setting")
+        assert "The capacity is 16 by budget.per_endpoint, 8, × ready endpoints" in said(one)
         told = "budget.per_endpoint is 8, the endpoint picker counts with 16: one of them is wrong."
         assert told in said(one)
         assert told in said(one, "status")
@@ -54,6 +56,23 @@ def test_the_pickers_number_is_learned_and_compared(
         assert one.metrics()["picker_max_concurrency"] == 16
     stage.producer.wait_for_all(timeout_s=40)
     assert world.observed()["gateway"]["batch"]["peak"] <= limit + 1
+
+
+def test_what_is_not_proven_is_said_as_check_says_it(stage: Stage) -> None:
+    world = stage.world(slots=32, endpoints=2, seconds=3600)
+    one = stage.dispatcher(merged(stage.settings(world, max_sys=None), {"signals": {"interval_s": 0.2}}))
+    status = one.wait_for(per_endpoint_from="unseen", max_sys=16, max_sys_by="picker")
+    assert status["per_endpoint"] == 8
+    told = "An endpoint is assumed to run 8 requests until the picker's page shows some; not learned yet."
+    assert "The capacity is 16 by an assumption" in said(one)
+    assert told in said(one)
+    stage.producer.submit(1)
+    assert one.wait_for(per_endpoint_from="suggestion")["per_endpoint"] == 16
+    told = "the picker's page suggests 16 requests per endpoint; not proven yet"
+    assert told in said(one).lower()
+    checked = CliRunner().invoke(app, ["check", "--config", str(one.config)])
+    assert f"ok: budget.per_endpoint: auto: {told}\n" in checked.output
+    one.kill()
 
 
 def test_a_utilization_detector_is_not_followed_alone_whatever_its_name(stage: Stage) -> None:
@@ -74,7 +93,7 @@ def test_a_utilization_detector_is_not_followed_alone_whatever_its_name(stage: S
 
 
 def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
-    world = stage.world(slots=32, cold=True, flush_s=10.0)
+    world = stage.world(slots=32, cold=True, flush_s=3600.0)
     stage.producer.submit(50)
     one = stage.dispatcher(stage.settings(world, signals={"interval_s": 0.2}))
 
@@ -86,4 +105,5 @@ def test_a_picker_that_has_just_started_is_waited_for(stage: Stage) -> None:
     assert "Nothing is sent: starting" in explanation
     assert "that has just started shows none for 5 s" in explanation
     assert world.observed()["gateway"]["arrived"] == 0
+    world.control(flush=True)
     stage.producer.wait_for_all(timeout_s=40)

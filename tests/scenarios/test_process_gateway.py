@@ -30,11 +30,11 @@ stretches = pytest.mark.parametrize(
 
 
 def burnt(one: Dispatcher) -> float:
-    return one.metrics().get("tries_total{failed}", 0.0)
+    return one.tries("failed")
 
 
 def probed(one: Dispatcher) -> float:
-    return one.metrics().get("tries_total{unreachable}", 0.0)
+    return one.tries("unreachable")
 
 
 class Pair:
@@ -276,3 +276,36 @@ def test_a_body_that_makes_the_gateway_reset_stops_nobody_but_itself(stage: Stag
     assert producer.counts() == {"pending": 0, "leased": 0, "delayed": 0, "dead": 5}
     assert burnt(one) == 4 * len(poison)
     assert not [event for event in one.events("gate") if event["reason"] == "gateway-unreachable"]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "status", "body"),
+    [(1, 404, ""), (1, 401, "who"), (3, 503, "x"), (3, 504, ""), (3, 500, ""), (50, 404, "")],
+)
+def test_requests_that_are_answered_as_if_there_were_no_gateway_stop_nobody_but_themselves(
+    stage: Stage, count: int, status: int, body: str, replicas: int
+) -> None:
+    """They are the first in line, and alone at first: nothing tells them from a gateway that is gone."""
+    world = stage.world(slots=32, seconds=0.2)
+    producer = stage.producer
+    poison = json.dumps({"sim": {"kind": "status", "status": status, "body": body}}).encode()
+    ids = producer.submit(count, poison, prefix="poison", deadline_s=3000)
+    settings = stage.settings(world, retry={"base_s": 0.1, "max_s": 0.2, "max_attempts": 2})
+    several = [stage.dispatcher(settings) for _ in range(replicas)]
+    several[0].wait_for(reason="gateway-unreachable")
+    began_at = time.monotonic()
+    plain = producer.submit(20, prefix="plain")
+    producer.wait_for_all(plain, timeout_s=20)
+    print(f"{count} × {status}, {replicas} replicas: 20/20 in {time.monotonic() - began_at:.2f} s")
+    assert {producer.results[id_][0]["status_code"] for id_ in plain} == {200}
+    assert not any(burnt(one) for one in several), "nothing is charged to anybody so soon"
+
+    def ended() -> bool:
+        producer.submit(5, prefix="plain")
+        return set(ids) <= producer.collect().keys()
+
+    if count == 1:
+        wait_until_sync(ended, 30, what="the poison to end, in company", every_s=0.3)
+        assert producer.results[ids[0]][0]["error_code"] == "RETRIES_EXHAUSTED"
+        assert producer.results[ids[0]][0]["status_code"] == status

@@ -84,18 +84,18 @@ def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) 
     assert (shown["watch_unsure_s"], shown["watch_problems"]) == (None, [])
     for number in range(3, POOL_SLOTS // PER_ENDPOINT):
         cluster.do(lambda server, number=number: server.put(PODS, pod(f"p{number}")))  # type: ignore[misc]
-    assert one.wait_for(max_sys_by="picker")["max_sys"] == POOL_SLOTS
+    assert one.wait_for(max_sys_by="setting")["max_sys"] == POOL_SLOTS, "budget.per_endpoint times the ready"
     metrics = one.metrics()
     assert metrics["watch_endpoints"] == POOL_SLOTS // PER_ENDPOINT
     assert metrics["watch_failing"] == 0
     assert {name: value for name, value in metrics.items() if name.startswith("max_sys_by")} == {
         "max_sys_by{watch}": 0,
-        "max_sys_by{picker}": 1,
-        "max_sys_by{setting}": 0,
+        "max_sys_by{picker}": 0,
+        "max_sys_by{setting}": 1,
         "max_sys_by{query}": 0,
     }
     one.reconfigure(budget={"max_sys": 16})
-    assert one.wait_for(max_sys_by="setting")["max_sys"] == 16
+    assert one.wait_for(max_sys=16)["max_sys_by"] == "setting"
 
 
 def test_the_watch_bounds_by_nothing_that_is_only_assumed(stage: Stage, cluster: Cluster) -> None:

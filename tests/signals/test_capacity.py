@@ -23,7 +23,7 @@ from dispatcher import __version__
 from dispatcher.settings import Epp, Pool
 from dispatcher.signals import capacity
 from dispatcher.signals.capacity import ABSENT, CapacityWatch, Endpoints
-from dispatcher.signals.kube import Access
+from dispatcher.signals.cluster import Access
 from dispatcher.signals.sources import Finding
 from tests.signals.apiserver import (
     OLD_POOLS,
@@ -36,7 +36,8 @@ from tests.signals.apiserver import (
     pod,
     pool,
 )
-from tests.support import wait_until
+from tests.signals.fakes import answering, raw_server
+from tests.support import free_port, wait_until
 
 QWEN = Pool(name="qwen", namespace="default")
 
@@ -607,6 +608,30 @@ class TestEndpointPicker:
 
 class TestCheck:
     """What `batch-dispatcher check` says."""
+
+    async def test_of_a_server_that_is_away_no_word_of_tls(self, server: ApiServer) -> None:
+        port = free_port()
+        config = server.kubeconfig.read_text().replace(server.url, f"http://127.0.0.1:{port}")
+        server.kubeconfig.write_text(config)
+        (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert found.detail == f"the Kubernetes API cannot be reached: 127.0.0.1:{port}: connection refused"
+
+    async def test_of_a_server_that_wants_tls(self, tmp_path: Path) -> None:
+        answer = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
+        async with raw_server(answering(answer)) as port, ApiServer().serve(tmp_path) as server:
+            config = server.kubeconfig.read_text().replace(server.url, f"http://127.0.0.1:{port}")
+            server.kubeconfig.write_text(config)
+            (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
+        assert "answered 400 (Client sent an HTTP request to an HTTPS server.)" in found.detail
+        assert found.hint.endswith("the server's address, http or https")
+
+    @pytest.mark.parametrize("both", [False, True])
+    async def test_of_a_kubeconfig_that_is_not_there(self, tmp_path: Path, both: bool) -> None:
+        named = [tmp_path / "none", *([tmp_path / "nor-this"] if both else [])]
+        nowhere = Access(environ={"KUBECONFIG": ":".join(map(str, named))}, service_account=tmp_path)
+        (found,) = await capacity.probe(QWEN, Epp(), access=nowhere)
+        assert found.detail == f"kubeconfig {':'.join(map(str, named))} cannot be used: no such file"
+        assert found.hint == "the environment variable KUBECONFIG, which names it"
 
     async def test_of_a_pool_that_is_fine(self, server: ApiServer) -> None:
         populate(server, 2)

@@ -202,6 +202,37 @@ async def test_reconfigure_takes_effect_at_once_and_closes_what_was() -> None:
     assert new.closed
 
 
+async def test_what_is_learned_is_logged_once_and_each_setting_that_differs() -> None:
+    """A reload that changes the setting, or nothing, teaches nothing anew."""
+    fills = itertools.cycle((3, 7, 11, 15))
+    epp = Scripted("epp")
+
+    def pages() -> None:
+        fill = next(fills)
+        now = 10.0 * len(told)  # as far apart as they must be for a proof
+        epp.answer = (View(now, now, saturation=fill / 16, queued=0, ready=1, in_flight=fill),)
+
+    with capture_logs() as logs:
+        async with polling(epp, max_age_s=3600) as (poller, told):
+            pages()
+
+            async def proven(policy: Policy) -> None:
+                poller.reconfigure([epp], Signals(interval_s=INTERVAL_S), policy)
+                count = len(told)
+                for number in range(1, 9):
+                    await wait_until(lambda number=number: len(told) >= count + number)  # type: ignore[misc]
+                    pages()
+
+            for policy in (Policy(), Policy(reserve=0.1), Policy(per_endpoint=16), Policy(per_endpoint=8)):
+                await proven(policy)
+                assert told[-1].picker_k == 16
+    named = [log for log in logs if log["event"].startswith("capacity")]
+    assert [(log["event"], log["per_endpoint"]) for log in named] == [
+        ("capacity-learned", None),
+        ("capacity-differs", 8),
+    ]
+
+
 async def test_the_log_tells_changes_only() -> None:
     """A number that moves within a sentence is no change."""
     epp = Scripted("epp", FAILED)

@@ -84,9 +84,9 @@ async def test_a_detector_is_what_its_series_says_and_not_its_name() -> None:
 @pytest.mark.parametrize(
     ("per_endpoint", "doubtful", "told"),
     [
-        ("auto", False, "auto: this sample fits an endpoint picker with maxConcurrency 100"),
+        ("auto", False, "auto: the picker's page suggests 100 requests per endpoint; not proven yet"),
         (100, None, ""),
-        (64, True, "64, but this sample fits an endpoint picker with maxConcurrency 100"),
+        (64, True, "64, but the picker's page suggests 100 requests per endpoint; not proven yet"),
     ],
 )
 async def test_what_the_picker_counts_with_is_compared(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import ssl
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 import trustme
@@ -546,6 +548,25 @@ async def test_the_control_side(http: aiohttp.ClientSession, post: Post) -> None
         async with http.post(f"{world.control_url}/control", json={"slost": 2}) as reply:
             assert reply.status == 400
             assert "slost" in await reply.text()
+
+
+async def test_a_get_is_answered_at_once_and_takes_no_slot(http: aiohttp.ClientSession) -> None:
+    async with live(slots=1, seconds=30.0) as world, asyncio.timeout(10):
+        async with http.get(f"{world.gateway_url}/v1/completions") as reply:
+            assert reply.status == 405
+        assert world.observed()["pool"]["all"]["peak"] == 0
+
+
+def test_every_option_says_what_it_does_and_its_default() -> None:
+    command = (sys.executable, "-m", "dispatcher.sim.live", "--help")
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    options = " ".join(shown.partition("options:")[2].split()).split(" --")[2:]
+    assert len(options) == len(msgspec.structs.fields(Config))
+    for option in options:
+        assert re.search(r"[a-z]{3}.*[.;] Default: .", option), option
+    assert "--slots SLOTS Requests that all endpoints together really run at once. Default: 32" in " --".join(
+        ["", *options]
+    )
 
 
 def test_it_runs_as_a_process_and_ends_when_told() -> None:

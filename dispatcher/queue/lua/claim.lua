@@ -3,7 +3,8 @@
 -- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or limit, read_at, lost
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}
 -- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
--- reply_s claims nothing more. A probe asks no limit, and only one runs at a time.
+-- reply_s claims nothing more. A probe asks no limit, and only one runs at a time: until its lease ends, or its
+-- owner claims otherwise.
 local REPLY = KEYS[OWN + 1]
 local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local most, bytes, suspects = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
@@ -43,6 +44,10 @@ if known then
 else
   open()
   beat(me, now, timeout_s)
+  if not probing and shared.prober == me then -- who claims has a gateway: others need not wait for the answer
+    shared.probe, shared.prober = nil, nil
+    call('HDEL', CONTROL, 'probe', 'prober')
+  end
   local found, taken = first(math.min(most, room()), bytes, suspects)
   local record, members, states, leases = {base}, {}, {}, {}
   taken_suspects = taken[3]

@@ -6,9 +6,10 @@
 -- Keeps: a lease is reclaimed when its owner is proven gone, has not shown itself for its own owner_timeout_s, or
 -- has not renewed it. Who lives is given time to say so: after a gap between sweeps (the queue was away, all
 -- owners were, or its clock jumped forward) longer than lease_s/3 no lease runs out for lease_s/3, and after one
--- longer than owner_timeout_s/2 no silence counts for owner_timeout_s. When the clock jumps back, every time kept
--- here moves back with it.
+-- longer than owner_timeout_s/2 or 2 s no silence counts for as long as any owner may be silent. When the clock
+-- jumps back, every time kept here moves back with it.
 local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local GAP_S = 2 -- every owner sweeps each second
 local now, shared = clock(), control()
 open()
 
@@ -16,27 +17,40 @@ local function shift(key, by, beyond)
   local found = call('ZRANGEBYSCORE', key, beyond, '+inf', 'WITHSCORES', 'LIMIT', 0, 9999)
   for at = 1, #found, 2 do call('ZADD', key, 'XX', text(tonumber(found[at + 1]) + by), found[at]) end
 end
-local function stay_quiet(field, calm_s)
-  shared[field] = now + calm_s
-  call('HSET', CONTROL, field, text(shared[field]))
-end
-if shared.tick and now < shared.tick - 1 then
-  local by = now - shared.tick
-  shift(LEASES, by, text(now + lease_s)) -- what is nearer may have been written since the jump
-  shift(BEATS, by, '-inf')
-  shift(DELAYED, by, '-inf')
-  for _, name in ipairs({'read_at', 'overload_at', 'overload_until', 'quiet_until', 'beats_quiet_until'}) do
+local function move(fields, by)
+  for _, name in ipairs(fields) do
     if shared[name] then
       shared[name] = shared[name] + by
       call('HSET', CONTROL, name, text(shared[name]))
     end
   end
-  stay_quiet('beats_quiet_until', timeout_s)
-elseif shared.tick then
-  if now - shared.tick > lease_s / 3 then stay_quiet('quiet_until', lease_s / 3) end
-  if now - shared.tick > timeout_s / 2 then stay_quiet('beats_quiet_until', timeout_s) end
 end
-call('HSET', CONTROL, 'tick', text(now))
+local function stay_quiet(field, calm_s)
+  shared[field] = math.max(now + calm_s, shared[field] or 0)
+  call('HSET', CONTROL, field, text(shared[field]))
+end
+if shared.tick and now < shared.tick - 1 then
+  local by = now - shared.tick
+  shift(LEASES, by, text(now + lease_s)) -- what is nearer may have been written since the jump
+  shift(DELAYED, by, '-inf')
+  move({'read_at', 'overload_at', 'overload_until', 'quiet_until'}, by)
+elseif shared.tick and now - shared.tick > lease_s / 3 then
+  stay_quiet('quiet_until', lease_s / 3)
+end
+-- Beats go by a tick of their own: owners of versions that know none move the other one.
+local beats_tick = shared.beats_tick
+if beats_tick and now < beats_tick - 1 then
+  shift(BEATS, now - beats_tick, '-inf')
+  move({'beats_quiet_until'}, now - beats_tick)
+  stay_quiet('beats_quiet_until', timeout_s)
+elseif shared.tick and now - (beats_tick or 0) > (timeout_s > 0 and math.min(timeout_s / 2, GAP_S) or GAP_S) then
+  -- Others may be silent for longer than we: how long shows the furthest beat, if it is of before the gap. If it is
+  -- of since, that is too much, but nobody's owner_timeout_s is above lease_s.
+  local furthest = tonumber(call('ZRANGE', BEATS, -1, -1, 'WITHSCORES')[2] or 0)
+  local longest_s = math.min(furthest - (beats_tick or now), lease_s)
+  stay_quiet('beats_quiet_until', math.max(longest_s, timeout_s))
+end
+call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now))
 beat(me, now, timeout_s)
 
 local function reclaim(names)

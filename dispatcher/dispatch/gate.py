@@ -1,0 +1,74 @@
+"""When a change of the gate's reason is told, and in which words: without a clock of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.budget import Reason
+
+AT_ONCE = 10
+"""So many openings and closings in FLAPPING_S are told when they happen."""
+FLAPPING_S = 10.0
+SETTLED_S = 1.0
+"""What an open gate is short of may change with each completion: that is told by the second."""
+
+
+class Changes:
+    """Which changes are told. `look` at every turn, and at least once in SETTLED_S."""
+
+    def __init__(self) -> None:
+        self._told: Reason | None = None
+        self._last: Reason | None = None
+        self._at_once: deque[float] = deque(maxlen=AT_ONCE)
+        self._look_at = float("-inf")
+        self._untold = 0
+
+    def look(self, reason: Reason, now: float) -> int | None:
+        """None: nothing is to be told. Else the reason is told now, and this is how many changes were not
+        told since the last time.
+
+        A gate that opens or closes, or is closed for another reason, is told at once, however short that
+        lasts; but of more than AT_ONCE such changes in FLAPPING_S, and of those among open states, only what
+        holds when SETTLED_S have passed since the last line.
+        """
+        if reason is not self._last:
+            self._last = reason
+            self._untold += 1
+        if reason is self._told:
+            return None
+        weighs = self._told is None or self._told.closed or reason.closed
+        flaps = len(self._at_once) == AT_ONCE and now - self._at_once[0] < FLAPPING_S
+        if now < self._look_at and (flaps or not weighs):
+            return None
+        if weighs:
+            self._at_once.append(now)
+        self._told = reason
+        self._look_at = now + SETTLED_S
+        untold, self._untold = self._untold - 1, 0
+        return untold
+
+
+def terms(allowance: Allowance, *, in_flight: int, reading_age_s: float | None) -> dict[str, Any]:
+    """Every term of the law that there is, by the names that /status has for them, and the sentence."""
+    budget = allowance.budget
+    found: dict[str, Any] = {
+        "reason": str(allowance.reason),
+        "limit": allowance.limit,
+        "in_flight": in_flight,
+        "ceiling": allowance.ceiling,
+        "signal": None if allowance.signal is None else str(allowance.signal),
+        "reading_age_s": reading_age_s,
+        "explanation": explain(allowance, in_flight),
+    }
+    if budget is not None:
+        found |= {"f_sys": budget.f_sys, "f_epp": budget.f_epp, "reserve": budget.reserve}
+        found |= {"max_sys": budget.max_sys}
+        if budget.fault is None:
+            found |= {"budget": budget.d, "headroom": budget.headroom}
+    return {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }

@@ -1,0 +1,150 @@
+"""The status, put together from the parts of a dispatcher: one function for each subject."""
+
+from __future__ import annotations
+
+from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.budget import Budget, Reading, Reason
+from dispatcher.core.limiter import Limiter
+from dispatcher.dispatch.access import View
+from dispatcher.settings import Settings
+from dispatcher.signals.capacity import Endpoints
+from dispatcher.signals.poller import Poll
+from dispatcher.telemetry import status as show
+from dispatcher.telemetry.status import Status
+
+
+def overview(
+    now: float,
+    *,
+    process: show.Process,
+    settings: Settings,
+    limiter: Limiter,
+    running: int,
+    queue: View,
+    poll: Poll | None,
+    watched: Endpoints,
+    slow: str | None,
+) -> Status:
+    """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
+    with its pace."""
+    allowance = limiter.allowance(now)
+    return Status(
+        process=process,
+        gate=show.Gate(
+            reason=str(allowance.reason),
+            open=not allowance.reason.closed,
+            explanation=_explanation(allowance, limiter, watched, slow, observe=process.observe),
+            limit=allowance.limit,
+            in_flight=limiter.in_flight,
+            running=running,
+            ceiling=allowance.ceiling,
+            free=limiter.free(now),
+            gateway_problem=limiter.gateway_problem,
+        ),
+        budget=_budget(allowance, limiter, settings, poll, watched),
+        signals=_signals(limiter.readings, poll, now),
+        watch=show.Watch(
+            watch_endpoints=watched.ready,
+            watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
+            watch_problems=[str(problem) for problem in watched.problems],
+        ),
+        line=_line(queue),
+    )
+
+
+def _explanation(
+    allowance: Allowance, limiter: Limiter, watched: Endpoints, slow: str | None, *, observe: bool
+) -> str:
+    told = explain(allowance, limiter.in_flight)
+    if observe:
+        told = f"Observing only, nothing is claimed by this process. It would be: {told}"
+    told = " ".join([told, *(f"Kubernetes: {problem}." for problem in watched.problems)])
+    return f"{told} Beware: {slow}." if slow else told
+
+
+def _budget(
+    allowance: Allowance, limiter: Limiter, settings: Settings, poll: Poll | None, watched: Endpoints
+) -> show.Budget:
+    budget = allowance.budget
+    max_sys, max_sys_by = _max_sys(budget, limiter.readings, settings, watched)
+    believed = budget is not None and budget.fault is None
+    return show.Budget(
+        reserve=settings.budget.reserve,
+        signal=str(allowance.signal) if allowance.signal else None,
+        f_sys=budget.f_sys if budget else None,
+        f_epp=budget.f_epp if budget else None,
+        budget=budget.d if budget and believed else None,
+        headroom=budget.headroom if budget and believed else None,
+        max_sys=max_sys,
+        max_sys_by=max_sys_by,
+        per_endpoint=poll.per_endpoint if poll else None,
+        per_endpoint_from=poll.per_endpoint_from if poll else None,
+        picker_max_concurrency=poll.picker_k if poll else None,
+        terms=[_terms(each) for each in limiter.budgets],
+    )
+
+
+def _terms(budget: Budget) -> show.Terms:
+    believed = budget.fault is None
+    return show.Terms(
+        signal=str(budget.signal),
+        f_sys=budget.f_sys,
+        f_epp=budget.f_epp,
+        budget=budget.d if believed else None,
+        headroom=budget.headroom if believed else None,
+        max_sys=budget.max_sys,
+    )
+
+
+def _max_sys(
+    budget: Budget | None, readings: list[Reading], settings: Settings, watched: Endpoints
+) -> tuple[float | None, str | None]:
+    """The capacity that counts, and whose word it is."""
+    if budget is None:
+        return None, None
+    if budget.fault is Reason.NO_ENDPOINTS and watched.ready == 0:
+        return 0.0, "watch"
+    setting = settings.budget.max_sys
+    if setting is not None and budget.max_sys >= setting:
+        return budget.max_sys, "setting"
+    reading = next(each for each in readings if each.signal is budget.signal)
+    if budget.max_sys < reading.max_sys:
+        return budget.max_sys, "watch"
+    if "queries.capacity" in reading.raw:
+        return budget.max_sys, "query"
+    return budget.max_sys, "picker" if settings.budget.per_endpoint is None else "setting"
+
+
+def _signals(readings: list[Reading], poll: Poll | None, now: float) -> show.Signals:
+    unread = min(poll.unread, key=lambda each: each.reason.rank) if poll and poll.unread else None
+    return show.Signals(
+        source=poll.source if poll else None,
+        reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
+        detector=poll.detector if poll else None,
+        signals_problem=unread.why if unread else None,
+        readings=[
+            {
+                "signal": str(reading.signal),
+                "age_s": round(now - reading.closed_at, 3),
+                "window_s": round(reading.closed_at - reading.opened_at, 3),
+                "f_sys": reading.f_sys,
+                "f_epp": reading.f_epp,
+                "max_sys": reading.max_sys,
+                "source": reading.source,
+                "raw": dict(reading.raw),
+            }
+            for reading in readings
+        ],
+    )
+
+
+def _line(queue: View) -> show.Line:
+    counts = queue.counts
+    return show.Line(
+        pending=counts.pending if counts else None,
+        leased=counts.leased if counts else None,
+        delayed=counts.delayed if counts else None,
+        dead=counts.dead if counts else None,
+        paused=queue.shared.paused if queue.shared else False,
+        queue_problem=queue.problem,
+    )

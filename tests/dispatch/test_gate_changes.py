@@ -1,0 +1,66 @@
+"""Which changes of the gate's reason are told, and when."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.core.budget import Reason
+from dispatcher.dispatch.gate import AT_ONCE, FLAPPING_S, SETTLED_S, Changes
+
+
+def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
+    changes = Changes()
+    assert changes.look(Reason.STARTING, 0.0) == 0
+    assert changes.look(Reason.FULL, 5.0) == 0
+    assert changes.look(Reason.BACKPRESSURE, 5.1) == 0
+    assert changes.look(Reason.BACKPRESSURE, 5.15) is None
+    assert changes.look(Reason.FULL, 5.2) == 0
+
+
+def test_what_an_open_gate_is_short_of_is_told_by_the_second() -> None:
+    changes = Changes()
+    changes.look(Reason.OPEN, 0.0)
+    told = [
+        (at, changes.look(Reason.FULL if step % 2 else Reason.OPEN, at))
+        for step in range(1, 300)
+        if (at := step / 100)
+    ]
+    lines = [(at, untold) for at, untold in told if untold is not None]
+    assert [at for at, _ in lines] == [1.01, 2.02]
+    assert [untold for _, untold in lines] == [100, 100]
+
+
+def test_a_change_that_came_back_before_it_was_told_is_not_told() -> None:
+    changes = Changes()
+    changes.look(Reason.FULL, 0.0)
+    assert changes.look(Reason.IDLE, 0.1) is None
+    assert changes.look(Reason.FULL, 0.2) is None
+    assert changes.look(Reason.FULL, 5.0) is None
+    assert changes.look(Reason.PAUSED, 6.0) == 2, "they are counted with the next that is"
+
+
+@given(st.lists(st.tuples(st.sampled_from(list(Reason)), st.floats(0.0, 0.3)), max_size=300))
+def test_every_change_is_told_or_counted_and_what_lasts_is_told(steps: list[tuple[Reason, float]]) -> None:
+    changes, now, last = Changes(), 0.0, None
+    changed = told = 0
+    lines: list[float] = []
+    shown: Reason | None = None
+    for reason, pause_s in steps:
+        now += pause_s
+        changed += reason is not last
+        last = reason
+        untold = changes.look(reason, now)
+        if untold is not None:
+            assert reason is not shown, "no line without a change"
+            told += untold + 1
+            lines.append(now)
+            shown = reason
+    assert told <= changed
+    for at in lines:
+        at_most = AT_ONCE + FLAPPING_S / SETTLED_S + 1
+        assert sum(at <= other < at + FLAPPING_S for other in lines) <= at_most
+    if last is not None:
+        changes.look(last, now + SETTLED_S)
+        assert changes.look(last, now + 2 * SETTLED_S) is None
+        assert changes._told is last

@@ -1,0 +1,124 @@
+"""A burst of equal warnings is counted; nothing that differs is held back."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.telemetry.logs import MOST_KINDS, REPEATS_S, STATES, Repeats
+
+
+def line(event: str = "lease-lost", **fields: Any) -> dict[str, Any]:
+    return {"event": event, "level": "warning", **fields}
+
+
+def test_the_first_is_told_the_rest_counted_and_told_once() -> None:
+    repeats = Repeats(30.0)
+    assert repeats.come(line(entry=1), 0.0)
+    assert not any(repeats.come(line(entry=n), n / 100) for n in range(2, 100))
+    assert repeats.due(29.9) == []
+    assert repeats.due(30.0) == [line(entry=99, repeated=98)]
+    assert repeats.due(60.0) == [], "nothing came since"
+    assert repeats.come(line(entry=100), 61.0), "a new burst begins with a line of its own"
+
+
+def test_a_burst_that_goes_on_is_told_again_each_time() -> None:
+    repeats = Repeats(30.0)
+    told = [repeats.come(line(entry=n), n / 10) or repeats.due(n / 10) for n in range(901)]
+    lines = [found for found in told if found]
+    assert lines[0] is True
+    assert [found[0]["repeated"] for found in lines[1:]] == [300, 300, 300]
+
+
+def test_errors_that_differ_are_all_told() -> None:
+    repeats = Repeats()
+    assert all(repeats.come(line("surprise", where=where, error="KeyError('a')"), 0.0) for where in "abc")
+    assert repeats.come(line("surprise", where="a", error="KeyError('b')"), 0.0)
+    assert repeats.come(line("dead-dropped", where="a"), 0.0)
+
+
+def test_the_same_of_another_request_is_the_same() -> None:
+    repeats = Repeats()
+    assert repeats.come(line(request="r-1", trace="aa", attempt=1, why="x"), 0.0)
+    assert not repeats.come(line(request="r-2", trace="bb", attempt=2, why="x"), 0.0)
+
+
+def test_what_is_remembered_is_bounded_and_beyond_it_all_is_told() -> None:
+    repeats = Repeats()
+    assert all(repeats.come(line(why=f"{n}"), 0.0) for n in range(2 * MOST_KINDS))
+    assert len(repeats._bursts) == MOST_KINDS
+    assert repeats.come(line(why=f"{2 * MOST_KINDS - 1}"), 0.0)
+
+
+def test_what_says_that_something_changed_is_never_held_back() -> None:
+    assert {"gate", "started", "draining", "stopped", "left-behind", "config-refused", "queue-back"} <= STATES
+    assert {"queue-unreachable", "signals-unreadable", "wake-ups-gone", "traces-lost"} <= STATES
+    assert not {"lease-lost", "surprise", "dead-dropped", "taken-back", "result-list-away"} & STATES
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3), st.floats(0, 20)), max_size=200))
+def test_every_line_is_told_or_counted(steps: list[tuple[str, int, float]]) -> None:
+    repeats, now = Repeats(), 0.0
+    told = counted = 0
+    for why, number, pause_s in steps:
+        now += pause_s
+        counted += sum(due["repeated"] for due in repeats.due(now))
+        told += repeats.come(line(why=why, n=number), now)
+    counted += sum(due["repeated"] for due in repeats.due(float("inf")))
+    assert told + counted == len(steps)
+    at = repeats.next_at
+    assert at is None or at > now + REPEATS_S or at == float("inf")
+
+
+LOG = """
+import asyncio, sys
+from dispatcher.telemetry import logs
+from dispatcher.telemetry.events import Event, detailed, emit
+
+logs.configure("warning", "json")
+emit(Event.STARTED, version="hidden at this level")
+for entry in range(50):
+    emit(Event.LEASE_LOST, entry=entry)
+    emit(Event.QUEUE_UNREACHABLE, why="gone")
+logs.configure("debug", "json")
+emit(Event.STARTED, version="shown")
+assert detailed()
+logs.configure("info", "json")
+assert not detailed()
+import logging, threading
+for _ in range(3):
+    logging.getLogger("asyncio").error("Task %r was never\\nretrieved", 7, exc_info=KeyError("x"))
+thread = threading.Thread(target=lambda: logging.getLogger("urllib3").warning("from a thread"))
+thread.start()
+thread.join()
+logging.getLogger("urllib3").info("not worth a line")
+logs.finish()
+logs.finish()
+"""
+
+
+def test_log_of_a_process() -> None:
+    """Its level may change at any time, and nothing that was counted is lost at its end."""
+    done = subprocess.run([sys.executable, "-c", LOG], capture_output=True, text=True, check=True, timeout=60)
+    lines = [json.loads(each) for each in io.StringIO(done.stderr)]
+    events = [each["event"] for each in lines]
+    assert events.count("queue-unreachable") == 50
+    assert [each["version"] for each in lines if each["event"] == "started"] == ["shown"]
+    lost = [each for each in lines if each["event"] == "lease-lost"]
+    assert [each.get("repeated") for each in lost] == [None, 49]
+    assert [each["entry"] for each in lost] == [0, 49]
+    assert all(each["level"] == "warning" and each["timestamp"] for each in lost)
+    said = [each for each in lines if each["event"] == "library"]
+    assert [(each["logger"], each["level"], each["said"]) for each in said] == [
+        ("asyncio", "error", "Task 7 was never retrieved"),
+        ("urllib3", "warning", "from a thread"),
+        ("asyncio", "error", "Task 7 was never retrieved"),
+    ]
+    assert said[2]["repeated"] == 2
+    assert "KeyError: 'x'" in said[0]["exception"]
