@@ -1,7 +1,7 @@
-"""Draws the dashboard's queries over some minutes of a scripted world: `python -m tests.monitoring.picture FILE`.
+"""Draws the dashboard's queries over some minutes of a scripted world: `make picture`.
 
-A drawing of what Prometheus answers to the dashboard's queries, with the dashboard's places, titles and legends.
-It is not Grafana's. Two dispatchers, a stand-in of gateway, endpoint picker and pool; Redis and Prometheus real.
+A drawing of what Prometheus answers to the dashboard's queries, with its places, titles and legends; it is
+not Grafana's. Two dispatchers and a stand-in of gateway, picker and pool; Redis and Prometheus are real.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from tests.support import wait_until_sync
 
 INK, FAINT, PAPER, BOX = "#1f2933", "#7b8794", "#f4f5f7", "#ffffff"
 CAPTION = (
-    "A drawing of this dashboard's queries, asked of a real Prometheus (scrapes each second) while two dispatchers "
-    "worked through a script on a stand-in of gateway and pool. It is not Grafana."
+    "A drawing of this dashboard's queries, asked of a real Prometheus (scrapes each second) while two "
+    "dispatchers worked through a script on a stand-in of gateway and pool. It is not Grafana."
 )
 STORM = {"answer": {"kind": "status", "status": 429, "reason": "rejected-saturated"}, "share": 0.3}
 SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
@@ -116,7 +116,7 @@ def _lines(
 
 
 def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: float, ended: float) -> None:
-    found = [each for each in _lines(panel, prometheus, began, ended)]
+    found = list(_lines(panel, prometheus, began, ended))
     defaults = panel["fieldConfig"]["defaults"]
     _frame(axes, began, ended)
     if not found:
@@ -158,9 +158,19 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         axes.set_ylim(bottom=0)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
-        handles[:7], labels[:7], fontsize=5.2, frameon=False, ncols=4, loc="upper left", bbox_to_anchor=(-0.02, -0.09),
-        handlelength=1.0, columnspacing=0.8, labelcolor=INK, borderpad=0, labelspacing=0.2,
-    )  # fmt: skip
+        handles[:7],
+        labels[:7],
+        fontsize=5.2,
+        frameon=False,
+        ncols=4,
+        loc="upper left",
+        bbox_to_anchor=(-0.02, -0.09),
+        handlelength=1.0,
+        columnspacing=0.8,
+        labelcolor=INK,
+        borderpad=0,
+        labelspacing=0.2,
+    )
 
 
 def _frame(axes: Any, began: float, ended: float) -> None:
@@ -186,8 +196,17 @@ def _states(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: 
             start, end = line.at[since] - began, line.at[number - 1] - began + 1
             axes.axvspan(start, end, color=option["color"], linewidth=0)
             if end - start > 8:
-                axes.text((start + end) / 2, 0.5, option["text"], ha="center", va="center", fontsize=6.5, color="white",
-                          transform=axes.get_xaxis_transform(), rotation=0 if end - start > 18 else 90)  # fmt: skip
+                axes.text(
+                    (start + end) / 2,
+                    0.5,
+                    option["text"],
+                    ha="center",
+                    va="center",
+                    fontsize=6.5,
+                    color="white",
+                    transform=axes.get_xaxis_transform(),
+                    rotation=0 if end - start > 18 else 90,
+                )
             since = number
 
 

@@ -29,7 +29,7 @@ def healthy(every_s: int) -> dict[str, str]:
     series = {}
     for family in text_string_to_metric_families(metrics.page()[0].decode()):
         for sample in family.samples:
-            if sample.name.startswith("batch_dispatcher_"):
+            if sample.name.startswith("batch_dispatcher_") and "le" not in sample.labels:
                 labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "pool")
                 name = sample.name.removeprefix("batch_dispatcher_") + (f"{{{labels}}}" if labels else "")
                 series[name] = f"{sample.value:g}x4000"
@@ -121,6 +121,14 @@ def test_alert(case: Case, tmp_path: Path) -> None:
 
 def test_each_alert_has_a_case_in_which_it_fires_and_no_case_names_another() -> None:
     assert {alert for case in CASES for alert in case.fires} == set(alerts())
+
+
+def test_a_pool_that_never_had_a_dispatcher_is_told_by_name_where_the_rules_name_it(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.about == "nothing of ours was ever seen")
+    named = tmp_path / "named.yaml"
+    named.write_text(RULES.read_text().replace('pool=~".+"', 'namespace="batch",pool="qwen"'))
+    done = run([replace(case, pooled=True)], tmp_path, named)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_promtool_would_notice_an_alert_that_is_silent(tmp_path: Path) -> None:
