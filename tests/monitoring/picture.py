@@ -17,6 +17,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from PIL import Image
 
 from tests.monitoring.files import Query, dashboard
@@ -49,7 +50,8 @@ SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
 def play(stage: Stage, prometheus: Prometheus) -> tuple[float, float]:
     """The script; when it began and ended."""
     world = stage.world(slots=32, seconds=1.0)
-    dispatchers = [stage.dispatcher(stage.settings(world)) for _ in "ab"]
+    nowhere = {"KUBECONFIG": "", "HOME": "/nonexistent"}
+    dispatchers = [stage.dispatcher(stage.settings(world), **nowhere) for _ in "ab"]
     prometheus.scrape({name: each.admin_port for name, each in zip("ab", dispatchers, strict=True)})
     prometheus.wait_for("count(batch_dispatcher_build_info) == 2")
     began = time.time()
@@ -90,8 +92,12 @@ def draw(prometheus: Prometheus, began: float, ended: float, path: Path) -> None
                 0.012, bottom + height * 0.3, panel["title"], color=INK, fontsize=10, fontweight="bold"
             )
             continue
-        inner = (left + 0.024, bottom + 0.62 / high, width - 0.034, height - 0.95 / high)
-        axes = figure.add_axes(inner)
+        box = (left + 0.002, bottom + 0.03 / high, width - 0.004, height - 0.06 / high)
+        figure.add_artist(Rectangle(box[:2], *box[2:], facecolor=BOX, edgecolor="none", zorder=-1))
+        below = 0.13 if panel["type"] in ("stat", "table", "state-timeline") else 0.43
+        axes = figure.add_axes(
+            (left + 0.024, bottom + below / high, width - 0.034, height - (below + 0.33) / high)
+        )
         figure.text(
             left + 0.008, bottom + height - 0.17 / high, panel["title"], color=INK, fontsize=7.5, va="center"
         )
@@ -131,10 +137,12 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         layers = [
             [dict(zip(line.at, line.values, strict=True)).get(at, 0.0) for at in moments] for _, line in shown
         ]
+        colours = _colours(panel)
         axes.stackplot(
             [at - began for at in moments],
             layers,
             labels=[legend for legend, _ in shown],
+            colors=[colours.get(legend, f"C{number % 10}") for number, (legend, _) in enumerate(shown)],
             alpha=0.75,
             linewidth=0,
         )
@@ -164,13 +172,23 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         frameon=False,
         ncols=4,
         loc="upper left",
-        bbox_to_anchor=(-0.02, -0.09),
+        bbox_to_anchor=(-0.02, -0.13),
         handlelength=1.0,
         columnspacing=0.8,
         labelcolor=INK,
         borderpad=0,
         labelspacing=0.2,
     )
+
+
+def _colours(panel: Mapping[str, Any]) -> dict[str, str]:
+    """Of the panel's overrides, by legend."""
+    return {
+        override["matcher"]["options"].strip("/ $"): each["value"]["fixedColor"]
+        for override in panel["fieldConfig"]["overrides"]
+        for each in override["properties"]
+        if each["id"] == "color"
+    }
 
 
 def _frame(axes: Any, began: float, ended: float) -> None:

@@ -239,7 +239,7 @@ def seen_of_catalogue(prometheus: Prometheus) -> dict[str, bool]:
 
 
 def moved_of_catalogue(prometheus: Prometheus, window: str = "1h") -> dict[str, bool]:
-    """Which series of the catalogue had more than one value within the window, or came or went."""
+    """Which series of the catalogue had more than one value within the window."""
 
     def moved(name: str) -> bool:
         return bool(prometheus.query(f"count(changes({{__name__=~'{name}(_count)?'}}[{window}]) > 0)"))

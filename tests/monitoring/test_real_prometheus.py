@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from tests.monitoring.files import Query, alerts
-from tests.monitoring.prometheus import Prometheus, hurried, seen_of_catalogue
+from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue, seen_of_catalogue
 from tests.scenarios.processes import POOL, Stage
 
 NOT_HERE = {
@@ -54,9 +54,11 @@ def test_every_expression_returns_what_it_should_of_a_working_dispatcher(
             "sum(",
         )
         planted = prometheus.findings([Query("planted", expr) for expr in faulty])
-        seen = seen_of_catalogue(prometheus)
+        seen, moved = seen_of_catalogue(prometheus), moved_of_catalogue(prometheus)
         assert prometheus.rule_errors() == {}
         assert [alert["labels"] for alert in prometheus.alerts() if alert["state"] == "firing"] == []
+    assert (moved["batch_dispatcher_tries_total"], moved["batch_dispatcher_wait_seconds"]) == (True, True)
+    assert (moved["batch_dispatcher_reserve"], moved["batch_dispatcher_config_generation"]) == (False, False)
     missing = {name for name, there in seen.items() if not there}
     assert missing <= NOT_HERE | NOT_YET, missing
     assert [found for found in findings if not found.absent & (NOT_HERE | NOT_YET)] == []
