@@ -9,7 +9,7 @@ JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
 PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs bench chaos soak constraints clean
+.PHONY: help setup demo simulate test coverage check format docs picture bench chaos soak constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,7 +54,8 @@ coverage: setup ## Hold the core to 99 % of its lines and branches
 # All of them run, so that one failure does not hide another.
 check: setup ## Check format, lint, types, import contracts, generated pages
 	@status=0; \
-	for check in "ruff format --check ." "ruff check ." mypy "lint-imports --no-logo" "python docs/generate.py --check"; do \
+	for check in "ruff format --check ." "ruff check ." mypy "lint-imports --no-logo" "python docs/generate.py --check" \
+			"python deploy/generate.py --check"; do \
 		echo "$$check"; $(BIN)/$$check || status=1; \
 	done; \
 	exit $$status
@@ -63,8 +64,12 @@ format: setup ## Format the code and sort its imports
 	$(BIN)/ruff check --select I --fix --quiet .
 	$(BIN)/ruff format .
 
-docs: setup ## Write the generated pages of docs/
+docs: setup ## Write what is generated: pages of docs/, alert rules, the dashboard
 	$(BIN)/python docs/generate.py
+	$(BIN)/python deploy/generate.py
+
+picture: setup ## Draw the dashboard's queries over a scripted day of minutes, into docs/
+	$(BIN)/python -m tests.monitoring.picture docs/dashboard.png
 
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.
 define long

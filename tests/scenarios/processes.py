@@ -119,6 +119,11 @@ class Dispatcher:
         assert self.process is not None
         return self.process
 
+    @property
+    def admin_port(self) -> int:
+        assert self._http is not None
+        return int(self._http.base_url.port or 0)
+
     def start(self) -> Dispatcher:
         """Start it, for the first time or again, and wait until its admin port answers."""
         self.write(self.settings)

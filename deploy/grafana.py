@@ -1,0 +1,255 @@
+"""The Grafana dashboard: dashboard.yaml says what is asked, this says how Grafana wants it written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dispatcher.core.budget import Reason
+
+SELECTED = 'job=~"$job", namespace=~"$namespace", pool=~"$pool", instance=~"$instance"'
+OF_PROCESS = 'job=~"$job", instance=~"$instance"'
+"""What the client library exports has no pool."""
+EVERYTHING = {"job": ".+", "namespace": ".*", "pool": ".+", "instance": ".+"}
+"""The dashboard's variables and what All stands for: a scrape outside Kubernetes gives no namespace."""
+DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+GREEN, BLUE, YELLOW, ORANGE, RED, PURPLE, GREY = (
+    "green",
+    "blue",
+    "yellow",
+    "orange",
+    "red",
+    "purple",
+    "#808080",
+)
+COLOURS = {
+    **dict.fromkeys(Reason, RED),
+    Reason.DRAINING: GREY,
+    Reason.PAUSED: PURPLE,
+    Reason.STARTING: GREY,
+    Reason.BACKPRESSURE: ORANGE,
+    Reason.NO_ROOM: ORANGE,
+    Reason.SATURATED: YELLOW,
+    Reason.FULL: BLUE,
+    Reason.IDLE: GREY,
+    Reason.OPEN: GREEN,
+}
+CODES = {reason: len(Reason) - reason.rank for reason in Reason}
+"""The gate as one number, the worst of several replicas the greatest."""
+RUNBOOK = "docs/runbook.md"
+
+
+def selected(expression: str) -> str:
+    """With the dashboard's variables as matchers in every series of ours."""
+    expression = expression.replace("@", "namespace, pool")
+    for pattern, matchers in ((r"batch_dispatcher_\w+", SELECTED), (r"process_\w+", OF_PROCESS)):
+        expression = re.sub(rf"\b({pattern})(\{{)?", partial(_with_matchers, matchers), expression)
+    return expression
+
+
+def _with_matchers(matchers: str, found: re.Match[str]) -> str:
+    return f"{found[1]}{{{matchers}, " if found[2] else f"{found[1]}{{{matchers}}}"
+
+
+def gate() -> str:
+    """The gate's reason by pool, as its code."""
+    each = (f'batch_dispatcher_gate{{reason="{reason}"}} * {code}' for reason, code in CODES.items())
+    return f"max by (@) ({' or '.join(each)})"
+
+
+def queries(panel: Mapping[str, Any]) -> dict[str, str]:
+    """Of a panel, by legend."""
+    if panel.get("gate"):
+        return {"": gate()}
+    if name := panel.get("quantiles"):
+        bucket = f"sum by (@, le) (rate(batch_dispatcher_{name}_bucket[$__rate_interval]))"
+        return {f"p{q * 100:g}": f"histogram_quantile({q}, {bucket})" for q in (0.5, 0.95, 0.99)}
+    return dict(panel["queries"])
+
+
+def drawn(panel: Mapping[str, Any]) -> dict[str, Any]:
+    """A panel as Grafana has it, but for its place."""
+    kind, title = next(iter(panel.items()))
+    once = kind in ("stat", "table")
+    targets = [
+        {
+            "refId": chr(ord("A") + number),
+            "datasource": DATASOURCE,
+            "expr": selected(query),
+            "legendFormat": f"{{{{namespace}}}} {{{{pool}}}} {legend}".strip(),
+            "instant": once,
+            "range": not once,
+            "format": "table" if kind == "table" else "time_series",
+        }
+        for number, (legend, query) in enumerate(queries(panel).items())
+    ]
+    return {
+        "type": "timeseries" if kind == "graph" else kind,
+        "title": title,
+        "description": panel["about"],
+        "datasource": DATASOURCE,
+        "targets": targets,
+        "gridPos": {"w": panel.get("width", 8), "h": panel.get("height", 5 if kind == "stat" else 8)},
+        "links": [{"title": "Runbook", "url": f"${{runbook}}#{panel['link']}", "targetBlank": True}],
+        "fieldConfig": {"defaults": _defaults(kind, panel), "overrides": list(_overrides(kind, panel))},
+        "options": _OPTIONS[kind],
+    }
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "stat": {
+        "textMode": "value_and_name",
+        "colorMode": "value",
+        "graphMode": "none",
+        "reduceOptions": {"calcs": ["lastNotNull"]},
+    },
+    "graph": {
+        "legend": {"displayMode": "list", "placement": "bottom"},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "state-timeline": {"mergeValues": True, "showValue": "auto", "rowHeight": 0.8},
+    "table": {"showHeader": True},
+}
+
+
+def _defaults(kind: str, panel: Mapping[str, Any]) -> dict[str, Any]:
+    steps: list[dict[str, Any]] = [{"color": GREEN, "value": None}]
+    custom: dict[str, Any] = {}
+    defaults = {
+        "unit": "s" if "quantiles" in panel else panel.get("unit", "short"),
+        "noValue": panel.get("empty", "unknown"),
+        "custom": custom,
+        "thresholds": {"mode": "absolute", "steps": steps},
+    }
+    if kind == "graph":
+        custom |= {"fillOpacity": 60 if panel.get("stacked") else 8, "showPoints": "auto", "spanNulls": False}
+        if panel.get("stacked"):
+            custom["stacking"] = {"mode": "normal", "group": "A"}
+        if not panel.get("signed"):
+            defaults["min"] = 0
+    if "maximum" in panel:
+        defaults["max"] = panel["maximum"]
+    if "line" in panel:
+        steps.append({"color": RED, "value": panel["line"]})
+        custom["thresholdsStyle"] = {"mode": "line"}
+    if panel.get("gate"):
+        said = {str(code): {"text": reason, "color": COLOURS[reason]} for reason, code in CODES.items()}
+        defaults["mappings"] = [{"type": "value", "options": said}]
+    return defaults
+
+
+def _overrides(kind: str, panel: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def named(ending: str, *properties: tuple[str, Any]) -> dict[str, Any]:
+        told = [{"id": name, "value": value} for name, value in properties]
+        return {"matcher": {"id": "byRegexp", "options": f"/ {ending}$/"}, "properties": told}
+
+    for legend, unit in panel.get("units", {}).items():
+        axis = [("custom.axisPlacement", "right")] if kind == "graph" else []
+        yield named(legend, ("unit", unit), *axis)
+    if kind == "graph" and any("gate_seconds" in query for query in queries(panel).values()):
+        for reason, colour in COLOURS.items():
+            yield named(reason, ("color", {"mode": "fixed", "fixedColor": colour}))
+
+
+def dashboard() -> str:
+    """dashboard.json."""
+    rows = yaml.safe_load((Path(__file__).parent / "dashboard.yaml").read_text())
+    made = {
+        "uid": "batch-dispatcher",
+        "title": "Batch dispatcher",
+        "description": "Why is it not sending, and what does it cost interactive users?",
+        "tags": ["batch-dispatcher", "llm-d"],
+        "schemaVersion": 39,
+        "editable": False,
+        "graphTooltip": 1,
+        "refresh": "30s",
+        "time": {"from": "now-1h", "to": "now"},
+        "links": [{"title": "Runbook", "type": "link", "url": "${runbook}", "targetBlank": True}],
+        "templating": {"list": list(_variables())},
+        "annotations": {"list": list(_annotations())},
+        "panels": list(_placed(rows)),
+    }
+    return json.dumps(made, indent=1, ensure_ascii=False) + "\n"
+
+
+def _placed(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Row by row, 24 wide."""
+    number = down = 0
+    for title, panels in rows.items():
+        number += 1
+        place = {"x": 0, "y": down, "w": 24, "h": 1}
+        yield {
+            "type": "row",
+            "id": number,
+            "title": title,
+            "collapsed": False,
+            "panels": [],
+            "gridPos": place,
+        }
+        down, across, tallest = down + 1, 0, 0
+        for panel in panels:
+            made = drawn(panel)
+            size = made["gridPos"]
+            if across + size["w"] > 24:
+                down, across, tallest = down + tallest, 0, 0
+            number += 1
+            yield {**made, "id": number, "gridPos": {"x": across, "y": down, **size}}
+            across, tallest = across + size["w"], max(tallest, size["h"])
+        down += tallest
+
+
+def _variables() -> Iterator[dict[str, Any]]:
+    yield {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"}
+    narrowed: list[str] = []
+    for name, everything in EVERYTHING.items():
+        query = f"label_values(batch_dispatcher_limit{{{', '.join(narrowed)}}}, {name})"
+        narrowed.append(f'{name}=~"${name}"')
+        yield {
+            "name": name,
+            "label": name.capitalize(),
+            "type": "query",
+            "datasource": DATASOURCE,
+            "query": {"query": query, "refId": name},
+            "definition": query,
+            "refresh": 2,
+            "sort": 1,
+            "multi": True,
+            "includeAll": True,
+            "allValue": everything,
+            "current": {"text": "All", "value": "$__all"},
+        }
+    yield {"name": "runbook", "label": "Runbook", "type": "constant", "query": RUNBOOK, "hide": 2}
+
+
+def _annotations() -> Iterator[dict[str, Any]]:
+    closed = "|".join(reason for reason in Reason if reason.closed)
+    told = (
+        (
+            "Gate closed",
+            ORANGE,
+            f'max by (@, reason) (batch_dispatcher_gate{{reason=~"{closed}"}}) == 1',
+            "reason",
+        ),
+        (
+            "Configuration changed",
+            BLUE,
+            "sum by (@, result) (increase(batch_dispatcher_config_reloads_total[$__rate_interval])) > 0",
+            "result",
+        ),
+    )
+    for name, colour, query, label in told:
+        yield {
+            "name": name,
+            "enable": True,
+            "iconColor": colour,
+            "datasource": DATASOURCE,
+            "expr": selected(query),
+            "titleFormat": f"{{{{pool}}}}: {{{{{label}}}}}",
+            "step": "15s",
+        }

@@ -1,0 +1,169 @@
+"""When each alert fires, and when nothing must: `test_alerts.py` gives these to promtool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Terms
+
+IDLE = Status(
+    process=Process("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
+    gate=Gate("idle", True, "…", 30, 0, 0, None, 30.0, None),
+    budget=Budget(
+        0.05, "saturation", 0.2, 0.0, 0.75, 24, 32.0, "picker", terms=[Terms("saturation", 0.2, 0.0, 0.75, 24, 32.0)]
+    ),
+    signals=Signals("epp", 0.3),
+    line=Line(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
+    price=Price(batch_share=0.0),
+)  # fmt: skip
+REPLICAS = ("a:8080", "b:8080")
+SCRAPE_S = 30
+
+Changes = Mapping[str, str | None]
+"""Series as the page writes it, without the pool → values in promtool's notation; None: it is not there."""
+Fires = Mapping[str, str]
+"""Alert → its labels beside namespace and pool."""
+
+
+@dataclass(frozen=True)
+class Case:
+    about: str
+    changes: Changes
+    fires: Fires
+    at: str
+    """When it fires; with `fires` empty, when nothing must."""
+    not_at: str = ""
+    """When nothing fires yet."""
+    only: tuple[str, ...] = REPLICAS
+    """The replicas that it is different for."""
+    bare: bool = False
+    """Nothing is there but `changes`."""
+    vanish: bool = False
+    """They are there for ten minutes."""
+    every_s: int = SCRAPE_S
+    extra: Changes = field(default_factory=dict)
+    """Series that are no replica's: written out, labels and all."""
+    pooled: bool = True
+    """The alert names namespace and pool."""
+
+
+def gate(**shares: float) -> dict[str, str]:
+    """The gate's reasons by their share of the time."""
+    told = {
+        f'gate_seconds_total{{reason="{name.replace("_", "-")}"}}': rising(share)
+        for name, share in shares.items()
+    }
+    return {'gate_seconds_total{reason="idle"}': "0x4000", **told}
+
+
+def rising(a_second: float, every_s: int = SCRAPE_S) -> str:
+    return f"0+{a_second * every_s:g}x4000"
+
+
+WORK = {"pending": "50x4000"}
+CASES = [
+    # Nothing is sent.
+    Case("nothing of ours was ever seen", {}, {"BatchDispatcherDown": ""}, "6m", "4m", bare=True, pooled=False),
+    Case(
+        "the pool's dispatchers are gone", {}, {"BatchDispatcherDown": ""}, "18m", "12m", vanish=True,
+    ),
+    Case(
+        "one pool's are gone, another's are not", {}, {"BatchDispatcherDown": ""}, "18m", "12m", vanish=True,
+        extra={'batch_dispatcher_build_info{job="batch-dispatcher",instance="c",namespace="batch",pool="other"}': "1x4000"},
+    ),
+    Case(
+        "it never came up", {}, {"BatchDispatcherDown": "", "BatchDispatcherReplicaDown": ""}, "6m", "4m", bare=True,
+        extra={'up{job="batch-dispatcher",instance="a:8080"}': "0x4000"}, pooled=False,
+    ),
+    Case(
+        "two replicas of another job's name do not answer", {}, {"BatchDispatcherReplicaDown": "job=b"}, "20m", "9m",
+        extra={f'{name}{{job="b",instance="{n}"{labels}}}': values for n in "cd" for name, labels, values in
+               (("up", "", "1x10 0x4000"), ("batch_dispatcher_build_info", ',pool="other"', "1x10 stale"),
+                ("batch_dispatcher_build_info", ',pool="other",version="2"', "1x4000"))},
+        pooled=False,
+    ),
+    Case("one replica is up", {"up": "0x4000"}, {"BatchDispatcherReplicaDown": "job=batch-dispatcher"}, "10m",
+         only=REPLICAS[:1], pooled=False),
+    Case("the queue is away for one", {'reachable{part="queue"}': "0x4000"}, {"BatchDispatcherQueueUnreachable": ""},
+         "7m", only=REPLICAS[:1]),
+    Case("a queue that flaps", {'reachable{part="queue"}': "1 0 " * 40}, {"BatchDispatcherQueueUnreachable": ""}, "7m"),
+    Case("a failover", {'reachable{part="queue"}': "1x9 0 1x400"}, {}, "6m"),
+    Case("the gateway is away", {'reachable{part="gateway"}': "1x20 0x4000"}, {"BatchDispatcherGatewayUnreachable": ""},
+         "16m", "11m"),
+    Case("the gateway restarts", {'reachable{part="gateway"}': "1x20 0x2 1x400"}, {}, "14m"),
+    Case("signals unreadable for one", {
+        'reads_total{result="ok",source="epp"}': "0x4000", 'reads_total{result="unreadable",source="epp"}': rising(1),
+        **gate(unreadable=1)}, {"BatchDispatcherSignalsUnreadable": ""}, "9m", "3m", only=REPLICAS[:1]),
+    Case("readings are implausible", gate(implausible=1), {"BatchDispatcherSignalsUnreadable": ""}, "9m"),
+    Case("they flap between reasons", gate(unreadable=0.3, stale=0.3, idle=0.4),
+         {"BatchDispatcherSignalsUnreadable": ""}, "9m"),
+    Case("a fifth of the polls fail", {
+        'reads_total{result="ok",source="epp"}': rising(0.8),
+        'reads_total{result="unreadable",source="epp"}': rising(0.2)}, {}, "60m"),
+    Case("no poll ends", {"reading_age_seconds": "0+30x4000", 'reads_total{result="ok",source="epp"}': "0x4000"},
+         {"BatchDispatcherSignalsStale": ""}, "6m", "3m"),
+    Case("no endpoints, and work", {**WORK, **gate(no_endpoints=1)},
+         {"BatchDispatcherGateClosed": "reason=no-endpoints"}, "22m", "14m"),
+    Case("no endpoints at night without work", gate(no_endpoints=1), {}, "120m"),
+    Case("a queue that nobody knows, still starting", {"pending": None, "delayed": None, **gate(starting=1)},
+         {"BatchDispatcherGateClosed": "reason=starting"}, "22m", "14m"),
+    Case("refused again and again", {**WORK, **gate(backpressure=0.8, open=0.2)},
+         {"BatchDispatcherGateClosed": "reason=backpressure"}, "22m"),
+    Case("refused now and then", {**WORK, **gate(backpressure=0.1, full=0.9), "running": "3x4000"}, {}, "60m"),
+    Case("realtime has it all", {**WORK, **gate(no_room=1)}, {"BatchDispatcherStarved": "reason=no-room"}, "370m", "300m"),
+    Case("a busy day without work", gate(no_room=1), {}, "420m"),
+    Case("left paused", {**WORK, "paused": "1x4000", **gate(paused=1)}, {"BatchDispatcherPaused": ""}, "250m", "230m"),
+    Case("paused without work", {"paused": "1x4000", **gate(paused=1)}, {}, "420m"),
+    Case("only observed", {"observing": "1x4000", 'build_info{python="3.11",version="1.0"}': "1x4000"},
+         {"BatchDispatcherObserving": ""}, "193h", "190h", every_s=300, bare=True),
+    Case("open, with work, and nothing is sent", {**WORK, **gate(open=1)}, {"BatchDispatcherNotSending": ""}, "24m", "18m"),
+    Case("an observer does not send", {**WORK, **gate(open=1), "observing": "1x4000"}, {}, "60m"),
+    # What was promised is missed.
+    Case("deadlines at risk", {"deadline_at_risk": "7x4000"}, {"BatchDispatcherDeadlinesAtRisk": ""}, "11m", "9m"),
+    Case("none is at risk", {"deadline_at_risk": "0x4000"}, {}, "60m"),
+    Case("a deadline is near, and nothing is sent", {**WORK, "deadline_slack_seconds": "600-30x4000",
+         **gate(no_room=1)}, {"BatchDispatcherDeadlineNear": ""}, "14m", "6m"),
+    Case("a deadline is near, and work is done", {**WORK, "deadline_slack_seconds": "100x4000", **gate(full=1),
+         'tries_total{outcome="delivered",status="2xx"}': rising(1), "running": "9x4000"}, {}, "60m"),
+    Case("deadlines are missed", {"expired_total": "0x20 1+1x4000"}, {"BatchDispatcherDeadlinesMissed": ""}, "12m", "9m"),
+    Case("missed before the first scrape", {"expired_total": "5x4000"}, {"BatchDispatcherDeadlinesMissed": ""}, "2m",
+         only=REPLICAS[:1]),
+    Case("missed long ago, and a Prometheus that is new", {"expired_total": "5x4000", "start": "-9000x4000"}, {}, "2m"),
+    Case("requests are put aside", {'leases_ended_total{answer="done",how="burial"}': "0x20 4x4000", "dead": "3x20 7x4000"},
+         {"BatchDispatcherDeadRequests": ""}, "15m", "9m", only=REPLICAS[:1]),
+    Case("dead that an old dispatcher left", {"dead": "9000x4000"}, {}, "120m"),
+    Case("dead that somebody else put aside", {"dead": "3x20 5x4000"}, {"BatchDispatcherDeadRequests": ""}, "15m"),
+    Case("dead that were requeued", {"dead": "9x20 0x4000"}, {}, "30m"),
+    Case("the backlog grows", {"pending": "0+10x4000", **gate(full=1), "running": "30x4000",
+         'tries_total{outcome="delivered",status="2xx"}': rising(1)}, {"BatchDispatcherBacklogGrowing": ""}, "80m", "55m"),
+    Case("one large batch", {"pending": "0x60 9000-20x400", **gate(full=1), "running": "30x4000",
+         'tries_total{outcome="delivered",status="2xx"}': rising(1)}, {}, "120m"),
+    # It is sent, and it goes wrong.
+    Case("refusals", {'tries_total{outcome="overloaded",status="4xx"}': rising(0.1),
+         'tries_total{outcome="delivered",status="2xx"}': rising(0.9)}, {"BatchDispatcherRefusals": ""}, "12m", "3m"),
+    Case("two refusals", {'tries_total{outcome="overloaded",status="4xx"}': "0x20 2x4000"}, {}, "30m"),
+    Case("over-full and open", {'f_sys{signal="saturation"}': "1.1x4000", **gate(full=1)},
+         {"BatchDispatcherGateInert": ""}, "22m", "14m"),
+    Case("over-full and closed", {'f_sys{signal="saturation"}': "1.1x4000", **gate(no_room=1)}, {}, "60m"),
+    Case("full of our work, as it should be", {'f_sys{signal="saturation"}': "0.95x4000", "in_flight": "30x4000",
+         **gate(full=1)}, {}, "60m"),
+    Case("series that do not show our work", {'f_sys{signal="saturation"}': "0.1x4000", "in_flight": "30x4000",
+         **gate(full=1)}, {"BatchDispatcherGateInert": ""}, "22m"),
+    Case("leases are lost", {"leases_lost_total": "0x20 3x4000"}, {"BatchDispatcherLeasesLost": ""}, "12m", "9m"),
+    Case("lost before the first scrape", {"leases_lost_total": "3x4000"}, {"BatchDispatcherLeasesLost": ""}, "2m"),
+    Case("too little CPU", {"loop_lag_seconds": "0.5x4000"}, {"BatchDispatcherSlow": ""}, "6m", "4m"),
+    Case("late now and then", {"loop_lag_seconds": "0x9 0.9 0x9 0.9 0x9 0.9 0x400"}, {}, "20m"),
+    Case("a defect", {'events_total{event="surprise"}': "0x20 1x4000"}, {"BatchDispatcherDefect": ""}, "15m", "9m"),
+    # It is set up wrong.
+    Case("a refused configuration", {"config_refused": "1x4000"}, {"BatchDispatcherConfigRefused": ""}, "6m", "4m"),
+    Case("a blind watch", {"watch_failing": "1x4000"}, {"BatchDispatcherWatchFailing": ""}, "11m", "9m"),
+    Case("capacities differ", {"per_endpoint": "32x4000", "picker_max_concurrency": "16x4000"},
+         {"BatchDispatcherCapacityDiffers": ""}, "11m", "9m"),
+    Case("capacities agree", {"per_endpoint": "16x4000", "picker_max_concurrency": "16x4000"}, {}, "60m"),
+    Case("only ours is known", {"per_endpoint": "16x4000"}, {}, "60m"),
+    # Nothing is wrong.
+    Case("fresh, idle, healthy", {}, {}, "1m", "10m"),
+    Case("a quiet night", {}, {}, "480m"),
+    Case("one replica is new", {"leases_lost_total": "0x4000"}, {}, "30m", only=REPLICAS[:1]),
+]  # fmt: skip

@@ -1,0 +1,141 @@
+"""Each alert in promtool: it fires when it should, alone, once though there are two replicas, and not before.
+
+Every case begins as two replicas of a healthy, idle dispatcher with all series of the real page, and says
+what is different. What fires is compared with all alerts that fire.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from dispatcher.telemetry.metrics import Metrics
+from tests.monitoring.cases import CASES, IDLE, REPLICAS, Case, rising
+from tests.monitoring.files import RULES, alerts
+from tests.support import require_tool
+
+
+def healthy(every_s: int) -> dict[str, str]:
+    """The page of a healthy, idle dispatcher as it goes on, without the pool's label."""
+    metrics = Metrics("qwen")
+    metrics.show(lambda: IDLE)
+    series = {}
+    for family in text_string_to_metric_families(metrics.page()[0].decode()):
+        for sample in family.samples:
+            if sample.name.startswith("batch_dispatcher_") and "le" not in sample.labels:
+                labels = ",".join(f'{k}="{v}"' for k, v in sorted(sample.labels.items()) if k != "pool")
+                name = sample.name.removeprefix("batch_dispatcher_") + (f"{{{labels}}}" if labels else "")
+                series[name] = f"{sample.value:g}x4000"
+    assert {'gate_seconds_total{reason="idle"}', 'reads_total{result="ok",source="epp"}'} <= series.keys()
+    return series | {
+        'gate_seconds_total{reason="idle"}': rising(1, every_s),
+        'reads_total{result="ok",source="epp"}': rising(1, every_s),
+        "up": "1x4000",
+        "start": "-100x4000",
+    }
+
+
+UNKNOWN = {"deadline_at_risk", "deadline_slack_seconds", "per_endpoint", "picker_max_concurrency"}
+"""Absent from the page of an idle dispatcher."""
+
+
+def input_series(case: Case) -> list[dict[str, str]]:
+    base = {} if case.bare else healthy(case.every_s)
+    assert case.bare or case.changes.keys() <= base.keys() | UNKNOWN, "no such series on the page"
+    found: dict[str, str | None] = dict(case.extra)
+    for replica in REPLICAS:
+        series = {**base, **(case.changes if replica in case.only else {})}
+        for name, values in series.items():
+            found[written(name, replica)] = (
+                values and re.sub(r"x4000$", "x20 stale", values) if case.vanish else values
+            )
+    return [{"series": name, "values": values} for name, values in found.items() if values is not None]
+
+
+def written(name: str, replica: str) -> str:
+    bare, _, labels = name.partition("{")
+    where = f'namespace="batch",job="batch-dispatcher",instance="{replica}"'
+    if bare == "up":
+        return f"up{{{where}}}"
+    if bare == "start":
+        return f"process_start_time_seconds{{{where}}}"
+    return f'batch_dispatcher_{bare}{{{where},pool="qwen"{"," if labels else ""}{labels or "}"}'
+
+
+def expected(case: Case) -> list[dict[str, Any]]:
+    found = []
+    for alert, more in case.fires.items():
+        labels = {"alertname": alert}
+        if case.pooled:
+            labels |= {"namespace": "batch", "pool": "qwen"}
+        if more:
+            name, _, value = more.partition("=")
+            labels[name] = value
+            if name == "job" and value == "batch-dispatcher":
+                labels["namespace"] = "batch"
+        elif alert == "BatchDispatcherReplicaDown":
+            labels["job"] = "batch-dispatcher"
+        told = ",".join(f'{name}="{value}"' for name, value in labels.items())
+        found.append({"labels": f"{{{told}}}", "value": 1})
+    return found
+
+
+def promtool_test(case: Case) -> dict[str, Any]:
+    firing = 'count by (alertname, namespace, pool, reason, job) (ALERTS{alertstate="firing"})'
+    moments = [{"expr": firing, "eval_time": case.at, "exp_samples": expected(case)}]
+    if case.not_at:
+        moments.append({"expr": firing, "eval_time": case.not_at, "exp_samples": []})
+    return {
+        "name": case.about,
+        "interval": f"{case.every_s}s",
+        "input_series": input_series(case),
+        "promql_expr_test": moments,
+    }
+
+
+def run(cases: list[Case], folder: Path, rules: Path = RULES) -> subprocess.CompletedProcess[str]:
+    file = folder / "alerts_test.yaml"
+    tests = [promtool_test(case) for case in cases]
+    every = max(case.every_s for case in cases)
+    file.write_text(
+        yaml.safe_dump(
+            {"rule_files": [str(rules)], "evaluation_interval": f"{max(every, 60)}s", "tests": tests}
+        )
+    )
+    command = [require_tool("promtool"), "test", "rules", file]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.about)
+def test_alert(case: Case, tmp_path: Path) -> None:
+    done = run([case], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_has_a_case_in_which_it_fires_and_no_case_names_another() -> None:
+    assert {alert for case in CASES for alert in case.fires} == set(alerts())
+
+
+def test_a_pool_that_never_had_a_dispatcher_is_told_by_name_where_the_rules_name_it(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.about == "nothing of ours was ever seen")
+    named = tmp_path / "named.yaml"
+    named.write_text(RULES.read_text().replace('pool=~".+"', 'namespace="batch",pool="qwen"'))
+    done = run([replace(case, pooled=True)], tmp_path, named)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_would_notice_an_alert_that_is_silent(tmp_path: Path) -> None:
+    """The cases are held against broken rules: a threshold out of reach, a `for` too long."""
+    case = next(case for case in CASES if case.fires == {"BatchDispatcherSlow": ""})
+    for before, after in ((" > 0.3", " > 30"), ("for: 5m", "for: 50m")):
+        broken = tmp_path / "broken.yaml"
+        broken.write_text(RULES.read_text().replace(before, after))
+        assert run([case], tmp_path, broken).returncode != 0
+    assert run([replace(case, fires={})], tmp_path).returncode != 0

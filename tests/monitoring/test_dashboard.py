@@ -1,0 +1,147 @@
+"""The rules of Grafana's dashboard-linter, restated; and what a person needs to read a panel."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from dispatcher.core.budget import Reason
+from tests.monitoring.files import (
+    RULES,
+    VARIABLES,
+    annotation_queries,
+    dashboard,
+    every_query,
+    panel_queries,
+    panels,
+)
+from tests.monitoring.promql import named
+from tests.support import require_tool
+
+ROWS = ["Now", "Budget", "Gate", "Queue and deadlines", "Gateway", "Harvest and price", "Replicas"]
+ROOT = Path(__file__).parents[2]
+UNITS = {"short", "none", "percentunit", "s", "reqps", "cps", "bytes"}
+each_panel = pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])
+
+
+def test_rows_are_in_the_order_in_which_one_asks() -> None:
+    assert [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"] == ROWS
+
+
+def test_variables_choose_datasource_job_namespace_pool_and_replica() -> None:
+    variables = {each["name"]: each for each in dashboard()["templating"]["list"]}
+    assert list(variables) == ["datasource", "job", "namespace", "pool", "instance", "runbook"]
+    assert variables["datasource"]["type"] == "datasource"
+    assert variables["datasource"]["query"] == "prometheus"
+    for name in ("job", "namespace", "pool", "instance"):
+        variable = variables[name]
+        assert variable["multi"], "several at once"
+        assert variable["includeAll"]
+        assert variable["refresh"] == 2, "anew when the time range changes"
+        assert variable["allValue"] == VARIABLES[name]
+        assert variable["datasource"]["uid"] == "${datasource}"
+        assert variable["definition"].endswith(f", {name})")
+
+
+def test_nobody_edits_it_in_grafana_and_loses_that() -> None:
+    assert dashboard()["editable"] is False
+
+
+@each_panel
+def test_panel_tells_what_it_is(panel: dict[str, Any]) -> None:
+    assert panel["title"]
+    assert panel["description"].endswith(".")
+    assert panel["datasource"]["uid"] == "${datasource}"
+    assert panel["targets"]
+    assert panel["fieldConfig"]["defaults"]["unit"] in UNITS
+    assert panel["fieldConfig"]["defaults"]["noValue"]
+    assert panel["links"][0]["url"].startswith("${runbook}#")
+    assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
+
+
+@each_panel
+def test_queries_of_a_panel_ask_for_what_was_chosen(panel: dict[str, Any]) -> None:
+    legends = []
+    for target in panel["targets"]:
+        assert target["datasource"]["uid"] == "${datasource}"
+        assert "{{pool}}" in target["legendFormat"]
+        legends.append(target["legendFormat"])
+        for selector in named(target["expr"]).selectors:
+            chosen = {(m.label, m.how, m.value) for m in selector.matchers}
+            wanted = {(name, "=~", f"${name}") for name in ("job", "namespace", "pool", "instance")}
+            if selector.name.startswith("process_"):
+                wanted = {(name, "=~", f"${name}") for name in ("job", "instance")}
+            assert wanted <= chosen, selector.name
+    assert len(legends) == len(set(legends))
+
+
+@each_panel
+def test_rates_follow_the_scrape_and_counters_are_not_drawn_bare(panel: dict[str, Any]) -> None:
+    for target in panel["targets"]:
+        seen = named(target["expr"])
+        # Over the whole time chosen only where one figure is shown for it.
+        assert set(seen.windows) <= ({"[$__rate_interval]", "[$__range]"} if panel["type"] == "stat" else
+                                     {"[$__rate_interval]"})  # fmt: skip
+        counters = [s.name for s in seen.selectors if re.search(r"_(total|bucket|sum|count)$", s.name)]
+        assert len(counters) == len(seen.windows)
+        assert len(counters) == len(re.findall(r"\b(?:rate|increase)\(", target["expr"]))
+
+
+def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
+    every = dashboard()["panels"]
+    assert len({panel["id"] for panel in every}) == len(every)
+    taken: set[tuple[int, int]] = set()
+    for panel in every:
+        place = panel["gridPos"]
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert not taken & cells, panel["title"]
+        taken |= cells
+
+
+def test_the_gate_is_shown_in_words_for_every_reason() -> None:
+    shown = [panel for panel in panels() if "mappings" in panel["fieldConfig"]["defaults"]]
+    assert len(shown) == 2
+    for panel in shown:
+        (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+        (target,) = panel["targets"]
+        codes = dict(re.findall(r'reason="([\w-]+)"\} \* (\d+)', target["expr"]))
+        assert {option["text"]: code for code, option in mapping["options"].items()} == codes
+        assert list(codes) == list(Reason)
+        by_rank = sorted(Reason, key=lambda reason: -int(codes[reason]))
+        assert by_rank == list(Reason), "of several replicas the reason that comes first wins"
+
+
+def test_annotations_tell_of_closed_gates_and_reloads() -> None:
+    assert [query.where for query in annotation_queries()] == [
+        "annotation Gate closed",
+        "annotation Configuration changed",
+    ]
+
+
+def test_promtool_takes_every_expression(tmp_path: Path) -> None:
+    """The dashboard's and the runbook's, as rules of a file of their own; and the rules as they are."""
+    promtool = require_tool("promtool")
+    queries = [query for query in every_query() if "$" in query.expr or query.where == "the runbook"]
+    assert len(queries) > 90
+    made = [{"record": f"checked:{number}", "expr": query.filled()} for number, query in enumerate(queries)]
+    file = tmp_path / "every.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "every", "rules": made}]}))
+    for each in (file, RULES):
+        done = subprocess.run([promtool, "check", "rules", each], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_what_is_generated_is_up_to_date() -> None:
+    command = [sys.executable, ROOT / "deploy" / "generate.py", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_query_of_a_panel_is_known_by_its_panel() -> None:
+    assert all(query.panel["title"] in query.where for query in panel_queries())

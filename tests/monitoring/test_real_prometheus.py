@@ -1,0 +1,97 @@
+"""Every expression of ours, asked of a real Prometheus that scrapes a working dispatcher."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from tests.monitoring.files import Query, alerts
+from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue, seen_of_catalogue
+from tests.scenarios.processes import POOL, Stage
+
+NOT_HERE = {
+    "batch_dispatcher_ceiling",  # nothing is refused
+    "batch_dispatcher_picker_max_concurrency",
+    "batch_dispatcher_per_endpoint",  # max_sys is set
+    "batch_dispatcher_watch_endpoints",  # no cluster
+    "batch_dispatcher_watch_unsure_seconds",
+}
+"""What a dispatcher beside the stand-in has no value for."""
+NOT_YET = {
+    "batch_dispatcher_oldest_pending_age_seconds",
+    "batch_dispatcher_deadline_slack_seconds",
+    "batch_dispatcher_deadline_at_risk",
+    "batch_dispatcher_service_rate",
+    "batch_dispatcher_replicas",
+    "batch_dispatcher_realtime_ttft_seconds",
+    "batch_dispatcher_realtime_tpot_seconds",
+    "batch_dispatcher_batch_share",
+}
+"""Declared, and filled by nobody yet."""
+
+
+def test_every_expression_returns_what_it_should_of_a_working_dispatcher(
+    stage: Stage, tmp_path: Path
+) -> None:
+    world = stage.world(slots=32, seconds=0.3)
+    dispatcher = stage.dispatcher(stage.settings(world))
+    (tmp_path / "prometheus").mkdir()
+    with Prometheus(tmp_path / "prometheus", scrape_s=0.5) as prometheus:
+        prometheus.scrape({"a": dispatcher.admin_port})
+        # Nothing waits until it is scraped: every rate begins at 0.
+        prometheus.wait_for('batch_dispatcher_gate{reason="idle"} == 1')
+        stage.producer.submit(800, b'{"prompt":"hi","max_tokens":8}', created=int(time.time()))
+        prometheus.wait_for(
+            'rate(batch_dispatcher_tries_total{outcome="delivered"}[4s]) > 10'
+            " and on () batch_dispatcher_pending > 0"
+        )
+        prometheus.wait_for('pool:batch_dispatcher_gate:share5m{reason="full"} > 0')
+        findings = prometheus.findings(pool=POOL, namespace="batch", instance="a")
+        faulty = (
+            "batch_dispatcher_gone",
+            "-batch_dispatcher_limit",
+            "0 * batch_dispatcher_limit / 0",
+            "sum(",
+        )
+        planted = prometheus.findings([Query("planted", expr) for expr in faulty])
+        seen, moved = seen_of_catalogue(prometheus), moved_of_catalogue(prometheus)
+        assert prometheus.rule_errors() == {}
+        assert [alert["labels"] for alert in prometheus.alerts() if alert["state"] == "firing"] == []
+    assert (moved["batch_dispatcher_tries_total"], moved["batch_dispatcher_wait_seconds"]) == (True, True)
+    assert (moved["batch_dispatcher_reserve"], moved["batch_dispatcher_config_generation"]) == (False, False)
+    missing = {name for name, there in seen.items() if not there}
+    assert missing <= NOT_HERE | NOT_YET, missing
+    assert [found for found in findings if not found.absent & (NOT_HERE | NOT_YET)] == []
+    assert [found.problem.partition(":")[0] for found in planted] == [
+        "no data",
+        "negative",
+        "no data",
+        'invalid parameter "query"',
+    ]
+
+
+def test_an_alert_fires_with_its_texts_whole(stage: Stage, tmp_path: Path) -> None:
+    """With the rules in a hurry: a dispatcher that is gone."""
+    world = stage.world(slots=32, seconds=0.3)
+    dispatcher = stage.dispatcher(stage.settings(world))
+    (tmp_path / "prometheus").mkdir()
+    with Prometheus(tmp_path / "prometheus", scrape_s=0.5, hurry=100) as prometheus:
+        prometheus.scrape({"a": dispatcher.admin_port})
+        prometheus.wait_for(
+            'batch_dispatcher_build_info unless on () ALERTS{alertname="BatchDispatcherDown"}'
+        )
+        dispatcher.terminate()
+        prometheus.wait_for('ALERTS{alertname="BatchDispatcherDown",alertstate="firing"}')
+        (down,) = [
+            each for each in prometheus.alerts() if each["labels"]["alertname"] == "BatchDispatcherDown"
+        ]
+    assert (down["labels"]["pool"], down["labels"]["namespace"]) == (POOL, "batch")
+    assert down["annotations"]["summary"] == f"No dispatcher runs for pool {POOL}"
+    assert "<" not in "".join(down["annotations"].values())
+
+
+def test_hurried_rules_are_the_same_rules() -> None:
+    text = "expr: rate(x[5m]) > 60\nfor: 1h\n"
+    assert hurried(text, 60) == "expr: rate(x[5000ms]) > 60\nfor: 60000ms\n"
+    assert hurried(text, 1) == text
+    assert len(alerts()) > 20
