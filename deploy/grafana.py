@@ -239,7 +239,7 @@ def _annotations() -> Iterator[dict[str, Any]]:
         (
             "Configuration changed",
             BLUE,
-            "sum by (@, result) (increase(batch_dispatcher_config_reloads_total[$__rate_interval])) > 0",
+            "sum by (@, result) (increase(batch_dispatcher_config_reloads_total[2m])) > 0",
             "result",
         ),
     )
