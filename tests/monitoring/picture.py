@@ -137,7 +137,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         layers = [
             [dict(zip(line.at, line.values, strict=True)).get(at, 0.0) for at in moments] for _, line in shown
         ]
-        colours = _colours(panel)
+        colours = {legend: told["fixedColor"] for legend, told in _overridden(panel, "color").items()}
         axes.stackplot(
             [at - began for at in moments],
             layers,
@@ -147,12 +147,10 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
             linewidth=0,
         )
     else:
-        right = {
-            o["matcher"]["options"] for o in panel["fieldConfig"]["overrides"] if len(o["properties"]) > 1
-        }
+        right = _overridden(panel, "custom.axisPlacement")
         other = axes.twinx() if right else None
         for number, (legend, line) in enumerate(shown):
-            on = other if other is not None and any(legend in name for name in right) else axes
+            on = other if other is not None and legend in right else axes
             on.plot(
                 [at - began for at in line.at],
                 line.values,
@@ -181,13 +179,13 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
     )
 
 
-def _colours(panel: Mapping[str, Any]) -> dict[str, str]:
-    """Of the panel's overrides, by legend."""
+def _overridden(panel: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A property of single series, by legend."""
     return {
-        override["matcher"]["options"].strip("/ $"): each["value"]["fixedColor"]
+        override["matcher"]["options"].strip("/ $"): each["value"]
         for override in panel["fieldConfig"]["overrides"]
         for each in override["properties"]
-        if each["id"] == "color"
+        if each["id"] == what
     }
 
 
@@ -232,8 +230,7 @@ def _words(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
     """Of a figure or a table, what it says at the end."""
     axes.axis("off")
     defaults = panel["fieldConfig"]["defaults"]
-    units = {o["matcher"]["options"].strip("/ $"): o["properties"][0]["value"]
-             for o in panel["fieldConfig"]["overrides"]}  # fmt: skip
+    units = _overridden(panel, "unit")
     found = []
     for legend, line in _lines(panel, prometheus, began, ended):
         if panel["type"] == "table":
