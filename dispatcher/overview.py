@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reading, Reason
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.price import Price
 from dispatcher.dispatch.access import View
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
@@ -49,6 +52,7 @@ def overview(
             watch_problems=[str(problem) for problem in watched.problems],
         ),
         line=_line(queue),
+        price=_price(poll.price) if poll else show.Price(),
     )
 
 
@@ -139,7 +143,8 @@ def _signals(readings: list[Reading], poll: Poll | None, now: float) -> show.Sig
 
 
 def _line(queue: View) -> show.Line:
-    counts = queue.counts
+    counts, ahead = queue.counts, queue.outlook
+    replicas = ahead.replicas if ahead else ()
     return show.Line(
         pending=counts.pending if counts else None,
         leased=counts.leased if counts else None,
@@ -147,4 +152,24 @@ def _line(queue: View) -> show.Line:
         dead=counts.dead if counts else None,
         paused=queue.shared.paused if queue.shared else False,
         queue_problem=queue.problem,
+        oldest_pending_age_s=ahead.oldest_pending_age_s if ahead else None,
+        earliest_deadline_s=ahead.earliest_deadline_s if ahead else None,
+        at_risk=ahead.at_risk if ahead else None,
+        service_rate=ahead.service_rate if ahead else None,
+        replica_count=ahead.owners if ahead else None,
+        replicas=[asdict(replica) for replica in replicas],
+    )
+
+
+def _price(price: Price) -> show.Price:
+    return show.Price(
+        ttft_p50_s=price.ttft_p50_s,
+        ttft_p95_s=price.ttft_p95_s,
+        tpot_p50_s=price.tpot_p50_s,
+        tpot_p95_s=price.tpot_p95_s,
+        price_of=price.of,
+        price_requests=price.requests,
+        price_source=price.source or None,
+        price_why_not=price.why_not or None,
+        batch_share=price.batch_share,
     )

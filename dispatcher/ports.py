@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from dispatcher.core.outcome import Outcome
+from dispatcher.core.outlook import Line
 from dispatcher.core.request import Request
 
 
@@ -290,6 +291,15 @@ class Queue(Protocol):
 
     async def counts(self) -> Counts: ...
 
+    async def line(self, rate: float | None = None, service_s: float = 0.0) -> Line:
+        """How what is pending lies, who works on it, and how much was ever settled; reads only.
+
+        Spans are narrow where it decides who misses its deadline at this rate, so that `outlook.at_risk` is
+        off by no more than a few hundredths; without a rate they are coarse. At most 50 replicas are named,
+        and only the first request of each priority is read. Replicas that only observe are not seen.
+        """
+        ...
+
     async def wait_for_work(self) -> None:
         """Return when work may have arrived: a producer woke us, or poll_s has passed and there is some.
 
@@ -353,6 +363,10 @@ class Desk(Protocol):
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         """The dead with an entry above `after`, by entry."""
+        ...
+
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        """Those with the highest entries, the highest first."""
         ...
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:

@@ -38,7 +38,7 @@ from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import presence
 from dispatcher.queue.redis import RedisQueue
-from dispatcher.settings import Settings
+from dispatcher.settings import Settings, effective
 from dispatcher.settings.load import Refusal, read, reload
 from dispatcher.settings.source import Problem
 from dispatcher.settings.watch import prepare as prepare_watch
@@ -80,14 +80,31 @@ class Service:
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self.journal)
-        self.poller = Poller(sources(settings), settings.signals, settings.policy(), self._polled)
+        self.poller = Poller(
+            sources(settings),
+            settings.signals,
+            settings.policy(),
+            self._polled,
+            batch_share=self._batch_share,
+        )
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
         self.pace = PaceWatch(self._slow)
         self._metrics.show(self.status)
         self._watched = Endpoints()
 
     def views(self) -> Views:
-        return Views(self._live, self._ready, self.status, self._metrics.page)
+        return Views(
+            self._live,
+            self._ready,
+            self.status,
+            self._metrics.page,
+            settings=lambda: effective.as_json(self.settings),
+            results=self._results,
+            dead=self._queue.dead_newest,
+        )
+
+    def _results(self) -> dict[str, float]:
+        return {code: self._metrics.value(series.RESULTS, code) for code in series.CODES}
 
     async def run(self) -> None:
         """Work until drained."""
@@ -161,6 +178,11 @@ class Service:
             self.limiter.reading_failed(worst.reason, why, poll.at)
         self._gateway.resize(self.limiter.allowance(now).limit)
         self.dispatcher.readings_came()
+
+    def _batch_share(self) -> float | None:
+        """Our requests in flight, all replicas together, as a share of the capacity."""
+        budget = self.limiter.allowance(_now()).budget
+        return self.limiter.in_flight / budget.max_sys if budget is not None and budget.max_sys > 0 else None
 
     def _endpoints(self, endpoints: Endpoints) -> None:
         self._watched = endpoints
@@ -256,7 +278,10 @@ async def serve(
         service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         stack.enter_context(service.listening())
         admin = settings.admin
-        server = AdminServer(service.views(), host=admin.host, port=admin.port, token_file=admin.token_file)
+        views = service.views()
+        feed = views.feed(time.time)
+        stack.enter_context(heard_by(feed.heard))
+        server = AdminServer(views, feed, host=admin.host, port=admin.port, token_file=admin.token_file)
         try:
             await stack.enter_async_context(server)
         except OSError as error:
@@ -280,9 +305,13 @@ async def serve(
             {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.now}
         ):
             async with asyncio.TaskGroup() as tasks:
-                watching = tasks.create_task(reloader.run(), name="configuration")
+                beside = [
+                    tasks.create_task(reloader.run(), name="configuration"),
+                    tasks.create_task(feed.run(), name="feed"),
+                ]
                 await service.run()
-                watching.cancel()
+                for task in beside:
+                    task.cancel()
         emit(Event.STOPPED)
     logs.finish()
 

@@ -1,5 +1,5 @@
-"""The admin port: probes, metrics, status."""
+"""The admin port: probes, metrics, status, the live page."""
 
-from dispatcher.admin.server import AdminServer, Views
+from dispatcher.admin.server import AdminServer, Limits, Views
 
-__all__ = ["AdminServer", "Views"]
+__all__ = ["AdminServer", "Limits", "Views"]

@@ -1,22 +1,66 @@
-"""One port for operators and their machines: /livez, /readyz, /metrics, /status.
+"""One port for operators and their machines: /livez, /readyz, /metrics, /status, /events, and a page at /.
 
-The probes are open. /metrics and /status want the bearer token where admin.token_file names one; the file
-is read at each request, so a rotated token counts at once.
+The probes are open, and so is the page, which holds no data. All else wants the bearer token where
+admin.token_file names one; the file is read at each request, so a rotated token counts at once. The page asks
+for the token and reads /events with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
+from dispatcher.admin.stream import STREAMS_MOST, Feed
+from dispatcher.ports import Dead
 from dispatcher.telemetry.status import Status
 
+SHUTDOWN_S = 0.5
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_PAGE = Path(__file__).parent / "page"
+_ASSETS = {
+    "/": ("index.html", "text/html"),
+    "/page.css": ("page.css", "text/css"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_OPEN = {"/livez", "/readyz", *_ASSETS}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the port takes upon itself."""
+
+    connections: int = 64
+    """At one more, the one that has waited longest for a request is closed; none waits: the new one is."""
+    head_s: float = 10.0
+    """A connection that has not sent a whole request by then is closed, an idle one too."""
+    heartbeat_s: float = 10.0
+    """A stream without news says so this often, and its token is looked at again."""
+    write_s: float = 10.0
+    """A reader that takes nothing for so long is gone."""
+
+
+_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,49 +72,115 @@ class Views:
     status: Callable[[], Status]
     metrics: Callable[[str], tuple[bytes, str]]
     """The page in the format that an Accept header asks for, and its content type."""
+    settings: Callable[[], Mapping[str, Any]]
+    """In force, as they may be shown: `settings` by section, and `defaults`, the keys that nobody gave."""
+    results: Callable[[], Mapping[str, float]]
+    """Results so far, by code."""
+    dead: Callable[[int], Awaitable[Sequence[Dead]]]
+    """The newest so many, the newest first."""
+
+    def feed(self, clock: Callable[[], float]) -> Feed:
+        return Feed(
+            lambda: self.status().json(),
+            settings=self.settings,
+            results=self.results,
+            dead=self.dead,
+            clock=clock,
+        )
 
 
 class AdminServer:
-    """Async context manager; `port` is the real one when 0 was asked for."""
+    """Async context manager; `port` is the real one when 0 was asked for. Whoever makes it runs the feed."""
 
-    def __init__(self, views: Views, *, host: str, port: int, token_file: str = "") -> None:
+    def __init__(
+        self,
+        views: Views,
+        feed: Feed,
+        *,
+        host: str,
+        port: int,
+        token_file: str = "",
+        limits: Limits = _LIMITS,
+    ) -> None:
         self.port = port
         self._views = views
+        self._feed = feed
         self._host = host
+        self._limits = limits
         self._token_file = Path(token_file) if token_file else None
+        self._server: web.Server | None = None
+        self._busy: set[object] = set()
+        """Connections with a request that is being answered."""
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
 
     async def __aenter__(self) -> AdminServer:
         app = web.Application(middlewares=[self._guard])
-        app.router.add_get("/livez", self._livez)
-        app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_get("/status", self._status)
-        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        app.on_response_prepare.append(_secure)
+        for path, handler in (
+            ("/livez", self._livez),
+            ("/readyz", self._readyz),
+            ("/metrics", self._metrics),
+            ("/status", self._status),
+            *((path, _asset(name, kind)) for path, (name, kind) in _ASSETS.items()),
+        ):
+            app.router.add_get(path, handler)
+        app.router.add_get("/events", self._events, allow_head=False)
+        self._runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self._server = self._runner.server
+        loop = asyncio.get_running_loop()
+        try:
+            self._listening = await loop.create_server(self._connection, self._host, self.port)
+        except OSError:
+            await self._runner.cleanup()
+            raise
+        self.port = self._listening.sockets[0].getsockname()[1]
         return self
 
     async def __aexit__(self, *exc: object) -> None:
+        if self._listening is not None:
+            self._listening.close()
+        self._feed.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
+    # Connections.
+
+    def _connection(self) -> asyncio.Protocol:
+        assert self._server is not None  # noqa: S101 -- nobody connects before it is there
+        return _Connection(self._server, self._limits.head_s, self._make_room)
+
+    def _make_room(self) -> None:
+        assert self._server is not None  # noqa: S101
+        alive = [each for each in self._server.connections if each.transport is not None]
+        if len(alive) > self._limits.connections:
+            next((each for each in alive if each not in self._busy), alive[-1]).force_close()
+
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if self._token_file is None or request.path in ("/livez", "/readyz"):
-            return await handler(request)
+        self._busy.add(request.protocol)
         try:
-            token = self._token_file.read_text().strip()
+            return self._refusal(request) or await handler(request)
+        finally:
+            self._busy.discard(request.protocol)
+
+    def _refusal(self, request: web.Request) -> web.Response | None:
+        """Why the request may not be answered; None: it may."""
+        if self._token_file is None or request.path in _OPEN:
+            return None
+        try:
+            token = self._token_file.read_bytes().strip()
         except OSError as error:
             return web.Response(status=503, text=f"admin.token_file cannot be read: {error.strerror}\n")
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not token or not hmac.compare_digest(given.encode(), token.encode()):
-            return web.Response(
-                status=401, text="a bearer token is needed\n", headers={"WWW-Authenticate": "Bearer"}
-            )
-        return await handler(request)
+        if token and hmac.compare_digest(given.encode(errors="surrogateescape"), token):
+            return None
+        return web.Response(
+            status=401, text="a bearer token is needed\n", headers={"WWW-Authenticate": "Bearer"}
+        )
+
+    # What is shown.
 
     async def _livez(self, _: web.Request) -> web.Response:
         return _probe(self._views.live())
@@ -85,6 +195,75 @@ class AdminServer:
     async def _status(self, _: web.Request) -> web.Response:
         body = msgspec.json.encode(self._views.status().json())
         return web.Response(body=body, content_type="application/json")
+
+    async def _events(self, request: web.Request) -> web.StreamResponse:
+        """The live feed, for as long as it is read, and its token holds."""
+        stream = self._feed.subscribe(request.headers.get("Last-Event-ID", ""))
+        if stream is None:
+            return web.Response(
+                status=503, text=f"{STREAMS_MOST} pages are connected already: close one of them\n"
+            )
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+        )
+        clock = asyncio.get_running_loop().time
+        checked_at = clock()
+        try:
+            await response.prepare(request)
+            while (frames := await stream.take(self._limits.heartbeat_s)) is not None:
+                async with asyncio.timeout(self._limits.write_s):
+                    await response.write(frames or b": still here\n\n")
+                if clock() - checked_at >= self._limits.heartbeat_s:
+                    checked_at = clock()
+                    if self._refusal(request) is not None:
+                        break
+            if not stream.dropped:
+                async with asyncio.timeout(SHUTDOWN_S):
+                    await response.write_eof()
+        except (TimeoutError, ConnectionError):
+            stream.dropped = True
+        finally:
+            self._feed.unsubscribe(stream)
+            if stream.dropped and request.transport is not None:
+                request.transport.abort()  # what it has not read is not waited for
+        return response
+
+
+class _Connection(web.RequestHandler):
+    """One connection; `make_room` is called when it is there."""
+
+    __slots__ = ("_make_room",)
+
+    def __init__(self, server: web.Server, head_s: float, make_room: Callable[[], None]) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=head_s,
+            lingering_time=1.0,
+        )
+        self._make_room = make_room
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._make_room()
+
+    def log_exception(self, *args: Any, **more: Any) -> None:
+        """A traceback only for a defect of ours, not for what is no HTTP."""
+        if not isinstance(more.get("exc_info"), HttpProcessingError):
+            super().log_exception(*args, **more)
+
+
+def _asset(name: str, kind: str) -> Handler:
+    body = (_PAGE / name).read_bytes()
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=body, content_type=kind, charset="utf-8")
+
+    return answer
+
+
+async def _secure(_: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(_HEADERS)
 
 
 def _probe(problem: str | None) -> web.Response:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.outlook import Outlook
 from dispatcher.dispatch.holding import Held
 from dispatcher.ports import Claimed, Counts, Overload, Queue, QueueUnavailableError, Renewed, Shared
 from dispatcher.telemetry.events import Event, emit
@@ -24,6 +25,7 @@ class View:
 
     counts: Counts | None = None
     shared: Shared | None = None
+    outlook: Outlook | None = None
     problem: str | None = None
 
 

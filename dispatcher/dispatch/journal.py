@@ -48,8 +48,10 @@ class Journal:
             if trail is not None:
                 first = lease.deliveries <= 1 and not lease.attempts + lease.refusals
                 trail.sent(now(), created=request.created, attempt=lease.attempts + 1, first=first)
-        about = {"request": request.id, "attempt": lease.attempts + 1}
-        speaking_of(**about if held.trail is None else {**about, "trace": held.trail.trace_id})
+        if held.trail is None:
+            speaking_of(request=request.id, attempt=lease.attempts + 1)
+        else:
+            speaking_of(request=request.id, attempt=lease.attempts + 1, trace=held.trail.trace_id)
         if detailed():
             emit(Event.SENT, delivery=lease.deliveries, refusals=lease.refusals, probe=held.probe)
         if request.created and held.lease.deliveries <= 1:

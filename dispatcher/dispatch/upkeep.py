@@ -8,6 +8,7 @@ import contextlib
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, now
@@ -20,6 +21,7 @@ from dispatcher.telemetry.events import Event, emit
 
 EACH_S = 1.0
 """Counts, sweeps and cancel markers are looked at this often."""
+OUTLOOK_EACH_S = 5.0
 SWEEPS_PER_TIMEOUT = 6
 """Sweeps are our sign of life. And they must be steady by the measure of owner_timeout_s and of the lease,
 or the queue takes each for the first after an outage."""
@@ -59,7 +61,7 @@ class Upkeep:
             self._tell(await self._access.ask(self._queue.sweep()))
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
-        duties = [self._watch]
+        duties = [self._watch, self._look_ahead]
         if not self.options.observe:
             duties += [self._renew, self._sweep, self._share, self._cut_cancelled]
             duties += [self._see_again, self._listen]
@@ -121,6 +123,21 @@ class Upkeep:
         if untold:
             told["untold"] = untold
         emit(Event.GATE, **told)
+
+    async def _look_ahead(self) -> None:
+        """Who will miss its deadline, and who works on the queue; for people."""
+        served = Served()
+        while True:
+            rate, service_s = served.rate, served.service_s
+            try:
+                line = await self._access.ask(self._queue.line(rate, service_s))
+                if line is not None:
+                    self._access.view.outlook = look(line, rate, service_s)
+                    served.observe(line)
+            except Exception as error:  # a defect of ours in what is only shown ends nothing
+                self._access.view.outlook = None
+                emit(Event.SURPRISE, where="outlook", error=repr(error))
+            await asyncio.sleep(OUTLOOK_EACH_S)
 
     async def _renew(self) -> None:
         """Give what we hold more time; at once, when some of it may have been taken back."""

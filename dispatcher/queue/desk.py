@@ -146,7 +146,14 @@ class RedisDesk:
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""
-        found = (await self._run("dead", ["list", after, most, _BATCH_BYTES])).value
+        return await self._list_dead("list", after, most)
+
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        """Those with the highest entries, the highest first; at most 1 MB of members (one at least)."""
+        return await self._list_dead("newest", 0, most)
+
+    async def _list_dead(self, how: str, after: int, most: int) -> Sequence[Dead]:
+        found = (await self._run("dead", [how, after, most, _BATCH_BYTES])).value
         return [_dead(*found[at : at + 9]) for at in range(0, len(found), 9)]
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:

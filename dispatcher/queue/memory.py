@@ -12,6 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from dispatcher.core.outlook import REPLICAS, Line, Replica, lying
 from dispatcher.ports import (
     Burial,
     Claimed,
@@ -235,6 +236,26 @@ class MemoryQueue:
     async def counts(self) -> Counts:
         return await self.store.counts()
 
+    async def line(self, rate: float | None = None, service_s: float = 0.0) -> Line:
+        """Each score is a span of its own, whatever the rate."""
+        now = self._begin()
+        store = self.store
+        owners = {owner for owner, until in store._beats.items() if now < until} | set(store._held_by)
+        replicas = [
+            Replica(
+                owner,
+                store._held_by.get(owner, 0),
+                None
+                if (until := store._beats.get(owner)) is None
+                else round(max(0.0, now - until + self._timeout_s), 3),
+            )
+            for owner in owners
+        ]
+        spans, heads = lying(store._in_line())
+        return Line(
+            store.unix_now(), spans, heads, store._settled, len(store._held), replicas[:REPLICAS], len(owners)
+        )
+
     async def wait_for_work(self) -> None:
         while True:
             try:
@@ -339,6 +360,7 @@ class MemoryQueue:
             return Settled.LOST
         said = store._write(settlement)
         store._end(held)
+        store._settled += 1
         if bury is None:
             store._forget(held.entry)
         else:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from dispatcher.core.outlook import REPLICAS, Head, Line, Replica, Span
 from dispatcher.core.request import ErrorCode, decode_result, failed
 from dispatcher.ports import (
     Burial,
@@ -46,6 +47,8 @@ _STEP = 256
 _SWEEP_MOST = 500
 _STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST)
 _BAD_LIST, _STUCK = 2, 3
+_SPLITS = 200
+_HEAD_BYTES = 4096
 T = TypeVar("T")
 
 
@@ -240,6 +243,21 @@ class RedisQueue(RedisDesk):
                     self._overdue.removed(item)
         return done
 
+    async def line(self, rate: float | None = None, service_s: float = 0.0) -> Line:
+        args: list[Argument] = [self._timeout_s, repr(rate or 0.0), repr(service_s)]
+        reply = await self._run("outlook", [*args, _SPLITS, _HEAD_BYTES, REPLICAS])
+        now, settled, leased, spans, heads, owners, replicas = reply.value
+        self._saw(reply, now)
+        return Line(
+            now=float(now),
+            spans=[_span(*spans[at : at + 3]) for at in range(0, len(spans), 3)],
+            heads=[_head(*heads[at : at + 2]) for at in range(0, len(heads), 2)],
+            settled=settled,
+            leased=leased,
+            replicas=[_replica(*replicas[at : at + 3]) for at in range(0, len(replicas), 3)],
+            owners=owners,
+        )
+
     async def wait_for_work(self) -> None:
         await self._wake_ups.wait()
 
@@ -369,6 +387,20 @@ def _lease(
         refusals,
         losses=max(0, deaths - SUSPECT_DEATHS),
         suspect=deaths >= SUSPECT_DEATHS,
+    )
+
+
+def _span(low: int, high: int, count: int) -> Span:
+    return Span(count) if low < 0 else Span(count, low, high)
+
+
+def _head(deadline: bytes, start: bytes) -> Head:
+    return Head(start, None if deadline == b"-1" else float(deadline))
+
+
+def _replica(owner: bytes, leases: int, silent_s: bytes | None) -> Replica:
+    return Replica(
+        owner.decode(errors="replace"), leases, None if silent_s is None else round(float(silent_s), 3)
     )
 
 

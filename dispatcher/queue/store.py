@@ -193,7 +193,7 @@ class MemoryStore:
         self._overload: Overload | None = None
         self._probe: int | None = None
         self._pause: tuple[str, str] | None = None
-        self._lost = self._stray = 0
+        self._lost = self._stray = self._settled = 0
         self._tick: float | None = None
         self._quiet_until = self._beats_quiet_until = float("-inf")
         self._wakers: list[asyncio.Event] = []
@@ -262,6 +262,10 @@ class MemoryStore:
         lines = itertools.chain(self._ready.live(), self._apart.live())
         return [(score, member) for score, member, _ in heapq.nsmallest(most, lines)]
 
+    def _in_line(self) -> Iterator[tuple[float, bytes]]:
+        """Score and member of all that is pending, in no order."""
+        return (item[:2] for item in itertools.chain(self._ready.live(), self._apart.live()))
+
     async def counts(self) -> Counts:
         self._check_up()
         return self._counts()
@@ -270,6 +274,10 @@ class MemoryStore:
         self._check_up()
         ids = heapq.nsmallest(most, (entry for entry in self._dead if entry > after))
         return [_dead(*self._dead[entry]) for entry in ids]
+
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        self._check_up()
+        return [_dead(*self._dead[entry]) for entry in heapq.nlargest(most, self._dead)]
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
         self._check_up()

@@ -156,10 +156,11 @@ class Prometheus(Section):
         default_factory=dict, repr=False, description="Headers of each query, for example a tenant's name."
     )
     tls: Tls = Field(Tls(), description="For `https`.")
-    queries: dict[Literal["saturation", "queued", "capacity"], Text] = Field(
+    queries: dict[Literal["saturation", "queued", "capacity", "ttft", "tpot"], Text] = Field(
         default_factory=dict,
         description="Own PromQL in place of the known series: `saturation` (a fraction), `queued` and "
-        "`capacity` (requests).",
+        "`capacity` (requests); `ttft` and `tpot` (increases of histogram buckets, by `le`), which are only "
+        "shown.",
     )
 
     @field_serializer("headers")
@@ -319,7 +320,7 @@ class Shutdown(Section):
 
 
 class Admin(Section):
-    """The port with health, metrics and status."""
+    """The port with health, metrics, status and the live page."""
 
     host: Text = Field("0.0.0.0", min_length=1, description="Address to listen on.")  # noqa: S104 -- probes and scrapes come from outside the pod
     port: int = Field(
@@ -327,8 +328,8 @@ class Admin(Section):
     )
     token_file: Text = Field(
         "",
-        description="File with a bearer token that /metrics and /status ask for, read again at each request; "
-        "the probes stay open. Empty: none.",
+        description="File with a bearer token that /metrics, /status and /events ask for, read again at each "
+        "request; the probes stay open, and the page at `/`, which asks for it. Empty: none.",
     )
 
 

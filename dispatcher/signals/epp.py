@@ -13,7 +13,7 @@ import socket
 import ssl
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -22,13 +22,16 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.budget import Reason
+from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
-from dispatcher.signals.exposition import MalformedPageError, Page, Sample
+from dispatcher.signals.exposition import MalformedPageError, Page
 from dispatcher.signals.series import NAMES, Unread, View, view
 
 SLICE_BYTES = 64 * 1024
 """Parsed in one piece before the event loop has its turn again."""
 PAGE_MAX_BYTES = 32 * 1024 * 1024
+LATENCIES_EACH_S = 15.0
+"""Histograms of latencies are thousands of lines where there are many tenants: not read on each page."""
 SERVICE_ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105 -- a path
 _ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
 
@@ -71,8 +74,14 @@ class EppSource:
         token_file: str = "",
         tls: ssl.SSLContext | None = None,
         page_max_bytes: int = PAGE_MAX_BYTES,
+        marked: bool = False,
+        latencies_each_s: float = LATENCIES_EACH_S,
     ) -> None:
         self._pool = pool
+        self._marked = marked
+        """Our requests carry an objective, by which the picker's series may tell them from others."""
+        self._latencies_each_s = latencies_each_s
+        self._latencies_at = float("-inf")
         self._targets = targets
         self._timeout_s = timeout_s
         self._token_file = token_file
@@ -106,8 +115,12 @@ class EppSource:
         targets = await self._resolve()
         if isinstance(targets, Unread):
             return targets
+        now = asyncio.get_running_loop().time()
+        latencies = now - self._latencies_at >= self._latencies_each_s
+        if latencies:
+            self._latencies_at = now
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._scrape(target, token)) for target in targets]
+            asked = [group.create_task(self._scrape(target, token, latencies)) for target in targets]
         views: list[View] = []
         for answer in asked:
             seen = answer.result()
@@ -115,6 +128,9 @@ class EppSource:
                 return seen
             views.append(seen)
         return tuple(views)
+
+    async def latency(self) -> None:
+        """The pages have the histograms."""
 
     async def close(self) -> None:
         client, self._client = self._client, None
@@ -194,12 +210,12 @@ class EppSource:
             host = f"{host}:{self._targets.port}"
         return _Target(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
 
-    async def _scrape(self, target: _Target, token: str) -> View | Unread:
+    async def _scrape(self, target: _Target, token: str, latencies: bool) -> View | Unread:
         loop = asyncio.get_running_loop()
         opened_at = loop.time()
         try:
             async with asyncio.timeout(self._timeout_s):
-                samples = await self._page(target, token)
+                page = await self._page(target, token, latencies)
         except TimeoutError:
             why, hint = f"no whole answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
             return _unread(target, why, hint)
@@ -207,12 +223,17 @@ class EppSource:
             return _unread(target, f"the page is malformed: {error}")
         except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
             return _unread(target, _words(error), "signals.epp: the address, or the network on the way there")
-        if isinstance(samples, Unread):
-            return samples
-        seen = view(samples, self._pool, opened_at, loop.time())
-        return _unread(target, seen.why, seen.hint) if isinstance(seen, Unread) else seen
+        if isinstance(page, Unread):
+            return page
+        seen = view(page.samples, self._pool, opened_at, loop.time())
+        if isinstance(seen, Unread):
+            return _unread(target, seen.why, seen.hint)
+        if not latencies:
+            return seen
+        found = latency.histograms(page.also, target.label, marked=self._marked, spoiled=page.spoiled)
+        return replace(seen, histograms=found)
 
-    async def _page(self, target: _Target, token: str) -> list[Sample] | Unread:
+    async def _page(self, target: _Target, token: str, latencies: bool) -> Page | Unread:
         if self._client is None:
             transport = AiohttpTransport(verify=self._tls, trust_env=False)
             self._client = httpx.AsyncClient(
@@ -229,14 +250,20 @@ class EppSource:
             if coding not in ("identity", "gzip"):
                 return _unread(target, f"the page comes in a coding we did not ask for: {coding}")
             kind = response.headers.get("content-type", "")
-            page = Page(NAMES, open_metrics=kind.startswith("application/openmetrics-text"))
+            page = Page(
+                NAMES,
+                open_metrics=kind.startswith("application/openmetrics-text"),
+                also=latency.NAMES if latencies else (),
+                also_most=latency.SERIES_MOST,
+            )
             async with contextlib.aclosing(_pieces(response.aiter_raw(), gzip=coding == "gzip")) as pieces:
                 async for piece in pieces:
                     page.feed(piece)
                     if page.size_bytes > self._page_max_bytes:
                         return _unread(target, f"the page is larger than {self._page_max_bytes} bytes")
                     await asyncio.sleep(0)  # what has arrived already is handed out without giving way
-            return page.close()
+            page.close()
+            return page
 
 
 async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:

@@ -36,15 +36,31 @@ class Page:
 
     `open_metrics`: the page must end with `# EOF`. The text format has no end mark, so that there only a cut
     within a line is seen here; the HTTP client sees the others by the length.
+
+    `also`: series that are nice to have, `also_most` of them: a flaw in those refuses nothing, and is told by
+    `spoiled`.
     """
 
-    def __init__(self, wanted: Iterable[str], *, open_metrics: bool = False) -> None:
-        self._wanted = frozenset(wanted)
+    def __init__(
+        self,
+        wanted: Iterable[str],
+        *,
+        open_metrics: bool = False,
+        also: Iterable[str] = (),
+        also_most: int = 0,
+    ) -> None:
+        needed = frozenset(wanted)
+        self._wanted = needed | frozenset(also)
+        self._also_most = also_most
+        self._needed = tuple(name.encode() for name in sorted(needed))
         self._prefixes = tuple(name.encode() for name in sorted(self._wanted))
         self._open_metrics = open_metrics
         self._rest = b""
         self._last = b""
         self.samples: list[Sample] = []
+        self.also: list[Sample] = []
+        self.spoiled = ""
+        """Why `also` is not all that the page has; empty: it is."""
         self.size_bytes = 0
 
     def feed(self, data: bytes) -> None:
@@ -56,9 +72,7 @@ class Page:
             raise MalformedPageError(f"a line longer than {LINE_MAX_BYTES} bytes")
         prefixes = self._prefixes
         for line in [line for line in lines if line.startswith(prefixes)]:
-            sample = self._sample(line)
-            if sample is not None:
-                self.samples.append(sample)
+            self._take(line)
         if lines:
             self._last = lines[-1]
 
@@ -72,6 +86,24 @@ class Page:
         if self._open_metrics and self._last.rstrip() != b"# EOF":
             raise MalformedPageError("the page ends without its end mark (# EOF)")
         return self.samples
+
+    def _take(self, line: bytes) -> None:
+        if line.startswith(self._needed):
+            if (sample := self._sample(line)) is not None:
+                self.samples.append(sample)
+            return
+        if self.spoiled:
+            return
+        try:
+            sample = self._sample(line)
+        except MalformedPageError as error:
+            self.spoiled = str(error)
+            return
+        if sample is not None:
+            self.also.append(sample)
+            if len(self.also) > self._also_most:
+                self.spoiled = f"more than {self._also_most} series of requests' latencies"
+                self.also.clear()
 
     def _sample(self, raw: bytes) -> Sample | None:
         try:

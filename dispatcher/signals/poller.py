@@ -19,12 +19,17 @@ from typing import Literal, Protocol
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.counting import Count, Guess
+from dispatcher.core.price import Growth, Histograms, Price, Shares, price
 from dispatcher.settings import Signals
 from dispatcher.settings import Source as SourceName
 from dispatcher.signals.series import Lessons, Unread, Verdict, View, at_most, judge
 from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3
+LATENCY_EACH_S = 30.0
+"""A source that reckons latencies itself is asked for them this often."""
+PRICE_MAX_AGE_S = 90.0
+"""A price that was not renewed for so long is no longer told."""
 JITTER = 0.1
 """Cadence varies by this share, so that replicas do not all ask at one moment for ever."""
 
@@ -43,6 +48,11 @@ class Source(Protocol):
     async def poll(self) -> tuple[View, ...] | Unread:
         """The newest samples, one view per EPP replica. Bounded in time; never raises for what a network
         or a server can do."""
+        ...
+
+    async def latency(self) -> Histograms | None:
+        """What the latencies of the last minutes are, where the source reckons that itself; None: its views
+        have what is counted on. Bounded in time, never raises for what a server can do."""
         ...
 
     async def close(self) -> None: ...
@@ -74,6 +84,8 @@ class Poll:
     picker_k: int | None = None
     """The picker's maxConcurrency, where its pages show it."""
     raw: Mapping[str, float] = field(default_factory=dict)
+    price: Price = field(default_factory=Price)
+    """What users of the pool see of it; no part of any decision."""
 
 
 class Preference:
@@ -115,7 +127,7 @@ class Poller:
     """Polls until cancelled and hands every result that counts to `on_poll`.
 
     `sources`: one at least, the preferred one first; a second one stands in (`sources.sources` makes them).
-    `policy` gives the capacity's terms.
+    `policy` gives the capacity's terms, `batch_share` how much of it our requests have now.
     """
 
     def __init__(
@@ -126,7 +138,13 @@ class Poller:
         on_poll: Callable[[Poll], None],
         *,
         jitter: random.Random | None = None,
+        batch_share: Callable[[], float | None] = lambda: None,
     ) -> None:
+        self._batch_share = batch_share
+        self._shares = Shares()
+        self._prices: dict[str, tuple[float, Price]] = {}
+        """By source, the newest and of when it is."""
+        self._growth = Growth()
         self._sources = self._next = tuple(sources)
         self._signals = signals
         self._policy = policy
@@ -182,11 +200,14 @@ class Poller:
             self._wakes = {source.name: asyncio.Event() for source in sources}
             self._failures = {}
             self._lessons = {source.name: Lessons(self._count) for source in sources}
+            self._growth = Growth()
+            self._prices = {}
             for source in sources:
                 source.discovered(self._replicas)
             try:
                 async with asyncio.TaskGroup() as group:
                     followed = [group.create_task(self._follow(source)) for source in sources]
+                    followed += [group.create_task(self._follow_latency(source)) for source in sources]
                     await self._changed.wait()
                     for task in followed:
                         task.cancel()
@@ -210,8 +231,51 @@ class Poller:
                 async with asyncio.timeout(rest):
                     await wake.wait()
 
+    async def _follow_latency(self, source: Source) -> None:
+        """Ask a source for latencies, unless another shows them."""
+        while True:
+            if not any(found.requests for name, found in self._fresh() if name != source.name):
+                try:
+                    seen = await source.latency()
+                except Exception as error:
+                    seen = Histograms("", why_not=_defect(f"signals.{source.name}", error).why)
+                if seen is None:
+                    return
+                share = self._shares.mean
+                if seen.why_not:
+                    found = Price(batch_share=share, source=source.name, why_not=seen.why_not)
+                else:
+                    found = price(seen.ttft, seen.tpot, seen.of, f"{source.name}: {seen.name}", share)
+                self._prices[source.name] = asyncio.get_running_loop().time(), found
+            await asyncio.sleep(LATENCY_EACH_S * self._jitter.uniform(1 - JITTER, 1 + JITTER))
+
+    def _look_at_latencies(self, name: str, seen: tuple[View, ...] | Unread, now: float) -> None:
+        self._shares.saw(now, self._batch_share())
+        if isinstance(seen, Unread):
+            return
+        shown = [view.histograms for view in seen if view.histograms is not None]
+        if shown and len(shown) == len(seen):
+            self._growth.saw(now, shown)
+            self._prices[name] = now, self._growth.price(self._shares.mean, name)
+
+    def _fresh(self) -> list[tuple[str, Price]]:
+        """The prices that are still told, by source, the preferred one first."""
+        since = asyncio.get_running_loop().time() - PRICE_MAX_AGE_S
+        known = [(each.name, self._prices[each.name]) for each in self._sources if each.name in self._prices]
+        return [(name, found) for name, (at, found) in known if at >= since]
+
+    @property
+    def _price(self) -> Price:
+        """Of the first source that knows of requests; else of the first that says why not."""
+        known = [found for _, found in self._fresh()]
+        return next((found for found in known if found.requests), known[0] if known else Price())
+
     def _heard(self, name: SourceName, seen: tuple[View, ...] | Unread) -> None:
         now = asyncio.get_running_loop().time()
+        try:
+            self._look_at_latencies(name, seen, now)
+        except Exception as error:  # of ours; it is of no weight
+            self._prices[name] = now, Price(why_not=_defect(f"signals.{name}", error).why)
         try:
             verdict = self._judge(name, seen, now)
         except Exception as error:  # of ours, on what a picker shows: it closes the gate, and ends nothing
@@ -285,6 +349,7 @@ class Poller:
                 per_endpoint_from=verdict.per_endpoint_from,
                 picker_k=self._count.k,
                 raw=verdict.raw,
+                price=self._price,
             )
         )
 

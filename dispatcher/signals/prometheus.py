@@ -22,11 +22,14 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.price import Histograms
+from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
 from dispatcher.signals.series import Family, Unread, View, smallest, view
 
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
+LATENCY_TIMEOUT_S = 10.0
 WINDOW_S = 10.0
 """How long ago an own query's sample may have been taken, where no `age` query tells."""
 
@@ -81,13 +84,15 @@ class PrometheusSource:
         timeout_s: float,
         max_age_s: float,
         queries: Mapping[str, str] | None = None,
+        marked: bool = False,
     ) -> None:
         self._access = access
         self._pool = pool
         self._namespace = namespace
         self._timeout_s = timeout_s
         self._max_age_s = max_age_s
-        self._own = {name: query for name, query in (queries or {}).items() if query.strip()}
+        given = {name: query for name, query in (queries or {}).items() if query.strip()}
+        self._own = {name: query for name, query in given.items() if name not in latency.OWN_QUERIES}
         self._own_query = own_query(self._own)
         self._query = pool_query(pool, namespace)
         # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
@@ -97,6 +102,11 @@ class PrometheusSource:
         self._errand = Errand("prometheus")
         self._session = _Session(access, timeout_s)
         self._client: Any = None
+        # Apart, for it may take its time and fail as it likes.
+        self._latency_query = latency.latency_query(_literal(pool), _literal(namespace), given, marked=marked)
+        self._latency_errand = Errand("prometheus-latency")
+        self._latency_session = _Session(access, LATENCY_TIMEOUT_S)
+        self._latency_client: Any = None
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
         """Prometheus finds the EPP's pods by itself."""
@@ -117,22 +127,45 @@ class PrometheusSource:
             return self._unread(str(error), error.hint)
         return self._views(rows, own_rows, asked_at, loop.time())
 
+    async def latency(self) -> Histograms:
+        """What the latencies of the last minutes are; whatever goes wrong is told in it."""
+        try:
+            return await self._latency_errand.run(self._ask_latency, LATENCY_TIMEOUT_S)
+        except StillRunningError as error:
+            return Histograms("", why_not=f"Prometheus: {error}")
+        except TimeoutError:
+            return Histograms("", why_not=f"Prometheus gave no answer within {LATENCY_TIMEOUT_S:g} s")
+        except QueryError as error:
+            return Histograms("", why_not=f"Prometheus: {error}")
+
     async def close(self) -> None:
         self._session.close()
+        self._latency_session.close()
+
+    def _ask_latency(self) -> Histograms:
+        """In the errand's thread."""
+        if self._latency_client is None:
+            self._latency_client = self._connect(self._latency_session)
+        self._latency_client.headers = self._headers()
+        params = {"timeout": f"{LATENCY_TIMEOUT_S:g}", "partial_response": "false"}
+        return latency.grown(_decode(self._latency_client.custom_query(self._latency_query, params=params)))
 
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
         """Run the queries; in the errand's thread."""
         if self._client is None:
-            from prometheus_api_client import PrometheusConnect  # imported when we were made
-            from urllib3.util.retry import Retry
-
-            self._client = PrometheusConnect(
-                url=self._access.url.rstrip("/"), session=self._session, retry=Retry(0, read=False)
-            )
+            self._client = self._connect(self._session)
         self._client.headers = self._headers()
         needs_series = {"saturation", "queued", "capacity"} - self._own.keys()
         rows = self._rows(self._query, {}) if needs_series else []
         return rows, self._rows(self._own_query, self._own_options) if self._own else []
+
+    def _connect(self, session: _Session) -> Any:
+        from prometheus_api_client import PrometheusConnect  # imported when we were made
+        from urllib3.util.retry import Retry
+
+        return PrometheusConnect(
+            url=self._access.url.rstrip("/"), session=session, retry=Retry(0, read=False)
+        )
 
     def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
         # Thanos answers with what it could get unless told that a part is no use.

@@ -14,6 +14,7 @@ from typing import Literal
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside, Page
+from dispatcher.core.price import Histograms
 from dispatcher.signals.exposition import Sample
 
 QUEUE_AT_FULL, KV_AT_FULL = 5.0, 0.8
@@ -92,6 +93,8 @@ class View:
     own: bool = False
     """The saturation is from the operator's own query."""
     raw: Mapping[str, float] = field(default_factory=dict)
+    histograms: Histograms | None = None
+    """Of the requests' latencies; None: not looked at this time."""
 
     @property
     def flow_control(self) -> bool:

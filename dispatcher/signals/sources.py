@@ -60,7 +60,14 @@ def _epp(settings: Settings, timeout_s: float) -> EppSource:
         secure=epp.tls != Tls(),
     )
     tls = epp.tls.context() if epp.tls != Tls() else None
-    return EppSource(settings.pool.name, targets, timeout_s=timeout_s, token_file=token_file, tls=tls)
+    return EppSource(
+        settings.pool.name,
+        targets,
+        timeout_s=timeout_s,
+        token_file=token_file,
+        tls=tls,
+        marked=bool(settings.gateway.objective),
+    )
 
 
 def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
@@ -81,6 +88,7 @@ def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
         timeout_s=timeout_s,
         max_age_s=settings.signals.max_age_for("prometheus"),
         queries={str(name): query for name, query in prometheus.queries.items()},
+        marked=bool(settings.gateway.objective),
     )
 
 
@@ -165,8 +173,15 @@ def _series(part: str, view: View, now: float) -> list[Finding]:
         for family, names in shown.items()
         if not names and family in _ABSENT
     ]
-    return found + own + absent
+    shown_latencies = [
+        Finding(f"{part} latencies", True, told.why_not or f"{told.name}, of {_OF[told.of]}")
+        for told in (view.histograms,)
+        if told is not None
+    ]
+    return found + own + absent + shown_latencies
 
+
+_OF = {"realtime": "realtime alone", "all": "all requests"}
 
 _ABSENT = {
     Family.SATURATION: "flow control is off, or a saturation query of your own stands for it",

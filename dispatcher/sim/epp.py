@@ -4,16 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
-from dispatcher.sim.pool import Pool
+from dispatcher.sim.pool import Job, Pool
+from dispatcher.sim.world import TOKEN_S
 
 WAITING_AT_FULL = 5
 """The utilization detector calls a model server full that has so many requests waiting,"""
 KV_AT_FULL = 0.8
 """or so much of its KV cache in use."""
+TTFT_BOUNDS = (
+    *(0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5),
+    *(2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0),
+)
+TPOT_BOUNDS = (
+    *(0.0005, 0.00205, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.125, 0.15),
+    *(0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 2.0),
+)
+"""Buckets of the real picker's histograms."""
+
+
+class Histogram:
+    """One series of a histogram."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def lines(self, name: str, labels: str) -> list[str]:
+        totals = list(accumulate(self._counts))
+        bounds = (*(f"{bound:g}" for bound in self._bounds), "+Inf")
+        return [
+            *(
+                f'{name}_bucket{{{labels},le="{bound}"}} {count}'
+                for bound, count in zip(bounds, totals, strict=True)
+            ),
+            f"{name}_sum{{{labels}}} {self._sum:.17g}",
+            f"{name}_count{{{labels}}} {totals[-1]}",
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +104,9 @@ class Epp:
         self._history: deque[_View] = deque()
         self._averages = (0.0, 0.0, 0.0)
         self._seen_flow = False
+        self._ttft: dict[bool, Histogram] = {}
+        self._tpot: dict[bool, Histogram] = {}
+        """Of batch requests and of others; made by the first of each, as the picker's are."""
         self.flushed_at: float | None = None
         """When the averages were last rewritten."""
 
@@ -88,6 +128,15 @@ class Epp:
         self._history.append(
             _View(now, pool.running, sent - pool.running, in_system - sent, self.endpoints, pool.slots)
         )
+
+    def answered(self, job: Job) -> None:
+        """Note an answer's latencies. Realtime is streamed; what is not has its first token with its last."""
+        took_s, ran_s = job.finished_at - job.arrived_at, job.finished_at - job.started_at
+        token_s = ran_s * TOKEN_S / job.work_s if job.tokens and job.work_s else 0.0
+        ttft_s = took_s if job.batch else took_s - token_s * (job.tokens - 1)
+        self._ttft.setdefault(job.batch, Histogram(TTFT_BOUNDS)).observe(ttft_s)
+        if job.tokens > 1 and not job.batch:
+            self._tpot.setdefault(job.batch, Histogram(TPOT_BOUNDS)).observe(token_s)
 
     async def flush_averages(self) -> None:
         """Rewrite the averages every `flush_s`, until cancelled. With no endpoint left they freeze."""
@@ -153,11 +202,29 @@ class Epp:
             if self._seen_flow:  # the picker makes a flow's series with its first request
                 flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
                 gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
-        return "".join(
-            f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge\n"
-            f"llm_d_epp_{series}{{{labels}}} {value:.17g}\n"
-            for series, text, labels, value in sorted(gauges)
-        ).encode()
+        return (
+            "".join(
+                f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge\n"
+                f"llm_d_epp_{series}{{{labels}}} {value:.17g}\n"
+                for series, text, labels, value in sorted(gauges)
+            ).encode()
+            + self._latencies()
+        )
+
+    def _latencies(self) -> bytes:
+        lines: list[str] = []
+        for name, text, found, tells_streaming in (
+            ("request_ttft_seconds", "Time to first token in seconds", self._ttft, True),
+            ("request_streaming_tpot_seconds", "Average time per output token in seconds", self._tpot, False),
+        ):
+            if found:
+                lines += [f"# HELP llm_d_epp_{name} [ALPHA] {text}.", f"# TYPE llm_d_epp_{name} histogram"]
+            for batch, histogram in sorted(found.items()):
+                labels = f'fairness_id="default-flow",model_name="m",priority="{-10 if batch else 0}",'
+                if tells_streaming:
+                    labels += f'streaming="{"false" if batch else "true"}",'
+                lines += histogram.lines(f"llm_d_epp_{name}", f'{labels}target_model_name="m"')
+        return "".join(f"{line}\n" for line in lines).encode()
 
     def _view(self) -> _View:
         """The newest state that is old enough to be seen."""

@@ -166,7 +166,7 @@ class LiveWorld:
             flush_s=config.flush_s,
             kv_at_full=config.kv_at_full,
         )
-        self.pool = Pool(config.slots, config.queue_limit, self._look)
+        self.pool = Pool(config.slots, config.queue_limit, self._look, self.epp.answered)
         self.gateway = Gateway(
             self.pool,
             config.host,

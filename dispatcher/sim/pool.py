@@ -81,7 +81,13 @@ class Job:
 class Pool:
     """M slots, and a queue of bounded length before them; realtime waits before batch, each in order."""
 
-    def __init__(self, slots: int, queue_limit: int | None, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        queue_limit: int | None,
+        on_change: Callable[[], None],
+        on_answer: Callable[[Job], None] = lambda _: None,
+    ) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
@@ -99,6 +105,7 @@ class Pool:
         self.times: dict[str, deque[float]] = {"batch": deque(maxlen=_KEPT), "realtime": deque(maxlen=_KEPT)}
         """How long they took, waiting included."""
         self._on_change = on_change
+        self._on_answer = on_answer
         self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._loop = asyncio.get_running_loop()
 
@@ -187,6 +194,7 @@ class Pool:
         self.waits[kind].append(job.started_at - job.arrived_at)
         self.times[kind].append(now - job.arrived_at)
         self._depart(job, now)
+        self._on_answer(job)
         job.on_finish()
 
     def _depart(self, job: Job, now: float) -> None:

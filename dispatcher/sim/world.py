@@ -23,11 +23,13 @@ from random import Random
 
 BATCH_CONTEXT = 500
 """Context tokens of a batch request."""
+TOKEN_S = 0.012
+"""What each generated token takes in a pool that is otherwise empty."""
 
 
 def work_s(context: int, generated: int) -> float:
     """How long a request of so many tokens runs in a pool that is otherwise empty."""
-    return 0.03 + 0.00025 * context + 0.012 * generated
+    return 0.03 + 0.00025 * context + TOKEN_S * generated
 
 
 def slowdown(running: int, slots: int) -> float:

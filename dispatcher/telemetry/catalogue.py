@@ -284,7 +284,7 @@ AT_RISK = _gauge(
 SERVICE_RATE = _gauge(
     "service_rate",
     lambda s: s.line.service_rate,
-    "Requests per second that all replicas ended lately; absent while unknown",
+    "Requests per second that all replicas ended lately, while some waited; absent while unknown",
 )
 REPLICAS = _gauge("replicas", lambda s: s.line.replica_count, "Dispatchers of this queue that live")
 
@@ -332,7 +332,7 @@ TPOT = _gauge(
 BATCH_SHARE = _gauge(
     "batch_share",
     lambda s: s.price.batch_share,
-    "Share of the pool's running requests that was batch work, over the same minutes; absent where unknown",
+    "Batch requests in flight as a share of the capacity, over the same minutes; absent where unknown",
 )
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -134,7 +134,7 @@ class Line:
     at_risk: int | None = None
     """Waiting requests that miss their deadline if it goes on at `service_rate`."""
     service_rate: float | None = None
-    """Requests per second that all replicas ended lately."""
+    """Requests per second that all replicas ended lately, while some waited."""
     replica_count: int | None = None
     replicas: Sequence[Mapping[str, Any]] = ()
 
@@ -151,9 +151,12 @@ class Price:
     """Whose requests were timed: realtime's alone, or all, ours among them."""
     price_requests: int | None = None
     """How many requests it is based on."""
+    price_source: str | None = None
+    """Whose series they are."""
     batch_share: float | None = None
+    """Our requests in flight as a share of the capacity, on average over the same time."""
     price_why_not: str | None = "not read yet"
-    """Why nothing is known; None where something is."""
+    """Why something is not known; None where all of it is."""
 
     def quantiles(self, what: Literal["ttft", "tpot"]) -> Mapping[str, float]:
         """By the label's values, where known."""

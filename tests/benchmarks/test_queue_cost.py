@@ -108,6 +108,38 @@ async def test_claim_costs_the_same_with_a_million_pending(own_server):
     assert found.ratio <= 1.5
 
 
+async def test_the_outlook_takes_the_same_few_steps_with_a_million_pending(own_server):
+    """However the deadlines lie: some hundreds of counts by rank, one head, no other member, no write."""
+    counted: dict[Names, int] = {}
+    for names, depth in {SHALLOW: 1_000, DEEP: 1_000_000}.items():
+        due_in_time(own_server, depth, names)
+        async with queues(own_server.url, "a", names=names, try_s=20) as (queue,):
+            await queue.line()
+            with own_server.client() as client:
+                client.config_resetstat()
+                before = cpu_us(client)
+                await queue.line(depth / 3600, 20.0)
+                took = cpu_us(client) - before
+                stats = client.info("commandstats")
+        calls = {name.removeprefix("cmdstat_"): one["calls"] for name, one in stats.items()}
+        print(f"\n{own_server.engine}: {depth} pending: {took:.0f} µs of CPU, {calls}")
+        counted[names] = calls.pop("zcount")
+        assert calls.pop("zrangebyscore") == 1
+        assert calls.pop("zrange") == 1, "of the owners"
+        looks = {"type", "time", "zcard", "hget", "hkeys", "hmget", "evalsha", "info", "config|resetstat"}
+        assert calls.keys() <= looks
+    assert max(counted.values()) <= 250
+
+
+def due_in_time(own_server: Server, count: int, names: Names) -> None:
+    """Deadlines on the edge: as many fall due in each second of an hour as are served in it."""
+    now = time.time()
+    with own_server.client() as client:
+        for start in range(0, count, 5000):
+            numbers = range(start, min(count, start + 5000))
+            client.zadd(names.queue, {numbered(at, b""): int(now + 20 + 3600 * at / count) for at in numbers})
+
+
 THROUGH_A_SCRIPT = "redis.call('SET', KEYS[1], ARGV[1]); return redis.call('GET', KEYS[1])"
 
 

@@ -75,6 +75,19 @@ async def test_dead_are_listed_page_by_page(world: World) -> None:
     assert await world.desk.dead_list(3, after=second[-1].entry) == []
 
 
+async def test_newest_dead_come_first(world: World) -> None:
+    assert await world.desk.dead_newest(3) == []
+    for number in range(5):
+        await world.zadd(number, member(f"r-{number}"))
+    owner = world.owner()
+    leases = await claim(owner)
+    await owner.bury([Burial(answer(lease, b""), "why") for lease in leases])
+    assert [dead.entry for dead in await world.desk.dead_newest(3)] == [
+        lease.entry for lease in reversed(leases[-3:])
+    ]
+    assert len(await world.desk.dead_newest(9)) == 5
+
+
 async def test_requeued_request_is_a_new_one_with_a_new_deadline_in_its_old_priority(world: World) -> None:
     await world.zadd(3 * BAND + NOW - 5, member("r-1", deadline=NOW - 5, payload={"a": [1.5]}, x="y"))
     owner = world.owner()

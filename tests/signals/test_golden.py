@@ -49,11 +49,13 @@ GOLDEN = {
     "gie-1.3-flow-control-on": Expected((0.35, 12 / 400), (IN_FLIGHT, 12 / 400)),
     "gie-1.5-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
     "gie-1.5-flow-control-on": Expected((1.25, 12 / 400), (IN_FLIGHT, 12 / 400)),
+    "gie-1.5-latency-predictor": Expected((1.25, 12 / 400), (IN_FLIGHT, 12 / 400)),
     "router-0.9-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
     # Both families of names with different values: the new ones count.
     "router-0.9-flow-control-on": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
     "router-newest-flow-control-off": Expected(requests=(NEWEST, 0)),
     "router-newest-flow-control-on": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
+    "router-newest-latencies": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
     "router-newest-prefill-decode": Expected((0.75, 12 / 400), (NEWEST, 12 / 400)),
     # Nothing waits and no flow has a series: the queue is empty, not unknown. One page proves no count.
     "router-newest-concurrency-detector": Expected((0.3175, 0), (127 / 400, 0)),

@@ -66,6 +66,9 @@ class Scripted:
     async def close(self) -> None:
         self.closed = True
 
+    async def latency(self) -> None:
+        pass
+
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
         self.addresses.append(addresses)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import yaml
 from aiohttp import web
 
 from dispatcher.core.budget import Policy, Reason, Signal
+from dispatcher.core.price import Histograms, quantile
 from dispatcher.settings import Signals
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.prometheus import Access, PrometheusSource
@@ -75,9 +77,17 @@ class Server:
         unix = time.time() - asyncio.get_running_loop().time()
         return [Scrape(at - unix, float(took)) for series in found for at, took in series["values"]]
 
-    def source(self, namespace: str = "default", max_age_s: float = 60, **queries: str) -> PrometheusSource:
+    def source(
+        self, namespace: str = "default", max_age_s: float = 60, *, marked: bool = False, **queries: str
+    ) -> PrometheusSource:
         return PrometheusSource(
-            Access(self.url), "qwen", namespace, timeout_s=5, max_age_s=max_age_s, queries=queries
+            Access(self.url),
+            "qwen",
+            namespace,
+            timeout_s=5,
+            max_age_s=max_age_s,
+            queries=queries,
+            marked=marked,
         )
 
 
@@ -320,3 +330,86 @@ def documented_queries() -> dict[str, str]:
     queries = yaml.safe_load(example)["signals"]["prometheus"]["queries"]
     assert isinstance(queries, dict)
     return queries
+
+
+VLLM = """\
+# TYPE vllm:time_to_first_token_seconds histogram
+vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="m",le="0.25"}} {half}
+vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="m",le="0.5"}} {all}
+vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="m",le="+Inf"}} {all}
+"""
+
+
+@pytest.mark.parametrize(("marked", "of", "median_s"), [(True, "realtime", 0.5), (False, "all", 7.5)])
+async def test_latencies_are_those_of_the_pool_s_own_picker(
+    server: Server, marked: bool, of: str, median_s: float
+) -> None:
+    """Beside another pool's, and model servers': realtime alone where our requests carry an objective."""
+    async with contextlib.AsyncExitStack() as stack:
+        ours, theirs, vllm = [await stack.enter_async_context(fake_epp()) for _ in range(3)]
+        theirs.page = golden("router-newest-latencies").replace('"qwen"', '"other"')
+        vllm.page = VLLM.format(half=5, all=10)
+        ours.page = golden("router-newest-latencies")
+        jobs = job(ours.port, 1, "ours") + job(theirs.port, 1, "theirs") + job(vllm.port, 1, "vllm")
+        server.configure(jobs)
+        await stack.enter_async_context(server.up())
+        source = server.source(marked=marked)
+        await seen(source)
+        asked = len(ours.asked_at)
+        await wait_until(lambda: len(ours.asked_at) >= asked + 3)
+        # 200 streamed requests of realtime's, a first token after 0.4 to 0.6 s; 900 of ours, after 5 to 10 s.
+        ours.page = grown(ours.page, 'priority="0",streaming="true"', 0.6, 200)
+        ours.page = grown(ours.page, 'priority="-10",streaming="true"', 10, 900)
+        theirs.page = grown(theirs.page, 'priority="0",streaming="true"', 120, 5000)
+
+        async def latencies() -> Histograms | None:
+            found = await source.latency()
+            assert not found.why_not
+            return found if found.ttft and found.ttft[math.inf] > 100 else None
+
+        found = await wait_until(latencies, 30, every_s=0.1)
+        await source.close()
+    assert found is not None
+    assert found.ttft is not None
+    assert (found.of, found.name) == (of, "llm_d_epp_request_ttft_seconds")
+    assert quantile(found.ttft, 0.5) == pytest.approx(median_s, rel=0.2)
+
+
+async def test_latencies_of_model_servers_are_the_pool_s_where_the_scrape_says_so(server: Server) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        epp, vllm = [await stack.enter_async_context(fake_epp()) for _ in range(2)]
+        epp.page = golden("gie-1.5-flow-control-on")
+        vllm.page = VLLM.format(half=5, all=10)
+        jobs = job(epp.port, 1) + job(vllm.port, 1, "vllm").replace(
+            "namespace:", "inference_pool: qwen, namespace:"
+        )
+        server.configure(jobs)
+        await stack.enter_async_context(server.up())
+        source = server.source()
+        await seen(source)
+        asked = len(vllm.asked_at)
+        await wait_until(lambda: len(vllm.asked_at) >= asked + 3)
+        vllm.page = VLLM.format(half=55, all=110)
+
+        async def latencies() -> Histograms | None:
+            found = await source.latency()
+            return found if found.ttft and found.ttft[math.inf] > 50 else None
+
+        found = await wait_until(latencies, 30, every_s=0.1)
+        await source.close()
+    assert found is not None
+    assert found.ttft is not None
+    assert (found.of, found.name, found.tpot) == ("all", "vllm:time_to_first_token_seconds", None)
+    assert quantile(found.ttft, 0.5) == pytest.approx(0.25, rel=0.05)
+
+
+def grown(page: str, labels: str, bound: float, by: int) -> str:
+    """The page after so many more first tokens within a bucket."""
+    lines = []
+    for line in page.splitlines():
+        head, _, value = line.rpartition(" ")
+        if "ttft_seconds_bucket" in head and labels in head:
+            inside = float(head.rpartition('le="')[2].rstrip('"}')) >= bound
+            line = f"{head} {int(value) + by * inside}"
+        lines.append(line)
+    return "\n".join([*lines, ""])

@@ -102,6 +102,23 @@ async def test_what_the_picker_counts_with_is_compared(
     assert [(each.doubtful, each.detail) for each in found] == ([(doubtful, told)] if told else [])
 
 
+@pytest.mark.parametrize(
+    ("page", "told"),
+    [
+        ("router-newest-latencies", "llm_d_epp_request_ttft_seconds, of realtime alone"),
+        ("gie-1.5-latency-predictor", "inference_objective_request_ttft_seconds, of all requests"),
+        ("gie-1.5-flow-control-on", "the endpoint picker shows no llm_d_epp_request_ttft_seconds"),
+    ],
+)
+async def test_whose_latencies_can_be_shown_is_told(page: str, told: str) -> None:
+    async with fake_epp() as epp:
+        epp.page = golden(page)
+        wanted = settings(epp={"urls": [epp.url]})
+        marked = wanted.gateway.model_copy(update={"objective": "batch"})
+        found = find(await probe(wanted.model_copy(update={"gateway": marked})), "signals.epp latencies")
+    assert (found.ok, found.doubtful, found.detail) == (True, False, told)
+
+
 async def test_an_assumed_capacity_is_doubtful() -> None:
     async with fake_epp() as epp:
         told = find(await findings_of(epp), "budget.per_endpoint")

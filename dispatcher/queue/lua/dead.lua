@@ -1,12 +1,18 @@
 -- Show the dead, or take some away.
 -- KEYS   own…
--- ARGV   "list", after, most, bytes; or "purge", id…
+-- ARGV   "list", after, most, bytes; or "newest", 0, most, bytes: the newest first; or "purge", id…
 -- Returns for a list: id, member, score, reason, died_at, deliveries, attempts, refusals, deaths…
 --         for a purge: how many were there
 -- Keeps: a dead request is forgotten whole or not at all.
-if ARGV[1] == 'list' then
+if ARGV[1] ~= 'purge' then
   local found, size = {}, 0
-  for _, id in ipairs(call('ZRANGEBYSCORE', DEAD, '(' .. ARGV[2], '+inf', 'LIMIT', 0, ARGV[3])) do
+  local ids
+  if ARGV[1] == 'list' then
+    ids = call('ZRANGEBYSCORE', DEAD, '(' .. ARGV[2], '+inf', 'LIMIT', 0, ARGV[3])
+  else
+    ids = call('ZREVRANGE', DEAD, 0, ARGV[3] - 1)
+  end
+  for _, id in ipairs(ids) do
     size = size + call('HSTRLEN', MEMBERS, id)
     if #found > 0 and size > tonumber(ARGV[4]) then break end
     local state = load(id)

@@ -32,6 +32,7 @@ if #live > 0 then
     if item.status == DONE then ended[#ended + 1] = item end
   end
   end_leases(ended, probe)
+  if #ended > 0 then call('HINCRBY', CONTROL, 'settled', #ended) end
   for _, item in ipairs(ended) do
     if item.bury then
       local state = item.state

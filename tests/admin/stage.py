@@ -1,0 +1,265 @@
+"""An admin port without a dispatcher behind it: the status is what the test says it is."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dispatcher.admin import AdminServer, Limits, Views
+from dispatcher.admin.stream import Feed
+from dispatcher.core.limiter import REALTIME
+from dispatcher.core.request import encode_member
+from dispatcher.ports import Dead
+from dispatcher.settings import Settings
+from dispatcher.settings.effective import as_json
+from dispatcher.settings.load import parse
+from dispatcher.telemetry.events import Event
+
+NOW = 1_900_000_000.0
+SIZE = 48.0
+
+
+def sentence(reason: str, in_flight: int, limit: int, f_sys: float, f_epp: float) -> str:
+    """As core/allowance.py says it."""
+    d = 1 - (f_sys + f_epp + 0.05)
+    terms = (
+        f" (saturation: pool {f_sys:.0%} full, queue {f_epp:.0%}, reserve 5% leave D = {d:.3f} of {SIZE:g} "
+        f"requests, headroom {max(0, math.floor(SIZE * d))})."
+    )
+    match reason:
+        case "open":
+            return f"{in_flight} in flight under a limit {limit}: sending {limit - in_flight} more{terms}"
+        case "full":
+            return f"{in_flight} in flight fill the limit {limit}: each completion is replaced{terms}"
+        case "no-room":
+            return f"Nothing is sent: no-room, {REALTIME}{terms}"
+        case "stale":
+            return "Nothing is sent: stale, the newest sample is 14 s old, and signals.max_age_s is 10 s."
+        case "backpressure":
+            return f"Nothing is sent: backpressure, the gateway refused a request 2 s ago{terms}"
+        case _:
+            return f"Nothing is sent: {reason}."
+
+
+class Told:
+    """A Status that is its own JSON."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        self._told = told
+
+    def json(self) -> dict[str, Any]:
+        return dict(self._told)
+
+
+def status(reason: str = "open", **more: Any) -> dict[str, Any]:
+    """A /status as a dispatcher has it."""
+    closed = reason not in ("open", "full", "idle", "saturated")
+    told = {
+        "version": "0.9.0",
+        "pool": "qwen",
+        "queue": "batch:{qwen}:requests",
+        "owner": "dispatcher-0-4fe1",
+        "observe": False,
+        "reason": reason,
+        "open": not closed,
+        "limit": 0 if closed else 21,
+        "in_flight": 14,
+        "running": 14,
+        "signal": "saturation",
+        "f_sys": 0.66,
+        "f_epp": 0.0,
+        "reserve": 0.05,
+        "budget": 0.29,
+        "headroom": 13,
+        "max_sys": SIZE,
+        "max_sys_by": "picker",
+        "ceiling": None,
+        "reading_age_s": 0.4,
+        "source": "epp",
+        "watch_problems": [],
+        "pending": 1284,
+        "leased": 14,
+        "delayed": 3,
+        "dead": 2,
+        "paused": False,
+        "queue_problem": None,
+        "config_generation": 1,
+        "config_problem": None,
+        "loop_lag_s": 0.002,
+    } | more
+    if "explanation" in more:
+        return told
+    terms = {name: told[name] for name in ("in_flight", "limit", "f_sys", "f_epp")}
+    return {"explanation": sentence(reason, **terms)} | told
+
+
+@dataclass
+class Stage:
+    """What the port shows, to be changed at will. `now`: the feed's clock; it stands still."""
+
+    told: dict[str, Any] = field(default_factory=status)
+    results: dict[str, float] = field(default_factory=lambda: {"2xx": 0.0, "4xx": 0.0})
+    dead: list[Dead] = field(default_factory=list)
+    settings: Settings = field(default_factory=lambda: configured())
+    token_file: str = ""
+    limits: Limits = field(default_factory=Limits)
+    port: int = 0
+    now: float = NOW
+    asked_for_dead: int = 0
+
+    def __post_init__(self) -> None:
+        self.views = Views(
+            lambda: None,
+            lambda: None,
+            lambda: Told(self.told),  # type: ignore[arg-type, return-value]
+            lambda *_: (b"# EOF\n", "text/plain"),
+            settings=lambda: as_json(self.settings),
+            results=lambda: self.results,
+            dead=self._newest,
+        )
+        self.feed: Feed = self.views.feed(lambda: self.now)
+
+    async def _newest(self, most: int) -> Sequence[Dead]:
+        self.asked_for_dead += 1
+        return self.dead[-most:][::-1]
+
+    def second(self, reason: str | None = None, **more: Any) -> None:
+        """A second passes, and things stand like this now."""
+        self.now += 1
+        self.told |= more if reason is None else status(reason, **more)
+        self.feed.sample()
+
+    @asynccontextmanager
+    async def open(self, *, ticking: bool = False) -> AsyncIterator[str]:
+        """The URL of its admin port; `ticking`: with the feed's own beat."""
+        server = AdminServer(
+            self.views,
+            self.feed,
+            host="127.0.0.1",
+            port=self.port,
+            token_file=self.token_file,
+            limits=self.limits,
+        )
+        async with server, asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(self.feed.run()) if ticking else None
+            self.port = server.port
+            yield f"http://127.0.0.1:{server.port}"
+            if task is not None:
+                task.cancel()
+
+
+CONFIG = """
+pool: {name: qwen}
+gateway: {url: "http://user:hunter2@gateway:8000", objective: batch}
+queue: {url: "redis://:hunter2@redis:6379"}
+budget: {reserve: 0.05}
+"""
+
+
+def configured(text: str = CONFIG) -> Settings:
+    found = parse(text, {})
+    assert isinstance(found, Settings), found
+    return found
+
+
+def dead_request(entry: int, reason: str, *, readable: bool = True, died_at: float = NOW - 100) -> Dead:
+    member = encode_member(f"job-{entry}", b'{"prompt":"secret"}', int(NOW)) if readable else b"\xffrubbish"
+    return Dead(entry, member, NOW, reason, died_at, deliveries=3, attempts=2, refusals=1, losses=0)
+
+
+def quarter_of_an_hour(stage: Stage, last: str) -> None:
+    """A story in 900 samples: a refusal, a rush of realtime, a stale scrape, at the end `last`."""
+    stage.now = math.floor(stage.now) - 900
+    before = ""
+    for second in range(900):
+        wave = 15 + 9 * math.sin(second / 130) + 2.5 * math.sin(second / 11) + 1.2 * math.sin(second / 3.1)
+        rush = 26 * math.exp(-(((second - 560) / 55) ** 2))
+        realtime = min(46.0, max(2.0, wave + rush))
+        waits = max(0.0, wave + rush - 44)
+        reason, ceiling = "full", None
+        ours = max(0.0, SIZE * 0.95 - realtime - waits)
+        if second < 40:
+            reason, ours = "open", ours * second / 40
+        if rush > 14:
+            reason, ours = "no-room", max(0.0, 14 - (second - 512) / 3) if second < 555 else 0.0
+        if 300 <= second < 312:
+            reason, ours = "backpressure", ours * 0.6
+        if 312 <= second < 400:
+            ceiling = 12 + (second - 312) / 4
+            ours = min(ours, ceiling)
+        if 700 <= second < 745:
+            reason, ours = "stale", max(0.0, ours - (second - 700))
+        if 640 <= second < 655 or 745 <= second < 760:
+            reason, ours = (
+                "open",
+                ours * (second % 100 - 38) / 16 if second < 700 else ours * (second - 744) / 16,
+            )
+        if second > 885:
+            if last == "no-room":
+                reason, ours = "no-room", max(4.0, ours - 2 * (second - 885))
+                realtime = min(44.0, SIZE - ours)
+                waits = (second - 885) / 4
+            elif last == "open":
+                reason, ours = "open", max(0.0, ours - 6)
+        closed = reason in ("no-room", "backpressure", "stale")
+        limit = 0 if closed else math.floor(min(ceiling or 99, SIZE * 0.95 - realtime - waits))
+        pending = 1284 + round(220 * math.cos(second / 210)) - second // 3 + (80 if closed else 0)
+        done = 0.0 if closed else ours / 4.2
+        stage.results["2xx"] = stage.results.get("2xx", 0.0) + done
+        stage.results["4xx"] = stage.results.get("4xx", 0.0) + (
+            0.4 if second % 190 < 12 and not closed else 0
+        )
+        stage.results["RETRIES_EXHAUSTED"] = stage.results.get("RETRIES_EXHAUSTED", 0.0) + (
+            0.8 if 300 <= second < 309 else 0
+        )
+        stage.second(
+            reason,
+            in_flight=round(ours),
+            running=round(ours),
+            f_sys=(realtime + round(ours)) / SIZE,
+            f_epp=waits / SIZE,
+            limit=limit,
+            ceiling=ceiling,
+            pending=pending,
+            delayed=3 + (5 if 300 < second < 420 else 0),
+            dead=2,
+            at_risk=max(0, round(90 * math.exp(-(((second - 600) / 70) ** 2)))),
+            oldest_pending_age_s=412.0,
+            earliest_deadline_s=1325.0,
+            service_rate=4.4,
+            started_at=NOW - 86_000,
+            ttft_p50_s=0.182,
+            ttft_p95_s=0.61,
+            tpot_p50_s=0.0213,
+            tpot_p95_s=0.0344,
+            price_of="realtime",
+            price_requests=2140,
+            price_why_not=None,
+            batch_share=0.37,
+            replicas=[
+                {"owner": "dispatcher-0-4fe1", "leases": round(ours / 2), "silent_s": 0.2},
+                {"owner": "dispatcher-1-90ac", "leases": round(ours) - round(ours / 2), "silent_s": 0.7},
+            ],
+        )
+        happened = {
+            0: (Event.STARTED, {"version": "0.9.0", "pool": "qwen"}),
+            700: (Event.SIGNALS_UNREADABLE, {"why": "timed out after 0.9 s", "source": "epp"}),
+            745: (Event.SIGNALS_READABLE, {"source": "epp"}),
+        }.get(second)
+        if happened is not None:
+            stage.feed.heard(*happened)
+        if reason != before:
+            explanation = stage.told["explanation"]
+            stage.feed.heard(Event.GATE, {"reason": reason, "limit": limit, "explanation": explanation})
+            before = reason
+
+
+def write_token(folder: Path, token: str) -> str:
+    path = folder / "token"
+    path.write_text(token)
+    return str(path)

@@ -1,0 +1,314 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dispatcher.telemetry.events import Event
+from tests.admin.stage import Stage, configured, dead_request, quarter_of_an_hour, status, write_token
+from tests.browser import Page, chromium
+from tests.support import wait_until
+
+LOOKS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
+
+
+@pytest.fixture
+async def page() -> AsyncIterator[Page]:
+    async with chromium() as browser, browser.page() as page:
+        yield page
+
+
+@asynccontextmanager
+async def shown(stage: Stage, page: Page, *, ticking: bool = True) -> AsyncIterator[str]:
+    async with stage.open(ticking=ticking) as url:
+        await page.open(url)
+        await wait_until(lambda: live(page), what="the page to be live")
+        await drawn(page)
+        yield url
+
+
+async def live(page: Page) -> bool:
+    return bool(await page.ask("document.body.dataset.link === 'live'"))
+
+
+async def drawn(page: Page) -> None:
+    """What has come is on the screen."""
+    await page.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+async def says(page: Page, selector: str, text: str) -> bool:
+    return text in await page.text(selector)
+
+
+async def quiet(page: Page) -> None:
+    """Nothing broke, nothing was forbidden, nothing was missing."""
+    assert (page.console, page.network) == ([], [])
+
+
+async def test_open_page_follows_a_closing_gate_without_reload(page: Page) -> None:
+    stage = Stage(told=status("open", pending=7))
+    async with shown(stage, page):
+        await page.ask("window.before = true")
+        assert await says(page, "#badge", "open")
+        stage.told = status("no-room", pending=8)
+        await wait_until(lambda: says(page, "#badge", "no-room"), what="the new reason")
+        assert await says(page, "#badge", "gate closed")
+        sentence = " ".join([await page.text("#sentence"), await page.text("#terms")])
+        assert sentence == stage.told["explanation"]
+        assert await page.ask("document.title") == "no-room · qwen"
+        assert await says(page, "#say", "Nothing is sent: no-room"), "a screen reader hears of it"
+        assert await page.ask("window.before")
+    await asyncio.sleep(0)
+    assert page.console == []
+
+
+async def test_history_is_there_when_the_page_opens(page: Page) -> None:
+    stage = Stage(dead=[dead_request(7, "RETRIES_EXHAUSTED: 8 tries failed")])
+    quarter_of_an_hour(stage, "full")
+    async with shown(stage, page, ticking=False):
+        left, right = await page.ask(
+            "(() => { const box = document.querySelector('#load path').getBBox();"
+            " return [box.x, box.x + box.width]; })()"
+        )
+        width = await page.ask("document.querySelector('#load').clientWidth")
+        assert left < 50
+        assert right > width - 5
+        assert await says(page, "#reasons", "stale 45 s")
+        assert await says(page, "#reasons", "backpressure 12 s")
+        label = await page.ask("document.querySelector('#load').getAttribute('aria-label')")
+        assert "no-room" in label
+        assert "capacity 48" in label
+        await page.ask("document.querySelector('#table-details summary').click()")
+        await wait_until(
+            lambda: page.ask("document.querySelectorAll('#minutes tbody tr').length >= 15"), what="the table"
+        )
+        await quiet(page)
+
+
+async def test_bar_has_the_numbers_of_the_status(page: Page) -> None:
+    stage = Stage()
+    stage.second("full", f_sys=0.5, f_epp=0.125, max_sys=40.0, in_flight=8, reserve=0.05, ceiling=9.5)
+    async with shown(stage, page, ticking=False):
+        parts = await page.ask(
+            "Object.fromEntries([...document.querySelectorAll('#parts > div')].map(one =>"
+            " [one.querySelector('dt').textContent, one.querySelector('dd').firstChild.textContent]))"
+        )
+        assert parts == {
+            "Realtime": "12",
+            "Waiting in the picker": "5",
+            "Ours": "8",
+            "Free": "13",
+            "Reserve": "2",
+            "Limit on ours": "21",
+            "Ceiling on ours": "9.5",
+        }
+        widths = await page.ask(
+            "[...document.querySelectorAll('#bar i')].map(one => parseFloat(one.style.width))"
+        )
+        assert widths == pytest.approx([30, 12.5, 20, 32.5, 5])
+        assert await page.ask("parseFloat(document.querySelector('#bar b').style.left)") == pytest.approx(
+            66.25
+        )
+
+
+async def test_what_is_not_known_is_called_unknown(page: Page) -> None:
+    bare = {
+        name: status()[name]
+        for name in ("version", "pool", "queue", "owner", "observe", "open", "running", "config_generation")
+    }
+    told = {**bare, "reason": "starting", "explanation": "Nothing is sent: starting."}
+    async with shown(Stage(told=told, results={}), page):
+        for name in ("#queue", "#price", "#outcomes", "#parts"):
+            assert await says(page, name, "unknown"), name
+        assert "NaN" not in await page.text("body")
+        assert "undefined" not in await page.text("main")
+        await quiet(page)
+
+
+async def test_page_reconnects_to_the_same_process_and_misses_nothing(page: Page) -> None:
+    stage = Stage()
+    stage.second()
+    async with shown(stage, page, ticking=False):
+        assert await page.ask("samples.length") == 1
+    await wait_until(lambda: says(page, "#link", "disconnected since"), what="the page to notice")
+    assert await says(page, "#link", "trying again")
+    assert await page.ask("getComputedStyle(document.querySelector('#data')).filter") == "grayscale(0.8)"
+    stage.second("stale")
+    stage.feed.heard(Event.GATE, {"reason": "stale"})
+    async with stage.open():
+        await wait_until(lambda: live(page), 20, what="the page to be back")
+        await drawn(page)
+        assert await page.ask("samples.map(one => one.reason)") == ["open", "stale"]
+        assert await says(page, "#badge", "stale")
+        assert await says(page, "#events", "gate")
+    assert page.console == []
+
+
+async def test_page_begins_anew_with_a_restarted_process(page: Page) -> None:
+    before = Stage()
+    before.second()
+    async with shown(before, page, ticking=False):
+        pass
+    after = Stage(now=before.now + 60, port=before.port, told=status("starting"))
+    after.second()
+    async with after.open():
+        anew = "samples.map(one => one.reason).join() === 'starting'"
+        await wait_until(lambda: page.ask(anew), 20, what="the new process's history, and no other")
+        assert await live(page)
+    assert page.console == []
+
+
+async def test_page_asks_for_the_token_once_and_keeps_it_in_memory_only(page: Page, tmp_path: Path) -> None:
+    stage = Stage(token_file=write_token(tmp_path, "s3cret"))
+    async with stage.open(ticking=True) as url:
+        await page.open(url)
+        asked = "document.querySelector('#ask')?.hidden === false && document.activeElement.id === 'token'"
+        await wait_until(lambda: page.ask(asked), what="the question, with the focus in it")
+        assert await page.text("#pool") == "", "no data before it"
+        await page.type("wrong")
+        await page.press("Enter", "\r")
+        await wait_until(lambda: says(page, "#ask-wrong", "does not accept"), what="the refusal")
+        await page.type("with space")
+        await page.press("Enter", "\r")
+        await wait_until(lambda: says(page, "#ask-wrong", "visible ASCII"), what="the refusal")
+        await page.ask("document.querySelector('#token').value = ''")
+        await page.type("s3cret")
+        await page.press("Enter", "\r")
+        await wait_until(lambda: live(page), what="the page to be live")
+        kept = "[localStorage.length, sessionStorage.length, document.cookie, location.href]"
+        assert await page.ask(kept) == [0, 0, "", f"{url}/"]
+        assert await page.ask("document.querySelector('#token').value") == ""
+        await page.call("Page.reload")
+        await wait_until(lambda: page.ask(asked), what="the question again")
+    assert page.console == []
+
+
+async def test_hostile_text_stays_text(page: Page) -> None:
+    evil = "<img src=x onerror=alert(1)><script>alert(2)</script>\x1b]0;x\x07"
+    dead = dead_request(7, evil)
+    stage = Stage(
+        told=status(
+            evil, explanation=evil, pool=evil, config_problem=evil, watch_problems=[evil], owner=evil
+        ),
+        results={evil: 1.0, "__proto__": 2.0},
+        dead=[dead],
+        settings=configured(f"gateway: {{url: 'http://gw'}}\nqueue: {{data_dir: {json.dumps(evil[:52])}}}\n"),
+    )
+    stage.feed.heard(Event.SURPRISE, {"error": evil, evil: evil, "__proto__": evil})
+    async with shown(stage, page):
+        await wait_until(lambda: says(page, "#dead", "<img"), what="the dead")
+        assert await says(page, "#sentence", "<script>")
+        assert await page.ask("document.querySelectorAll('main img, main script').length") == 0
+        await quiet(page)
+
+
+async def test_nothing_is_loaded_from_elsewhere_and_nothing_is_forbidden(page: Page) -> None:
+    stage = Stage()
+    quarter_of_an_hour(stage, "full")
+    async with shown(stage, page) as url:
+        stage.second("no-room")
+        await drawn(page)
+        asked = await page.ask("performance.getEntriesByType('resource').map(one => one.name)")
+        assert asked
+        assert all(one.startswith(url) for one in asked)
+        await quiet(page)
+        await page.ask("void document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'}))")
+        await wait_until(lambda: page.console, what="the policy to forbid that: it is in force")
+
+
+async def test_page_can_be_walked_by_keyboard_and_shows_where_one_is(page: Page) -> None:
+    stage = Stage(dead=[dead_request(7, "why")], told=status(dead=1))
+    quarter_of_an_hour(stage, "full")
+    async with shown(stage, page):
+        walked = []
+        for _ in range(9):
+            await page.press("Tab")
+            walked.append(
+                await page.ask(
+                    "(() => { const one = document.activeElement, look = getComputedStyle(one);"
+                    " return [one.className || one.id || one.tagName, look.outlineStyle, one.id]; })()"
+                )
+            )
+        assert walked[0][0] == "skip"
+        assert {outline for _, outline, _ in walked[:7]} == {"solid"}
+        assert "all-settings" in [id_ for *_, id_ in walked]
+        rows = "document.querySelectorAll('#settings tbody tr').length"
+        few = await page.ask(rows)
+        await page.ask("document.querySelector('#all-settings').focus()")
+        await page.press(" ", " ")
+        await wait_until(lambda: page.ask(f"{rows} > {few} * 3"), what="all the settings")
+
+
+async def test_phone_scrolls_one_way_only_and_motion_can_be_turned_off(page: Page) -> None:
+    stage = Stage(
+        dead=[dead_request(7, "RETRIES_EXHAUSTED: " + "very " * 50 + "x" * 200)], told=status(dead=1)
+    )
+    quarter_of_an_hour(stage, "no-room")
+    await page.look(width=390, height=844, **{"prefers-reduced-motion": "reduce"})
+    async with shown(stage, page):
+        await wait_until(lambda: says(page, "#dead", "RETRIES"), what="the dead")
+        assert await page.ask("document.documentElement.scrollWidth") == 390
+        assert await page.ask("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
+        await quiet(page)
+
+
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+async def test_axe_finds_nothing_serious(page: Page, tmp_path: Path, width: int, dark: bool) -> None:
+    axe = axe_script()
+    stage = Stage(
+        token_file=write_token(tmp_path, "s3cret"),
+        dead=[dead_request(7, "why"), dead_request(9, "not JSON", readable=False)],
+    )
+    quarter_of_an_hour(stage, "no-room")
+    stage.told |= {"config_problem": "config.yaml: budget.reserv: unknown key", "watch_problems": ["401"]}
+    await page.look(width=width, dark=dark, **{"prefers-reduced-motion": "reduce"})
+    async with stage.open(ticking=True) as url:
+        await page.open(url)
+        await page.ask(axe)
+        await wait_until(lambda: page.ask("!document.querySelector('#ask').hidden"), what="the question")
+        assert await serious(page) == [], "the question for the token"
+        await page.type("s3cret")
+        await page.press("Enter", "\r")
+        await wait_until(lambda: says(page, "#dead", "job-7"), what="the page")
+        await page.ask("document.querySelector('#table-details summary').click()")
+        await page.ask("document.querySelector('#all-settings').click()")
+        await drawn(page)
+        assert await serious(page) == [], "closed"
+        stage.told = status("open")
+        await wait_until(lambda: says(page, "#badge", "gate open"), what="the gate to open")
+        assert await serious(page) == [], "open"
+    await wait_until(lambda: says(page, "#link", "disconnected"), what="the page to notice")
+    assert await serious(page) == [], "disconnected"
+
+
+def axe_script() -> str:
+    """axe-core's script: of the wheel, or the file that AXE names."""
+    named = os.environ.get("AXE")
+    if named:
+        return Path(named).read_text()
+    found = importlib.util.find_spec("axe_core_python")
+    if found is None or found.origin is None:
+        reason = "axe-core-python is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{reason}, and CI=true promises that it is")
+        pytest.skip(reason)
+    return (Path(found.origin).parent / "axe.min.js").read_text()
+
+
+async def serious(page: Page) -> list[Any]:
+    """What axe objects to."""
+    found = await page.ask("axe.run().then(found => found.violations)")
+    return [
+        (one["id"], [(node["target"], node["failureSummary"]) for node in one["nodes"]][:5])
+        for one in found
+        if one["impact"] in ("serious", "critical")
+    ]

@@ -1,0 +1,304 @@
+"""The admin port over real sockets: who may read what, the live feed, limits, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from dispatcher.admin import Limits
+from dispatcher.admin.server import SHUTDOWN_S
+from dispatcher.admin.stream import STREAMS_MOST
+from dispatcher.telemetry.events import Event
+from tests.admin.stage import Stage, configured, write_token
+from tests.support import wait_until
+
+PAGE = ("/", "/page.css", "/page.js", "/icon.svg")
+DATA = ("/metrics", "/status", "/events")
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
+        yield session
+
+
+class Reader:
+    """A client of /events."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self.answer = answer
+        self.last_id = ""
+
+    async def next(self) -> tuple[str, Any]:
+        """Kind and data of the next message."""
+        lines: dict[str, str] = {}
+        async with asyncio.timeout(10):
+            while "event" not in lines:
+                block = await self.answer.content.readuntil(b"\n\n")
+                lines = dict(line.split(": ", 1) for line in block.decode().strip().splitlines())
+        self.last_id = lines.get("id", self.last_id)
+        return lines["event"], json.loads(lines["data"])
+
+    async def until(self, kind: str) -> Any:
+        while True:
+            found, data = await self.next()
+            if found == kind:
+                return data
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+async def test_every_answer_is_guarded_by_headers(http: aiohttp.ClientSession) -> None:
+    async with Stage().open() as url:
+        for path in (*PAGE, *DATA, "/livez", "/readyz", "/nothing"):
+            async with http.get(url + path) as answer:
+                policy = answer.headers["Content-Security-Policy"]
+                assert "default-src 'none'" in policy
+                assert "frame-ancestors 'none'" in policy
+                assert "unsafe" not in policy
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+                assert answer.headers["Referrer-Policy"] == "no-referrer"
+                assert answer.headers["Cache-Control"] == "no-store"
+                assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+async def test_page_is_small_and_takes_nothing_from_elsewhere(http: aiohttp.ClientSession) -> None:
+    async with Stage().open() as url:
+        bodies = [await (await http.get(url + path)).text() for path in PAGE]
+    assert sum(len(body.encode()) for body in bodies) < 60_000
+    for body in bodies:
+        assert "//" not in body.replace("http://www.w3.org/2000/svg", "").replace("// ", "").replace(
+            "// ──", ""
+        )
+    assert "<style" not in bodies[0]
+    assert " style=" not in bodies[0]
+    assert " on" not in bodies[0].replace(" once", "").replace(" only", "").replace(" one", "")
+
+
+async def test_page_and_probes_are_open_and_data_wants_the_token(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    stage = Stage(token_file=write_token(tmp_path, "s3cret\n"))
+    async with stage.open() as url:
+        for path in (*PAGE, "/livez", "/readyz"):
+            assert (await http.get(url + path)).status == 200
+        for path in (*DATA, "/nothing"):
+            for headers in ({}, bearer("wrong"), bearer(""), {"Authorization": "Basic s3cret"}):
+                answer = await http.get(url + path, headers=headers)
+                assert (answer.status, await answer.text()) == (401, "a bearer token is needed\n"), path
+        for path in DATA:
+            assert (await http.get(url + path, headers=bearer("s3cret"))).status == 200
+        assert stage.feed.readers == 1
+
+
+async def test_rotated_token_counts_at_once_and_a_token_that_is_no_text_is_one(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    stage = Stage(token_file=write_token(tmp_path, "old"))
+    async with stage.open() as url:
+        write_token(tmp_path, "new")
+        assert (await http.get(f"{url}/status", headers=bearer("old"))).status == 401
+        assert (await http.get(f"{url}/status", headers=bearer("new"))).status == 200
+        (tmp_path / "token").write_bytes(b"\xff\xfe\x00")
+        assert (await http.get(f"{url}/status", headers=bearer("new"))).status == 401
+        assert (
+            await said(url, b"GET /status HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n") == 401
+        )
+        (tmp_path / "token").unlink()
+        answer = await http.get(f"{url}/status", headers=bearer("new"))
+        assert answer.status == 503
+        assert "admin.token_file" in await answer.text()
+
+
+async def test_empty_token_file_lets_nobody_in(http: aiohttp.ClientSession, tmp_path: Path) -> None:
+    async with Stage(token_file=write_token(tmp_path, "\n")).open() as url:
+        assert (await http.get(f"{url}/status", headers=bearer(""))).status == 401
+
+
+async def test_feed_goes_on_where_a_reader_left_it(http: aiohttp.ClientSession) -> None:
+    stage = Stage()
+    stage.second("open")
+    async with stage.open() as url:
+        async with http.get(f"{url}/events") as answer:
+            assert answer.content_type == "text/event-stream"
+            reader = Reader(answer)
+            assert (await reader.until("history"))["samples"]["reason"] == ["open"]
+            await reader.until("dead")
+            stage.second("no-room")
+            assert (await reader.until("status"))["reason"] == "no-room"
+            stage.feed.heard(Event.GATE, {"reason": "no-room"})
+            assert (await reader.until("event"))["event"] == "gate"
+        stage.second("stale")
+        async with http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer:
+            missed = await Reader(answer).until("history")
+    assert (missed["whole"], missed["samples"]["reason"], missed["events"]) == (False, ["stale"], [])
+
+
+async def test_restarted_process_is_noticed_and_tells_everything(http: aiohttp.ClientSession) -> None:
+    before = Stage()
+    async with before.open() as url, http.get(f"{url}/events") as answer:
+        reader = Reader(answer)
+        before.second()
+        await reader.until("sample")
+    after = Stage(now=before.now + 5)
+    after.second("starting")
+    async with (
+        after.open() as url,
+        http.get(f"{url}/events", headers={"Last-Event-ID": reader.last_id}) as answer,
+    ):
+        told = await Reader(answer).until("history")
+    assert (told["whole"], told["samples"]["reason"]) == (True, ["starting"])
+
+
+async def test_reload_is_told_with_its_secrets_masked(http: aiohttp.ClientSession) -> None:
+    stage = Stage()
+    async with stage.open() as url, http.get(f"{url}/events") as answer:
+        reader = Reader(answer)
+        await reader.until("settings")
+        stage.settings = configured("gateway: {url: 'http://u:hunter2@gw'}\nbudget: {reserve: 0.1}\n")
+        stage.second(config_generation=2)
+        told = await reader.until("settings")
+    assert told["settings"]["budget"]["reserve"] == 0.1
+    assert "hunter2" not in json.dumps(told)
+
+
+async def test_streams_are_bounded_in_words(http: aiohttp.ClientSession) -> None:
+    stage = Stage()
+    connector = aiohttp.TCPConnector(limit=0)
+    async with stage.open() as url, aiohttp.ClientSession(connector=connector) as many:
+        answers = [await many.get(f"{url}/events") for _ in range(STREAMS_MOST)]
+        async with http.get(f"{url}/events") as refused:
+            assert refused.status == 503
+            assert "32 pages" in await refused.text()
+        assert (await http.get(f"{url}/status")).status == 200
+        answers[0].close()
+
+        async def room() -> bool:
+            stage.second()
+            async with http.get(f"{url}/events") as answer:
+                return answer.status == 200
+
+        await wait_until(room, what="the place of the one that left")
+        for answer in answers:
+            answer.close()
+
+
+async def test_stream_ends_when_its_token_counts_no_longer(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    stage = Stage(token_file=write_token(tmp_path, "old"), limits=Limits(heartbeat_s=0.05))
+    async with stage.open() as url, http.get(f"{url}/events", headers=bearer("old")) as answer:
+        await Reader(answer).until("status")
+        assert await answer.content.readuntil(b": still here\n\n")
+        write_token(tmp_path, "new")
+        assert await answer.content.read() is not None
+        assert stage.feed.readers == 0
+
+
+async def test_reader_that_takes_nothing_is_dropped() -> None:
+    stage = Stage(limits=Limits(write_s=0.2))
+    async with stage.open() as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        writer.write(f"GET /events HTTP/1.1\r\nHost: {url}\r\n\r\n".encode())
+        await reader.readuntil(b"\r\n\r\n")
+
+        def flooded() -> bool:
+            for _ in range(20):
+                stage.feed.heard(Event.SURPRISE, {f"f{n}": "x" * 100 for n in range(30)})
+            stage.second(explanation="y" * 100_000)
+            return stage.feed.readers == 0
+
+        await wait_until(flooded, what="the reader to be dropped")
+        writer.close()
+
+
+async def test_open_streams_do_not_hold_up_the_end(http: aiohttp.ClientSession) -> None:
+    stage = Stage()
+    loop = asyncio.get_running_loop()
+    async with stage.open() as url:
+        answers = [await http.get(f"{url}/events") for _ in range(5)]
+        stuck_reader, stuck = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        stuck.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await stuck_reader.readuntil(b"\r\n\r\n")
+        began = loop.time()
+    assert loop.time() - began < SHUTDOWN_S
+    for answer in answers:
+        assert (await answer.content.read()).endswith(b"\n\n"), "ended whole, not cut"
+    stuck.close()
+
+
+async def test_reader_that_is_stuck_does_not_hold_up_the_end_either() -> None:
+    stage = Stage()
+    loop = asyncio.get_running_loop()
+    async with stage.open():
+        reader, writer = await asyncio.open_connection("127.0.0.1", stage.port, limit=1024)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        for _ in range(30):  # more than all buffers between us hold
+            stage.second(explanation="y" * 300_000)
+            await asyncio.sleep(0)
+        assert stage.feed.readers == 1
+        began = loop.time()
+    assert loop.time() - began < 4 * SHUTDOWN_S
+    writer.close()
+
+
+async def said(url: str, raw: bytes) -> int:
+    """The status of the answer to these bytes."""
+    port = int(url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(raw)
+    async with asyncio.timeout(5):
+        line = await reader.readline()
+    writer.close()
+    return int(line.split()[1])
+
+
+async def test_what_is_no_http_is_refused_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async with Stage().open() as url:
+        with caplog.at_level(logging.DEBUG):
+            assert await said(url, b"GET / HTTP/1.1\r\nHost: x\r\nbroken\r\n\r\n") == 400
+            assert await said(url, b"GET / HTTP/1.1\r\n" + b"X: " + b"y" * 20_000 + b"\r\n\r\n") == 400
+            assert await said(url, b"GET /" + b"z" * 20_000 + b" HTTP/1.1\r\n\r\n") == 400
+            assert await said(url, b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 5_000 + b"\r\n") == 400
+        assert [record.getMessage() for record in caplog.records if record.exc_info] == []
+
+
+async def test_half_requests_hold_no_place() -> None:
+    async with Stage(limits=Limits(head_s=0.3)).open() as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET /livez HTTP/1.1\r\nX: ")
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_connections_are_bounded_and_those_that_say_nothing_go_first(
+    http: aiohttp.ClientSession,
+) -> None:
+    stage = Stage()
+    async with stage.open() as url, http.get(f"{url}/events") as live:
+        streaming = Reader(live)
+        await streaming.until("status")
+        idle = [await asyncio.open_connection("127.0.0.1", stage.port) for _ in range(150)]
+        for _, writer in idle:
+            writer.write(b"GET /livez HTTP/1.1\r\nX: ")
+        assert (await http.get(f"{url}/livez")).status == 200
+
+        def closed() -> int:
+            return sum(reader.at_eof() for reader, _ in idle)
+
+        await wait_until(lambda: closed() > 150 - Limits().connections, 5, what="the oldest to go")
+        stage.second("stale")
+        assert (await streaming.until("status"))["reason"] == "stale", "who reads is no idler"
+        for _, writer in idle:
+            writer.close()

@@ -1,0 +1,344 @@
+"""The live feed by itself: what it keeps, what a reader gets, who is dropped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from typing import Any
+
+from dispatcher.admin.stream import (
+    COLUMNS,
+    EVENT_BYTES,
+    EVENTS_KEPT,
+    FRAMES_BEHIND,
+    SAMPLES_KEPT,
+    STREAMS_MOST,
+    Stream,
+    measures,
+    others,
+)
+from dispatcher.ports import QueueUnavailableError
+from dispatcher.telemetry.events import Event, diverted
+from tests.admin.stage import NOW, Stage, configured, dead_request, status
+from tests.support import wait_until
+
+Messages = list[tuple[str, str, Any]]
+
+
+async def taken(stream: Stream) -> Messages:
+    """What lies there for the reader: kind, id, data."""
+    frames = await stream.take(0.0)
+    assert frames is not None, "the stream is over"
+    return messages(frames)
+
+
+def messages(frames: bytes) -> Messages:
+    found = []
+    for block in frames.decode().split("\n\n"):
+        lines = dict(line.split(": ", 1) for line in block.splitlines())
+        if "event" in lines:
+            found.append((lines["event"], lines.get("id", ""), json.loads(lines["data"])))
+    return found
+
+
+def joined(stage: Stage, last_id: str = "") -> Stream:
+    stream = stage.feed.subscribe(last_id)
+    assert stream is not None
+    return stream
+
+
+async def history(stage: Stage, last_id: str = "") -> tuple[str, Any]:
+    stream = joined(stage, last_id)
+    stage.feed.unsubscribe(stream)
+    return next((id_, data) for kind, id_, data in await taken(stream) if kind == "history")
+
+
+async def test_reader_is_told_all_it_needs_when_it_connects() -> None:
+    stage = Stage(dead=[dead_request(7, "why")])
+    stage.second()
+    stage.feed.heard(Event.RELOADED, {"generation": 2})
+    found = await taken(joined(stage))
+    assert [kind for kind, _, _ in found] == ["history", "status", "settings", "dead"]
+    told = {kind: data for kind, _, data in found}
+    assert told["history"]["whole"]
+    assert told["history"]["samples"]["at"] == [NOW + 1]
+    assert set(told["history"]["samples"]) == {"at", *COLUMNS}
+    [event] = told["history"]["events"]
+    assert (event["event"], event["level"], event["fields"]) == ("config-reloaded", "info", {"generation": 2})
+    assert told["status"] == stage.told
+    assert told["settings"]["settings"]["budget"]["reserve"] == 0.05
+    assert "budget.reserve" not in told["settings"]["defaults"]
+    assert "budget.max_sys" in told["settings"]["defaults"]
+
+
+async def test_each_second_a_sample_and_a_status_and_events_as_they_happen() -> None:
+    stage = Stage()
+    stream = joined(stage)
+    await taken(stream)
+    stage.second("no-room")
+    stage.feed.heard(Event.GATE, {"reason": "no-room", "limit": 0})
+    found = await taken(stream)
+    assert [kind for kind, _, _ in found] == ["sample", "status", "event"]
+    assert found[0][2]["reason"] == found[1][2]["reason"] == found[2][2]["fields"]["reason"] == "no-room"
+    assert found[0][1] != found[2][1]
+
+
+async def test_no_secret_of_the_settings_is_told() -> None:
+    stage = Stage()
+    assert "hunter2" not in json.dumps(await taken(joined(stage)))
+
+
+async def test_reader_that_comes_back_gets_what_it_missed_and_no_more() -> None:
+    stage = Stage()
+    stage.second()
+    stage.feed.heard(Event.QUEUE_BACK, {})
+    last_id, _ = await history(stage)
+    stage.second("stale")
+    stage.feed.heard(Event.GATE, {"reason": "stale"})
+    id_, missed = await history(stage, last_id)
+    assert not missed["whole"]
+    assert missed["samples"]["reason"] == ["stale"]
+    assert [event["event"] for event in missed["events"]] == ["gate"]
+    assert id_ != last_id
+    _, nothing = await history(stage, id_)
+    assert (nothing["whole"], nothing["samples"]["at"], nothing["events"]) == (False, [], [])
+
+
+async def test_reader_of_another_process_or_with_an_id_that_is_none_gets_everything() -> None:
+    before, stage = Stage(now=NOW - 60), Stage()
+    before.second()
+    stage.second()
+    stage.second()
+    old_id, _ = await history(before)
+    own_id, _ = await history(stage)
+    process = own_id.partition("-")[0]
+    for last_id in (
+        old_id,
+        "",
+        "-",
+        "rubbish",
+        f"{process}-",
+        f"{process}-9999",
+        f"{process}--1",
+        f"{process}-²",
+    ):
+        _, found = await history(stage, last_id)
+        assert (found["whole"], len(found["samples"]["at"])) == (True, 2), last_id
+
+
+async def test_what_is_kept_is_bounded() -> None:
+    stage = Stage()
+    for _ in range(SAMPLES_KEPT + 50):
+        stage.second()
+    for number in range(EVENTS_KEPT + 50):
+        stage.feed.heard(Event.TAKEN_BACK, {"leases": number})
+    _, found = await history(stage)
+    assert len(found["samples"]["at"]) == SAMPLES_KEPT
+    assert found["samples"]["at"][-1] == NOW + SAMPLES_KEPT + 50
+    assert [event["fields"]["leases"] for event in found["events"]][-1] == EVENTS_KEPT + 49
+    assert len(found["events"]) == EVENTS_KEPT
+    assert len(json.dumps(found)) < 250_000
+
+
+async def test_slow_reader_is_dropped_and_the_others_are_not() -> None:
+    stage = Stage()
+    slow, quick = joined(stage), joined(stage)
+    for _ in range(FRAMES_BEHIND):
+        stage.second()
+        assert not quick.dropped
+        await taken(quick)
+    assert slow.dropped
+    assert await slow.take(0.0) is None, "it gets nothing more: it comes back for what it missed"
+
+
+async def test_readers_are_bounded_and_one_that_left_makes_room() -> None:
+    stage = Stage()
+    streams = [joined(stage) for _ in range(STREAMS_MOST)]
+    assert stage.feed.subscribe() is None
+    stage.feed.unsubscribe(streams[0])
+    assert stage.feed.subscribe() is not None
+    assert stage.feed.readers == STREAMS_MOST
+
+
+async def test_closing_lets_readers_take_what_is_there_and_ends_them() -> None:
+    stage = Stage()
+    stream = joined(stage)
+    stage.feed.close()
+    assert messages(await stream.take(0.0) or b"") != []
+    assert await stream.take(0.0) is None
+
+
+async def test_nothing_came_is_no_end() -> None:
+    stage = Stage()
+    stream = joined(stage)
+    await taken(stream)
+    assert await stream.take(0.0) == b""
+
+
+async def test_settings_are_told_again_after_a_reload() -> None:
+    stage = Stage()
+    stream = joined(stage)
+    await taken(stream)
+    stage.second()
+    assert "settings" not in [kind for kind, _, _ in await taken(stream)]
+    stage.settings = configured("gateway: {url: 'http://gateway'}\nbudget: {reserve: 0.2}\n")
+    stage.second(config_generation=2)
+    told = [data for kind, _, data in await taken(stream) if kind == "settings"]
+    assert [each["settings"]["budget"]["reserve"] for each in told] == [0.2]
+
+
+async def test_reader_that_comes_just_after_a_reload_takes_its_news_from_nobody() -> None:
+    stage = Stage()
+    stage.second()
+    first = joined(stage)
+    await taken(first)
+    stage.told["config_generation"] = 2
+    joined(stage)
+    stage.second()
+    assert "settings" in [kind for kind, _, _ in await taken(first)]
+
+
+async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_changes() -> None:
+    stage = Stage(told=status(dead=1), dead=[dead_request(7, "8 tries failed")])
+    async with stage.open(ticking=True):
+        for _ in range(3):
+            stage.second()
+        assert stage.asked_for_dead == 0, "nobody looks"
+        stream = joined(stage)
+        seen: list[Any] = []
+
+        async def told(count: int) -> bool:
+            seen.extend(data for kind, _, data in await taken(stream) if kind == "dead")
+            return bool(seen) and len(seen[-1]) == count
+
+        await wait_until(lambda: told(1))
+        [one] = seen[-1]
+        assert (one["entry"], one["id"], one["reason"]) == (7, "job-7", "8 tries failed")
+        assert one["todo"] == ["show", "requeue", "purge"]
+        assert "secret" not in json.dumps(seen), "no payload"
+        stage.dead.append(dead_request(9, "not JSON", readable=False))
+        stage.second(dead=2)
+        await wait_until(lambda: told(2))
+        assert [each["entry"] for each in seen[-1]] == [9, 7]
+        assert (seen[-1][0]["id"], seen[-1][0]["todo"]) == (None, ["show", "purge"])
+        assert stage.asked_for_dead == 2
+
+
+async def test_queue_that_is_away_costs_the_list_of_the_dead_and_nothing_else() -> None:
+    away = True
+
+    async def newest(most: int) -> Any:
+        if away:
+            raise QueueUnavailableError("away")
+        return [dead_request(7, "why")]
+
+    stage = Stage(told=status(dead=1))
+    stage.feed._dead = newest
+    async with stage.open(ticking=True):
+        stream = joined(stage)
+        kinds: list[str] = []
+
+        async def heard(kind: str, times: int) -> bool:
+            kinds.extend(each for each, _, data in await taken(stream) if each != "dead" or data)
+            return kinds.count(kind) >= times
+
+        await wait_until(lambda: heard("sample", 2))
+        assert "dead" not in kinds
+        away = False
+        await wait_until(lambda: heard("dead", 1))
+
+
+async def test_event_that_is_no_json_or_too_long_is_told_cut() -> None:
+    stage = Stage()
+    nested: list[Any] = []
+    for _ in range(sys.getrecursionlimit() * 2):
+        nested = [nested]
+    for fields in (
+        {"why": "\udcff broken", "of": 3},
+        {"why": "x" * 100_000, "more": ["y" * 100_000] * 100},
+        {f"field-{number}": "z" * 300 for number in range(1000)},
+        {"why": object(), 3: float("nan")},
+        {"nested": nested},
+    ):
+        stage.feed.heard(Event.SURPRISE, fields)  # type: ignore[arg-type]
+    _, found = await history(stage)
+    assert len(found["events"]) == 5
+    assert all(len(json.dumps(event["fields"])) < 2 * EVENT_BYTES for event in found["events"])
+
+
+async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
+    broken = True
+    stage = Stage(told=status(dead=1), dead=[dead_request(7, "why")])
+    whole, newest = stage.feed._status, stage.feed._dead
+
+    def sometimes() -> Any:
+        if broken:
+            raise RuntimeError("a defect")
+        return whole()
+
+    async def sometimes_dead(most: int) -> Any:
+        if broken:
+            raise RuntimeError("a defect")
+        return await newest(most)
+
+    heard: list[str] = []
+    stream = joined(stage)
+    stage.feed._status, stage.feed._dead = sometimes, sometimes_dead
+    with diverted(lambda event, fields: heard.append(f"{event.event}: {fields['where']}")):
+        beats = asyncio.create_task(stage.feed.run())
+    try:
+        await wait_until(lambda: len(heard) == 2)
+        broken = False
+        await wait_until(lambda: len(stage.feed._samples) > 0)
+
+        async def told() -> bool:
+            return any(kind == "dead" and data for kind, _, data in await taken(stream))
+
+        await wait_until(told)
+    finally:
+        beats.cancel()
+    assert sorted(heard) == ["surprise: the dead for the live page", "surprise: the live page's feed"]
+
+
+def test_others_are_what_the_reading_shows_beside_ours() -> None:
+    told = others(status(f_sys=0.5, f_epp=0.25, max_sys=40.0), 12)
+    assert (told.realtime, told.waiting) == (8, 10)
+
+
+def test_ours_that_wait_in_the_picker_are_counted_once() -> None:
+    told = others(status(f_sys=0.25, f_epp=0.25, max_sys=40.0), 15)
+    assert (told.realtime, told.waiting) == (0, 5)
+
+
+async def test_reading_is_held_against_what_was_ours_when_it_was_taken() -> None:
+    stage = Stage()
+    pool = {"max_sys": 40.0, "f_epp": 0.0}
+    stage.second("full", in_flight=20, f_sys=0.75, reading_age_s=0.0, **pool)
+    stage.second("full", in_flight=2, f_sys=0.75, reading_age_s=1.0, **pool)
+    stage.second("full", in_flight=20, f_sys=0.55, reading_age_s=0.5, **pool)
+    stage.second("full", in_flight=30, f_sys=0.75, reading_age_s=3.0, **pool)
+    _, found = await history(stage)
+    assert found["samples"]["ours"] == [20, 2, 20, 30]
+    assert found["samples"]["realtime"] == [10, 10, 11, 10], "never what came or went since the reading"
+
+
+def test_measures_of_what_is_not_known_are_none() -> None:
+    unknown = dict.fromkeys(COLUMNS)
+    assert measures({"reason": "starting"}, others({}, 0.0)) == unknown | {"reason": "starting"}
+    odd = status(max_sys=float("inf"), pending=True, limit="3", ceiling=float("nan"), explanation="odd")
+    told = measures(odd, others(odd, 3.0))
+    assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "ceiling")] == [None] * 5
+
+
+async def test_results_are_told_as_rates_by_code() -> None:
+    stage = Stage(results={"2xx": 100.0, "GATE_ERROR": 0.0})
+    stage.second()
+    stage.results = {"2xx": 112.5, "GATE_ERROR": 0.0}
+    stage.second()
+    stage.now += 4
+    stage.results = {"2xx": 112.5, "GATE_ERROR": 10.0}
+    stage.second()
+    _, found = await history(stage)
+    assert found["results"] == {"2xx": [0, 12.5, 0], "GATE_ERROR": [0, 0, 2]}
+    assert found["totals"] == {"2xx": 112.5, "GATE_ERROR": 10.0}

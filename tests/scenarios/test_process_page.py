@@ -1,0 +1,170 @@
+"""The page of a running dispatcher: what it shows, what it costs, and that nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import psutil
+import pytest
+
+from tests.browser import Page, chromium
+from tests.scenarios.processes import Dispatcher, Stage
+from tests.support import wait_until
+
+PAGES = 10
+SECONDS = float(os.environ.get("PAGES_S", "600"))
+CORE_SHARE = 0.03
+"""What so many pages may cost."""
+
+
+def url_of(dispatcher: Dispatcher) -> str:
+    return f"http://127.0.0.1:{dispatcher.events('started')[-1]['admin_port']}"
+
+
+async def shows(page: Page, reason: str) -> bool:
+    return (await page.text("#badge")).startswith(reason)
+
+
+async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage) -> None:
+    world = stage.world(slots=32, seconds=0.2)
+    one = stage.dispatcher(stage.settings(world))
+    async with chromium() as browser, browser.page() as page:
+        await page.open(url_of(one))
+        await wait_until(lambda: shows(page, "idle"), 20)
+        stage.producer.submit(600)
+        await wait_until(lambda: shows(page, "full"), 20)
+        world.control(metrics="gone")
+        await wait_until(lambda: shows(page, "unreadable"), 20)
+        assert one.status()["reason"] == "unreadable"
+        assert await page.text("#sentence") in one.status()["explanation"]
+        assert "unreadable" in await page.text("#events"), "with the events, the gate's among them"
+        world.control(metrics="ok")
+        await wait_until(lambda: asyncio.to_thread(lambda: one.status()["open"]), 20)
+        one.reconfigure(budget={"reserve": 0.5})
+        setting = (
+            "[...document.querySelectorAll('#settings tr')].find(row =>"
+            " row.textContent.startsWith('budget.reserve'))?.textContent ?? ''"
+        )
+        await wait_until(lambda: _has(page, setting, "0.5"), 20, what="the reload on the page")
+        await wait_until(lambda: _has(page, "document.querySelector('#outcomes').textContent", "2xx"), 20)
+        assert page.console == []
+        assert page.network == []
+        began = time.monotonic()
+        assert await asyncio.to_thread(one.terminate) == 0
+        assert time.monotonic() - began < 5, "an open page holds nothing up"
+        await wait_until(lambda: _has(page, "document.querySelector('#link').textContent", "disconnected"))
+        assert await page.ask("samples.at(-1).reason") in ("draining", "idle", "full", "saturated", "open")
+
+
+async def _has(page: Page, script: str, text: str) -> bool:
+    return text in str(await page.ask(script))
+
+
+@asynccontextmanager
+async def readers(url: str, count: int) -> AsyncIterator[list[int]]:
+    """So many that read /events as fast as it comes; how many bytes each has had."""
+    had = [0] * count
+
+    async def read(number: int) -> None:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as http,
+            http.get(f"{url}/events") as answer,
+        ):
+            assert answer.status == 200
+            async for chunk in answer.content.iter_any():
+                had[number] += len(chunk)
+
+    tasks = [asyncio.create_task(read(number)) for number in range(count)]
+    await wait_until(lambda: all(had))
+    yield had
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def cpu_over(process: psutil.Process, seconds: float) -> float:
+    """CPU seconds that the process takes for each second of the next few."""
+
+    def used() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    began, before = time.monotonic(), used()
+    await asyncio.sleep(seconds)
+    return (used() - before) / (time.monotonic() - began)
+
+
+async def test_open_pages_cost_next_to_nothing_and_leave_nothing_behind(stage: Stage) -> None:
+    world = stage.world(slots=32, seconds=0.2)
+    one = stage.dispatcher(stage.settings(world))
+    process = psutil.Process(one.child.pid)
+    url = url_of(one)
+    async with readers(url, PAGES):
+        pass
+    files = process.num_fds()
+    more = []
+    for _ in range(3):
+        async with readers(url, PAGES):
+            with_pages = await cpu_over(process, 2.0)
+        more.append(with_pages - await cpu_over(process, 2.0))
+    assert sorted(more)[1] < CORE_SHARE, more
+    await wait_until(lambda: process.num_fds() <= files, what="every connection to be closed")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+async def test_ten_pages_open_for_ten_minutes(stage: Stage) -> None:
+    """In real browsers: what they cost the dispatcher, and what grows in it and in them."""
+    world = stage.world(slots=32, seconds=0.2)
+    one = stage.dispatcher(stage.settings(world))
+    process = psutil.Process(one.child.pid)
+    alone = await cpu_over(process, 30.0)
+    async with AsyncExitStack() as stack:
+        pages: list[Page] = []
+        for _ in range(2):  # a browser opens six connections to one server at most
+            browser = await stack.enter_async_context(chromium())
+            for _ in range(PAGES // 2):
+                page = await stack.enter_async_context(browser.page())
+                await page.open(url_of(one))
+                pages.append(page)
+        for page in pages:
+            await wait_until(lambda page=page: shows(page, "idle"), 30)  # type: ignore[misc]
+        stage.producer.submit(20)
+        await asyncio.sleep(30)
+        before = await _sizes(process, pages)
+        shares = []
+        until = time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            shares.append(await cpu_over(process, 30.0))
+            stage.producer.submit(20)
+        after = await _sizes(process, pages)
+        samples = await pages[-1].ask("samples.length")
+        complaints = [line for page in pages for line in (*page.console, *page.network)]
+    cost = sum(shares) / len(shares) - alone
+    print(f"alone {alone:.2%} of a core, {PAGES} pages more: {cost:.2%}, at most {max(shares) - alone:.2%}")
+    print(f"before {before}, after {after}, samples in a page {samples}")
+    assert cost < CORE_SHARE
+    assert complaints == []
+    assert samples > SECONDS * 0.95
+    assert after["files"] <= before["files"] + 2
+    assert after["rss_mb"] - before["rss_mb"] < 6, "the history of ten minutes is less than a megabyte"
+    assert after["page_heap_mb"] - before["page_heap_mb"] < 4
+
+
+async def _sizes(process: psutil.Process, pages: list[Page]) -> dict[str, Any]:
+    heaps = []
+    for page in pages:
+        await page.call("HeapProfiler.collectGarbage")
+        heaps.append((await page.call("Runtime.getHeapUsage"))["usedSize"] / 1e6)
+    return {
+        "rss_mb": round(process.memory_info().rss / 1e6, 1),
+        "files": process.num_fds(),
+        "page_heap_mb": round(max(heaps), 2),
+        "nodes": await pages[0].ask("document.querySelectorAll('*').length"),
+    }
