@@ -32,6 +32,7 @@ CAPTION = (
     "dispatchers worked through a script on a stand-in of gateway and pool. It is not Grafana."
 )
 STORM = {"answer": {"kind": "status", "status": 429, "reason": "rejected-saturated"}, "share": 0.3}
+PAYLOAD = b'{"prompt":"hi","max_tokens":32}'
 SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
     (15, "idle", {}),
     (30, "work, a quiet pool", {"realtime": 6}),
@@ -60,7 +61,7 @@ def play(stage: Stage, prometheus: Prometheus) -> tuple[float, float]:
         _change(world, changes)
         if number:
             created = int(time.time())
-            stage.producer.submit(1100 if number == 1 else 450, created=created, deadline_s=400)
+            stage.producer.submit(1100 if number == 1 else 450, PAYLOAD, created=created, deadline_s=300)
         until = time.monotonic() + seconds
         wait_until_sync(lambda until=until: time.monotonic() >= until, seconds + 5, every_s=0.1)
     return began, time.time()
