@@ -99,7 +99,18 @@ def drawn(panel: Mapping[str, Any]) -> dict[str, Any]:
         "links": [{"title": "Runbook", "url": f"${{runbook}}#{panel['link']}", "targetBlank": True}],
         "fieldConfig": {"defaults": _defaults(kind, panel), "overrides": list(_overrides(kind, panel))},
         "options": _OPTIONS[kind],
+        "transformations": _merged(targets) if kind == "table" else [],
     }
+
+
+def _merged(targets: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One table of several queries: a row for each set of labels. What an information says is in its labels,
+    not in its value, which is always 1."""
+    values = {f"Value #{target['refId']}": target for target in targets}
+    hidden = ["Time", *(column for column, target in values.items() if "_info{" in target["expr"])]
+    shown = {column: values[column]["legendFormat"].split()[-1] for column in values if column not in hidden}
+    columns = {"excludeByName": dict.fromkeys(hidden, True), "renameByName": shown}
+    return [{"id": "merge", "options": {}}, {"id": "organize", "options": columns}]
 
 
 _OPTIONS: dict[str, dict[str, Any]] = {
@@ -152,6 +163,9 @@ def _overrides(kind: str, panel: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for legend, unit in panel.get("units", {}).items():
         axis = [("custom.axisPlacement", "right")] if kind == "graph" else []
         yield named(legend, ("unit", unit), *axis)
+    for legend, least in panel.get("least", {}).items():
+        steps = [{"color": RED, "value": None}, {"color": GREEN, "value": least}]
+        yield named(legend, ("thresholds", {"mode": "absolute", "steps": steps}))
     if kind == "graph" and any("gate_seconds" in query for query in queries(panel).values()):
         for reason, colour in COLOURS.items():
             yield named(reason, ("color", {"mode": "fixed", "fixedColor": colour}))
@@ -239,7 +253,7 @@ def _annotations() -> Iterator[dict[str, Any]]:
         (
             "Configuration changed",
             BLUE,
-            "sum by (@, result) (increase(batch_dispatcher_config_reloads_total[$__rate_interval])) > 0",
+            "sum by (@, result) (increase(batch_dispatcher_config_reloads_total[2m])) > 0",
             "result",
         ),
     )

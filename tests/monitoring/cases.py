@@ -139,6 +139,7 @@ CASES = [
          'tries_total{outcome="delivered",status="2xx"}': rising(1)}, {"BatchDispatcherBacklogGrowing": ""}, "80m", "55m"),
     Case("one large batch", {"pending": "0x60 9000-20x400", **gate(full=1), "running": "30x4000",
          'tries_total{outcome="delivered",status="2xx"}': rising(1)}, {}, "120m"),
+    Case("a backlog that is only observed", {"pending": "0+10x4000", **gate(open=1), "observing": "1x4000"}, {}, "120m"),
     # It is sent, and it goes wrong.
     Case("refusals", {'tries_total{outcome="overloaded",status="4xx"}': rising(0.1),
          'tries_total{outcome="delivered",status="2xx"}': rising(0.9)}, {"BatchDispatcherRefusals": ""}, "12m", "3m"),

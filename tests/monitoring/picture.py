@@ -32,6 +32,7 @@ CAPTION = (
     "dispatchers worked through a script on a stand-in of gateway and pool. It is not Grafana."
 )
 STORM = {"answer": {"kind": "status", "status": 429, "reason": "rejected-saturated"}, "share": 0.3}
+PAYLOAD = b'{"prompt":"hi","max_tokens":32}'
 SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
     (15, "idle", {}),
     (30, "work, a quiet pool", {"realtime": 6}),
@@ -60,7 +61,7 @@ def play(stage: Stage, prometheus: Prometheus) -> tuple[float, float]:
         _change(world, changes)
         if number:
             created = int(time.time())
-            stage.producer.submit(1100 if number == 1 else 450, created=created, deadline_s=400)
+            stage.producer.submit(1100 if number == 1 else 450, PAYLOAD, created=created, deadline_s=300)
         until = time.monotonic() + seconds
         wait_until_sync(lambda until=until: time.monotonic() >= until, seconds + 5, every_s=0.1)
     return began, time.time()
@@ -137,7 +138,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         layers = [
             [dict(zip(line.at, line.values, strict=True)).get(at, 0.0) for at in moments] for _, line in shown
         ]
-        colours = _colours(panel)
+        colours = {legend: told["fixedColor"] for legend, told in _overridden(panel, "color").items()}
         axes.stackplot(
             [at - began for at in moments],
             layers,
@@ -147,12 +148,10 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
             linewidth=0,
         )
     else:
-        right = {
-            o["matcher"]["options"] for o in panel["fieldConfig"]["overrides"] if len(o["properties"]) > 1
-        }
+        right = _overridden(panel, "custom.axisPlacement")
         other = axes.twinx() if right else None
         for number, (legend, line) in enumerate(shown):
-            on = other if other is not None and any(legend in name for name in right) else axes
+            on = other if other is not None and legend in right else axes
             on.plot(
                 [at - began for at in line.at],
                 line.values,
@@ -181,13 +180,13 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
     )
 
 
-def _colours(panel: Mapping[str, Any]) -> dict[str, str]:
-    """Of the panel's overrides, by legend."""
+def _overridden(panel: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A property of single series, by legend."""
     return {
-        override["matcher"]["options"].strip("/ $"): each["value"]["fixedColor"]
+        override["matcher"]["options"].strip("/ $"): each["value"]
         for override in panel["fieldConfig"]["overrides"]
         for each in override["properties"]
-        if each["id"] == "color"
+        if each["id"] == what
     }
 
 
@@ -232,8 +231,7 @@ def _words(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
     """Of a figure or a table, what it says at the end."""
     axes.axis("off")
     defaults = panel["fieldConfig"]["defaults"]
-    units = {o["matcher"]["options"].strip("/ $"): o["properties"][0]["value"]
-             for o in panel["fieldConfig"]["overrides"]}  # fmt: skip
+    units = _overridden(panel, "unit")
     found = []
     for legend, line in _lines(panel, prometheus, began, ended):
         if panel["type"] == "table":
