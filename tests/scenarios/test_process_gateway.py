@@ -93,7 +93,7 @@ class Pair:
 @pytest.mark.parametrize("listener", ["refuse", "blackhole"])
 @stretches
 def test_a_gateway_that_takes_no_connection_burns_nothing(stage: Stage, listener: str, gone_s: float) -> None:
-    world = stage.world(slots=32, seconds=0.2)
+    world = stage.world(slots=32, seconds=0.5)
     # What hangs in a black hole hangs until then; real connections are given up by the system, too.
     pair = Pair(stage, world, {"timeout_s": 2})
     pair.outlive(
@@ -104,9 +104,10 @@ def test_a_gateway_that_takes_no_connection_burns_nothing(stage: Stage, listener
 
 
 @stretches
+@pytest.mark.timeout(400)
 def test_a_gateway_that_only_sends_us_away_burns_nothing(stage: Stage, gone_s: float) -> None:
     """Our token has expired; the route is missing; nobody is behind it."""
-    world = stage.world(slots=32, seconds=0.2)
+    world = stage.world(slots=32, seconds=0.5)
     pair = Pair(stage, world, {})
     for status, body in ((401, "who"), (404, ""), (500, "")):
         answer = {"kind": "status", "status": status, "body": body}
@@ -123,7 +124,7 @@ def test_a_gateway_that_lost_its_tls_burns_nothing(stage: Stage, tmp_path: Path,
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     issued = authority.issue_cert("127.0.0.1")
     issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "server.pem")
-    world = stage.world(slots=32, seconds=0.2, tls_cert=tmp_path / "server.pem")
+    world = stage.world(slots=32, seconds=0.5, tls_cert=tmp_path / "server.pem")
     pair = Pair(stage, world, {"tls": {"ca_file": str(tmp_path / "ca.pem")}})
     pair.outlive(
         gone_s,
@@ -255,7 +256,7 @@ def envoy_before(world: World, picker: Picker, folder: Path) -> Iterator[str]:
 def test_an_envoy_without_its_endpoint_picker_burns_nothing(
     stage: Stage, tmp_path: Path, gone_s: float
 ) -> None:
-    world = stage.world(slots=32, seconds=0.2)
+    world = stage.world(slots=32, seconds=0.5)
     with contextlib.ExitStack() as stack:
         picker = Picker(stack)
         picker.up()
@@ -264,7 +265,7 @@ def test_an_envoy_without_its_endpoint_picker_burns_nothing(
 
 
 def test_a_body_that_makes_the_gateway_reset_stops_nobody_but_itself(stage: Stage) -> None:
-    world = stage.world(slots=32, seconds=0.2)
+    world = stage.world(slots=32, seconds=0.5)
     producer = stage.producer
     one = stage.dispatcher(stage.settings(world, retry={"base_s": 0.1, "max_s": 0.2, "max_attempts": 4}))
     poison = producer.submit(5, b'{"sim":{"kind":"reset"}}', prefix="poison", deadline_s=3000)
@@ -287,7 +288,7 @@ def test_requests_that_are_answered_as_if_there_were_no_gateway_stop_nobody_but_
     stage: Stage, count: int, status: int, body: str, replicas: int
 ) -> None:
     """They are the first in line, and alone at first: nothing tells them from a gateway that is gone."""
-    world = stage.world(slots=32, seconds=0.2)
+    world = stage.world(slots=32, seconds=0.5)
     producer = stage.producer
     poison = json.dumps({"sim": {"kind": "status", "status": status, "body": body}}).encode()
     ids = producer.submit(count, poison, prefix="poison", deadline_s=3000)
