@@ -7,6 +7,7 @@ not Grafana's. Two dispatchers and a stand-in of gateway, picker and pool; Redis
 from __future__ import annotations
 
 import io
+import json
 import sys
 import tempfile
 import time
@@ -32,7 +33,9 @@ CAPTION = (
     "dispatchers worked through a script on a stand-in of gateway and pool. It is not Grafana."
 )
 STORM = {"answer": {"kind": "status", "status": 429, "reason": "rejected-saturated"}, "share": 0.3}
-PAYLOAD = b'{"prompt":"hi","max_tokens":32}'
+ANSWER = json.dumps({"choices": [], "usage": {"prompt_tokens": 24, "completion_tokens": 32}})
+PAYLOAD = json.dumps({"prompt": "hi", "max_tokens": 32, "sim": {"body": ANSWER}}).encode()
+"""The stand-in's own answers tell no tokens."""
 SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
     (15, "idle", {}),
     (30, "work, a quiet pool", {"realtime": 6}),
@@ -133,6 +136,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         return
     found.sort(key=lambda each: -max(each[1].values))
     shown = [(legend, line) for legend, line in found if any(line.values)] or found[:2]
+    other = None
     if "stacking" in defaults["custom"]:
         moments = sorted({at for _, line in shown for at in line.at})
         layers = [
@@ -163,10 +167,10 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
             _frame(other, began, ended)
     if "min" in defaults:
         axes.set_ylim(bottom=0)
-    handles, labels = axes.get_legend_handles_labels()
+    legends = [each.get_legend_handles_labels() for each in (axes, other) if each is not None]
     axes.legend(
-        handles[:7],
-        labels[:7],
+        [handle for handles, _ in legends for handle in handles][:7],
+        [label for _, labels in legends for label in labels][:7],
         fontsize=5.2,
         frameon=False,
         ncols=4,
