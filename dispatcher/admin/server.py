@@ -54,7 +54,7 @@ class Limits:
     """At one more, the one that has waited longest for a request is closed; none waits: the new one is."""
     head_s: float = 10.0
     """A connection that has not sent a whole request by then is closed, an idle one too."""
-    heartbeat_s: float = 10.0
+    heartbeat_s: float = 5.0
     """A stream without news says so this often, and its token is looked at again."""
     write_s: float = 10.0
     """A reader that takes nothing for so long is gone."""

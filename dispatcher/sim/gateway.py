@@ -235,10 +235,12 @@ class Gateway:
                 payload.max_tokens if payload is not None and payload.max_tokens else self._drawn(entry.id)
             )
 
+        wanted = payload.max_tokens if payload is not None else None
+
         def finished() -> None:
             entry.started_at = job.started_at
             if how.kind != "hang":
-                self._travel(self._answer, exchange, entry, how)
+                self._travel(self._answer, exchange, entry, how, generated or wanted or 1)
 
         job = Job(
             batch=entry.batch,
@@ -264,10 +266,10 @@ class Gateway:
         drawn = random.Random(f"{self._seed}:{id_}").lognormvariate(4.8, 0.6)
         return max(8, round(drawn))
 
-    def _answer(self, exchange: Exchange, entry: Entry, how: Answer) -> None:
+    def _answer(self, exchange: Exchange, entry: Entry, how: Answer, generated: int = 0) -> None:
         if not exchange.open or self._fault.listener == "blackhole":
             return  # in the hole the connection stays as it is; it ends when the hole does
-        headers, body, stream = _content(exchange, entry, how)
+        headers, body, stream = _content(exchange, entry, how, generated)
         start = head(how.status, headers, None if stream else len(body))
         if how.kind in ("cut", "slow"):
             half = len(body) // 2
@@ -306,7 +308,9 @@ def _text(status: int, body: str, reason: str = "") -> Answer:
     return Answer(kind="status", status=status, body=body, reason=reason)
 
 
-def _content(exchange: Exchange, entry: Entry, how: Answer) -> tuple[list[tuple[str, str]], bytes, bool]:
+def _content(
+    exchange: Exchange, entry: Entry, how: Answer, generated: int
+) -> tuple[list[tuple[str, str]], bytes, bool]:
     """Headers and body of an answer, and whether the body is chunked."""
     headers = []
     if how.reason:
@@ -323,7 +327,10 @@ def _content(exchange: Exchange, entry: Entry, how: Answer) -> tuple[list[tuple[
         headers.append(("content-type", "text/event-stream"))
         return headers, b"".join(chunk(part.encode()) for part in parts) + chunk(b""), True
     else:
-        body, kind = _completion(entry.id, how.answer_bytes), "application/json"
+        body, kind = (
+            _completion(entry.id, how.answer_bytes, len(exchange.body) // 4, generated),
+            "application/json",
+        )
     if body:
         headers.append(("content-type", kind))
     if how.gzip:
@@ -332,12 +339,17 @@ def _content(exchange: Exchange, entry: Entry, how: Answer) -> tuple[list[tuple[
     return headers, body, False
 
 
-def _completion(id_: str, length: int) -> bytes:
+def _completion(id_: str, length: int, read: int, generated: int) -> bytes:
     text = "x" * length or "ok"
     return msgspec.json.encode(
         {
             "id": id_,
             "object": "text_completion",
             "choices": [{"index": 0, "text": text, "finish_reason": "stop"}],
+            "usage": {
+                "prompt_tokens": read,
+                "completion_tokens": generated,
+                "total_tokens": read + generated,
+            },
         }
     )

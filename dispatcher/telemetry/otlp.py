@@ -98,6 +98,10 @@ class Line:
         if waiting + 1 == AT_ONCE and not self._failures:
             self._wake.set()
 
+    def takes(self) -> bool:
+        """False while the endpoint is away and the line full: what was recorded now would be lost."""
+        return not self._failures or len(self._spans) < IN_LINE
+
     def close(self) -> None:
         """Blocks for CLOSE_S at the most."""
         self._close_by = time.monotonic() + CLOSE_S
@@ -219,6 +223,7 @@ async def tracing(settings: Settings, owner: str) -> AsyncIterator[Tracing | Non
     try:
         yield Tracing(
             line.add,
+            takes=line.takes,
             queue=settings.queue.name,
             gateway=settings.gateway.url.bare,
             sample_ratio=settings.tracing.sample_ratio,

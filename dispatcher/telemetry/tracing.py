@@ -205,10 +205,18 @@ class Tracing:
     """Which requests are traced, and what is known of each to say."""
 
     def __init__(
-        self, record: Callable[[Span], None], *, queue: str, gateway: str, sample_ratio: float
+        self,
+        record: Callable[[Span], None],
+        *,
+        queue: str,
+        gateway: str,
+        sample_ratio: float,
+        takes: Callable[[], bool] = lambda: True,
     ) -> None:
         self.queue = queue
         self.record = record
+        self._takes = takes
+        """Whether spans have a chance: else nothing is spent on them."""
         address = urlsplit(gateway)
         port = address.port or (443 if address.scheme == "https" else 80)
         self.server: Mapping[str, str | int] = {
@@ -234,6 +242,8 @@ class Tracing:
         `traceparent`: the producer's, well-formed, or empty; then `seed`, which is the same for each delivery
         of the request, makes the trace id.
         """
+        if not self._takes():
+            return None
         if traceparent:
             _, trace_id, span_id, flags = traceparent.split("-")
             if not int(flags, 16) & _SAMPLED:

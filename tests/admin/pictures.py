@@ -9,6 +9,8 @@ import asyncio
 import io
 import sys
 import time
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from PIL import Image
@@ -32,28 +34,29 @@ async def main(folder: Path) -> None:
             )
             stage.now = time.time()
             quarter_of_an_hour(stage, reason)
-            async with browser.page() as page:
-                async with stage.open(ticking=True) as url:
-                    await page.open(url)
-                    await wait_until(lambda page=page: page.text("#dead tbody"), what="the page")  # type: ignore[misc]
+            async with browser.page() as page, AsyncExitStack() as stack:
+                url = await stack.enter_async_context(stage.open(ticking=True))
+                await page.open(url)
+                await wait_until(partial(page.text, "#dead tbody"), 30, what="the page")
                 if state == "disconnected":
-                    await wait_until(
-                        lambda page=page: page.ask("document.body.dataset.link === 'lost'"),  # type: ignore[misc]
-                        what="the page to notice",
-                    )
+                    await stack.aclose()
+                    lost = "document.body.dataset.link === 'lost'"
+                    await wait_until(partial(page.ask, lost), 30, what="the page to notice")
                 for size, (width, height) in SIZES.items():
                     for dark in (False, True):
+                        name = f"{state}-{size}-{'dark' if dark else 'light'}.png"
                         await page.look(
                             width=width, height=height, dark=dark, **{"prefers-reduced-motion": "reduce"}
                         )
-                        await page.ask("new Promise(done => setTimeout(done, 300))")
-                        if state != "disconnected":
-                            await page.ask("link('live'), render()")  # the server is gone by now
-                        name = f"{state}-{size}-{'dark' if dark else 'light'}.png"
-                        seen = Image.open(io.BytesIO(await page.picture(whole=False))).convert("RGB")
-                        few = seen.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-                        few.save(folder / name, optimize=True)
-                        print(f"{name}: {(folder / name).stat().st_size} bytes")
+                        await page.ask("render(), new Promise(done => setTimeout(done, 300))")
+                        keep(await page.picture(whole=False), folder / name)
+
+
+def keep(png: bytes, path: Path) -> None:
+    seen = Image.open(io.BytesIO(png)).convert("RGB")
+    few = seen.quantize(128, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    few.save(path, optimize=True)
+    print(f"{path.name}: {path.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -225,6 +225,7 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
             f_epp=waits / SIZE,
             limit=limit,
             ceiling=ceiling,
+            reading_age_s=0.02,
             pending=pending,
             delayed=3 + (5 if 300 < second < 420 else 0),
             dead=2,
@@ -239,7 +240,9 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
             tpot_p95_s=0.0344,
             price_of="realtime",
             price_requests=2140,
+            price_source="epp",
             price_why_not=None,
+            replica_count=2,
             batch_share=0.37,
             replicas=[
                 {"owner": "dispatcher-0-4fe1", "leases": round(ours / 2), "silent_s": 0.2},

@@ -286,6 +286,11 @@ async def test_axe_finds_nothing_serious(page: Page, tmp_path: Path, width: int,
         stage.told = status("open")
         await wait_until(lambda: says(page, "#badge", "gate open"), what="the gate to open")
         assert await serious(page) == [], "open"
+        stage.told = status("backpressure", f_sys=1.0, f_epp=0.2, ceiling=9.5, reading_age_s=0.1)
+        await wait_until(
+            lambda: page.ask("document.querySelectorAll('#bar b').length === 2"), what="both marks"
+        )
+        assert await serious(page) == [], "with marks"
     await wait_until(lambda: says(page, "#link", "disconnected"), what="the page to notice")
     assert await serious(page) == [], "disconnected"
 

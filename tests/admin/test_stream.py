@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from dispatcher.admin.stream import (
@@ -21,6 +22,7 @@ from dispatcher.admin.stream import (
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.telemetry.events import Event, diverted
 from tests.admin.stage import NOW, Stage, configured, dead_request, status
+from tests.floors import beside, cpu_of
 from tests.support import wait_until
 
 Messages = list[tuple[str, str, Any]]
@@ -342,3 +344,20 @@ async def test_results_are_told_as_rates_by_code() -> None:
     _, found = await history(stage)
     assert found["results"] == {"2xx": [0, 12.5, 0], "GATE_ERROR": [0, 0, 2]}
     assert found["totals"] == {"2xx": 112.5, "GATE_ERROR": 10.0}
+
+
+async def test_message_is_made_once_for_all_readers() -> None:
+    def ten_seconds(readers: int) -> Callable[[], Awaitable[float]]:
+        stage = Stage()
+        stage.told["readings"] = [{"raw": {f"series-{number}": 1.5 for number in range(300)}}]
+        streams = [joined(stage) for _ in range(readers)]
+
+        async def cost() -> float:
+            for stream in streams:
+                await stream.take(0.0)
+            return cpu_of(lambda: [stage.second() for _ in range(10)])()
+
+        return cost
+
+    found = await beside(ten_seconds(20), ten_seconds(1))
+    assert found.ratio < 2, found

@@ -74,6 +74,8 @@ class Prometheus:
     scrape_s: float = 1.0
     hurry: float = 1.0
     job: str = "batch-dispatcher"
+    also: Sequence[Mapping[str, Any]] = ()
+    """Scrape configurations of others."""
     port: int = field(default_factory=free_port)
     _stack: ExitStack = field(default_factory=ExitStack, repr=False)
 
@@ -96,7 +98,8 @@ class Prometheus:
                 {
                     "job_name": self.job,
                     "file_sd_configs": [{"files": ["targets.json"], "refresh_interval": "1s"}],
-                }
+                },
+                *self.also,
             ],
         }
         (self.folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -242,6 +245,9 @@ def moved_of_catalogue(prometheus: Prometheus, window: str = "1h") -> dict[str, 
     """Which series of the catalogue had more than one value within the window."""
 
     def moved(name: str) -> bool:
-        return bool(prometheus.query(f"count(changes({{__name__=~'{name}(_count)?'}}[{window}]) > 0)"))
+        changed = f"changes({{__name__=~'{name}(_count)?'}}[{window}]) > 0"
+        looks = f"count_over_time(batch_dispatcher_build_info[{window}])"
+        came_or_went = f"min(count_over_time({name}[{window}])) < max({looks})"
+        return bool(prometheus.query(f"count({changed}) or {came_or_went}"))
 
     return {series.page_name: moved(series.page_name) for series in CATALOGUE}

@@ -14,8 +14,8 @@ from dispatcher.settings import SecretUrl
 from dispatcher.telemetry import otlp
 from dispatcher.telemetry.events import Event, heard_by
 from dispatcher.telemetry.otlp import AT_ONCE, IN_LINE, endpoint_of, exporter_to
-from dispatcher.telemetry.tracing import Parent, Span
-from tests.support import free_port, wait_until_sync
+from dispatcher.telemetry.tracing import Parent, Span, Tracing
+from tests.support import free_port, wait_until, wait_until_sync
 from tests.telemetry.traces import Collector, Told, line_into
 
 ENOUGH = 3 * IN_LINE
@@ -112,6 +112,27 @@ def test_an_endpoint_that_came_back_is_told_with_what_was_lost() -> None:
     assert losses(told) == [Event.TRACES_LOST, Event.TRACES_FINE]
     assert told[1][1]["lost"] == 1
     assert [int.from_bytes(span.span_id, "big") for span in collector.spans()] == [2]
+
+
+async def test_nothing_is_spent_on_spans_that_would_be_lost() -> None:
+    with (
+        endpoint("fails") as (exporter, collector),
+        line_into(exporter, each_s=0.5, pause_s=1.0) as (line, told),
+    ):
+        tracing = Tracing(line.add, queue="q", gateway="http://g", sample_ratio=1.0, takes=line.takes)
+
+        def followed() -> bool:
+            return tracing.follow(0.0, request_id="r", seed="r", delivery=1) is not None
+
+        assert followed()
+        line.add(a_span())
+        await wait_until(lambda: losses(told), what="a loss to be told")
+        assert followed(), "it may be back before the line is full"
+        while len(line) < IN_LINE:
+            line.add(a_span())
+        assert not followed()
+        collector.status = 200
+        await wait_until(followed, what="it to be back")
 
 
 def test_an_exporter_that_raises_stops_nothing() -> None:

@@ -623,12 +623,13 @@ function price() {
   facts("price", [
     ["First token, median", maybe(status.ttft_p50_s, span)], ["First token, 95 %", maybe(status.ttft_p95_s, span)],
     ["Each further token, median", maybe(status.tpot_p50_s, span)], ["Each further token, 95 %", maybe(status.tpot_p95_s, span)],
-    ["Batch share of the pool", maybe(status.batch_share, share)], ["Reserve", maybe(status.reserve, share)],
+    ["Batch share of the capacity", maybe(status.batch_share, share)], ["Reserve", maybe(status.reserve, share)],
   ]);
   const of = { realtime: "realtime alone", all: "all requests, ours among them" }[status.price_of];
-  const note = status.price_why_not ? `Not measured: ${status.price_why_not}.`
-    : of ? `Of ${of}${known(status.price_requests) ? `, ${count(status.price_requests)} requests` : ""}.` : "";
-  $("price-note").textContent = note.replace(/\.\.$/, ".");
+  const measured = of && [`Of ${of}`, maybe(status.price_requests, (n) => `${count(n)} requests`),
+    status.price_source && `by ${status.price_source}`].filter(Boolean).join(", ");
+  $("price-note").textContent = [measured, status.price_why_not && `Unknown: ${status.price_why_not}`]
+    .filter(Boolean).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
 }
 
 function outcomes() {
@@ -656,7 +657,8 @@ function replicas() {
   const told = status.replicas || [];
   const rows = told.length ? told.map((one) => [one.owner, maybe(one.leases, String), maybe(one.silent_s, (s) => `${span(s)} ago`)])
     : [[status.owner, String(status.running), "now"]];
-  $("replicas-note").textContent = told.length ? "" : "Others are unknown.";
+  const more = (status.replica_count || 0) - told.length;
+  $("replicas-note").textContent = !told.length ? "Others are unknown." : more > 0 ? `And ${more} more.` : "";
   if (changed("replicas", rows)) {
     table("replicas", ["Owner", "#In flight", "#Last sign"], rows.map(([owner, leases, sign]) => [
       [make("span", { class: "mono" }, owner), owner === status.owner ? " (this one)" : ""], leases ?? "unknown", sign ?? "unknown"]));
