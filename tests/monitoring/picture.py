@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from tests.queue.servers import server
 from tests.scenarios.processes import Stage, World
 from tests.support import wait_until_sync
 
+STEP_S = 1.0
 INK, FAINT, PAPER, BOX = "#1f2933", "#7b8794", "#f4f5f7", "#ffffff"
 CAPTION = (
     "A drawing of this dashboard's queries, asked of a real Prometheus (scrapes each second) while two "
@@ -118,7 +120,7 @@ def _lines(
     for target in panel["targets"]:
         query = Query("", target["expr"], target["legendFormat"])
         expr = query.filled(__rate_interval="5s", __range=f"{ended - began:.0f}s")
-        for line in prometheus.query_range(expr, began, ended):
+        for line in prometheus.query_range(expr, began, ended, STEP_S):
             legend = query.legend.removeprefix("{{namespace}} {{pool}}").strip()
             for label, value in line.labels.items():
                 legend = legend.replace(f"{{{{{label}}}}}", value)
@@ -157,8 +159,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         for number, (legend, line) in enumerate(shown):
             on = other if other is not None and legend in right else axes
             on.plot(
-                [at - began for at in line.at],
-                line.values,
+                *_broken(line, began),
                 label=legend,
                 linewidth=1.0,
                 color=f"C{number % 10}",
@@ -182,6 +183,18 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         borderpad=0,
         labelspacing=0.2,
     )
+
+
+def _broken(line: Line, began: float) -> tuple[list[float], list[float]]:
+    """As a line that ends where nothing is known for a while."""
+    at, values = [line.at[0] - began], [line.values[0]]
+    for before, now, value in zip(line.at, line.at[1:], line.values[1:], strict=False):
+        if now - before > STEP_S:
+            at.append(before - began)
+            values.append(math.nan)
+        at.append(now - began)
+        values.append(value)
+    return at, values
 
 
 def _overridden(panel: Mapping[str, Any], what: str) -> dict[str, Any]:
