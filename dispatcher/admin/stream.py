@@ -184,22 +184,22 @@ class Feed:
         since is still in it, and what was sent since is not."""
         age_s, ours = _number(status.get("reading_age_s")), _number(status.get("in_flight")) or 0.0
         if age_s is None:
-            return others(status, ours)
+            return others(status, (ours, ours))
         read_at = at - age_s
         if self._reading is None or abs(read_at - self._reading[0]) > SAME_READING_S:
-            self._reading = read_at, others(status, self._ours_at(read_at, (at, ours)))
+            before = self._reading[1].realtime if self._reading else None
+            self._reading = read_at, others(status, self._ours_about(read_at, ours), before)
         return self._reading[1]
 
-    def _ours_at(self, then: float, now: tuple[float, float]) -> float:
-        """How many of ours were in flight then: between two samples on the line that joins them."""
+    def _ours_about(self, then: float, now: float) -> tuple[float, float]:
+        """The fewest and the most that were ours about then: by the samples before and after."""
         later = now
         for _, kept in reversed(self._samples):
-            earlier = kept["at"], kept["ours"] or 0.0
-            if earlier[0] <= then:
-                share = (then - earlier[0]) / max(later[0] - earlier[0], SAME_READING_S)
-                return float(earlier[1] + (later[1] - earlier[1]) * min(share, 1.0))
+            earlier = kept["ours"] or 0.0
+            if kept["at"] <= then:
+                return min(earlier, later), max(earlier, later)
             later = earlier
-        return later[1]
+        return later, later
 
     def _look_at_dead(self, status: Json) -> None:
         if status.get("dead") is not None and status["dead"] != self._dead_count:
@@ -314,15 +314,18 @@ class Others:
     waiting: float | None = None
 
 
-def others(status: Json, ours: float) -> Others:
-    """From a reading that saw so many of ours. Of what waits in the picker some of ours may be a part: all
-    parts together come to what the reading shows, or to what was ours."""
+def others(status: Json, ours: tuple[float, float], before: float | None = None) -> Others:
+    """From a reading that saw no fewer and no more of ours; of what that leaves open the realtime nearest to
+    the one `before`. Of what waits in the picker some of ours may be a part: all parts together come to what
+    the reading shows, or to what was ours."""
     max_sys, f_sys, f_epp = (_number(status.get(name)) for name in ("max_sys", "f_sys", "f_epp"))
     if max_sys is None or f_sys is None or f_epp is None:
         return Others()
     runs, waits = f_sys * max_sys, f_epp * max_sys
-    realtime = max(0.0, runs - ours)
-    return Others(realtime, min(waits, max(0.0, runs + waits - ours - realtime)))
+    fewest, most = ours
+    seen = most if before is None else min(max(runs - before, fewest), most)
+    realtime = max(0.0, runs - seen)
+    return Others(realtime, min(waits, max(0.0, runs + waits - seen - realtime)))
 
 
 def measures(status: Json, beside: Others) -> dict[str, Any]:

@@ -6,6 +6,7 @@ values are promises; they are declared here and nowhere derived from names in th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -372,5 +373,7 @@ LOOP_LAG = _gauge(
     "How late the event loop ran what was due, at most, in the last 10 s",
 )
 EVENTS = _counter(
-    "events", "Events by name, those too that the log has only counted", event=tuple(e.event for e in Event)
+    "events",
+    "Events by name, those too that the log has only counted",
+    event=tuple(e.event for e in Event if e.level > logging.DEBUG and e is not Event.LIBRARY),
 )

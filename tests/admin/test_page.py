@@ -6,7 +6,7 @@ import asyncio
 import importlib.util
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,11 @@ from tests.support import wait_until
 LOOKS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
 
 
+async def soon(condition: Callable[[], Any], what: str = "") -> None:
+    """Within as long as a browser on a busy machine may take."""
+    await wait_until(condition, 40, what=what)
+
+
 @pytest.fixture
 async def page() -> AsyncIterator[Page]:
     async with chromium() as browser, browser.page() as page:
@@ -31,7 +36,7 @@ async def page() -> AsyncIterator[Page]:
 async def shown(stage: Stage, page: Page, *, ticking: bool = True) -> AsyncIterator[str]:
     async with stage.open(ticking=ticking) as url:
         await page.open(url)
-        await wait_until(lambda: live(page), what="the page to be live")
+        await soon(lambda: live(page), what="the page to be live")
         await drawn(page)
         yield url
 
@@ -60,7 +65,7 @@ async def test_open_page_follows_a_closing_gate_without_reload(page: Page) -> No
         await page.ask("window.before = true")
         assert await says(page, "#badge", "open")
         stage.told = status("no-room", pending=8)
-        await wait_until(lambda: says(page, "#badge", "no-room"), what="the new reason")
+        await soon(lambda: says(page, "#badge", "no-room"), what="the new reason")
         assert await says(page, "#badge", "gate closed")
         sentence = " ".join([await page.text("#sentence"), await page.text("#terms")])
         assert sentence == stage.told["explanation"]
@@ -88,7 +93,7 @@ async def test_history_is_there_when_the_page_opens(page: Page) -> None:
         assert "no-room" in label
         assert "capacity 48" in label
         await page.ask("document.querySelector('#table-details summary').click()")
-        await wait_until(
+        await soon(
             lambda: page.ask("document.querySelectorAll('#minutes tbody tr').length >= 15"), what="the table"
         )
         await quiet(page)
@@ -139,13 +144,13 @@ async def test_page_reconnects_to_the_same_process_and_misses_nothing(page: Page
     stage.second()
     async with shown(stage, page, ticking=False):
         assert await page.ask("samples.length") == 1
-    await wait_until(lambda: says(page, "#link", "disconnected since"), what="the page to notice")
+    await soon(lambda: says(page, "#link", "disconnected since"), what="the page to notice")
     assert await says(page, "#link", "trying again")
     assert await page.ask("getComputedStyle(document.querySelector('#data')).filter") == "grayscale(0.8)"
     stage.second("stale")
     stage.feed.heard(Event.GATE, {"reason": "stale"})
     async with stage.open():
-        await wait_until(lambda: live(page), 20, what="the page to be back")
+        await soon(lambda: live(page), what="the page to be back")
         await drawn(page)
         assert await page.ask("samples.map(one => one.reason)") == ["open", "stale"]
         assert await says(page, "#badge", "stale")
@@ -162,7 +167,7 @@ async def test_page_begins_anew_with_a_restarted_process(page: Page) -> None:
     after.second()
     async with after.open():
         anew = "samples.map(one => one.reason).join() === 'starting'"
-        await wait_until(lambda: page.ask(anew), 20, what="the new process's history, and no other")
+        await soon(lambda: page.ask(anew), what="the new process's history, and no other")
         assert await live(page)
     assert page.console == []
 
@@ -172,23 +177,23 @@ async def test_page_asks_for_the_token_once_and_keeps_it_in_memory_only(page: Pa
     async with stage.open(ticking=True) as url:
         await page.open(url)
         asked = "document.querySelector('#ask')?.hidden === false && document.activeElement.id === 'token'"
-        await wait_until(lambda: page.ask(asked), what="the question, with the focus in it")
+        await soon(lambda: page.ask(asked), what="the question, with the focus in it")
         assert await page.text("#pool") == "", "no data before it"
         await page.type("wrong")
         await page.press("Enter", "\r")
-        await wait_until(lambda: says(page, "#ask-wrong", "does not accept"), what="the refusal")
+        await soon(lambda: says(page, "#ask-wrong", "does not accept"), what="the refusal")
         await page.type("with space")
         await page.press("Enter", "\r")
-        await wait_until(lambda: says(page, "#ask-wrong", "visible ASCII"), what="the refusal")
+        await soon(lambda: says(page, "#ask-wrong", "visible ASCII"), what="the refusal")
         await page.ask("document.querySelector('#token').value = ''")
         await page.type("s3cret")
         await page.press("Enter", "\r")
-        await wait_until(lambda: live(page), what="the page to be live")
+        await soon(lambda: live(page), what="the page to be live")
         kept = "[localStorage.length, sessionStorage.length, document.cookie, location.href]"
         assert await page.ask(kept) == [0, 0, "", f"{url}/"]
         assert await page.ask("document.querySelector('#token').value") == ""
         await page.call("Page.reload")
-        await wait_until(lambda: page.ask(asked), what="the question again")
+        await soon(lambda: page.ask(asked), what="the question again")
     assert page.console == []
 
 
@@ -205,7 +210,7 @@ async def test_hostile_text_stays_text(page: Page) -> None:
     )
     stage.feed.heard(Event.SURPRISE, {"error": evil, evil: evil, "__proto__": evil})
     async with shown(stage, page):
-        await wait_until(lambda: says(page, "#dead", "<img"), what="the dead")
+        await soon(lambda: says(page, "#dead", "<img"), what="the dead")
         assert await says(page, "#sentence", "<script>")
         assert await page.ask("document.querySelectorAll('main img, main script').length") == 0
         await quiet(page)
@@ -222,7 +227,7 @@ async def test_nothing_is_loaded_from_elsewhere_and_nothing_is_forbidden(page: P
         assert all(one.startswith(url) for one in asked)
         await quiet(page)
         await page.ask("void document.body.append(Object.assign(new Image(), {src: 'http://127.0.0.1:9/'}))")
-        await wait_until(lambda: page.console, what="the policy to forbid that: it is in force")
+        await soon(lambda: page.console, what="the policy to forbid that: it is in force")
 
 
 async def test_page_can_be_walked_by_keyboard_and_shows_where_one_is(page: Page) -> None:
@@ -245,7 +250,7 @@ async def test_page_can_be_walked_by_keyboard_and_shows_where_one_is(page: Page)
         few = await page.ask(rows)
         await page.ask("document.querySelector('#all-settings').focus()")
         await page.press(" ", " ")
-        await wait_until(lambda: page.ask(f"{rows} > {few} * 3"), what="all the settings")
+        await soon(lambda: page.ask(f"{rows} > {few} * 3"), what="all the settings")
 
 
 async def test_phone_scrolls_one_way_only_and_motion_can_be_turned_off(page: Page) -> None:
@@ -255,7 +260,7 @@ async def test_phone_scrolls_one_way_only_and_motion_can_be_turned_off(page: Pag
     quarter_of_an_hour(stage, "no-room")
     await page.look(width=390, height=844, **{"prefers-reduced-motion": "reduce"})
     async with shown(stage, page):
-        await wait_until(lambda: says(page, "#dead", "RETRIES"), what="the dead")
+        await soon(lambda: says(page, "#dead", "RETRIES"), what="the dead")
         assert await page.ask("document.documentElement.scrollWidth") == 390
         assert await page.ask("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
         await quiet(page)
@@ -274,24 +279,22 @@ async def test_axe_finds_nothing_serious(page: Page, tmp_path: Path, width: int,
     async with stage.open(ticking=True) as url:
         await page.open(url)
         await page.ask(axe)
-        await wait_until(lambda: page.ask("!document.querySelector('#ask').hidden"), what="the question")
+        await soon(lambda: page.ask("!document.querySelector('#ask').hidden"), what="the question")
         assert await serious(page) == [], "the question for the token"
         await page.type("s3cret")
         await page.press("Enter", "\r")
-        await wait_until(lambda: says(page, "#dead", "job-7"), what="the page")
+        await soon(lambda: says(page, "#dead", "job-7"), what="the page")
         await page.ask("document.querySelector('#table-details summary').click()")
         await page.ask("document.querySelector('#all-settings').click()")
         await drawn(page)
         assert await serious(page) == [], "closed"
         stage.told = status("open")
-        await wait_until(lambda: says(page, "#badge", "gate open"), what="the gate to open")
+        await soon(lambda: says(page, "#badge", "gate open"), what="the gate to open")
         assert await serious(page) == [], "open"
         stage.told = status("backpressure", f_sys=1.0, f_epp=0.2, ceiling=9.5, reading_age_s=0.1)
-        await wait_until(
-            lambda: page.ask("document.querySelectorAll('#bar b').length === 2"), what="both marks"
-        )
+        await soon(lambda: page.ask("document.querySelectorAll('#bar b').length === 2"), what="both marks")
         assert await serious(page) == [], "with marks"
-    await wait_until(lambda: says(page, "#link", "disconnected"), what="the page to notice")
+    await soon(lambda: says(page, "#link", "disconnected"), what="the page to notice")
     assert await serious(page) == [], "disconnected"
 
 

@@ -304,12 +304,12 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
 
 
 def test_others_are_what_the_reading_shows_beside_ours() -> None:
-    told = others(status(f_sys=0.5, f_epp=0.25, max_sys=40.0), 12)
+    told = others(status(f_sys=0.5, f_epp=0.25, max_sys=40.0), (12, 12))
     assert (told.realtime, told.waiting) == (8, 10)
 
 
 def test_ours_that_wait_in_the_picker_are_counted_once() -> None:
-    told = others(status(f_sys=0.25, f_epp=0.25, max_sys=40.0), 15)
+    told = others(status(f_sys=0.25, f_epp=0.25, max_sys=40.0), (15, 15))
     assert (told.realtime, told.waiting) == (0, 5)
 
 
@@ -320,16 +320,18 @@ async def test_reading_is_held_against_what_was_ours_when_it_was_taken() -> None
     stage.second("full", in_flight=2, f_sys=0.75, reading_age_s=1.0, **pool)
     stage.second("full", in_flight=20, f_sys=0.55, reading_age_s=0.5, **pool)
     stage.second("full", in_flight=30, f_sys=0.75, reading_age_s=3.0, **pool)
+    stage.second("full", in_flight=20, f_sys=1.0, reading_age_s=0.5, **pool)
+    stage.second("full", in_flight=20, f_sys=1.0, reading_age_s=0.25, **pool)
     _, found = await history(stage)
-    assert found["samples"]["ours"] == [20, 2, 20, 30]
-    assert found["samples"]["realtime"] == [10, 10, 11, 10], "never what came or went since the reading"
+    assert found["samples"]["ours"] == [20, 2, 20, 30, 20, 20]
+    assert found["samples"]["realtime"] == [10, 10, 10, 10, 10, 20], "realtime's only when it cannot be ours"
 
 
 def test_measures_of_what_is_not_known_are_none() -> None:
     unknown = dict.fromkeys(COLUMNS)
-    assert measures({"reason": "starting"}, others({}, 0.0)) == unknown | {"reason": "starting"}
+    assert measures({"reason": "starting"}, others({}, (0, 0))) == unknown | {"reason": "starting"}
     odd = status(max_sys=float("inf"), pending=True, limit="3", ceiling=float("nan"), explanation="odd")
-    told = measures(odd, others(odd, 3.0))
+    told = measures(odd, others(odd, (3, 3)))
     assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "ceiling")] == [None] * 5
 
 

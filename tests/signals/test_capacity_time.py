@@ -7,7 +7,9 @@ jumps to the next timer only when no socket has anything.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import selectors
+import termios
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -30,18 +32,35 @@ class _Jump(selectors.DefaultSelector):
     """What the loop would have waited is added to its time, once nothing is on its way."""
 
     now = 0.0
+    threads = 0
+    """At work for the loop."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
         if ready or timeout == 0:
             return ready
-        # In small steps, and looking longer before a long one: what is still on its way through a busy kernel
-        # must not become a time-out.
+        # What is still on its way through a busy kernel must not become a time-out.
+        patience = 100
+        while patience and not ready and (self.threads or any(map(_on_its_way, self.get_map().values()))):
+            ready, patience = super().select(0.01), patience - 1
+        # In small steps, and looking longer before a long one.
         step_s = 2.0 if timeout is None else min(timeout, 2.0)
-        ready = super().select(0.000_3 if step_s < 0.5 else 0.008)
+        ready = ready or super().select(0.000_3 if step_s < 0.5 else 0.008)
         if not ready:
             self.now += step_s
         return ready
+
+
+def _on_its_way(key: selectors.SelectorKey) -> bool:
+    """A connection that is being made, or bytes (an end among them) that have not reached the other side."""
+    if key.events & selectors.EVENT_WRITE:
+        return True
+    unsent = bytearray(4)
+    try:
+        fcntl.ioctl(key.fd, termios.TIOCOUTQ, unsent)
+    except OSError:  # a listener
+        return False
+    return any(unsent)
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -51,6 +70,15 @@ class Loop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jump.now
+
+    def run_in_executor(self, *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
+        self._jump.threads += 1
+        future = super().run_in_executor(*args)
+        future.add_done_callback(self._came_back)
+        return future
+
+    def _came_back(self, _: object) -> None:
+        self._jump.threads -= 1
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
