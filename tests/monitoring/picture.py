@@ -167,7 +167,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         if other is not None:
             _frame(other, began, ended)
     if "min" in defaults:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0, top=defaults["max"] * 1.03 if "max" in defaults else None)
     legends = [each.get_legend_handles_labels() for each in (axes, other) if each is not None]
     axes.legend(
         [handle for handles, _ in legends for handle in handles][:7],
