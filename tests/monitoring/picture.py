@@ -7,6 +7,8 @@ not Grafana's. Two dispatchers and a stand-in of gateway, picker and pool; Redis
 from __future__ import annotations
 
 import io
+import json
+import math
 import sys
 import tempfile
 import time
@@ -26,13 +28,16 @@ from tests.queue.servers import server
 from tests.scenarios.processes import Stage, World
 from tests.support import wait_until_sync
 
+STEP_S = 1.0
 INK, FAINT, PAPER, BOX = "#1f2933", "#7b8794", "#f4f5f7", "#ffffff"
 CAPTION = (
     "A drawing of this dashboard's queries, asked of a real Prometheus (scrapes each second) while two "
     "dispatchers worked through a script on a stand-in of gateway and pool. It is not Grafana."
 )
 STORM = {"answer": {"kind": "status", "status": 429, "reason": "rejected-saturated"}, "share": 0.3}
-PAYLOAD = b'{"prompt":"hi","max_tokens":32}'
+ANSWER = json.dumps({"choices": [], "usage": {"prompt_tokens": 24, "completion_tokens": 32}})
+PAYLOAD = json.dumps({"prompt": "hi", "max_tokens": 32, "sim": {"body": ANSWER}}).encode()
+"""The stand-in's own answers tell no tokens."""
 SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
     (15, "idle", {}),
     (30, "work, a quiet pool", {"realtime": 6}),
@@ -115,7 +120,7 @@ def _lines(
     for target in panel["targets"]:
         query = Query("", target["expr"], target["legendFormat"])
         expr = query.filled(__rate_interval="5s", __range=f"{ended - began:.0f}s")
-        for line in prometheus.query_range(expr, began, ended):
+        for line in prometheus.query_range(expr, began, ended, STEP_S):
             legend = query.legend.removeprefix("{{namespace}} {{pool}}").strip()
             for label, value in line.labels.items():
                 legend = legend.replace(f"{{{{{label}}}}}", value)
@@ -133,6 +138,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         return
     found.sort(key=lambda each: -max(each[1].values))
     shown = [(legend, line) for legend, line in found if any(line.values)] or found[:2]
+    other = None
     if "stacking" in defaults["custom"]:
         moments = sorted({at for _, line in shown for at in line.at})
         layers = [
@@ -153,8 +159,7 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         for number, (legend, line) in enumerate(shown):
             on = other if other is not None and legend in right else axes
             on.plot(
-                [at - began for at in line.at],
-                line.values,
+                *_broken(line, began),
                 label=legend,
                 linewidth=1.0,
                 color=f"C{number % 10}",
@@ -162,11 +167,11 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         if other is not None:
             _frame(other, began, ended)
     if "min" in defaults:
-        axes.set_ylim(bottom=0)
-    handles, labels = axes.get_legend_handles_labels()
+        axes.set_ylim(bottom=0, top=defaults["max"] * 1.03 if "max" in defaults else None)
+    legends = [each.get_legend_handles_labels() for each in (axes, other) if each is not None]
     axes.legend(
-        handles[:7],
-        labels[:7],
+        [handle for handles, _ in legends for handle in handles][:7],
+        [label for _, labels in legends for label in labels][:7],
         fontsize=5.2,
         frameon=False,
         ncols=4,
@@ -178,6 +183,18 @@ def _graph(axes: Any, panel: Mapping[str, Any], prometheus: Prometheus, began: f
         borderpad=0,
         labelspacing=0.2,
     )
+
+
+def _broken(line: Line, began: float) -> tuple[list[float], list[float]]:
+    """As a line that ends where nothing is known for a while."""
+    at, values = [line.at[0] - began], [line.values[0]]
+    for before, now, value in zip(line.at, line.at[1:], line.values[1:], strict=False):
+        if now - before > STEP_S:
+            at.append(before - began)
+            values.append(math.nan)
+        at.append(now - began)
+        values.append(value)
+    return at, values
 
 
 def _overridden(panel: Mapping[str, Any], what: str) -> dict[str, Any]:
