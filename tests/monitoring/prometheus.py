@@ -241,13 +241,15 @@ def seen_of_catalogue(prometheus: Prometheus) -> dict[str, bool]:
     return {series.page_name: seen(series.page_name) for series in CATALOGUE}
 
 
-def moved_of_catalogue(prometheus: Prometheus, window: str = "1h") -> dict[str, bool]:
-    """Which series of the catalogue had more than one value within the window."""
+def moved_of_catalogue(prometheus: Prometheus, instance: str, window: str = "1h") -> dict[str, bool]:
+    """Which series of the catalogue had more than one value on this instance within the window, or came or
+    went."""
+    here = f'instance="{instance}"'
+    looks = f"count_over_time(batch_dispatcher_build_info{{{here}}}[{window}])"
 
     def moved(name: str) -> bool:
-        changed = f"changes({{__name__=~'{name}(_count)?'}}[{window}]) > 0"
-        looks = f"count_over_time(batch_dispatcher_build_info[{window}])"
-        came_or_went = f"min(count_over_time({name}[{window}])) < max({looks})"
+        changed = f"changes({{__name__=~'{name}(_count)?',{here}}}[{window}]) > 0"
+        came_or_went = f"min(count_over_time({name}{{{here}}}[{window}])) < max({looks})"
         return bool(prometheus.query(f"count({changed}) or {came_or_went}"))
 
     return {series.page_name: moved(series.page_name) for series in CATALOGUE}

@@ -90,6 +90,9 @@ class Day:
         self._page = page
         self._listener = listener
         asked = merged(one.settings, {"admin": {"port": one.admin_port}})
+        self.empty: set[tuple[str, str]] | None = None
+        """Expressions of dashboard, rules and runbook that returned nothing at any look."""
+        self.wrong: list[str] = []
         self.config = one.folder / "asked.yaml"
         self.config.write_text(json.dumps(asked))
 
@@ -114,6 +117,13 @@ class Day:
         if queue:
             found["explain"] = json.loads(await self.run("explain", "--json"))["dispatcher"]["reason"]
         return found
+
+    def look(self) -> None:
+        """Ask every expression. One that speaks of what is rare (a ceiling, a lost watch) has its moment."""
+        found = self._prometheus.findings(pool=POOL, namespace="batch", instance="a")
+        empty = {(each.query.where, each.query.expr) for each in found if each.problem == "no data"}
+        self.empty = empty if self.empty is None else self.empty & empty
+        self.wrong += [str(each) for each in found if each.problem != "no data"]
 
     async def says(self, reason: str, *, queue: bool = True, timeout_s: float = 30.0) -> None:
         """Every surface names this reason, at one moment."""
@@ -155,14 +165,13 @@ def submit(stage: Stage, count: int, **more: Any) -> list[str]:
     return stage.producer.submit(count, b'{"prompt":"hi","max_tokens":8}', created=int(time.time()), **more)
 
 
-def is_full(world: World) -> bool:
+def is_busy(world: World) -> bool:
     return world.in_flight() >= 20
 
 
-async def trouble(
-    stage: Stage, world: World, cluster: Cluster, one: Dispatcher, prometheus: Prometheus
-) -> None:
+async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prometheus: Prometheus) -> None:
     """What else can befall requests, replicas and the watch, until Prometheus has seen all of it."""
+    one = today.one
     poison = b'{"prompt":"hi","sim":{"kind":"status","status":500,"body":"boom"}}'
     stage.producer.put({encode_member("poison", poison, int(time.time()) + 3600): 0.0})
     one.reconfigure(retry={"max_attempts": 2, "base_s": 0.1}, budget={"reserve": 0.1})
@@ -174,11 +183,12 @@ async def trouble(
     prometheus.wait_for("batch_dispatcher_replicas == 2")
     world.control(seconds=4 * LONG_S)  # they still run when it wakes
     began = time.monotonic()
-    wait_until_sync(lambda: time.monotonic() > began + LONG_S and is_full(world), 30, what="long ones to run")
+    wait_until_sync(lambda: time.monotonic() > began + LONG_S and is_busy(world), 30, what="long ones to run")
     one.send(signal.SIGSTOP)
     prometheus.wait_for('batch_dispatcher_reclaims_total{instance="b"} > 0')
     one.send(signal.SIGCONT)
     prometheus.wait_for('batch_dispatcher_leases_lost_total{instance="a"} > 0')
+    today.look()
     two.kill()
     prometheus.scrape({"a": one.admin_port})
 
@@ -186,14 +196,25 @@ async def trouble(
     world.control(seconds=0.5)
     submit(stage, 1500, deadline_s=12)
     prometheus.wait_for("batch_dispatcher_deadline_at_risk > 0")
+    await today.run("pause")
+    submit(stage, 50, deadline_s=2)
     prometheus.wait_for("batch_dispatcher_expired_total > 0")
+    await today.run("resume")
 
     cluster.do(lambda server: setattr(server, "tokens", set()))
     cluster.do(lambda server: server.cut())
     prometheus.wait_for("batch_dispatcher_watch_failing == 1 and batch_dispatcher_watch_unsure_seconds > 0")
+    today.look()
     cluster.do(lambda server: setattr(server, "tokens", {"t0"}))
     cluster.do(lambda server: server.put(PODS, pod("p2")))
     prometheus.wait_for("batch_dispatcher_watch_endpoints == 3")
+    for name in ("p1", "p2"):
+        cluster.do(lambda server, name=name: server.delete(PODS, name))  # type: ignore[misc]
+    prometheus.wait_for('batch_dispatcher_max_sys_by{by="watch"} == 1')
+    cluster.do(lambda server: server.put(PODS, pod("p1")))
+    one.reconfigure(signals={"use": "requests"})
+    prometheus.wait_for('batch_dispatcher_signal{signal="requests"} == 1')
+    one.reconfigure(signals={"use": "auto"})
     submit(stage, 600)
 
 
@@ -256,6 +277,7 @@ async def test_every_surface_names_one_reason_through_a_day(
             # A storm of 429s, with a Retry-After.
             world.control(gateway={"answer": REFUSAL})
             await today.says("backpressure")
+            today.look()
             world.control(gateway=None)
             await today.says("full")
 
@@ -284,19 +306,20 @@ async def test_every_surface_names_one_reason_through_a_day(
             await today.says("full")
 
             # What else can happen to requests, replicas, the watch.
-            await trouble(stage, world, cluster, one, prometheus)
+            await trouble(stage, world, cluster, today, prometheus)
             assert prometheus.rule_errors() == {}
-            wrong = prometheus.findings(pool=POOL, namespace="batch", instance="a")
-            moved = moved_of_catalogue(prometheus)
+            today.look()
+            moved = moved_of_catalogue(prometheus, "a")
 
             # The end: what runs may finish, and until then every surface says so.
             world.control(seconds=LONG_S)
             ending_at = time.monotonic() + 2
             wait_until_sync(
-                lambda: time.monotonic() > ending_at and is_full(world), 10, what="long ones to run"
+                lambda: time.monotonic() > ending_at and is_busy(world), 10, what="long ones to run"
             )
             one.send(signal.SIGTERM)
             await today.says("draining")
         assert one.child.wait(60) == 0
-    assert wrong == []
+    assert today.wrong == []
+    assert today.empty == set()
     assert {name for name, has in moved.items() if not has} == UNMOVED
