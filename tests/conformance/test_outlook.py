@@ -11,7 +11,7 @@ import pytest
 from dispatcher.core.outlook import at_risk, look
 from dispatcher.core.request import encode_member, score_of
 from dispatcher.ports import Burial, Release
-from tests.conformance.worlds import NOW, OWNER_TIMEOUT_S, World, answer, claim
+from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim
 from tests.core.test_outlook import late_one_by_one
 
 
@@ -33,18 +33,20 @@ async def test_an_empty_queue_has_no_line(world: World) -> None:
 
 
 async def test_deadlines_that_decide_are_told_to_the_second(world: World) -> None:
-    await put(world, *[NOW + 400] * 30, *[NOW + 800] * 30)
+    now = int(time.time())
+    await put(world, *[now + 400] * 30, *[now + 800] * 30)
     line = await world.owner().line(0.08, 1.0)
     assert line.pending == 60
     assert at_risk(line.spans, line.now, 0.08, 1.0) == late_one_by_one(
-        [NOW + at - line.now for at in [400] * 30 + [800] * 30], 0.08, 1.0
+        [now + at - line.now for at in [400] * 30 + [800] * 30], 0.08, 1.0
     )
 
 
 async def test_the_line_is_in_the_order_of_service(world: World) -> None:
     """Priority 0 goes first, however late: what is urgent in priority 1 waits for it."""
-    await put(world, *[NOW + 9000] * 50, priority=0)
-    await put(world, *[NOW + 100] * 10, priority=1)
+    now = int(time.time())
+    await put(world, *[now + 9000] * 50, priority=0)
+    await put(world, *[now + 100] * 10, priority=1)
     line = await world.owner().line(1.0, 0.0)
     assert at_risk(line.spans, line.now, 1.0, 0.0) == pytest.approx(0, abs=0)
     line = await world.owner().line(0.1, 0.0)
@@ -52,9 +54,10 @@ async def test_the_line_is_in_the_order_of_service(world: World) -> None:
 
 
 async def test_scores_that_tell_no_deadline_are_counted_apart_and_take_their_turn(world: World) -> None:
+    now = int(time.time())
     for score in (-5.0, 7.0, 999.5, 3e11, 1e12, float("-inf"), float("inf")):
         await world.zadd(score, b"foreign %r" % score)
-    await put(world, NOW + 50)
+    await put(world, now + 50)
     outlook = look(await world.owner().line(0.01, 0.0), 0.01, 0.0)
     assert (outlook.untold, outlook.at_risk) == (7, 1)
     assert outlook.earliest_deadline_s == pytest.approx(50, abs=30)
@@ -62,26 +65,29 @@ async def test_scores_that_tell_no_deadline_are_counted_apart_and_take_their_tur
 
 
 async def test_earliest_deadline_is_the_earliest_of_all_priorities(world: World) -> None:
-    await put(world, NOW + 5000, priority=0)
-    await put(world, NOW + 3000, priority=2)
-    await put(world, NOW - 40, priority=7)
+    now = int(time.time())
+    await put(world, now + 5000, priority=0)
+    await put(world, now + 3000, priority=2)
+    await put(world, now - 40, priority=7)
     line = await world.owner().line()
     outlook = look(line, 1.0, 0.0)
-    assert outlook.earliest_deadline_s == pytest.approx(NOW - 40 - line.now, abs=0.01)
+    assert outlook.earliest_deadline_s == pytest.approx(now - 40 - line.now, abs=0.01)
     assert outlook.at_risk == 1
 
 
 async def test_age_is_that_of_the_oldest_head_however_large_it_is(world: World) -> None:
+    now = int(time.time())
     pad = "x" * 300_000
     for priority, age in ((0, 100), (4, 700)):
-        made = encode_member(f"r{priority}", {"p": pad}, NOW + 900, created=NOW - age)
-        await world.zadd(score_of(NOW + 900, priority), made)
+        made = encode_member(f"r{priority}", {"p": pad}, now + 900, created=now - age)
+        await world.zadd(score_of(now + 900, priority), made)
     line = await world.owner().line()
-    assert look(line, None, 0.0).oldest_pending_age_s == pytest.approx(line.now - (NOW - 700), abs=0.01)
+    assert look(line, None, 0.0).oldest_pending_age_s == pytest.approx(line.now - (now - 700), abs=0.01)
 
 
 async def test_returned_requests_and_suspects_are_in_the_line_and_delayed_ones_are_not(world: World) -> None:
-    await put(world, *[NOW + 500] * 5)
+    now = int(time.time())
+    await put(world, *[now + 500] * 5)
     owner = world.owner()
     for _ in range(2):
         await world.lose(owner, *await claim(owner, 1))
@@ -93,17 +99,19 @@ async def test_returned_requests_and_suspects_are_in_the_line_and_delayed_ones_a
 
 
 async def test_head_of_a_returned_request_tells_its_age_and_deadline(world: World) -> None:
-    await world.zadd(NOW + 500, encode_member("r", {"p": 1}, NOW + 500, created=NOW - 60))
+    now = int(time.time())
+    await world.zadd(now + 500, encode_member("r", {"p": 1}, now + 500, created=now - 60))
     owner = world.owner()
     await owner.release([Release(lease) for lease in await claim(owner)])
     line = await owner.line()
     outlook = look(line, None, 0.0)
-    assert outlook.oldest_pending_age_s == pytest.approx(line.now - NOW + 60, abs=0.01)
-    assert outlook.earliest_deadline_s == pytest.approx(NOW + 500 - line.now, abs=0.01)
+    assert outlook.oldest_pending_age_s == pytest.approx(line.now - now + 60, abs=0.01)
+    assert outlook.earliest_deadline_s == pytest.approx(now + 500 - line.now, abs=0.01)
 
 
 async def test_settled_counts_results_and_burials_of_all_owners_and_no_release(world: World) -> None:
-    await put(world, *[NOW + 500] * 6)
+    now = int(time.time())
+    await put(world, *[now + 500] * 6)
     one, other = world.owner("owner-1"), world.owner("owner-2")
     first, second, third = await claim(one, 3)
     await one.settle([answer(first)])
@@ -116,7 +124,8 @@ async def test_settled_counts_results_and_burials_of_all_owners_and_no_release(w
 
 
 async def test_replicas_are_those_that_live_or_hold_leases(world: World) -> None:
-    await put(world, *[NOW + 500] * 5)
+    now = int(time.time())
+    await put(world, *[now + 500] * 5)
     one, other = world.owner("owner-1"), world.owner("owner-2")
     mute = world.owner("owner-3", timeout_s=0.0)
     await claim(one, 2)
@@ -135,7 +144,8 @@ async def test_replicas_are_those_that_live_or_hold_leases(world: World) -> None
 
 
 async def test_a_replica_that_fell_silent_is_told_while_it_holds_leases(world: World) -> None:
-    await put(world, *[NOW + 500] * 5)
+    now = int(time.time())
+    await put(world, *[now + 500] * 5)
     one, dead = world.owner("owner-1"), world.owner("owner-2")
     await dead.sweep()
     await claim(dead, 1)

@@ -109,7 +109,7 @@ async def serving(script: Script, tls: ssl.SSLContext | None = None) -> AsyncIte
             with contextlib.suppress(RuntimeError):
                 writer.close()
 
-    listener = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls)
+    listener = await asyncio.start_server(connected, "127.0.0.1", 0, ssl=tls, backlog=512)
     server.listener = listener
     server.port = listener.sockets[0].getsockname()[1]
     server.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.port}"

@@ -50,7 +50,7 @@ async def client(cluster: ClusterSet) -> AsyncIterator[redis.asyncio.cluster.Red
 
 @pytest.fixture
 async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[RedisQueue]:
-    async with queues(cluster.url, "a", try_s=1.0) as (one,):
+    async with queues(cluster.url, "a", try_s=3.0) as (one,):
         yield one
 
 

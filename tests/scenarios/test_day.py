@@ -173,8 +173,10 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
     """What else can befall requests, replicas and the watch, until Prometheus has seen all of it."""
     one = today.one
     poison = b'{"prompt":"hi","sim":{"kind":"status","status":500,"body":"boom"}}'
-    stage.producer.put({encode_member("poison", poison, int(time.time()) + 3600): 0.0})
-    one.reconfigure(retry={"max_attempts": 2, "base_s": 0.1}, budget={"reserve": 0.1})
+    deadline = int(time.time()) + 3600
+    stage.producer.put({encode_member(f"poison-{n}", poison, deadline): 0.0 for n in range(5)})
+    one.reconfigure(retry={"max_attempts": 2, "base_s": 3}, budget={"reserve": 0.1})
+    prometheus.wait_for("batch_dispatcher_delayed > 0")
     prometheus.wait_for("batch_dispatcher_dead > 0")
 
     # One stands still, another takes over, and is killed.
