@@ -262,12 +262,13 @@ class Dispatcher:
             parsed = parse(lease.member, max_payload_bytes=self._options.max_payload_bytes)
             if isinstance(parsed, Rejection):
                 self._finish(endings.rejected(lease, parsed))
-            elif (verdict := after_losses(lease.losses, self._options.retry)) is not None:
+                continue
+            held.request = parsed
+            if (verdict := after_losses(lease.losses, self._options.retry)) is not None:
                 self._finish(endings.deadly(lease, parsed, verdict))
             elif parsed.deadline <= self._queue.unix_now():
                 self._finish(endings.expired(lease, parsed))
             else:
-                held.request = parsed
                 if len(lease.member) > LARGE_BYTES:
                     held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
