@@ -18,7 +18,6 @@ from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines
 from dispatcher.settings.load import key_paths
-from dispatcher.telemetry import otlp
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
@@ -88,10 +87,13 @@ def _doubtful(settings: Settings) -> Iterator[Finding]:
     if not gateway.objective:
         what = "none named: batch requests compete with everything of priority 0"
         yield Finding("warning", "gateway.objective", what)
-    try:
-        otlp.prepare(settings)
-    except OSError as error:
-        yield Finding("failed", "tracing.endpoint", str(error))
+    if settings.tracing.endpoint:
+        from dispatcher.telemetry import otlp  # the log comes with it
+
+        try:
+            otlp.prepare(settings)
+        except OSError as error:
+            yield Finding("failed", "tracing.endpoint", str(error))
     if signals.use == "saturation":
         what = (
             "the EPP's default detector can read near 0 while every slot is taken; use auto unless it runs "

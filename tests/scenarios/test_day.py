@@ -271,7 +271,7 @@ async def test_every_surface_names_one_reason_through_a_day(
             one.reconfigure(signals={"source": "prometheus", "max_age_s": 3, "prometheus": {"url": url}})
             await today.says("stale", timeout_s=60)
             one.write("budget: {reserve: 2}")
-            wait_until_sync(lambda: one.status()["config_problem"], 10, what="the bad file to be told of")
+            prometheus.wait_for("batch_dispatcher_config_refused == 1")
             one.reconfigure(signals={"source": "epp", "max_age_s": None})
             await today.says("full")
             assert one.status()["config_problem"] is None
