@@ -212,13 +212,17 @@ def _problems(told: dict[str, Any]) -> str:
 
 
 def _readings(told: dict[str, Any]) -> str:
-    """How old each reading is, and the values of the series that it was made of."""
-    return "\n".join(
+    """How old each reading is, and the values of the series that they were made of."""
+    readings = told.get("readings") or ()
+    lines = [
         f"Reading {each['signal']}, {each['age_s']:.1f} s old, from {each['source']}: "
         f"F_SYS {each['f_sys']:.3f}, F_EPP {each['f_epp']:.3f} of {each['max_sys']:g} requests"
-        + "".join(f"; {series} {value:g}" for series, value in each["raw"].items() if value is not None)
-        for each in told.get("readings") or ()
-    )
+        for each in readings
+    ]
+    series = {name: value for each in readings for name, value in each["raw"].items()}
+    if series:
+        lines.append(f"Made of: {', '.join(f'{name} {value:g}' for name, value in series.items())}")
+    return "\n".join(lines)
 
 
 def _deadlines(told: dict[str, Any]) -> str:

@@ -160,7 +160,8 @@ async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:
         "The changed configuration is refused, the one before is in force: budget.reserv: unknown",
         "The gateway cannot be reached: refused",
         "The Kubernetes watch has a problem: 403 for pods",
-        "Reading saturation, 41.7 s old, from epp: F_SYS 0.500, F_EPP 0.250 of 32 requests; queue_size 8",
+        "Reading saturation, 41.7 s old, from epp: F_SYS 0.500, F_EPP 0.250 of 32 requests",
+        "Made of: queue_size 8",
         "Deadlines: the earliest in 61 s; 3 at risk while 2.5 requests end per second.",
         (
             "Price to realtime, last 5 minutes: first token 300 ms median, 390 ms 95 %; each further token "
