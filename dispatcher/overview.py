@@ -72,6 +72,10 @@ def _budget(
     budget = allowance.budget
     max_sys, max_sys_by = _max_sys(budget, limiter.readings, settings, watched)
     believed = budget is not None and budget.fault is None
+    per_endpoint, per_endpoint_from = (poll.per_endpoint, poll.per_endpoint_from) if poll else (None, None)
+    if per_endpoint is None and max_sys_by == "setting" and settings.budget.max_sys is None:
+        # Nothing could be read just now: the capacity is that of the reading before, and so is its origin.
+        per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
     return show.Budget(
         reserve=settings.budget.reserve,
         signal=str(allowance.signal) if allowance.signal else None,
@@ -81,8 +85,8 @@ def _budget(
         headroom=budget.headroom if budget and believed else None,
         max_sys=max_sys,
         max_sys_by=max_sys_by,
-        per_endpoint=poll.per_endpoint if poll else None,
-        per_endpoint_from=poll.per_endpoint_from if poll else None,
+        per_endpoint=per_endpoint,
+        per_endpoint_from=per_endpoint_from,
         picker_max_concurrency=poll.picker_k if poll else None,
         terms=[_terms(each) for each in limiter.budgets],
     )

@@ -21,7 +21,7 @@ import socket
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -53,6 +53,8 @@ class Finding:
     what: str
     hint: str = ""
     """What to look at, or to do."""
+    certain: bool = field(default=False, compare=False)
+    """No clock had a say in it: a connection that was refused is so, however late our own loop is."""
 
     def __str__(self) -> str:
         return f"{self.level}: {self.where}: {self.what}" + (f" (look at: {self.hint})" if self.hint else "")
@@ -133,7 +135,7 @@ async def _judged_fairly(watch: PaceWatch, where: str, probe: Probe) -> Findings
 
 def _blames(finding: Finding) -> bool:
     """Whether it may be our own loop that was late."""
-    return finding.level == "failed" or isinstance(finding, Slow)
+    return isinstance(finding, Slow) or (finding.level == "failed" and not finding.certain)
 
 
 def _unknown(finding: Finding, behind: str) -> Finding:
@@ -199,7 +201,8 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
             reader, writer = await asyncio.open_connection(host, port, ssl=tls)
     except OSError as error:  # of which time-outs and what TLS has to say
         hint = "gateway.tls" if isinstance(error, ssl.SSLError) else ""
-        return [Finding("failed", where, f"{host}:{port}: {_words(error)}", hint)]
+        refused = isinstance(error, ConnectionRefusedError)
+        return [Finding("failed", where, f"{host}:{port}: {_words(error)}", hint, certain=refused)]
     path = parts.path.rstrip("/") + settings.gateway.path
     try:
         async with asyncio.timeout(ANSWER_S):
@@ -372,7 +375,7 @@ def _signals(settings: Settings, away: Mapping[Address, str]) -> Probe:
             what = "nothing says where the endpoint picker is: no URL, no service, and Kubernetes does not"
             return [*findings, Finding("failed", "signals", what, _WHERE)]
         if ask_sources is None or (why is not None and replicas is None):
-            return [*findings, Finding("failed", "signals", why or "", _WHERE)]
+            return [*findings, Finding("failed", "signals", why or "", _WHERE, certain=True)]
         return [*findings, *await ask_sources(replicas)]
 
     return asked
@@ -458,7 +461,7 @@ def _known(finding: Finding) -> Probe:
     """For what needs no asking."""
 
     async def told() -> Findings:
-        return [finding]
+        return [replace(finding, certain=True)]
 
     return told
 

@@ -53,6 +53,7 @@ async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
     """What the queue tells, and the dispatcher where it answers."""
     counts = await desk.counts()
     paused = await desk.paused()
+    dispatcher, problem = await _dispatcher(target)
     return {
         "queue": target.names.queue,
         "pending": counts.pending,
@@ -60,13 +61,14 @@ async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
         "delayed": counts.delayed,
         "dead": counts.dead,
         "paused": None if paused is None else {"by": paused[0], "why": paused[1]},
-        "dispatcher": await _dispatcher(target),
+        "dispatcher": dispatcher,
+        "dispatcher_problem": problem,
     }
 
 
 def _paragraph(shown: dict[str, Any]) -> str:
     gate, paused = shown["dispatcher"], shown["paused"]
-    told = [gate["explanation"] if gate else "No dispatcher answers, so nothing is known of its gate."]
+    told = [gate["explanation"] if gate else f"{_unheard(shown)}, so nothing is known of its gate."]
     if paused:
         told.append(f"The queue is {_paused(paused)}.")
     told.append(
@@ -80,30 +82,44 @@ def _paragraph(shown: dict[str, Any]) -> str:
     return " ".join(told)
 
 
-async def _dispatcher(target: Target) -> dict[str, Any] | None:
-    """/status of the dispatcher that runs by this configuration on this machine; None where none answers."""
+async def _dispatcher(target: Target) -> tuple[dict[str, Any] | None, str | None]:
+    """/status of the dispatcher that runs by this configuration on this machine; or why it is not known."""
     if target.settings is None:
-        return None
+        return None, "only --config says where to ask"
     import aiohttp
 
     admin = target.settings.admin
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin.host, admin.host)  # noqa: S104 - what is listened on
     headers = {}
     if admin.token_file:
-        headers["Authorization"] = f"Bearer {_token(admin.token_file)}"
+        try:
+            headers["Authorization"] = f"Bearer {_token(admin.token_file)}"
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "no text"
+            return None, f"admin.token_file: {admin.token_file} cannot be read: {why}"
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session,
             session.get(f"http://{host}:{admin.port}/status", headers=headers) as answer,
         ):
+            if answer.status == 401:
+                other = "another token than admin.token_file has"
+                wanted = other if admin.token_file else "a token; admin.token_file names none"
+                return None, f"admin.port {admin.port} wants {wanted}"
             found = await answer.json() if answer.status == 200 else None
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "explanation" in found else None
+        return None, f"nobody on admin.port {admin.port} of this machine"
+    if isinstance(found, dict) and "explanation" in found:
+        return found, None
+    return None, f"what answers on admin.port {admin.port} is no dispatcher"
 
 
 def _token(path: str) -> str:
     return Path(path).read_text().strip()
+
+
+def _unheard(shown: dict[str, Any]) -> str:
+    return f"No dispatcher answers ({shown['dispatcher_problem']})"
 
 
 def _paused(switch: dict[str, str]) -> str:
@@ -173,11 +189,71 @@ def _text(shown: dict[str, Any]) -> str:
     lines = [f"{shown['queue']}: {counts}"]
     if shown["paused"]:
         lines.append(_paused(shown["paused"]))
-    if shown["dispatcher"]:
-        dispatcher = shown["dispatcher"]
-        if dispatcher["pool"] and shown["queue"] != dispatcher["queue"]:
-            lines.append(f"the dispatcher that answers works on another queue, {dispatcher['queue']}:")
-        lines.append(f"{dispatcher['reason']}: {dispatcher['explanation']}")
-        if capacity := _capacity(dispatcher):
-            lines.append(capacity)
+    dispatcher = shown["dispatcher"]
+    if not dispatcher:
+        return "\n".join([*lines, f"{_unheard(shown)}."])
+    if dispatcher["pool"] and shown["queue"] != dispatcher["queue"]:
+        lines.append(f"the dispatcher that answers works on another queue, {dispatcher['queue']}:")
+    lines.append(f"{dispatcher['reason']}: {dispatcher['explanation']}")
+    told = (_capacity, _problems, _readings, _deadlines, _price, _replicas)
+    return "\n".join([*lines, *filter(None, (part(dispatcher) for part in told))])
+
+
+# An older dispatcher may answer: what it does not tell is left out.
+
+
+def _problems(told: dict[str, Any]) -> str:
+    """What is wrong beside the reason that is shown."""
+    found = [("changed configuration is refused, the one before is in force", told.get("config_problem"))]
+    found += [(f"{part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
+    found += [("signals cannot be read", told.get("signals_problem"))]
+    found += [("Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
+    return "\n".join(f"The {what}: {why}" for what, why in found if why and why not in told["explanation"])
+
+
+def _readings(told: dict[str, Any]) -> str:
+    """How old each reading is, and the values of the series that they were made of."""
+    readings = told.get("readings") or ()
+    lines = [
+        f"Reading {each['signal']}, {each['age_s']:.1f} s old, from {each['source']}: "
+        f"F_SYS {each['f_sys']:.3f}, F_EPP {each['f_epp']:.3f} of {each['max_sys']:g} requests"
+        for each in readings
+    ]
+    series = {name: value for each in readings for name, value in each["raw"].items()}
+    if series:
+        lines.append(f"Made of: {', '.join(f'{name} {value:g}' for name, value in series.items())}")
     return "\n".join(lines)
+
+
+def _deadlines(told: dict[str, Any]) -> str:
+    slack_s, at_risk, rate = (told.get(name) for name in ("earliest_deadline_s", "at_risk", "service_rate"))
+    if not told.get("pending") or slack_s is None:
+        return ""
+    earliest = f"{-slack_s:.0f} s ago" if slack_s < 0 else f"in {slack_s:.0f} s"
+    risk = "not known how many are at risk" if at_risk is None else f"{at_risk} at risk"
+    ended = "" if rate is None else f" while {rate:.3g} requests end per second"
+    return f"Deadlines: the earliest {earliest}; {risk}{ended}."
+
+
+def _price(told: dict[str, Any]) -> str:
+    """What interactive users wait, beside what batch work took."""
+    values = [
+        f"{words} {told[f'{name}_p50_s'] * 1000:.0f} ms median, {told[f'{name}_p95_s'] * 1000:.0f} ms 95 %"
+        for words, name in (("first token", "ttft"), ("each further token", "tpot"))
+        if told.get(f"{name}_p50_s") is not None and told.get(f"{name}_p95_s") is not None
+    ]
+    if not values:
+        return f"Price to realtime: not known: {why}" if (why := told.get("price_why_not")) else ""
+    whose = {"realtime": "realtime alone", "all": "all requests, ours among them"}[told["price_of"]]
+    share = (
+        "" if told["batch_share"] is None else f", while batch held {told['batch_share']:.0%} of the capacity"
+    )
+    return f"Price to realtime, last 5 minutes: {'; '.join(values)}; of {whose}{share}."
+
+
+def _replicas(told: dict[str, Any]) -> str:
+    return "\n".join(
+        f"Replica {each['owner']}{' (this one)' if each['owner'] == told['owner'] else ''}: "
+        f"{each['leases']} in flight, last heard of {each['silent_s']:.1f} s ago"
+        for each in told.get("replicas") or ()
+    )

@@ -12,7 +12,10 @@ AT_ONCE = 10
 """So many openings and closings in FLAPPING_S are told when they happen."""
 FLAPPING_S = 10.0
 SETTLED_S = 1.0
-"""What an open gate is short of may change with each completion: that is told by the second."""
+"""What holds after so long ends a flapping."""
+OPEN_EACH_S = 10.0
+"""What an open gate is short of may change with each completion: it is told no more often, or a busy
+day would be a line a second that says nothing, and push all else off the page."""
 
 
 class Changes:
@@ -22,7 +25,7 @@ class Changes:
         self._told: Reason | None = None
         self._last: Reason | None = None
         self._at_once: deque[float] = deque(maxlen=AT_ONCE)
-        self._look_at = float("-inf")
+        self._told_at = float("-inf")
         self._untold = 0
 
     def look(self, reason: Reason, now: float) -> int | None:
@@ -30,8 +33,8 @@ class Changes:
         told since the last time.
 
         A gate that opens or closes, or is closed for another reason, is told at once, however short that
-        lasts; but of more than AT_ONCE such changes in FLAPPING_S, and of those among open states, only what
-        holds when SETTLED_S have passed since the last line.
+        lasts; but of more than AT_ONCE such changes in FLAPPING_S only what holds when SETTLED_S have passed
+        since the last line, and of those among open states what holds after OPEN_EACH_S.
         """
         if reason is not self._last:
             self._last = reason
@@ -40,12 +43,13 @@ class Changes:
             return None
         weighs = self._told is None or self._told.closed or reason.closed
         flaps = len(self._at_once) == AT_ONCE and now - self._at_once[0] < FLAPPING_S
-        if now < self._look_at and (flaps or not weighs):
+        quiet_s = SETTLED_S if weighs and flaps else 0.0 if weighs else OPEN_EACH_S
+        if now < self._told_at + quiet_s:
             return None
         if weighs:
             self._at_once.append(now)
         self._told = reason
-        self._look_at = now + SETTLED_S
+        self._told_at = now
         untold, self._untold = self._untold - 1, 0
         return untold
 

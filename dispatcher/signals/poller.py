@@ -268,7 +268,8 @@ class Poller:
     def _price(self) -> Price:
         """Of the first source that knows of requests; else of the first that says why not."""
         known = [found for _, found in self._fresh()]
-        return next((found for found in known if found.requests), known[0] if known else Price())
+        lost = Price(why_not=f"not read for {PRICE_MAX_AGE_S:g} s") if self._prices else Price()
+        return next((found for found in known if found.requests), known[0] if known else lost)
 
     def _heard(self, name: SourceName, seen: tuple[View, ...] | Unread) -> None:
         now = asyncio.get_running_loop().time()

@@ -147,7 +147,7 @@ QUANTILES = ("0.5", "0.95")
 PARTS = ("queue", "gateway", "signals")
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_WAIT = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
+_WAIT = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
 _SETTLE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
 
 
@@ -321,19 +321,19 @@ WHOLE = _histogram("request_seconds", "From the request's birth (data.created) t
 TTFT = _gauge(
     "realtime_ttft_seconds",
     lambda s: s.price.quantiles("ttft"),
-    "Time to the first token as the pool shows it; absent where it does not",
+    "Time to the first token over the last 5 minutes, as the pool shows it; absent where it does not",
     quantile=QUANTILES,
 )
 TPOT = _gauge(
     "realtime_tpot_seconds",
     lambda s: s.price.quantiles("tpot"),
-    "Time per further token as the pool shows it; absent where it does not",
+    "Time per further token over the last 5 minutes, as the pool shows it; absent where it does not",
     quantile=QUANTILES,
 )
 BATCH_SHARE = _gauge(
     "batch_share",
     lambda s: s.price.batch_share,
-    "Batch requests in flight as a share of the capacity, over the same minutes; absent where unknown",
+    "Batch requests in flight as a share of the capacity, averaged over the same time; absent where unknown",
 )
 
 # ── the process ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -56,6 +56,21 @@ async def test_peer_is_not_blamed_for_a_loop_that_stands_still() -> None:
     assert "raise i" in finding.what
 
 
+async def test_a_refused_connection_is_one_however_late_our_loop_is() -> None:
+    refused = Finding("failed", "queue.url", "127.0.0.1:1: connection refused", certain=True)
+    tries, told = 0, list[Finding]()
+
+    async def probe() -> list[Finding]:
+        nonlocal tries
+        tries += 1
+        time.sleep(0.4)  # noqa: ASYNC251 - the stall
+        await asyncio.sleep(0.001)
+        return [refused]
+
+    await ask({"queue.url": probe}, told.append)
+    assert (tries, told) == (1, [refused])
+
+
 async def test_nor_is_a_gateway_that_only_seems_slow() -> None:
     slow = Slow("warning", "gateway.url", "not answered within 3 s")
     assert await answer_after_stalls(1, 0.4, slow) == [Finding("ok", "queue.url", "Redis answers")]

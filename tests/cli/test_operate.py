@@ -8,21 +8,27 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
+from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Watch
 from tests.queue.servers import ENGINES, Server, server
 
 NAMES = Names("batch:{default}:requests", "batch:{default}:results")
 NOW_PERMIT_LIMIT = 10
+Ask = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +95,111 @@ async def test_status_and_explain_tell_the_queue_without_a_dispatcher(queue_serv
     assert told.returncode == 0
     assert "No dispatcher answers" in told.stdout
     assert "2 requests wait" in told.stdout
+
+
+@pytest.fixture
+def configured(queue_server: Server, tmp_path: Path) -> Ask:
+    """A verb by --config, whose admin port is the given one."""
+
+    def ask(verb: str, port: int, token: str | None = None) -> subprocess.CompletedProcess[str]:
+        admin: dict[str, Any] = {"host": "127.0.0.1", "port": port}
+        if token is not None:
+            admin["token_file"] = token
+        config = tmp_path / "config.yaml"
+        settings = {"gateway": {"url": "http://gw"}, "queue": {"url": queue_server.url}, "admin": admin}
+        config.write_text(yaml.safe_dump(settings))
+        command = [sys.executable, "-m", "dispatcher", verb, "--config", config]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    return ask
+
+
+@asynccontextmanager
+async def told(text: str, code: int = 200) -> AsyncIterator[int]:
+    """A port that answers every request so."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text=text, status=code, content_type="application/json")
+
+    app = web.Application()
+    app.router.add_get("/status", answer)
+    async with TestServer(app) as there:
+        assert there.port
+        yield there.port
+
+
+def dispatchers() -> dict[str, Any]:
+    """/status of one that has something to say of each subject."""
+    reading = {"signal": "saturation", "age_s": 41.7, "f_sys": 0.5, "f_epp": 0.25, "max_sys": 32.0}
+    return Status(
+        Process("1", "3", "default", NAMES.queue, "one", False, 0.0, config_problem="budget.reserv: unknown"),
+        Gate("full", True, "18 in flight.", 18, 18, 1, None, None, gateway_problem="refused"),
+        Budget(0.05, max_sys=32.0, max_sys_by="setting", per_endpoint=32.0, per_endpoint_from="setting"),
+        Signals("epp", 41.7, readings=[{**reading, "source": "epp", "raw": {"queue_size": 8.0}}]),
+        Watch(watch_problems=["403 for pods"]),
+        Line(
+            pending=7,
+            earliest_deadline_s=61.0,
+            at_risk=3,
+            service_rate=2.5,
+            replicas=[
+                {"owner": "one", "leases": 1, "silent_s": 0.1},
+                {"owner": "two", "leases": 17, "silent_s": 3},
+            ],
+        ),
+        Price(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
+    ).json()
+
+
+async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:
+    async with told(json.dumps(dispatchers())) as port:
+        lines = (await asyncio.to_thread(configured, "status", port)).stdout.splitlines()
+    assert lines[1:] == [
+        "full: 18 in flight.",
+        "The capacity is 32 by budget.per_endpoint, 32, × ready endpoints.",
+        "The changed configuration is refused, the one before is in force: budget.reserv: unknown",
+        "The gateway cannot be reached: refused",
+        "The Kubernetes watch has a problem: 403 for pods",
+        "Reading saturation, 41.7 s old, from epp: F_SYS 0.500, F_EPP 0.250 of 32 requests",
+        "Made of: queue_size 8",
+        "Deadlines: the earliest in 61 s; 3 at risk while 2.5 requests end per second.",
+        (
+            "Price to realtime, last 5 minutes: first token 300 ms median, 390 ms 95 %; each further token "
+            "16 ms median, 29 ms 95 %; of realtime alone, while batch held 24% of the capacity."
+        ),
+        "Replica one (this one): 1 in flight, last heard of 0.1 s ago",
+        "Replica two: 17 in flight, last heard of 3.0 s ago",
+    ]
+
+
+async def test_an_older_dispatcher_that_tells_less_is_shown_all_the_same(configured: Ask) -> None:
+    known = {"pool", "queue", "reason", "explanation", "reading_age_s", "source"}
+    less = {name: value for name, value in dispatchers().items() if name in known}
+    async with told(json.dumps({**less, "max_sys_by": None})) as port:
+        found = await asyncio.to_thread(configured, "status", port)
+    assert (found.returncode, found.stdout.splitlines()[1:]) == (0, ["full: 18 in flight."])
+
+
+async def test_why_no_dispatcher_answers_is_said(configured: Ask, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("old")
+    async with told("a bearer token is needed", 401) as refusing, told("[]") as other:
+        asked = [
+            (refusing, str(token), f"admin.port {refusing} wants another token than admin.token_file has"),
+            (refusing, None, f"admin.port {refusing} wants a token; admin.token_file names none"),
+            (
+                refusing,
+                str(tmp_path / "no"),
+                f"admin.token_file: {tmp_path / 'no'} cannot be read: No such file",
+            ),
+            (other, None, f"what answers on admin.port {other} is no dispatcher"),
+            (1, None, "nobody on admin.port 1 of this machine"),
+        ]
+        for verb in ("status", "explain"):
+            for port, file, why in asked:
+                found = await asyncio.to_thread(configured, verb, port, file)
+                assert found.returncode == 0, found.stderr
+                assert f"No dispatcher answers ({why}" in found.stdout
 
 
 async def test_pause_says_who_and_why_until_resume(queue_server: Server) -> None:

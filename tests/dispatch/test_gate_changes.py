@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.budget import Reason
-from dispatcher.dispatch.gate import AT_ONCE, FLAPPING_S, SETTLED_S, Changes
+from dispatcher.dispatch.gate import AT_ONCE, FLAPPING_S, OPEN_EACH_S, SETTLED_S, Changes
 
 
 def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
@@ -18,17 +18,25 @@ def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
     assert changes.look(Reason.FULL, 5.2) == 0
 
 
-def test_what_an_open_gate_is_short_of_is_told_by_the_second() -> None:
+def test_a_busy_gate_that_is_full_and_open_in_turn_is_told_six_times_a_minute() -> None:
     changes = Changes()
     changes.look(Reason.OPEN, 0.0)
     told = [
         (at, changes.look(Reason.FULL if step % 2 else Reason.OPEN, at))
-        for step in range(1, 300)
+        for step in range(1, 6000)
         if (at := step / 100)
     ]
     lines = [(at, untold) for at, untold in told if untold is not None]
-    assert [at for at, _ in lines] == [1.01, 2.02]
-    assert [untold for _, untold in lines] == [100, 100]
+    assert [at for at, _ in lines] == [10.01, 20.02, 30.03, 40.04, 50.05]
+    assert {untold for _, untold in lines} == {1000}
+
+
+def test_an_open_gate_that_was_quiet_tells_at_once_what_it_lacks() -> None:
+    changes = Changes()
+    changes.look(Reason.IDLE, 0.0)
+    assert changes.look(Reason.OPEN, 60.0) == 0
+    assert changes.look(Reason.NO_ROOM, 60.1) == 0, "and whatever was told before, that it closed"
+    assert changes.look(Reason.FULL, 60.2) == 0, "and that it opened"
 
 
 def test_a_change_that_came_back_before_it_was_told_is_not_told() -> None:
@@ -36,8 +44,8 @@ def test_a_change_that_came_back_before_it_was_told_is_not_told() -> None:
     changes.look(Reason.FULL, 0.0)
     assert changes.look(Reason.IDLE, 0.1) is None
     assert changes.look(Reason.FULL, 0.2) is None
-    assert changes.look(Reason.FULL, 5.0) is None
-    assert changes.look(Reason.PAUSED, 6.0) == 2, "they are counted with the next that is"
+    assert changes.look(Reason.FULL, 15.0) is None
+    assert changes.look(Reason.PAUSED, 16.0) == 2, "they are counted with the next that is"
 
 
 @given(st.lists(st.tuples(st.sampled_from(list(Reason)), st.floats(0.0, 0.3)), max_size=300))
@@ -61,6 +69,6 @@ def test_every_change_is_told_or_counted_and_what_lasts_is_told(steps: list[tupl
         at_most = AT_ONCE + FLAPPING_S / SETTLED_S + 1
         assert sum(at <= other < at + FLAPPING_S for other in lines) <= at_most
     if last is not None:
-        changes.look(last, now + SETTLED_S)
-        assert changes.look(last, now + 2 * SETTLED_S) is None
+        changes.look(last, now + OPEN_EACH_S)
+        assert changes.look(last, now + 2 * OPEN_EACH_S) is None
         assert changes._told is last

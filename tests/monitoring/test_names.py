@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from dispatcher.cli import app
 from dispatcher.telemetry.catalogue import CATALOGUE, Kind
 from tests.monitoring.files import (
     FILES,
@@ -220,6 +222,16 @@ def test_every_section_of_an_alert_is_whole_and_every_alert_section_has_its_aler
     for name, text in told.items():
         for part in ("**Users notice:**", "**Look:**", "**Do:**", "**Worry when:**", "```promql\n"):
             assert part in text, f"{name}: {part}"
+
+
+def test_every_command_of_the_runbook_is_one_and_says_which_queue_it_asks() -> None:
+    told = re.findall(r"`batch-dispatcher ([^`]+)`", RUNBOOK.read_text())
+    assert len(told) > len(alerts())
+    for words in {tuple(each.split()) for each in told}:
+        verb = words[: next((n for n, word in enumerate(words) if not word.islower()), len(words))]
+        verb = tuple(word for word in verb if not word.startswith("-"))
+        assert CliRunner().invoke(app, [*verb, "--help"]).exit_code == 0, words
+        assert verb == ("version",) or words[-2:] == ("--config", "FILE"), f"{' '.join(words)}: wrong usage"
 
 
 def test_no_alert_and_no_record_is_declared_twice() -> None:

@@ -56,6 +56,10 @@ def test_the_pickers_number_is_learned_and_compared(
         assert one.metrics()["picker_max_concurrency"] == 16
     stage.producer.wait_for_all(timeout_s=40)
     assert world.observed()["gateway"]["batch"]["peak"] <= limit + 1
+    if limit == 15:
+        world.control(metrics="gone")
+        one.wait_for(reason="unreadable")
+        assert "The capacity is 16 by budget.per_endpoint, 8, × ready endpoints" in said(one), "it still is"
 
 
 def test_what_is_not_proven_is_said_as_check_says_it(stage: Stage) -> None:

@@ -156,6 +156,19 @@ class TestPolled:
         assert all(poll.readings and not poll.unread for poll in told)
         assert "labels that do not end" in told[-1].price.why_not
 
+    async def test_a_price_that_is_too_old_says_so_and_not_that_it_was_never_read(self, monkeypatch):
+        monkeypatch.setattr("dispatcher.signals.poller.PRICE_MAX_AGE_S", 0.2)
+        async with fake_epp() as epp:
+            epp.page = golden(NEWEST)
+            source = EppSource(
+                "qwen", Targets(urls=(epp.url,)), timeout_s=20, marked=True, latencies_each_s=0.1
+            )
+            async with polling(source) as told:
+                await wait_until(lambda: told and told[-1].price.source)
+                epp.page = "nothing of it\n"
+                await wait_until(lambda: not told[-1].price.source)
+        assert told[-1].price.why_not == "not read for 0.2 s"
+
     async def test_a_page_without_them_says_why(self):
         async with fake_epp() as epp:
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)

@@ -612,7 +612,7 @@ function queue() {
   facts("queue", [
     ["Pending", maybe(status.pending, count)], ["Leased, all replicas", maybe(status.leased, count)],
     ["Delayed for a retry", maybe(status.delayed, count)], ["Dead", maybe(status.dead, count), status.dead ? "wrong" : ""],
-    ["Oldest has waited", status.pending === 0 ? "none waits" : maybe(status.oldest_pending_age_s, span)],
+    ["Oldest at the head has waited", status.pending === 0 ? "none waits" : maybe(status.oldest_pending_age_s, span)],
     ["Earliest deadline", status.pending === 0 ? "none waits" : maybe(slack, (s) => (s < 0 ? `${span(s)} ago` : `in ${span(s)}`)), slack < 0 ? "wrong" : ""],
     ["Deadlines at risk", maybe(status.at_risk, count), status.at_risk ? "wrong" : ""],
     ["Ended per second", maybe(status.service_rate, count)],
@@ -626,7 +626,7 @@ function price() {
     ["Batch share of the capacity", maybe(status.batch_share, share)], ["Reserve", maybe(status.reserve, share)],
   ]);
   const of = { realtime: "realtime alone", all: "all requests, ours among them" }[status.price_of];
-  const measured = of && [`Of ${of}`, maybe(status.price_requests, (n) => `${count(n)} requests`),
+  const measured = of && [`Over the last 5 minutes, of ${of}`, maybe(status.price_requests, (n) => `${count(n)} requests`),
     status.price_source && `by ${status.price_source}`].filter(Boolean).join(", ");
   $("price-note").textContent = [measured, status.price_why_not && `Unknown: ${status.price_why_not}`]
     .filter(Boolean).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
