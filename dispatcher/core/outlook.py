@@ -30,7 +30,7 @@ GAP_S = 60.0
 """Two looks further apart say nothing: nobody knows who waited between them."""
 REPLICAS = 50
 """Named at the most."""
-_CREATED = re.compile(rb'"created"\s*:\s*([0-9]{1,12})\b')
+_CREATED = re.compile(rb'"created"\s*:\s*([0-9]{1,11})\b')
 
 
 @dataclass(frozen=True, slots=True)
