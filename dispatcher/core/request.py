@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True):
     payload: bytes
     """A JSON object, byte for byte as it stood in the member."""
     created: int = 0
-    """Unix seconds, 0 < created < 10^11; 0: not known, or no such time (of a producer that writes milliseconds)."""
+    """Unix seconds, 0 < created < 10^11; 0: none, or what is no such time (milliseconds, for example)."""
     endpoint: str = ""
     """Path to send it to; empty: the gateway's default. Not validated here: what is allowed is settings."""
     headers: Mapping[str, str] = {}

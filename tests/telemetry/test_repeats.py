@@ -6,11 +6,14 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.logs import MOST_KINDS, REPEATS_S, STATES, Repeats
 
 
@@ -98,6 +101,10 @@ thread = threading.Thread(target=lambda: logging.getLogger("urllib3").warning("f
 thread.start()
 thread.join()
 logging.getLogger("urllib3").info("not worth a line")
+try:
+    {}["key"]
+except KeyError as error:
+    emit(Event.SURPRISE, where="here", error=repr(error))
 logs.finish()
 logs.finish()
 """
@@ -122,3 +129,34 @@ def test_log_of_a_process() -> None:
     ]
     assert said[2]["repeated"] == 2
     assert "KeyError: 'x'" in said[0]["exception"]
+    (surprise,) = (each for each in lines if each["event"] == "surprise")
+    assert surprise["exception"].startswith("Traceback")
+
+
+FULL = """
+from dispatcher.telemetry import logs
+from dispatcher.telemetry.events import Event, emit, heard_by
+
+logs.configure("info", "json")
+heard = []
+with heard_by(lambda event, _: heard.append(event)):
+    emit(Event.STARTED)
+print(heard)
+"""
+
+
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", FULL], stdout=subprocess.PIPE, stderr=full, timeout=60)
+    assert b"Event.STARTED" in done.stdout
+
+
+def test_a_sink_that_raises_ends_nothing_and_the_others_hear() -> None:
+    heard: list[Event] = []
+
+    def broken(event: Event, _: Mapping[str, Any]) -> None:
+        raise RuntimeError(event.event)
+
+    with heard_by(broken), heard_by(lambda event, _: heard.append(event)):
+        emit(Event.STARTED)
+    assert heard == [Event.STARTED]
