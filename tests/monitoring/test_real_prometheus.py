@@ -76,7 +76,7 @@ def test_every_expression_returns_what_it_should_of_a_working_dispatcher(
             "sum(",
         )
         planted = prometheus.findings([Query("planted", expr) for expr in faulty])
-        seen, moved = seen_of_catalogue(prometheus), moved_of_catalogue(prometheus)
+        seen, moved = seen_of_catalogue(prometheus), moved_of_catalogue(prometheus, "a")
         assert prometheus.rule_errors() == {}
         assert [alert["labels"] for alert in prometheus.alerts() if alert["state"] == "firing"] == []
     assert (moved["batch_dispatcher_tries_total"], moved["batch_dispatcher_wait_seconds"]) == (True, True)
