@@ -169,7 +169,6 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         logging.getLogger().addHandler(_libraries)
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             _counting,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
