@@ -6,13 +6,17 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog import DropEvent
 
+from dispatcher.telemetry import logs
 from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.logs import MOST_KINDS, REPEATS_S, STATES, Repeats
 
@@ -77,6 +81,30 @@ def test_every_line_is_told_or_counted(steps: list[tuple[str, int, float]]) -> N
     assert told + counted == len(steps)
     at = repeats.next_at
     assert at is None or at > now + REPEATS_S or at == float("inf")
+
+
+def test_libraries_may_log_from_any_thread() -> None:
+    counting, surprises = logs._Counting(), []
+
+    def many(name: int) -> None:
+        try:
+            for number in range(20_000):
+                with suppress(DropEvent):
+                    counting(None, "", {"event": f"{name} {number % 700}", "level": "warning"})
+        except RuntimeError as error:
+            surprises.append(error)
+
+    threads = [threading.Thread(target=many, args=(name,)) for name in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not surprises
 
 
 LOG = """
