@@ -275,12 +275,13 @@ async def serve(
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, queue, gateway, observe=observe)
         service.config_hash = digest(text)
-        service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         stack.enter_context(service.listening())
         admin = settings.admin
         views = service.views()
         feed = views.feed(time.time)
         stack.enter_context(heard_by(feed.heard))
+        # After the sinks: they are to hear of spans that are lost.
+        service.journal.tracing = await stack.enter_async_context(otlp.tracing(settings, queue.owner))
         server = AdminServer(views, feed, host=admin.host, port=admin.port, token_file=admin.token_file)
         try:
             await stack.enter_async_context(server)

@@ -42,6 +42,8 @@ DEAD_SHOWN = 20
 SAME_READING_S = 0.005
 """Times of one reading, told at two moments, differ by less."""
 RETRY_MS = 1000
+NUMBER_DIGITS = 15
+"""No number has more; what a reader sends may."""
 
 Json = Mapping[str, Any]
 
@@ -279,7 +281,8 @@ class Feed:
     def _since(self, last_id: str) -> Json:
         """What came after this id, as columns; everything where the id is not of this process."""
         process, _, number = last_id.partition("-")
-        resumed = process == self._process and number.isdecimal() and int(number) <= self._number
+        ours = process == self._process and number.isdecimal() and len(number) <= NUMBER_DIGITS
+        resumed = ours and int(number) <= self._number
         after = int(number) if resumed else 0
         samples = [kept for at, kept in self._samples if at > after]
         codes = sorted({code for kept in samples for code in kept.get("results", ())})

@@ -8,7 +8,7 @@ fewer may be lost than are at risk.
 The line is known by counts of neighbours (`Span`), which cost the same however long it is. It is what is
 pending: returned to its place and suspects included (as if those ran with all others), what is delayed only
 when it is due again. A score tells a deadline where its remainder by 10^11 can be one (2001 or later): others
-take their turn, and nobody knows whether they are late (`untold`).
+take their turn, and nobody knows whether they are late.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GAP_S = 60.0
 """Two looks further apart say nothing: nobody knows who waited between them."""
 REPLICAS = 50
 """Named at the most."""
-_CREATED = re.compile(rb'"created"\s*:\s*([0-9]{1,12})\b')
+_CREATED = re.compile(rb'"created"\s*:\s*([0-9]{1,11})\b')
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,7 @@ class Outlook:
     earliest_deadline_s: float | None
     """How long until the earliest deadline; below 0: it is past. Of those that scores tell."""
     at_risk: int | None
-    """Pending requests that miss their deadline at `service_rate`."""
-    untold: int
-    """Pending requests whose scores tell no deadline: none of them is among `at_risk`."""
+    """Pending requests that miss their deadline at `service_rate`; of those that scores tell."""
     service_rate: float | None
     """Requests that all replicas finish in a second, lately, while some wait."""
     service_s: float
@@ -160,7 +158,6 @@ def look(line: Line, rate: float | None, service_s: float) -> Outlook:
         oldest_pending_age_s=max(0.0, line.now - min(created)) if created else None,
         earliest_deadline_s=min(deadlines) - line.now if deadlines else None,
         at_risk=0 if not told else None if rate is None else at_risk(line.spans, line.now, rate, service_s),
-        untold=sum(span.count for span in line.spans if span.low is None),
         service_rate=rate,
         service_s=service_s,
         replicas=tuple(line.replicas),

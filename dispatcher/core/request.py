@@ -52,6 +52,7 @@ class Request(msgspec.Struct, frozen=True):
     payload: bytes
     """A JSON object, byte for byte as it stood in the member."""
     created: int = 0
+    """Unix seconds, 0 < created < 10^11; 0: none, or what is no such time (milliseconds, for example)."""
     endpoint: str = ""
     """Path to send it to; empty: the gateway's default. Not validated here: what is allowed is settings."""
     headers: Mapping[str, str] = {}
@@ -207,7 +208,7 @@ def _parse(member: bytes) -> Request:
         data.id,
         data.deadline,
         payload,
-        data.created or 0,
+        data.created if data.created is not None and 0 < data.created < PRIORITY_STEP else 0,
         data.endpoint or "",
         data.headers or _EMPTY,
         data.metadata or _EMPTY,

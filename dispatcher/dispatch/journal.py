@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import wraps
+from typing import Concatenate, ParamSpec
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
@@ -21,25 +24,46 @@ from dispatcher.telemetry.tracing import Tracing, Trail
 
 _STEPS = {Settlement: "settle", Release: "release", Burial: "bury"}
 """The steps of the queue that end a lease."""
-_OURS = re.compile(r"[^:']*(?:: [A-Za-z]+(?![A-Za-z\[]))?")
+_OURS = re.compile(r"[^:'\"]*(?:: [A-Za-z]+(?![A-Za-z\[]))?")
 """Of why a try failed: our words and the name of an error. What follows may be the gateway's, and that may be
 the payload sent back."""
 
 
+P = ParamSpec("P")
+
+
+def _ends_nothing(told: Callable[Concatenate[Journal, P], None]) -> Callable[Concatenate[Journal, P], None]:
+    """A defect in what is only counted and shown costs no request anything."""
+
+    @wraps(told)
+    def guarded(journal: Journal, /, *args: P.args, **more: P.kwargs) -> None:
+        try:
+            told(journal, *args, **more)
+        except Exception as error:
+            emit(Event.SURPRISE, where=f"journal: {told.__name__}", error=repr(error))
+
+    return guarded
+
+
 class Journal:
-    """One process's. `meter` has the integrals over time. `tracing`: None while it is off."""
+    """One process's. Nothing that it is told raises.
+
+    `meter` has the integrals over time. `tracing`: None while it is off.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self.meter = Meter()
         self.tracing: Tracing | None = None
         self._metrics = metrics
 
+    @_ends_nothing
     def turned(
         self, at: float, allowance: Allowance, *, used: int, free: float | None, waiting: bool
     ) -> None:
         """The state of things, at each turn of the loop."""
         self.meter.observe(Observation(at, allowance.reason, used, free, waiting))
 
+    @_ends_nothing
     def sent(self, held: Held, request: Request, unix_now: float) -> None:
         """Its try begins, in the task that calls this."""
         lease = held.lease
@@ -57,6 +81,7 @@ class Journal:
         if request.created and held.lease.deliveries <= 1:
             self._metrics.observe(series.WAIT, unix_now - request.created)
 
+    @_ends_nothing
     def tried(self, held: Held, forwarded: Forwarded, outcome: Outcome) -> None:
         """Its try has ended, and this is how it counts."""
         held.answered_at = forwarded.ended_at
@@ -74,14 +99,13 @@ class Journal:
             emit(Event.TRY, outcome=name, status=code, took_s=took_s, why=_why(outcome))
         match outcome:
             case Overloaded(reason=reason):
-                metrics.count(
-                    series.REFUSALS, "evicted" if reason.startswith("evicted") else reason or "none"
-                )
+                metrics.count(series.REFUSALS, _drop_reason(reason))
             case Delivered(status=status_code, body=body) if status_code < 300:
                 tokens_in, tokens_out = tokens(body)
                 metrics.count(series.TOKENS, "in", by=tokens_in)
                 metrics.count(series.TOKENS, "out", by=tokens_out)
 
+    @_ends_nothing
     def ended(self, held: Held | None, ending: Ending, answer: Settled, at: float, unix_now: float) -> None:
         """The queue has confirmed its end."""
         metrics = self._metrics
@@ -119,15 +143,18 @@ class Journal:
             about = {} if held.trail is None else {"trace": held.trail.trace_id}
             emit(Event.ENDED, request=request.id, step=step, answer=str(answer), code=code, **about)
 
+    @_ends_nothing
     def expired(self, count: int) -> None:
         """So many ended waiting, past their deadline."""
         self._metrics.count(series.EXPIRED, by=count)
         self._metrics.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED, by=count)
 
+    @_ends_nothing
     def reclaimed(self, count: int) -> None:
         """So many leases were taken back from whoever held them."""
         self._metrics.count(series.RECLAIMED, by=count)
 
+    @_ends_nothing
     def lost(self, held: Held) -> None:
         """A lease of ours is another's now."""
         self._metrics.count(series.LOST)
@@ -147,9 +174,19 @@ def _follow(tracing: Tracing, held: Held, request: Request) -> Trail | None:
     )
 
 
+def _drop_reason(reason: str) -> str:
+    """One of those that are declared; "none", where the gateway gave none."""
+    if reason.startswith("evicted"):
+        return "evicted"
+    return reason if reason in series.DROP_REASONS else series.OTHER if reason else "none"
+
+
 def _why(outcome: Outcome) -> str:
     """Why it failed, in words of ours alone."""
-    why: str = getattr(outcome, "why", "") or getattr(outcome, "reason", "")
+    if isinstance(outcome, Overloaded):
+        known = _drop_reason(outcome.reason)
+        return known if known not in ("none", series.OTHER) else ""
+    why: str = getattr(outcome, "why", "")
     if why.startswith("no connection"):
         return why  # there was nobody else to put words in it
     match = _OURS.match(why)

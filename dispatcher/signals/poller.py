@@ -237,17 +237,19 @@ class Poller:
             if not any(found.requests for name, found in self._fresh() if name != source.name):
                 try:
                     seen = await source.latency()
-                except Exception as error:
-                    seen = Histograms("", why_not=_defect(f"signals.{source.name}", error).why)
-                if seen is None:
-                    return
-                share = self._shares.mean
-                if seen.why_not:
-                    found = Price(batch_share=share, source=source.name, why_not=seen.why_not)
-                else:
-                    found = price(seen.ttft, seen.tpot, seen.of, f"{source.name}: {seen.name}", share)
+                    if seen is None:
+                        return
+                    found = self._priced(source.name, seen)
+                except Exception as error:  # of ours; it is of no weight
+                    found = Price(source=source.name, why_not=_defect(f"signals.{source.name}", error).why)
                 self._prices[source.name] = asyncio.get_running_loop().time(), found
             await asyncio.sleep(LATENCY_EACH_S * self._jitter.uniform(1 - JITTER, 1 + JITTER))
+
+    def _priced(self, name: str, seen: Histograms) -> Price:
+        share = self._shares.mean
+        if seen.why_not:
+            return Price(batch_share=share, source=name, why_not=seen.why_not)
+        return price(seen.ttft, seen.tpot, seen.of, f"{name}: {seen.name}", share)
 
     def _look_at_latencies(self, name: str, seen: tuple[View, ...] | Unread, now: float) -> None:
         self._shares.saw(now, self._batch_share())

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
 from typing import Any
@@ -57,7 +58,11 @@ class Event(Enum):
         logging.WARNING,
         "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
     )
-    SURPRISE = ("surprise", logging.ERROR, "A defect of ours, caught so that it costs one request an attempt")
+    SURPRISE = (
+        "surprise",
+        logging.ERROR,
+        "A defect of ours, caught: a request lost an attempt, or something is not shown",
+    )
     TRACES_LOST = ("traces-lost", logging.WARNING, "Spans are lost on their way to tracing.endpoint: why")
     TRACES_FINE = ("traces-fine", logging.INFO, "Nothing was lost for a while; how many spans were")
 
@@ -81,13 +86,15 @@ class Event(Enum):
 
 
 Sink = Callable[[Event, Mapping[str, Any]], None]
-"""Hears of an event with its fields. Called where the event happens: it must be quick, and must not raise."""
+"""Hears of an event with its fields. Called where the event happens: it must be quick."""
 
 _logger = structlog.get_logger("dispatcher")
 
 
 def log(event: Event, fields: Mapping[str, Any]) -> None:
     """The sink that is always there, unless events are diverted."""
+    if event is Event.SURPRISE:
+        fields = {**fields, "exc_info": sys.exception()}
     _logger.log(event.level, event.event, **fields)
 
 
@@ -111,13 +118,17 @@ _about: ContextVar[Mapping[str, Any]] = ContextVar("about", default={})  # noqa:
 
 def emit(event: Event, **fields: Any) -> None:
     """Tell every sink of an event; the first alone, which is the log, of one at debug. Never a secret or a
-    payload among the fields."""
+    payload among the fields. A sink that raises ends nothing, for what is told is only told."""
     about = _about.get()
     if about:
         fields = {**about, **fields}
     sinks = _sinks.get()
     for sink in sinks if event.level > logging.DEBUG else sinks[:1]:
-        sink(event, fields)
+        try:
+            sink(event, fields)
+        except Exception as error:
+            with suppress(Exception):  # it is the log that cannot be written: nobody is left to be told
+                log(Event.SURPRISE, {"where": f"a sink, of {event.event}", "error": repr(error)})
 
 
 @contextmanager

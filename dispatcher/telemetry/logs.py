@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import threading
 import time
 from collections.abc import Hashable, Mapping
 from contextlib import suppress
@@ -104,14 +105,17 @@ class _Counting:
 
     def __init__(self) -> None:
         self._repeats = Repeats()
+        self._lock = threading.RLock()
+        """Libraries log from threads of their own, and from within a collection of garbage."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __call__(self, logger: Any, method: str, line: structlog.typing.EventDict) -> Mapping[str, Any]:
         if line.get("event") in STATES or line.get("level") not in ("warning", "error") or "repeated" in line:
             return line
         now = time.monotonic()
-        told = self._repeats.come({**line}, now)
-        self._set_timer()
+        with self._lock:
+            told = self._repeats.come({**line}, now)
+            self._set_timer()
         if not told:
             raise structlog.DropEvent
         return line
@@ -127,14 +131,16 @@ class _Counting:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        due = self._repeats.due(float("inf") if all_of_it else time.monotonic())
-        if all_of_it:
-            self._repeats = Repeats()
+        with self._lock:
+            due = self._repeats.due(float("inf") if all_of_it else time.monotonic())
+            if all_of_it:
+                self._repeats = Repeats()
         for line in due:
             level = logging.getLevelNamesMapping()[line.pop("level").upper()]
             structlog.get_logger("dispatcher").log(level, line.pop("event"), **line)
         if not all_of_it:
-            self._set_timer()
+            with self._lock:
+                self._set_timer()
 
 
 _counting = _Counting()
@@ -169,7 +175,6 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         logging.getLogger().addHandler(_libraries)
     structlog.configure(
         processors=[
-            structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             _counting,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

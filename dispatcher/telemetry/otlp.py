@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextvars
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from dispatcher import __version__
+from dispatcher.settings.values import MASK
 from dispatcher.telemetry.events import Event, emit
 from dispatcher.telemetry.tracing import Span, Tracing
 
@@ -154,10 +156,15 @@ class Line:
             _complaints.clear()  # of what producers wrote: nobody's business
             done = self._exporter.export(spans)
         except Exception as error:  # a defect of the library, or of its peer's making
-            return repr(error)[:_WHY_CHARS]
+            return _without_secrets(repr(error))
         if done is SpanExportResult.SUCCESS:
             return ""
-        return (_complaints[0] if _complaints else "tracing.endpoint does not take them")[:_WHY_CHARS]
+        return _without_secrets(_complaints[0] if _complaints else "tracing.endpoint does not take them")
+
+
+def _without_secrets(why: str) -> str:
+    """Words of a library, which may name the whole URL: without its query, its user and its password."""
+    return re.sub(r"//[^/@\s]+@", f"//{MASK}@", re.sub(r"\?\S+", f"?{MASK}", why))[:_WHY_CHARS]
 
 
 def _built(span: Span, resource: Resource) -> ReadableSpan:

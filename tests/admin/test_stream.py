@@ -363,3 +363,11 @@ async def test_message_is_made_once_for_all_readers() -> None:
 
     found = await beside(ten_seconds(20), ten_seconds(1))
     assert found.ratio < 2, found
+
+
+async def test_an_id_that_was_never_given_gets_everything_however_long_it_is() -> None:
+    stage = Stage()
+    stage.second()
+    process = (await history(stage))[0].partition("-")[0]
+    for number in ("", "-1", "2", "9" * 5000):
+        assert (await history(stage, f"{process}-{number}"))[1]["whole"], number[:9]

@@ -84,7 +84,7 @@ class TestLook:
         assert found.service_rate is None
 
     def test_an_empty_line_has_nobody_at_risk_whatever_the_rate(self):
-        assert look(a_line(), None, 0.0) == Outlook(None, None, 0, 0, None, 0.0)
+        assert look(a_line(), None, 0.0) == Outlook(None, None, 0, None, 0.0)
 
     def test_slack_is_the_earliest_deadline_s_and_negative_when_it_is_past(self):
         heads = [Head(b"", NOW + 50), Head(b"", NOW - 3), Head(b"", None)]

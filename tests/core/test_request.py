@@ -275,6 +275,13 @@ def test_a_value_that_spells_a_field_is_no_duplicate() -> None:
     assert found.metadata == {"id": "id", "payload": "data"}
 
 
+@pytest.mark.parametrize(
+    "created", [-1, 10**11, 1_764_044_000_000, 10**30, 10**400, -(10**400)], ids=lambda at: str(at)[:13]
+)
+def test_a_time_of_birth_that_is_no_unix_time_is_not_known(created: int) -> None:
+    assert accepted(member(f'{{"id":"r","deadline":1,"created":{created},"payload":{{}}}}')).created == 0
+
+
 def test_a_large_payload_is_refused_by_its_own_size() -> None:
     text = member('{"id":"r","deadline":1,"payload":{"a":"%s"}}' % ("x" * 92))
     assert isinstance(parse(text, max_payload_bytes=100), Request)

@@ -22,6 +22,7 @@ def test_requests_and_drain_do_not_wait_for_the_trace_endpoint(stage: Stage, kin
         wait_until_sync(lambda: len(world.log()) == 305, what="the last to be sent")
         if kind != "well":
             wait_until_sync(lambda: one.events("traces-lost"), 20, what="the loss to be told")
+            assert one.metrics()["events_total{traces-lost}"] == 1, "it is counted, and on the page, too"
         assert one.terminate(within_s=20.0) == 0, "and the endpoint would hang for 30 s"
     assert [event["event"] for event in one.events() if event["event"].startswith("traces")] == (
         [] if kind == "well" else ["traces-lost"]

@@ -8,6 +8,7 @@ import itertools
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +16,7 @@ from structlog.testing import capture_logs
 
 from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.price import Histograms
 from dispatcher.settings import Signals
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.poller import RETURN_AFTER, Poll, Poller, Preference, Source
@@ -40,6 +42,7 @@ class Scripted:
     """Each poll of this number fails whatever `answer` says; 0: none."""
     age_s: float = 0.0
     interval_least_s: float = 0.0
+    latencies: Histograms | None = None
     polls: int = 0
     under_way: int = 0
     most_under_way: int = 0
@@ -66,8 +69,8 @@ class Scripted:
     async def close(self) -> None:
         self.closed = True
 
-    async def latency(self) -> None:
-        pass
+    async def latency(self) -> Histograms | None:
+        return self.latencies
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
         self.addresses.append(addresses)
@@ -104,6 +107,14 @@ def later(told: list[Poll], want: Callable[[Poll], bool]) -> Callable[[], Any]:
 
 
 # ── one source ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_defect_in_reckoning_latencies_costs_no_poll() -> None:
+    epp = Scripted("epp", latencies=Histograms("", ttft={inf: "no number"}))  # type: ignore[dict-item]
+    async with polling(epp) as (_, told):
+        poll = await later(told, lambda poll: poll.price.why_not != "not read yet")()
+        assert poll.price.why_not.startswith("the dispatcher failed")
+        await later(told, lambda poll: bool(poll.readings))()
 
 
 async def test_every_poll_is_told_with_what_it_came_from() -> None:

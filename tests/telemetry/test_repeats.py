@@ -6,11 +6,18 @@ import io
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog import DropEvent
 
+from dispatcher.telemetry import logs
+from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.logs import MOST_KINDS, REPEATS_S, STATES, Repeats
 
 
@@ -76,6 +83,30 @@ def test_every_line_is_told_or_counted(steps: list[tuple[str, int, float]]) -> N
     assert at is None or at > now + REPEATS_S or at == float("inf")
 
 
+def test_libraries_may_log_from_any_thread() -> None:
+    counting, surprises = logs._Counting(), []
+
+    def many(name: int) -> None:
+        try:
+            for number in range(20_000):
+                with suppress(DropEvent):
+                    counting(None, "", {"event": f"{name} {number % 700}", "level": "warning"})
+        except RuntimeError as error:
+            surprises.append(error)
+
+    threads = [threading.Thread(target=many, args=(name,)) for name in range(3)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert not surprises
+
+
 LOG = """
 import asyncio, sys
 from dispatcher.telemetry import logs
@@ -98,6 +129,10 @@ thread = threading.Thread(target=lambda: logging.getLogger("urllib3").warning("f
 thread.start()
 thread.join()
 logging.getLogger("urllib3").info("not worth a line")
+try:
+    {}["key"]
+except KeyError as error:
+    emit(Event.SURPRISE, where="here", error=repr(error))
 logs.finish()
 logs.finish()
 """
@@ -122,3 +157,34 @@ def test_log_of_a_process() -> None:
     ]
     assert said[2]["repeated"] == 2
     assert "KeyError: 'x'" in said[0]["exception"]
+    (surprise,) = (each for each in lines if each["event"] == "surprise")
+    assert surprise["exception"].startswith("Traceback")
+
+
+FULL = """
+from dispatcher.telemetry import logs
+from dispatcher.telemetry.events import Event, emit, heard_by
+
+logs.configure("info", "json")
+heard = []
+with heard_by(lambda event, _: heard.append(event)):
+    emit(Event.STARTED)
+print(heard)
+"""
+
+
+def test_a_log_that_cannot_be_written_ends_nothing() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-c", FULL], stdout=subprocess.PIPE, stderr=full, timeout=60)
+    assert b"Event.STARTED" in done.stdout
+
+
+def test_a_sink_that_raises_ends_nothing_and_the_others_hear() -> None:
+    heard: list[Event] = []
+
+    def broken(event: Event, _: Mapping[str, Any]) -> None:
+        raise RuntimeError(event.event)
+
+    with heard_by(broken), heard_by(lambda event, _: heard.append(event)):
+        emit(Event.STARTED)
+    assert heard == [Event.STARTED]

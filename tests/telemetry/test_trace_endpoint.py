@@ -99,6 +99,15 @@ def test_what_an_endpoint_says_is_in_the_event() -> None:
     assert "500" in told[0][1]["why"]
 
 
+def test_why_spans_are_lost_holds_no_secret_of_the_endpoints_url() -> None:
+    url = SecretUrl(f"http://user:hunter2@127.0.0.1:{free_port()}/v1/traces?key=hunter3&a=b")
+    with line_into(exporter_to(url), each_s=0.01) as (line, told):
+        line.add(a_span())
+        wait_until_sync(lambda: losses(told), what="a loss to be told")
+    assert "/v1/traces?" in told[0][1]["why"]
+    assert "hunter" not in told[0][1]["why"]
+
+
 def test_an_endpoint_that_came_back_is_told_with_what_was_lost() -> None:
     with (
         endpoint("fails") as (exporter, collector),

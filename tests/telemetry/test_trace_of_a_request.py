@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.outcome import DROP_REASON, RetryPolicy
 from dispatcher.core.request import ErrorCode, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
@@ -27,9 +27,10 @@ from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.service import open_queue
 from dispatcher.settings import Settings
 from dispatcher.settings.load import parse
+from dispatcher.telemetry.events import heard_by
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import Line
-from dispatcher.telemetry.tracing import Tracing
+from dispatcher.telemetry.tracing import Span, Tracing
 from tests.forward.conftest import Connection, Script, Server, options, serving
 from tests.queue.servers import server
 from tests.support import wait_until
@@ -268,9 +269,51 @@ async def test_tracestate_goes_along_where_it_is_one(state: str, kept: bool) -> 
     assert named(spans, "POST")[0].context.trace_state.to_header() == (state if kept else "")
 
 
-@pytest.mark.parametrize("created", [-5, 0, 1, 10**12, 10**15, 2**62])
+@pytest.mark.parametrize("created", [-5, 0, 1, 10**12, 10**15, 2**62, 10**400], ids=lambda at: str(at)[:13])
 async def test_a_hostile_time_of_creation_costs_no_span(created: int) -> None:
     spans, _ = await spans_of(answers(), created=created)
     assert len(spans) == 4
     assert all(0 <= span.start_time <= span.end_time for span in spans)
     assert encode_spans(spans).SerializeToString()
+
+
+async def test_a_defect_in_what_is_only_shown_costs_no_request_anything() -> None:
+    def broken(_: Span) -> None:
+        raise RuntimeError("no span")
+
+    heard: list[str] = []
+    store = MemoryStore(clock=asyncio.get_running_loop().time)
+    deadline = int(time.time() + 600)
+    await store.submit([Submission(encode_member("r-1", b"{}", deadline), float(deadline))])
+    tracing = Tracing(broken, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=1.0)
+    with heard_by(lambda event, fields: heard.append(f"{event.event} {fields.get('where')}")):
+        async with serving(answers()) as gateway, dispatching(MemoryQueue(store, "a"), gateway, tracing):
+            await wait_until(lambda: store.lists.get(store.results), what="a result")
+    assert len(gateway.received) == 1
+    told = [each for each in heard if each.startswith("surprise")]
+    assert told == ["surprise journal: sent", "surprise journal: ended"]
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "told"),
+    [
+        ("429 No", f"{DROP_REASON}: the prompt, sent back", "overloaded"),
+        ("429 No", f"{DROP_REASON}: evicted; by=the prompt", "evicted"),
+        ("429 No", f"{DROP_REASON}: rejected-saturated", "rejected-saturated"),
+        ("302 Found", "location: it's the prompt", "redirected (302) to"),
+    ],
+)
+async def test_why_a_try_failed_is_told_in_our_words(status: str, headers: str, told: str) -> None:
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.receive()
+            await connection.answer(status=status, headers=f"{headers}\r\n")
+
+    spans: list[Span] = []
+    store = MemoryStore(clock=asyncio.get_running_loop().time)
+    deadline = int(time.time() + 600)
+    await store.submit([Submission(encode_member("r-1", b"{}", deadline), float(deadline))])
+    tracing = Tracing(spans.append, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=1.0)
+    async with serving(script) as gateway, dispatching(MemoryQueue(store, "a"), gateway, tracing):
+        await wait_until(lambda: [span for span in spans if span.name == "POST"], what="a try")
+    assert {span.error for span in spans if span.name == "POST"} == {told}
