@@ -187,9 +187,9 @@ password.
 **`gate`** is the line to read: one for each change of the gate's reason, when it happens, with every term of
 the law by the name that /status has for it (`reason`, `limit`, `in_flight`, `ceiling`, `signal`, `f_sys`,
 `f_epp`, `reserve`, `budget`, `headroom`, `max_sys`, `reading_age_s`) and the sentence, `explanation`. A term
-that is not known is absent. What an open gate is short of (`full`, `open`, `idle`, `saturated`) may change
-with each completion: that is told when ten seconds have passed since the line before; a gate that opened and
-closed ten times in ten seconds is told by the second. `untold` counts the changes since the line before that
+that is not known is absent. What an open gate is short of (`full`, `open`, `idle`) may change
+with each completion: of that there is one line in ten seconds; a gate that opened and closed ten times in
+ten seconds is told by the second. `untold` counts the changes since the line before that
 have none.
 
 **Of each request** only at `log.level: debug` (a reload changes it): `sent`, `try` and `ended`, with

@@ -25,7 +25,7 @@ class Changes:
         self._told: Reason | None = None
         self._last: Reason | None = None
         self._at_once: deque[float] = deque(maxlen=AT_ONCE)
-        self._told_at = float("-inf")
+        self._told_at = self._open_told_at = float("-inf")
         self._untold = 0
 
     def look(self, reason: Reason, now: float) -> int | None:
@@ -33,21 +33,25 @@ class Changes:
         told since the last time.
 
         A gate that opens or closes, or is closed for another reason, is told at once, however short that
-        lasts; but of more than AT_ONCE such changes in FLAPPING_S only what holds when SETTLED_S have passed
-        since the last line, and of those among open states what holds after OPEN_EACH_S.
+        lasts, and so is a pool that became too full; but of more than AT_ONCE such changes in FLAPPING_S only
+        what holds when SETTLED_S have passed since the last line. Of `open`, `full` and `idle` in turn only
+        what holds then, and one such line in OPEN_EACH_S.
         """
         if reason is not self._last:
             self._last = reason
             self._untold += 1
         if reason is self._told:
             return None
-        weighs = self._told is None or self._told.closed or reason.closed
+        weighs = any(each is None or each.closed or each is Reason.SATURATED for each in (self._told, reason))
         flaps = len(self._at_once) == AT_ONCE and now - self._at_once[0] < FLAPPING_S
-        quiet_s = SETTLED_S if weighs and flaps else 0.0 if weighs else OPEN_EACH_S
-        if now < self._told_at + quiet_s:
+        if now < self._told_at + (SETTLED_S if flaps or not weighs else 0.0):
+            return None
+        if not weighs and now < self._open_told_at + OPEN_EACH_S:
             return None
         if weighs:
             self._at_once.append(now)
+        else:
+            self._open_told_at = now
         self._told = reason
         self._told_at = now
         untold, self._untold = self._untold - 1, 0

@@ -27,8 +27,16 @@ def test_a_busy_gate_that_is_full_and_open_in_turn_is_told_six_times_a_minute() 
         if (at := step / 100)
     ]
     lines = [(at, untold) for at, untold in told if untold is not None]
-    assert [at for at, _ in lines] == [10.01, 20.02, 30.03, 40.04, 50.05]
-    assert {untold for _, untold in lines} == {1000}
+    assert [at for at, _ in lines] == [1.01, 11.02, 21.03, 31.04, 41.05, 51.06]
+    assert {untold for _, untold in lines[1:]} == {1000}
+
+
+def test_a_pool_that_became_too_full_is_told_at_once() -> None:
+    changes = Changes()
+    assert changes.look(Reason.OPEN, 0.0) == 0
+    assert changes.look(Reason.FULL, 1.5) == 0
+    assert changes.look(Reason.SATURATED, 1.6) == 0
+    assert changes.look(Reason.FULL, 1.7) == 0
 
 
 def test_an_open_gate_that_was_quiet_tells_at_once_what_it_lacks() -> None:
