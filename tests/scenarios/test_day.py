@@ -216,7 +216,7 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
     cluster.do(lambda server: server.put(PODS, pod("p1")))
     one.reconfigure(signals={"use": "requests"})
     prometheus.wait_for('batch_dispatcher_signal{signal="requests"} == 1')
-    one.reconfigure(signals={"use": "auto"})
+    one.reconfigure(signals={"use": "saturation"})
     submit(stage, 600)
 
 
@@ -228,7 +228,8 @@ async def test_every_surface_names_one_reason_through_a_day(
     cluster.do(lambda server: server.delete(PODS, "p2"))  # two pods, as the picker has them
     world = stage.world(slots=32, endpoints=2, seconds=0.3, realtime_seconds=0.2)
     base = merged(
-        stage.settings(world, max_sys=None), {"signals": {"interval_s": 0.3}, "retry": {"max_s": 3}}
+        stage.settings(world, max_sys=None),
+        {"signals": {"interval_s": 0.3, "use": "saturation"}, "retry": {"max_s": 3}},
     )
     (tmp_path / "prometheus").mkdir()
     picker = {

@@ -127,5 +127,5 @@ def test_realtime_that_comes_back_is_made_room_for(stage: Stage, stretch: int) -
         assert settled["all"]["peak"] <= SLOTS
         # All of it. How steadily is held in virtual time (test_virtual_cap), where no neighbour spoils it.
         assert settled["batch"]["peak"] >= LIMIT - step, "what realtime leaves is used"
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, 5, what="the room to be used again")
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, FULL_S, what="the room to be used again")
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
