@@ -105,6 +105,8 @@ class Dispatcher:
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
         """Under the reading of when refusals came last, and the most in flight at one of them."""
+        self._free: tuple[tuple[float, int], float | None] = ((float("nan"), 0), None)
+        """What was free by the reading and limit of then: an open gate's changes with either."""
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
         self._others_wait = False
@@ -197,11 +199,15 @@ class Dispatcher:
     def measure(self) -> Meter:
         """The integrals over time, until now."""
         at, limiter = now(), self.limiter
+        allowance = limiter.allowance(at)
+        seen = allowance.read_at, allowance.limit
+        if seen != self._free[0] or allowance.reason.closed:
+            self._free = seen, limiter.free(at)
         self._journal.turned(
             at,
-            limiter.allowance(at),
+            allowance,
             used=self._holding.running,
-            free=limiter.free(at),
+            free=self._free[1],
             waiting=limiter.work,
         )
         return self._journal.meter
