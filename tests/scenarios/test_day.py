@@ -191,7 +191,9 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
     one.send(signal.SIGCONT)
     prometheus.wait_for('batch_dispatcher_leases_lost_total{instance="a"} > 0')
     today.look()
+    wait_until_sync(lambda: two.status()["running"] > 0, 30, what="the other to hold work")
     two.kill()
+    prometheus.wait_for('batch_dispatcher_reclaims_total{instance="a"} > 0')
     prometheus.scrape({"a": one.admin_port})
 
     # More than can be done in time, and some that are late before their turn comes.
