@@ -65,18 +65,20 @@ _M_MMAP_THRESHOLD = -3
 class Service:
     """One dispatcher process for one pool."""
 
-    def __init__(self, settings: Settings, queue: RedisQueue, gateway: HttpGateway, *, observe: bool) -> None:
+    def __init__(
+        self, settings: Settings, text: str, queue: RedisQueue, gateway: HttpGateway, *, observe: bool
+    ) -> None:
         self.settings = settings
         self.generation = 1
-        self.config_hash = ""
+        self._config_hash = _digest(text)
         self.problem: str | None = None
         """What is wrong with the newest configuration; None when it is in force."""
         self._observe = observe
         self._started_at = time.time()
         self._queue = queue
         self._gateway = gateway
-        self._metrics = Metrics(settings.pool.name)
-        self.journal = Journal(self._metrics)
+        self.metrics = Metrics(settings.pool.name)
+        self.journal = Journal(self.metrics)
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self.journal)
@@ -89,7 +91,7 @@ class Service:
         )
         self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
         self.pace = PaceWatch(self._slow)
-        self._metrics.show(self.status)
+        self.metrics.show(self.status)
         self._watched = Endpoints()
 
     def views(self) -> Views:
@@ -97,14 +99,14 @@ class Service:
             self._live,
             self._ready,
             self.status,
-            self._metrics.page,
+            self.metrics.page,
             settings=lambda: effective.as_json(self.settings),
             results=self._results,
             dead=self._queue.dead_newest,
         )
 
     def _results(self) -> dict[str, float]:
-        return {code: self._metrics.value(series.RESULTS, code) for code in series.CODES}
+        return {code: self.metrics.value(series.RESULTS, code) for code in series.CODES}
 
     async def run(self) -> None:
         """Work until drained."""
@@ -120,12 +122,13 @@ class Service:
                 for task in beside:
                     task.cancel()
 
-    def apply(self, settings: Settings) -> None:
-        """A new configuration takes effect, without losing a request. Raises OSError, and nothing has
-        changed, where a file that it names cannot be used."""
+    def apply(self, settings: Settings, text: str) -> None:
+        """A new configuration, read from `text`, takes effect without losing a request. Raises OSError, and
+        nothing has changed, where a file that it names cannot be used."""
         asked = sources(settings)
         before, self.settings = self.settings, settings
         self.generation += 1
+        self._config_hash = _digest(text)
         self.problem = None
         now = _now()
         self.limiter.settings(settings.policy(), now)
@@ -138,7 +141,13 @@ class Service:
         self.watch.reconfigure(settings.signals.epp)
         if settings.log != before.log:
             logs.configure(settings.log.level, settings.log.format)
+        self.metrics.count(series.RELOADS, "applied")
         self.dispatcher.poke()
+
+    def refuse(self, why: Refusal) -> None:
+        """A changed file is bad: what was in force stays."""
+        self.problem = str(why)
+        self.metrics.count(series.RELOADS, "refused")
 
     def drain(self) -> None:
         """The first signal: let running requests finish. A second one: stop now."""
@@ -146,25 +155,13 @@ class Service:
         again = self.limiter.allowance(_now()).reason is Reason.DRAINING
         self.dispatcher.drain(0.0 if again else self.settings.shutdown.drain_s)
 
-    def reloaded(self, text: str | None) -> None:
-        """The file changed, and says this now; None: it was refused."""
-        self._metrics.count(series.RELOADS, "refused" if text is None else "applied")
-        if text is not None:
-            self.config_hash = digest(text)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within the block, events are counted."""
-        with heard_by(self._metrics.heard):
-            yield
-
     # What the parts tell.
 
     def _polled(self, poll: Poll) -> None:
         now = _now()
         self._poll = poll
         worst = min(poll.unread, key=lambda unread: unread.reason.rank) if poll.unread else None
-        self._metrics.count(series.READ, poll.source, str(worst.reason) if worst else "ok")
+        self.metrics.count(series.READ, poll.source, str(worst.reason) if worst else "ok")
         self.limiter.uses(poll.signals)
         policy = self.settings.policy()
         if poll.max_age_s != policy.max_age_s:
@@ -239,7 +236,7 @@ class Service:
                 observe=self._observe,
                 started_at=self._started_at,
                 config_generation=self.generation,
-                config_hash=self.config_hash,
+                config_hash=self._config_hash,
                 config_problem=self.problem,
                 loop_lag_s=round(self.pace.pace.longest_s, 3),
             ),
@@ -256,10 +253,10 @@ class Service:
         """The integrals over time, into the series."""
         meter = self.dispatcher.measure()
         for reason, seconds in meter.reason_s.items():
-            self._metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
+            self.metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
         for work in Work:
-            self._metrics.set_total(series.USED_SECONDS, str(work), to=meter.used_s[work])
-            self._metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
+            self.metrics.set_total(series.USED_SECONDS, str(work), to=meter.used_s[work])
+            self.metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
 
 
 async def serve(
@@ -273,9 +270,8 @@ async def serve(
         gateway = HttpGateway(settings.gateway)
         gateway.prepare()
         stack.push_async_callback(gateway.aclose)
-        service = Service(settings, queue, gateway, observe=observe)
-        service.config_hash = digest(text)
-        stack.enter_context(service.listening())
+        service = Service(settings, text, queue, gateway, observe=observe)
+        stack.enter_context(heard_by(service.metrics.heard))
         admin = settings.admin
         views = service.views()
         feed = views.feed(time.time)
@@ -315,11 +311,6 @@ async def serve(
                     task.cancel()
         emit(Event.STOPPED)
     logs.finish()
-
-
-def digest(text: str) -> str:
-    """The start of the SHA-256 of a configuration file."""
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 async def _prepare(path: Path, settings: Settings) -> None:
@@ -375,22 +366,23 @@ class _Reloader:
 
     def _take(self, found: str | Problem) -> None:
         service = self._service
-        new = Refusal((str(found),)) if isinstance(found, Problem) else self._reload(found)
-        if isinstance(new, Settings):
-            try:
-                service.apply(new)
-            except OSError as error:
-                new = Refusal((f"{self._path.name}: {error}",))
-        if isinstance(new, Refusal):
-            service.problem = str(new)
-            service.reloaded(None)
-            emit(Event.RELOAD_REFUSED, reasons=list(new.reasons))
-        else:
-            service.reloaded(found if isinstance(found, str) else None)
+        why = Refusal((str(found),)) if isinstance(found, Problem) else self._refused(found)
+        if why is None:
             emit(Event.RELOADED, generation=service.generation)
+        else:
+            service.refuse(why)
+            emit(Event.RELOAD_REFUSED, reasons=list(why.reasons))
 
-    def _reload(self, text: str) -> Settings | Refusal:
-        return reload(self._service.settings, text, self._environ, name=self._path.name)
+    def _refused(self, text: str) -> Refusal | None:
+        """Have the service take what the file says now; why that cannot be."""
+        new = reload(self._service.settings, text, self._environ, name=self._path.name)
+        if isinstance(new, Refusal):
+            return new
+        try:
+            self._service.apply(new, text)
+        except OSError as error:
+            return Refusal((f"{self._path.name}: {error}",))
+        return None
 
 
 def _settle_memory() -> None:
@@ -417,6 +409,11 @@ def _signals(handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[
     finally:
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+def _digest(text: str) -> str:
+    """The start of the SHA-256 of a configuration file."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _options(settings: Settings, observe: bool) -> Options:

@@ -114,7 +114,7 @@ class Journal:
             self._tell_end(held, held.request, ending, answer, at)
         if isinstance(ending, Release):
             if ending.attempt or ending.refusal:
-                metrics.count(series.RETRIES_SERIES, "attempt" if ending.attempt else "refusal")
+                metrics.count(series.RETRIES, "attempt" if ending.attempt else "refusal")
             return
         settlement = ending.settlement if isinstance(ending, Burial) else ending
         if answer is Settled.LOST or not settlement.result:

@@ -105,8 +105,9 @@ class Dispatcher:
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
         """Under the reading of when refusals came last, and the most in flight at one of them."""
-        self._free: tuple[tuple[float, int], float | None] = ((float("nan"), 0), None)
-        """What was free by the reading and limit of then: an open gate's changes with either."""
+        self._free: float | None = None
+        self._free_by = float("nan"), 0
+        """The reading and the limit by which it was free: while the gate is open it changes with either."""
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
         self._others_wait = False
@@ -201,13 +202,13 @@ class Dispatcher:
         at, limiter = now(), self.limiter
         allowance = limiter.allowance(at)
         seen = allowance.read_at, allowance.limit
-        if seen != self._free[0] or allowance.reason.closed:
-            self._free = seen, limiter.free(at)
+        if seen != self._free_by or allowance.reason.closed:
+            self._free, self._free_by = limiter.free(at), seen
         self._journal.turned(
             at,
             allowance,
             used=self._holding.running,
-            free=self._free[1],
+            free=self._free,
             waiting=limiter.work,
         )
         return self._journal.meter

@@ -140,7 +140,7 @@ ENDINGS: Mapping[type[Settlement | Release | Burial], str] = {
 ANSWERS = tuple(str(answer) for answer in Settled)
 CODES = ("2xx", "4xx", *(str(code) for code in ErrorCode))
 """Of results: the class of the gateway's answer, or the error code."""
-RETRIES = ("attempt", "refusal")
+COUNTED = ("attempt", "refusal")
 READS = ("ok", "unreadable", "stale", "no-endpoints", "implausible")
 WORK = tuple(str(work) for work in Work)
 QUANTILES = ("0.5", "0.95")
@@ -299,8 +299,8 @@ TRIES = _counter(
     status=STATUSES,
 )
 REFUSALS = _counter("refusals", "Refusals for overload by the gateway's drop reason", reason=DROP_REASONS)
-RETRIES_SERIES = _counter(
-    "retries", "Requests sent back for another try, by what the try counted as", counted=RETRIES
+RETRIES = _counter(
+    "retries", "Requests sent back for another try, by what the try counted as", counted=COUNTED
 )
 ENDED = _counter(
     "leases_ended",

@@ -71,7 +71,7 @@ class Trail:
         self._root = root
         self._message = message
         self._claimed_at = at
-        self._within = Parent(root.trace_id, random.getrandbits(64) or 1, root.state)
+        self._within = Parent(root.trace_id, new_id(), root.state)
         self._try: dict[str, str | int] | None = None
         self._try_id = 0
         self._over = False
