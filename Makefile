@@ -87,6 +87,7 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
+	$(call long,tests/signals,long,1800)
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock

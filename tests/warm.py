@@ -21,11 +21,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from tests.support import die_with_parent
+from tests.support import die_with_parent, running
 
 PROGRAMS = ("dispatcher", "dispatcher.sim.live")
 _REQUEST_MOST = 1 << 18
@@ -92,6 +93,14 @@ def warm(
             child.wait()
         if child.stdout is not None:
             child.stdout.close()
+
+
+def cold(
+    program: str, *arguments: str | Path, before: Sequence[str] = (), **files: Any
+) -> AbstractContextManager[subprocess.Popen[bytes]]:
+    """The same by an interpreter of its own: where its start, its memory or its CPU is what is looked at."""
+    command = (*before, sys.executable, "-m", program, *arguments)
+    return running(*command, preexec_fn=die_with_parent, **files)
 
 
 def warm_run(

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -29,9 +28,9 @@ from prometheus_client.samples import Sample
 from dispatcher.core.request import encode_member
 from dispatcher.queue.keys import Names
 from tests.queue.servers import Server
-from tests.support import die_with_parent, running, wait_until_sync
+from tests.support import wait_until_sync
 from tests.throttle import Throttle
-from tests.warm import Warm, warm
+from tests.warm import Warm, cold, warm
 
 POOL = "qwen"
 NAMES = Names(f"batch:{{{POOL}}}:requests", f"batch:{{{POOL}}}:results")
@@ -129,13 +128,11 @@ class Dispatcher:
         arguments = ("run", "--config", self.config, *self.options)
         environ = _quiet_environment() | dict(self.environ)
         with self._log.open("wb") as log:
-            if self.is_warm and not self.before and self.limit is None:
-                process = warm("dispatcher", *arguments, stderr=log, env=environ)
-                self.process = self.stack.enter_context(process)
-            else:
-                command = (*self.before, sys.executable, "-m", "dispatcher", *arguments)
-                cold = running(*command, stderr=log, env=environ, preexec_fn=die_with_parent)
-                self.process = self.stack.enter_context(cold)
+            self.process = self.stack.enter_context(
+                warm("dispatcher", *arguments, stderr=log, env=environ)
+                if self.is_warm and not self.before and self.limit is None
+                else cold("dispatcher", *arguments, before=self.before, stderr=log, env=environ)
+            )
         if self.limit is not None:
             self.limit.hold(self.process.pid)
         started = wait_until_sync(self._started, START_S, what=f"{self.folder.name} starts", every_s=0.02)
@@ -329,8 +326,9 @@ class Stage:
         options = {"slots": 32, "seconds": 0.5, "pool": POOL} | config
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         log = self._stack.enter_context((self._folder / f"world-{self._worlds}.log").open("wb"))
+        run = warm if self._is_warm else cold
         process = self._stack.enter_context(
-            warm("dispatcher.sim.live", *flags, stdout=subprocess.PIPE, stderr=log)
+            run("dispatcher.sim.live", *flags, stdout=subprocess.PIPE, stderr=log)
         )
         assert process.stdout is not None
         line = process.stdout.readline()

