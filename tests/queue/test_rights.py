@@ -15,7 +15,16 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import Client
-from dispatcher.ports import Burial, Expired, Lease, Overload, QueueUnavailableError, Release, Settlement
+from dispatcher.ports import (
+    Burial,
+    Expired,
+    Lease,
+    Overload,
+    QueueUnavailableError,
+    Release,
+    Settled,
+    Settlement,
+)
 from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
@@ -231,6 +240,25 @@ async def test_a_consumer_can_pop_results_and_nothing_else(any_server: Server, a
         ):
             with pytest.raises(NoPermissionError):
                 forbidden()
+
+
+async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    """Another program's list, another pool's keys: that request alone is refused."""
+    others = ["celery", "batch:{other}:results", "batch:{other}:requests:paused"]
+    admin.lpush("celery", "a task")
+    async with queues(any_server.url, "p", names=QWEN) as (producer,), dispatcher(any_server) as queue:
+        await producer.submit([submission(f"r-{at}", NEVER + at) for at in range(4)])
+        leases = (await claim(queue)).leases
+        lists = [*others, "batch-results:alice:1"]
+        said = await queue.settle([answer(lease, name) for lease, name in zip(leases, lists, strict=True)])
+    assert said == [Settled.BAD_LIST] * 3 + [Settled.DONE]
+    assert told(admin) == ["r-0", "r-1", "r-2"]
+    assert admin.llen("batch-results:alice:1") == 1
+    assert admin.lrange("celery", 0, -1) == [b"a task"]
+    assert admin.ttl("celery") == -1
+    assert not admin.exists(*others[1:])
 
 
 # What is missing.
