@@ -6,7 +6,7 @@ import pytest
 
 from tests.queue.roles import grant, url_of
 from tests.queue.servers import ENGINES
-from tests.scenarios.processes import Stage
+from tests.scenarios.processes import Stage, hold
 from tests.support import wait_until_sync
 
 
@@ -23,6 +23,11 @@ def test_with_the_least_rights_each_request_has_one_result_though_a_right_is_tak
     def lacks(right: str) -> None:
         status = one.wait_for(reason="queue-unreachable")
         assert f"this user may not run: {right}" in status["explanation"]
+        hold(
+            lambda: one.status()["reason"] == "queue-unreachable",
+            1.5,
+            what="what can still be read opens nothing",
+        )
         assert one.probe("/livez")[0] == 200
         assert producer.counts()["leased"] <= 8
 
