@@ -77,8 +77,9 @@ define long
 	$(PYTEST) $(1) -s -m "$(2)" --timeout=$(3)
 endef
 
-bench: setup ## Measure: throughput, latency, cost
+bench: setup ## Measure: throughput, latency, cost, and every figure of the law
 	$(call long,tests/benchmarks,long or not long,1800)
+	$(call long,tests/sim,long,1800)
 
 chaos: setup ## Kill owners, Redis and the network for a long time, and count what is lost
 	$(call long,tests/chaos,long,7200)
@@ -86,6 +87,7 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
+	$(call long,tests/signals,long,1800)
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock

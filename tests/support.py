@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import inspect
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -18,6 +20,7 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
+_PR_SET_PDEATHSIG = 1
 
 
 def require_tool(name: str) -> str:
@@ -80,6 +83,12 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port in 100 tries")
+
+
+def die_with_parent() -> None:
+    """Called in a new process: the kernel ends it when its parent does."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import asyncio
 import json
 import ssl
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.queue.servers import ENGINES, cluster_set, sentinel_set, server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, golden
 from tests.support import free_port, wait_until
+from tests.warm import warm_run
 
 NO_CONTENT = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -352,8 +352,7 @@ async def test_data_dir_that_cannot_be_is_a_finding(tmp_path: Path) -> None:
 
 
 def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "dispatcher", "check", *(str(argument) for argument in arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    return warm_run("check", *arguments)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -25,6 +24,7 @@ from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
 from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Watch
 from tests.queue.servers import ENGINES, Server, server
+from tests.warm import warm_run
 
 NAMES = Names("batch:{default}:requests", "batch:{default}:results")
 NOW_PERMIT_LIMIT = 10
@@ -44,13 +44,7 @@ def empty(queue_server: Server) -> None:
 
 
 def verb(queue_server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "dispatcher", *arguments, "--queue-url", queue_server.url],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return warm_run(*arguments, "--queue-url", queue_server.url)
 
 
 async def submitted(queue_server: Server, *ids: str) -> None:
@@ -108,8 +102,7 @@ def configured(queue_server: Server, tmp_path: Path) -> Ask:
         config = tmp_path / "config.yaml"
         settings = {"gateway": {"url": "http://gw"}, "queue": {"url": queue_server.url}, "admin": admin}
         config.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "dispatcher", verb, "--config", config]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        return warm_run(verb, "--config", config)
 
     return ask
 
@@ -259,13 +252,7 @@ def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
 
 
 def test_a_queue_that_is_not_there_is_said_so(tmp_path: Path) -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "dispatcher", "status", "--queue-url", "redis://127.0.0.1:1/0"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    told = warm_run("status", "--queue-url", "redis://127.0.0.1:1/0")
     assert told.returncode == 1
     assert "cannot be reached" in told.stderr
 
@@ -275,8 +262,7 @@ def test_embedded_queue_without_its_dispatcher_is_not_there_and_no_wrong_usage(t
     config.write_text(
         f"gateway: {{url: http://gw}}\nqueue: {{data_dir: {tmp_path / 'data'}}}\nadmin: {{port: 8181}}\n"
     )
-    command = [sys.executable, "-m", "dispatcher", "status", "--config", config]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    told = warm_run("status", "--config", config)
     assert told.returncode == 1
     assert f"no dispatcher is running on {tmp_path / 'data'} (admin.port 8181)" in told.stderr
     assert "the queue is only there while one runs" in told.stderr
@@ -290,8 +276,7 @@ def test_taken_admin_port_is_named_with_its_likely_cause(queue_server: Server, t
             f"gateway: {{url: http://gw}}\nqueue: {{url: {queue_server.url}}}\n"
             f"admin: {{host: 127.0.0.1, port: {port}}}\n"
         )
-        command = [sys.executable, "-m", "dispatcher", "run", "--config", config]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        told = warm_run("run", "--config", config)
     assert told.returncode == 1
     assert told.stderr.splitlines()[-1] == (
         f"cannot start: admin.port: {port} is taken: another dispatcher on this machine? "
@@ -301,12 +286,6 @@ def test_taken_admin_port_is_named_with_its_likely_cause(queue_server: Server, t
 
 def test_neither_or_both_ways_to_name_the_queue_is_wrong_usage(tmp_path: Path) -> None:
     for arguments in ([], ["--config", "c.yaml", "--queue-url", "redis://h"]):
-        told = subprocess.run(
-            [sys.executable, "-m", "dispatcher", "status", *arguments],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
+        told = warm_run("status", *arguments)
         assert told.returncode == 2, arguments
         assert "either --config or --queue-url" in told.stderr

@@ -14,16 +14,14 @@ from pathlib import Path
 import pytest
 
 from dispatcher.sim.trace import BUNDLED
+from tests.warm import warm_run
 
 COMMAND = [sys.executable, "-m", "dispatcher", "simulate"]
 ENVIRON = {**os.environ, "COLUMNS": "160", "TERM": "xterm-256color"}
 
 
-def simulate(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *(str(argument) for argument in arguments)],
-        capture_output=True, text=True, check=False, timeout=100, env=ENVIRON, cwd=cwd,
-    )  # fmt: skip
+def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return warm_run("simulate", *arguments, env=ENVIRON, timeout_s=100)
 
 
 def test_every_policy_has_a_row_and_the_columns_are_explained() -> None:
@@ -146,7 +144,7 @@ def test_pressure_score_alone_is_warned_of() -> None:
 def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Path) -> None:
     """A large pool takes seconds."""
     trace = tmp_path / "pool.csv"
-    trace.write_text("time,running\n0,200\n300,400\n")
+    trace.write_text("time,running\n0,200\n150,400\n")
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, "--trace", str(trace), "--slots", "600", "--policy", "law"],

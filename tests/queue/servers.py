@@ -6,7 +6,6 @@ Each is a context manager that stops its processes by their own pid; a server al
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,11 +19,10 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from tests.support import free_port, require_tool, wait_until_sync
+from tests.support import die_with_parent, free_port, require_tool, wait_until_sync
 
 ENGINES = ("redis", "valkey")
 _START_TRIES = 5
-_PR_SET_PDEATHSIG = 1
 
 
 def engine_path(engine: str) -> str:
@@ -65,7 +63,7 @@ class Server:
         command += ["--dir", str(self.directory), "--save", "", *self.options]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
             )
         wait_until_sync(lambda: self._answers() or self.process.poll() is not None, ready_s, what=str(self))
         if self.process.poll() is not None:
@@ -113,11 +111,6 @@ class Server:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-
-
-def _die_with_parent() -> None:
-    with suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @contextmanager
@@ -195,7 +188,7 @@ def _sentinel(stack: ExitStack, engine: str, config: Path) -> Server:
     command += ["--bind", "127.0.0.1"]
     with running.log.open("ab") as log:
         running.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=_die_with_parent
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
         )
     stack.callback(running.stop)
     wait_until_sync(running._answers, 20, what=f"sentinel {running.port} answers: see {running.log}")

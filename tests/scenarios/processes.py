@@ -7,16 +7,14 @@ processes. Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,19 +29,15 @@ from dispatcher.core.request import encode_member
 from dispatcher.queue.keys import Names
 from tests import kubelet
 from tests.queue.servers import Server
-from tests.support import running, wait_until_sync
+from tests.support import wait_until_sync
 from tests.throttle import Throttle
+from tests.warm import Warm, cold, warm
 
 POOL = "qwen"
 NAMES = Names(f"batch:{{{POOL}}}:requests", f"batch:{{{POOL}}}:results")
 START_S = 30.0
 """An interpreter, its imports and a first reading; on a machine that does other things beside."""
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    with suppress(OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+Process = subprocess.Popen[bytes] | Warm
 
 
 @dataclass(frozen=True)
@@ -105,8 +99,10 @@ class Dispatcher:
     stack: ExitStack = field(repr=False)
     limit: Throttle | None = None
     """On its CPU, from its start."""
+    is_warm: bool = True
+    """Forked from a warm interpreter, where it runs here and without a limit."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    process: Process | None = field(default=None, repr=False)
     asked_to_end: bool = False
     _starts: int = 0
     _http: httpx.Client | None = field(default=None, repr=False)
@@ -116,7 +112,7 @@ class Dispatcher:
         return self.folder / "etc" / kubelet.FILE
 
     @property
-    def child(self) -> subprocess.Popen[bytes]:
+    def child(self) -> Process:
         assert self.process is not None
         return self.process
 
@@ -130,24 +126,13 @@ class Dispatcher:
         self.write(self.settings)
         self._starts += 1
         self.asked_to_end = False
-        command = [
-            *self.before,
-            sys.executable,
-            "-m",
-            "dispatcher",
-            "run",
-            "--config",
-            self.config,
-            *self.options,
-        ]
+        arguments = ("run", "--config", self.config, *self.options)
+        environ = _quiet_environment() | dict(self.environ)
         with self._log.open("wb") as log:
             self.process = self.stack.enter_context(
-                running(
-                    *command,
-                    stderr=log,
-                    env=_quiet_environment() | dict(self.environ),
-                    preexec_fn=_die_with_parent,
-                )
+                warm("dispatcher", *arguments, stderr=log, env=environ)
+                if self.is_warm and not self.before and self.limit is None
+                else cold("dispatcher", *arguments, before=self.before, stderr=log, env=environ)
             )
         if self.limit is not None:
             self.limit.hold(self.process.pid)
@@ -328,12 +313,13 @@ class Producer:
 class Stage:
     """Makes the cast of one test, and takes it down in the reverse order."""
 
-    def __init__(self, folder: Path, server: Server, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, server: Server, stack: ExitStack, *, is_warm: bool = True) -> None:
         self.server = server
         self.dispatchers: list[Dispatcher] = []
         self._folder = folder
         self._stack = stack
         self._worlds = 0
+        self._is_warm = is_warm
         self.producer = Producer(stack.enter_context(server.client(socket_timeout=30)))
 
     def world(self, **config: Any) -> World:
@@ -342,9 +328,9 @@ class Stage:
         options = {"slots": 32, "seconds": 0.5, "pool": POOL} | config
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         log = self._stack.enter_context((self._folder / f"world-{self._worlds}.log").open("wb"))
-        command = [sys.executable, "-m", "dispatcher.sim.live", *flags]
+        run = warm if self._is_warm else cold
         process = self._stack.enter_context(
-            running(*command, stdout=subprocess.PIPE, stderr=log, preexec_fn=_die_with_parent)
+            run("dispatcher.sim.live", *flags, stdout=subprocess.PIPE, stderr=log)
         )
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -379,7 +365,7 @@ class Stage:
         """A dispatcher that runs until the test ends, or ends it; `environ`: what to add to its own."""
         folder = self._folder / f"dispatcher-{len(self.dispatchers) + 1}"
         folder.mkdir()
-        made = Dispatcher(folder, dict(settings), options, before, self._stack, limit, environ)
+        made = Dispatcher(folder, dict(settings), options, before, self._stack, limit, self._is_warm, environ)
         self.dispatchers.append(made)
         return made.start()
 

@@ -191,8 +191,10 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
     one.send(signal.SIGCONT)
     prometheus.wait_for('batch_dispatcher_leases_lost_total{instance="a"} > 0')
     today.look()
-    wait_until_sync(lambda: two.status()["running"] > 0, 30, what="the other to hold work")
+    one.reconfigure(budget={"max_in_flight": 4})  # so that the other finds room as soon as the long ones end
+    wait_until_sync(lambda: two.status()["running"] > 0, 60, what="the other to hold work")
     two.kill()
+    one.reconfigure(budget={"max_in_flight": None})
     prometheus.wait_for('batch_dispatcher_reclaims_total{instance="a"} > 0')
     prometheus.scrape({"a": one.admin_port})
 

@@ -1,0 +1,61 @@
+"""What is forked from the warm interpreter is a process like any other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import running, wait_until_sync
+from tests.warm import warm, warm_run
+
+
+def test_it_ends_with_its_own_code_and_words(tmp_path: Path) -> None:
+    assert "Usage: batch-dispatcher" in warm_run("--help").stdout
+    wrong = warm_run("run", "--config", tmp_path / "none.yaml")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "none.yaml" in wrong.stderr
+    assert warm_run("status", "--queue-url", "redis://127.0.0.1:1/0").returncode == 1
+
+
+def test_it_has_the_environment_that_it_is_given_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCH_DISPATCHER__BUDGET__RESERVE", "7")
+    arguments = ("check", "--offline", "--config", os.devnull)
+    assert "RESERVE" in warm_run(*arguments).stderr + warm_run(*arguments).stdout
+    plain = warm_run(*arguments, env={"PATH": os.environ["PATH"]})
+    assert "RESERVE" not in plain.stderr + plain.stdout
+
+
+def test_a_signal_ends_it_and_is_told() -> None:
+    with warm("dispatcher.sim.live", stdout=subprocess.PIPE) as world:
+        assert world.stdout is not None
+        assert world.stdout.readline().startswith(b"{")
+        with pytest.raises(subprocess.TimeoutExpired):
+            world.wait(0.01)
+        world.kill()
+        assert world.wait(5) == -signal.SIGKILL
+        assert world.poll() == -signal.SIGKILL
+
+
+START = """
+import subprocess, sys, time
+from tests.warm import warm
+with warm("dispatcher.sim.live", stdout=subprocess.PIPE) as world:
+    world.stdout.readline()
+    print(world.pid, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_it_dies_with_whoever_asked_for_it() -> None:
+    with running(sys.executable, "-c", START, stdout=subprocess.PIPE) as asking:
+        assert asking.stdout is not None
+        pid = int(asking.stdout.readline())
+        assert psutil.pid_exists(pid)
+        asking.kill()
+        wait_until_sync(lambda: not psutil.pid_exists(pid), 10, what="it to be gone")
