@@ -1,4 +1,4 @@
-"""What README and docs/ say: their examples run, their links lead somewhere, their commands exist."""
+"""What README and docs/ say: examples run, links lead somewhere, commands and tests that are named exist."""
 
 from __future__ import annotations
 
@@ -124,3 +124,18 @@ def test_make_targets_that_a_page_names_exist() -> None:
     for page in PAGES:
         named = set(re.findall(r"(?:`|^)make ([a-z]+)\b", page.read_text(), re.MULTILINE))
         assert named - targets == set(), page
+
+
+def test_every_threat_names_tests_that_are_there() -> None:
+    page = (ROOT / "docs" / "security.md").read_text()
+    written = {
+        name
+        for module in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)\(", module.read_text(), re.MULTILINE)
+    }
+    threats, _, unheld = page.partition("\n## Who can do what\n")[2].partition("\n## Not held yet\n")
+    rows = [line for line in threats.splitlines() if re.match(r"\| (?!threat|where|-)", line)]
+    assert len(rows) > 30
+    assert [row for row in rows if not re.search(r"`test_\w+` \|$", row)] == []
+    assert set(re.findall(r"`(test_\w+)`", page)) - written == set()
+    assert "test_" not in unheld

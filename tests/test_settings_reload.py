@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dispatcher.settings import Problem, Refusal, Settings, parse, reload, watch
+from tests.kubelet import mount, swap
 from tests.support import wait_until
 
 MINIMAL = "gateway: {url: http://gw}\n"
@@ -87,32 +88,12 @@ async def watched(path: Path, known: str) -> AsyncIterator[list[str | Problem]]:
         task.cancel()
 
 
-def mounted(directory: Path, text: str) -> Path:
-    """A ConfigMap volume as the kubelet lays it out."""
-    (directory / "..1").mkdir(parents=True)
-    (directory / "..1" / "config.yaml").write_text(text)
-    (directory / "..data").symlink_to("..1")
-    (directory / "config.yaml").symlink_to(Path("..data") / "config.yaml")
-    return directory / "config.yaml"
-
-
-def swap(directory: Path, generation: str, text: str) -> None:
-    """As the kubelet updates it: a new directory, and `..data` renamed over the old link."""
-    (directory / generation).mkdir()
-    (directory / generation / "config.yaml").write_text(text)
-    (directory / "..data_tmp").symlink_to(generation)
-    old = (directory / "..data").readlink()
-    (directory / "..data_tmp").rename(directory / "..data")
-    (directory / old / "config.yaml").unlink()
-    (directory / old).rmdir()
-
-
 async def test_mounted_configmap_is_followed_through_its_symlink_swaps(tmp_path: Path) -> None:
-    path = mounted(tmp_path / "etc", MINIMAL)
+    path = mount(tmp_path / "etc", MINIMAL)
     async with watched(path, MINIMAL) as seen:
-        swap(path.parent, "..2", OTHER)
+        swap(path.parent, OTHER)
         await wait_until(lambda: seen == [OTHER])
-        swap(path.parent, "..3", MINIMAL)
+        swap(path.parent, MINIMAL)
         await wait_until(lambda: seen == [OTHER, MINIMAL])
 
 

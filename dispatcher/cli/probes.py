@@ -323,6 +323,9 @@ def _survey(where: str, url: str, settings: Settings) -> Probe:
         yield Finding("ok", where, f"{named} answers in {found.answer_s * 1000:.1f} ms")
         if server is not None:
             yield from _doubts(where, server.name, server, OLDEST)
+        if not found.wakes:
+            what = "this user may not hear of new work: it is noticed within queue.poll_s"
+            yield Finding("warning", where, what, "docs/security.md")
         what = (
             f"{counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, {counts.dead} dead"
         )

@@ -69,6 +69,8 @@ async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
 def _paragraph(shown: dict[str, Any]) -> str:
     gate, paused = shown["dispatcher"], shown["paused"]
     told = [gate["explanation"] if gate else f"{_unheard(shown)}, so nothing is known of its gate."]
+    if gate and (refused := gate.get("config_problem")):
+        told.append(f"{_REFUSED}: {refused}.")
     if paused:
         told.append(f"The queue is {_paused(paused)}.")
     told.append(
@@ -127,6 +129,7 @@ def _paused(switch: dict[str, str]) -> str:
     return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
 
 
+_REFUSED = "The changed configuration is refused, the one before is in force"
 _WORDS = {
     "watch": "the Kubernetes watch",
     "picker": "the endpoint picker",
@@ -204,11 +207,11 @@ def _text(shown: dict[str, Any]) -> str:
 
 def _problems(told: dict[str, Any]) -> str:
     """What is wrong beside the reason that is shown."""
-    found = [("changed configuration is refused, the one before is in force", told.get("config_problem"))]
-    found += [(f"{part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
-    found += [("signals cannot be read", told.get("signals_problem"))]
-    found += [("Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
-    return "\n".join(f"The {what}: {why}" for what, why in found if why and why not in told["explanation"])
+    found = [(_REFUSED, told.get("config_problem"))]
+    found += [(f"The {part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
+    found += [("The signals cannot be read", told.get("signals_problem"))]
+    found += [("The Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
+    return "\n".join(f"{what}: {why}" for what, why in found if why and why not in told["explanation"])
 
 
 def _readings(told: dict[str, Any]) -> str:

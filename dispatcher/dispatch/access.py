@@ -48,21 +48,28 @@ class Access:
         self._limiter = limiter
         self._lost: int | None = None
         self._away: str | None = None
-        """Why the last call failed."""
+        """Why the last call failed, or the last that writes."""
+        self._refuses = False
+        """A call that writes failed. That others do not shows nothing: a server may refuse writes alone."""
         self._unseen: set[tuple[str, str]] = set()
         """Requests and tokens whose cancel markers could not be read: on a Cluster they may be away alone."""
         self._unseen_why: str | None = None
 
-    async def ask(self, call: Awaitable[T]) -> T | None:
-        """The call's answer; None where the queue cannot be reached, and then the gate is closed."""
+    async def ask(self, call: Awaitable[T], *, looks: bool = False) -> T | None:
+        """The call's answer; None where the queue cannot be reached, and then the gate is closed.
+
+        `looks`: it writes nothing, and so opens the gate only where no other has failed.
+        """
         try:
             answer = await call
         except QueueUnavailableError as error:
-            self._away = str(error)
+            self._refuses = self._refuses or not looks
+            if not (looks and self._refuses):
+                self._away = str(error)
             self._failed()
             return None
-        if self._away is not None:
-            self._away = None
+        if self._away is not None and not (looks and self._refuses):
+            self._away, self._refuses = None, False
             self._mended()
         return answer
 

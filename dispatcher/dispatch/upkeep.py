@@ -103,7 +103,7 @@ class Upkeep:
     async def _watch(self) -> None:
         """Count the queue; look at the gate, though no turn has come."""
         while True:
-            counts = await self._access.ask(self._queue.counts())
+            counts = await self._access.ask(self._queue.counts(), looks=True)
             if counts is not None:
                 self._access.view.counts = counts
                 self._limiter.waiting(counts.pending, now())
@@ -130,7 +130,7 @@ class Upkeep:
         while True:
             rate, service_s = served.rate, served.service_s
             try:
-                line = await self._access.ask(self._queue.line(rate, service_s))
+                line = await self._access.ask(self._queue.line(rate, service_s), looks=True)
                 if line is not None:
                     self._access.view.outlook = look(line, rate, service_s)
                     served.observe(line)
@@ -186,7 +186,7 @@ class Upkeep:
 
     async def _expire(self) -> None:
         for _ in range(EXPIRED_ROUNDS):
-            found = await self._access.ask(self._queue.expired(EXPIRED_AT_ONCE)) or ()
+            found = await self._access.ask(self._queue.expired(EXPIRED_AT_ONCE), looks=True) or ()
             unix_now = self._queue.unix_now()
             parsed = [(one, parse(one.member)) for one in found]
             over = [
@@ -217,7 +217,7 @@ class Upkeep:
 
     async def _listen(self) -> None:
         while True:
-            if await self._access.ask(self._work_came()):
+            if await self._access.ask(self._work_came(), looks=True):
                 self._access.found_work()
                 shared = self._access.view.shared
                 if shared is not None and shared.paused:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,13 +24,18 @@ Client = Redis | RedisCluster
 Argument = str | bytes | int | float
 T = TypeVar("T")
 
+_STEP = ("need", "rights", "common")
 _FRAGMENTS = {
-    "claim": ("common", "line"),
-    "settle": ("common", "results"),
-    "expire": ("common", "results"),
-    "peek": ("common", "line"),
-    "push": (),
+    "claim": (*_STEP, "line"),
+    "settle": (*_STEP, "results"),
+    "expire": (*_STEP, "results"),
+    "release": _STEP,
+    "renew": _STEP,
+    "sweep": _STEP,
+    "peek": ("need", "common", "line"),
+    "push": ("need",),
     "forget": (),
+    "permits": (),
 }
 _PAUSES_S = (0.05, 0.2)
 """Before the second and the third try. A longer outage is the caller's to wait for."""
@@ -45,19 +51,23 @@ _REFUSALS = {
     "TRYAGAIN": "is moving the slot to another node",
     "NOAUTH": "wants a password",
     "WRONGPASS": "does not accept this user and password",
-    "NOPERM": "does not permit this user what the queue needs",
+    "NOPERM": "does not permit this user what the queue needs (`batch-dispatcher check` names it all)",
     "BUSY": "is busy with a script that does not end",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
+_FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
+"""How a right is refused inside a script, where there is no NOPERM."""
+_PLACE = re.compile(r" script: (?:[0-9a-f]+, )?on @.*$")
+"""Where in a script, which tells an operator nothing."""
 
 
 _FOLDER = files("dispatcher.queue") / "lua"
 
 
 @cache
-def _source(name: str) -> tuple[str, str]:
+def source(name: str) -> tuple[str, str]:
     """The text of a script with the fragments it stands on, and its SHA."""
-    parts = (*_FRAGMENTS.get(name, ("common",)), name)
+    parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
     text = "\n".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
@@ -82,7 +92,7 @@ class Scripts:
 
     async def run(self, name: str, keys: Sequence[Argument], args: Sequence[Argument]) -> Reply:
         """Run a script. It may run twice when a reply is lost: every script bears that."""
-        source, sha = _source(name)
+        text, sha = source(name)
         parameters = (len(keys), *keys, *args)
 
         async def once() -> Reply:
@@ -92,7 +102,7 @@ class Scripts:
                 value = await self.client.execute_command("EVALSHA", sha, *parameters)
             except errors.NoScriptError:  # flushed, restarted or failed over: EVAL loads it again
                 sent_at = clock()
-                value = await self.client.execute_command("EVAL", source, *parameters)
+                value = await self.client.execute_command("EVAL", text, *parameters)
             return Reply(value, sent_at, clock())
 
         return await self.attempt(once)
@@ -109,7 +119,8 @@ class Scripts:
                 refusal = _refusal(error)
                 if refusal is None:
                     raise
-                if number == len(_PAUSES_S) or isinstance(error, TimeoutError | errors.TimeoutError):
+                final = _is_forbidden(error) or isinstance(error, TimeoutError | errors.TimeoutError)
+                if final or number == len(_PAUSES_S):
                     raise QueueUnavailableError(refusal) from error
         raise AssertionError("unreachable")
 
@@ -129,11 +140,15 @@ async def heeded(act: Callable[[], Awaitable[T]]) -> T:
             raise asyncio.CancelledError
 
 
+def _is_forbidden(error: Exception) -> bool:
+    return isinstance(error, errors.NoPermissionError) or str(error).startswith(_FORBIDDEN)
+
+
 def _refusal(error: Exception) -> str | None:
     """The error as a sentence for an operator; None for one that is our own mistake."""
     if isinstance(error, TimeoutError | errors.TimeoutError):
         return "Redis did not answer in time"
-    message = str(error)
+    message = _PLACE.sub("", str(error))
     for code, meaning in _REFUSALS.items():
         if message.startswith(code) or f"{code} " in message:
             return f"Redis {meaning}: {message}"
@@ -141,7 +156,7 @@ def _refusal(error: Exception) -> str | None:
         return f"Redis {_REFUSALS['READONLY']}: {message}"
     if isinstance(error, errors.OutOfMemoryError):
         return f"Redis {_REFUSALS['OOM']}: {message}"
-    if isinstance(error, errors.NoPermissionError):
+    if _is_forbidden(error):
         return f"Redis {_REFUSALS['NOPERM']}: {message}"
     if isinstance(error, errors.AuthenticationError):
         return f"Redis {_REFUSALS['WRONGPASS']}: {message}"

@@ -11,6 +11,7 @@ from dispatcher.ports import Counts, QueueUnavailableError
 from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
+from dispatcher.queue.rights import missing
 from dispatcher.queue.scripts import Scripts
 
 OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
@@ -44,6 +45,8 @@ class Survey:
     """How long a PING took."""
     server: Server | None
     """None: it does not let this user ask."""
+    wakes: bool
+    """Whether this user may hear of new work; else it looks each queue.poll_s."""
 
 
 async def survey(url: str, names: Names) -> Survey:
@@ -52,9 +55,12 @@ async def survey(url: str, names: Names) -> Survey:
     desk = RedisDesk(client, names)
     scripts = Scripts(client)
     try:
-        await scripts.attempt(scripts.client.ping)  # connected, TLS and password included
+        lacks = await missing(scripts, names)  # connected, TLS and password included
+        if lacks.rights:
+            told = ", ".join(lacks.rights)
+            raise QueueUnavailableError(f"Redis does not permit this user: {told} (docs/security.md)")
         answer_s = min([await _ping(scripts) for _ in range(3)])  # what else the process does is not its time
-        return Survey(await desk.counts(), await desk.paused(), answer_s, await _server(scripts))
+        return Survey(await desk.counts(), await desk.paused(), answer_s, await _server(scripts), lacks.wakes)
     finally:
         await desk.aclose()
 

@@ -263,6 +263,14 @@ async def said(url: str, raw: bytes) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+async def test_nothing_can_be_changed_through_the_port(http: aiohttp.ClientSession, method: str) -> None:
+    async with Stage().open() as url:
+        for path in (*PAGE, *DATA, "/livez", "/readyz"):
+            async with http.request(method, url + path, data=b"{}") as answer:
+                assert answer.status == 405, path
+
+
 async def test_what_is_no_http_is_refused_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     async with Stage().open() as url:
         with caplog.at_level(logging.DEBUG):

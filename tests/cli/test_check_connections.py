@@ -16,7 +16,8 @@ import trustme
 from dispatcher.cli.probes import Finding, connections
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.settings import Settings
-from tests.queue.servers import cluster_set, sentinel_set, server
+from tests.queue.roles import grant, url_of
+from tests.queue.servers import ENGINES, cluster_set, sentinel_set, server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, golden
 from tests.support import free_port, wait_until
@@ -316,6 +317,21 @@ async def test_sentinel_and_cluster_are_asked_like_a_single_server(tmp_path: Pat
     told = await found(tmp_path, queue={"url": several})
     assert about(told, "queue.url").level == "ok"
     assert "0 pending" in about(told, "queue.name").what
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+async def test_rights_that_redis_does_not_give_are_all_named(tmp_path: Path, engine: str) -> None:
+    with server(engine, tmp_path / "servers", "--appendonly", "yes") as running, running.client() as admin:
+
+        async def checked(*rules: str) -> Finding:
+            grant(admin, "dispatcher", *rules)
+            return about(await found(tmp_path, queue={"url": url_of(running, "dispatcher")}), "queue.url")
+
+        assert (await checked()).level == "ok"
+        told = await checked("-zrem", "-mget", "resetkeys", "~batch:{qwen}:requests*")
+        assert told.level == "failed"
+        wanted = "+mget, +zrem, ~batch:{qwen}:results, ~request-active:*, ~request-cancel:*"
+        assert told.what == f"Redis does not permit this user: {wanted} (docs/security.md)"
 
 
 async def test_embedded_valkey_is_found_where_a_dispatcher_runs(tmp_path: Path) -> None:

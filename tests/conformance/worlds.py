@@ -18,11 +18,13 @@ from typing import Any
 
 from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
 from dispatcher.queue.connect import connect
+from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis import RedisQueue
 from tests.queue.known import assert_only_known_keys
+from tests.queue.roles import grant, url_of
 from tests.queue.servers import Server
 
 QUEUE = "batch:{qwen}:requests"
@@ -211,19 +213,22 @@ class MemoryWorld(World):
 
 
 class RedisWorld(World):
-    """The real scripts on an empty server of their own."""
+    """The real scripts on an empty server of their own, with no more rights than docs/security.md gives."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
+        with server.client() as admin:
+            grant(admin, "dispatcher", "~a:*", "~tenant:*")
+            grant(admin, "operator")
         self._doors: list[RedisQueue] = []
         self._raw = connect(server.url)
         self.names = Names(QUEUE, RESULTS)
-        self.desk = self.owner("desk")
+        self.desk = RedisDesk(connect(url_of(server, "operator")), self.names)
 
     def owner(
         self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
     ) -> RedisQueue:
-        client = connect(self._server.url)
+        client = connect(url_of(self._server, "dispatcher"))
         options = {"lease_s": LEASE_S, "owner_timeout_s": timeout_s}
         door = RedisQueue(client, self.names, name, **options, prover=prover)
         self._doors.append(door)
@@ -231,7 +236,7 @@ class RedisWorld(World):
 
     async def close(self) -> None:
         await assert_only_known_keys(self._raw, self.names)
-        for door in self._doors:
+        for door in (*self._doors, self.desk):
             await door.aclose()
         await self._raw.aclose()
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "line", "results"}
+FRAGMENTS = {"common", "line", "need", "results", "rights"}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 

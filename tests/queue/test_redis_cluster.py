@@ -22,9 +22,11 @@ from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, 
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.survey import survey
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, answer, claim, claim_one, member, queues, submission
+from tests.queue.roles import PASSWORD, grant
 from tests.queue.servers import ENGINES, ClusterSet, cluster_set
 from tests.support import wait_until
 
@@ -236,3 +238,30 @@ async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(client, 
             dispatcher.drain(5.0)
     assert dispatcher.view.problem is None
     await queue.aclose()
+
+
+async def test_the_rights_of_the_page_suffice_on_a_cluster(cluster, client):
+    """With what the page adds for one."""
+    (elsewhere,) = apart(cluster, 1)
+    for node in cluster.nodes:
+        with node.client() as admin:
+            more = ("+command", "+cluster|slots", f"~{elsewhere}", f"~{{{elsewhere}}}:posted:*")
+            grant(admin, "dispatcher", *more, tag="pool")
+    url = cluster.url.replace("://", f"://dispatcher:{PASSWORD}@", 1)
+    try:
+        async with queues(cluster.url, "p") as (producer,), queues(url, "a") as (queue,):
+            await producer.submit([submission("r-1", token="t"), submission("r-2", token="t")])
+            await queue.sweep()
+            assert await queue.cancelled([("r-1", "t"), ("r-2", "t")]) == [False, False]
+            first, second = (await claim(queue)).leases
+            said = await queue.settle([answer(first, elsewhere, token="t"), answer(second, token="t")])
+            assert said == [Settled.DONE] * 2
+            assert [await client.llen(name) for name in (NAMES.results, elsewhere)] == [1, 1]
+            assert (await survey(url, NAMES)).wakes
+            async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
+                tasks.create_task(queue.wait_for_work())
+                await producer.submit([submission("r-3")])
+    finally:
+        for node in cluster.nodes:
+            with node.client() as admin:
+                admin.acl_deluser("dispatcher")

@@ -27,6 +27,7 @@ from prometheus_client.samples import Sample
 
 from dispatcher.core.request import encode_member
 from dispatcher.queue.keys import Names
+from tests import kubelet
 from tests.queue.servers import Server
 from tests.support import wait_until_sync
 from tests.throttle import Throttle
@@ -108,7 +109,7 @@ class Dispatcher:
 
     @property
     def config(self) -> Path:
-        return self.folder / "config.yaml"
+        return self.folder / "etc" / kubelet.FILE
 
     @property
     def child(self) -> Process:
@@ -184,11 +185,12 @@ class Dispatcher:
         return found
 
     def write(self, settings: Mapping[str, Any] | str) -> None:
-        """Replace the configuration file in one step, as a mounted ConfigMap or a careful editor does."""
+        """Change the mounted file as the kubelet does."""
         text = settings if isinstance(settings, str) else yaml.safe_dump(dict(settings))
-        fresh = self.config.with_suffix(".new")
-        fresh.write_text(text)
-        fresh.replace(self.config)
+        if self.config.exists():
+            kubelet.swap(self.config.parent, text)
+        else:
+            kubelet.mount(self.config.parent, text)
 
     def reconfigure(self, **sections: Mapping[str, Any]) -> None:
         """Change keys of sections in the file."""

@@ -10,6 +10,7 @@ if ARGV[1] ~= 'purge' then
   if ARGV[1] == 'list' then
     ids = call('ZRANGEBYSCORE', DEAD, '(' .. ARGV[2], '+inf', 'LIMIT', 0, ARGV[3])
   else
+    need('ZREVRANGE')
     ids = call('ZREVRANGE', DEAD, 0, ARGV[3] - 1)
   end
   for _, id in ipairs(ids) do
@@ -24,6 +25,7 @@ if ARGV[1] ~= 'purge' then
   return found
 end
 local gone = 0
+need('ZREM', 'HDEL')
 for at = 2, #ARGV do
   local id = ARGV[at]
   if call('ZREM', DEAD, id) == 1 then

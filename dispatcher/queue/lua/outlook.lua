@@ -4,6 +4,7 @@
 -- Returns {now, settled, leased, {low, high, count…}, {deadline or -1, head…}, owners, {owner, leases, silent_s or
 --         false…}}; a span's low is -1 where its scores tell no deadline
 -- Keeps: reads only, counts by rank and no member but the first of each priority: steps grow as log n.
+need('ZCOUNT')
 local STEP, TOLD = 100000000000, 1000000000
 local timeout_s, rate, service = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local splits, bytes, most = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])

@@ -3,6 +3,7 @@
 -- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to start in, offset there, most, bytes
 -- Returns {until, next range (-1: at the end), next offset, {range, place, member}…}
 -- Keeps: reads only. The ranges are the ten priorities of each of the four sets that hold unleased requests.
+need('ZCOUNT')
 local STEP, SETS = 100000000000, {PENDING, RETURNED, SUSPECTS, DELAYED_ORDER}
 local LETTERS = {'P', 'R', 'S', 'D'}
 local after, last = ARGV[1], tonumber(ARGV[2]) or clock()

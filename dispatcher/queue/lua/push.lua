@@ -3,6 +3,7 @@
 -- ARGV   ttl_s, marker_s, then number, result… in rising order
 -- Returns 1, or 0 where the key is no list
 -- Keeps: each number is pushed at most once, however often it is delivered, for it is checked and set here.
+need('TYPE', 'EXPIRE', 'GET', 'LPUSH', 'SET')
 local found = redis.call('TYPE', KEYS[1]).ok
 if found ~= 'none' and found ~= 'list' then return 0 end
 redis.call('EXPIRE', KEYS[2], ARGV[2]) -- cannot grow, so that a full node takes the rest whole, too

@@ -7,6 +7,7 @@
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return tonumber(recorded) end
+need('ZADD', 'SET')
 local added, chunk = 0, 2000
 for at = 3, #ARGV, chunk do
   added = added + call('ZADD', PENDING, unpack(ARGV, at, math.min(at + chunk - 1, #ARGV)))

@@ -1,0 +1,379 @@
+"""The rights of docs/security.md suffice, each is used, and one that is missing is told and does no harm."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from redis.exceptions import NoPermissionError
+
+from dispatcher.client import Client
+from dispatcher.ports import (
+    Burial,
+    Expired,
+    Lease,
+    Overload,
+    QueueUnavailableError,
+    Release,
+    Settled,
+    Settlement,
+)
+from dispatcher.queue.connect import connect
+from dispatcher.queue.desk import RedisDesk
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.rights import needed
+from dispatcher.queue.survey import survey
+from dispatcher.telemetry.events import Event, diverted
+from tests.queue.made import answer, claim, member, permit, queues, submission
+from tests.queue.roles import ROLES, commands, grant, url_of
+from tests.queue.servers import Server
+from tests.support import wait_until
+
+QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+LUA = Path(__file__).parents[2] / "dispatcher" / "queue" / "lua"
+NEVER, PAST = 2_000_000_000, 1_700_000_000
+"""Deadlines: of no test's time, and of none any more."""
+WRITES = {"ZADD", "ZREM", "ZPOPMIN", "ZREMRANGEBYRANK", "HSET", "HDEL", "HINCRBY", "SET", "DEL", "LPUSH"}
+UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
+
+
+@pytest.fixture
+def admin(any_server: Server, client: object) -> Iterator[redis.Redis]:
+    """A client of the empty server, with every right; each role is there with its own."""
+    with any_server.client() as found:
+        for role in ROLES:
+            grant(found, role)
+        yield found
+
+
+@asynccontextmanager
+async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[RedisQueue]:
+    given = {"owner_timeout_s": 0.2, "poll_s": 0.02, "dead_max": 1, **options}
+    async with queues(url_of(server, "dispatcher"), owner, names=QWEN, **given) as (one,):
+        yield one
+
+
+@contextmanager
+def uses_all(admin: redis.Redis, role: str) -> Iterator[None]:
+    """What runs in this block runs each command of the role, and no other that the server would refuse."""
+    admin.config_resetstat()
+    yield
+    stats = admin.info("commandstats")
+    used = {name.removeprefix("cmdstat_") for name, told in stats.items() if told["calls"]}
+    refused = {name for name, told in stats.items() if told["rejected_calls"]}
+    assert refused <= {
+        "cmdstat_client|setinfo",
+        "cmdstat_info",
+    }  # who it is, and what the server is: if it may
+    assert commands(role) - used == set(), "rights that nothing needs"
+
+
+# What is asked.
+
+
+def called(script: str) -> list[str]:
+    """The commands of a script, in the order of its lines."""
+    return re.findall(r"call\('([A-Z]+)'", (LUA / f"{script}.lua").read_text(encoding="utf-8"))
+
+
+def test_check_asks_for_what_the_page_grants() -> None:
+    assert {right.command for right in needed(QWEN)} | {"subscribe"} == commands("dispatcher")
+
+
+def test_each_step_asks_for_all_that_any_step_runs() -> None:
+    steps = ("common", "line", "results", "claim", "renew", "settle", "release", "sweep", "expire")
+    asked = re.findall(r"'([A-Z]+)'", (LUA / "rights.lua").read_text(encoding="utf-8"))
+    assert set(asked) == {name for step in steps for name in called(step)}
+
+
+@pytest.mark.parametrize("script", ["submit", "requeue", "dead", "push"])
+def test_every_other_script_that_writes_asks_before_it_does(script: str) -> None:
+    before, asked, after = re.split(
+        r"^need\((.*)\)$", (LUA / f"{script}.lua").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert not set(re.findall(r"call\('([A-Z]+)'", before)) & WRITES
+    forget = {"HDEL"} if "forget(" in after else set()  # of common.lua
+    needs = set(re.findall(r"call\('([A-Z]+)'", after)) - {"PUBLISH"}  # nobody misses a wake-up
+    assert needs | forget == set(re.findall(r"'([A-Z]+)'", asked))
+
+
+# What suffices.
+
+
+async def test_a_dispatcher_has_all_the_rights_it_needs_and_no_others(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    async with queues(any_server.url, "p", names=QWEN) as (producer,):
+        with uses_all(admin, "dispatcher"):
+            assert (await survey(url_of(any_server, "dispatcher"), QWEN)).wakes
+            async with dispatcher(any_server) as queue, dispatcher(any_server, "dying") as dying:
+                await producer.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(6)])
+                await producer.submit([submission("late", PAST, token="t")])
+                await everything(queue, dying)
+    assert told(admin) == ["late", *(f"r-{at}" for at in range(6))]
+
+
+async def everything(queue: RedisQueue, dying: RedisQueue) -> None:
+    """All that can happen to a request, and all that a dispatcher asks beside it."""
+    await queue.sweep()
+    await wait_until(lambda: expire(queue), what="the late one to be found")
+    await claim(dying, 1)
+    first, second, third, fourth, fifth = (await claim(queue)).leases
+    assert await queue.cancelled([("r-1", "t")]) == [False]
+    assert not (await queue.renew([first, second])).lost
+    now = asyncio.get_running_loop().time()
+    await queue.share(permit(), Overload(now - 1, now - 1, True, 3))
+    await queue.settle([answer(first, token="t")])
+    await queue.bury([Burial(answer(lease, token="t"), "why") for lease in (second, third)])
+    await queue.release([Release(fourth), Release(fifth, delay_s=0.01)])
+    await queue.line()
+    assert len(await queue.dead_newest(5)) == 1
+    assert await queue.paused() is None
+    await wait_until(lambda: all_back(queue), what="the silent one's and the delayed one to come back")
+    await asyncio.wait_for(queue.wait_for_work(), 5)
+    await queue.settle([answer(lease, token="t") for lease in (await claim(queue)).leases])
+
+
+async def expire(queue: RedisQueue) -> int:
+    found = await queue.expired(10)
+    return await queue.expire([(item, too_late(item)) for item in found])
+
+
+def too_late(item: Expired) -> Settlement:
+    request_id = msgspec.json.decode(item.member)["data"]["id"]
+    result = msgspec.json.encode({"id": request_id, "payload": "too late"})
+    return Settlement(UNLEASED, result, "", request_id, "t")
+
+
+async def all_back(queue: RedisQueue) -> bool:
+    await queue.sweep()
+    return (await queue.counts()).pending == 3
+
+
+def told(admin: redis.Redis) -> list[str]:
+    """The ids of all results in the default list."""
+    return sorted(msgspec.json.decode(one)["id"] for one in admin.lrange(QWEN.results, 0, -1))
+
+
+async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing_else(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    own = "batch-results:alice:1"
+    with any_server.client(username="producer", password="its-password") as producer:
+        with uses_all(admin, "producer"):
+            for number in range(2):
+                with producer.pipeline() as pipe:
+                    pipe.delete(f"request-cancel:r-{number}")
+                    pipe.set(f"request-active:r-{number}", "t", ex=60)
+                    pipe.zadd(QWEN.queue, {member(f"r-{number}", NEVER, token="t", results=own): NEVER})
+                    pipe.publish(QWEN.wake, "work")
+                    assert pipe.execute()[2] == 1
+            producer.set("request-cancel:r-0", producer.get("request-active:r-0"), ex=60)
+            async with dispatcher(any_server) as queue:
+                assert await queue.cancelled([("r-0", "t"), ("r-1", "t")]) == [True, False]
+                leases = (await claim(queue)).leases
+                await queue.settle([answer(lease, own, token="t") for lease in leases])
+            assert producer.brpop([own], 5)
+            assert producer.brpop([own], 5)
+        for forbidden in (
+            lambda: producer.zadd(f"{QWEN.prefix}:leases", {"1:me": 1}),
+            lambda: producer.set(QWEN.paused, "mine"),
+            lambda: producer.brpop([QWEN.results], 1),
+            lambda: producer.brpop(["batch-results:bob:1"], 1),
+            lambda: producer.zrange(QWEN.queue, 0, -1),
+            lambda: producer.eval("return 1", 0),
+            lambda: producer.publish("batch:{other}:requests:wake", "work"),
+        ):
+            with pytest.raises(NoPermissionError):
+                forbidden()
+
+
+async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    url = url_of(any_server, "operator")
+    desk, client = RedisDesk(connect(url), QWEN), Client(connect(url), QWEN)
+    with uses_all(admin, "operator"):
+        ticket = await client.submit(b'{"prompt": "hi"}')
+        assert await client.waiting() == 1
+        assert await desk.cancel(ticket.id)
+        assert len(await desk.peek(10)) == 1
+        await desk.pause("me", "why")
+        assert await desk.paused() == ("me", "why")
+        await desk.resume()
+        async with dispatcher(any_server, dead_max=9) as queue:
+            (lease,) = (await claim(queue)).leases
+            result = msgspec.json.encode({"id": ticket.id, "status_code": 200, "payload": "ok"})
+            await queue.settle([Settlement(lease, result, ticket.results, ticket.id, ticket.token)])
+            assert (await client.result(ticket, timeout_s=5)).status_code == 200
+            await desk.submit([submission("r-1"), submission("r-2"), submission("r-3")])
+            first, *others = (await claim(queue)).leases
+            await queue.bury([Burial(answer(lease), "why") for lease in others])
+            await queue.release([Release(first)])
+        assert len(await desk.peek(10)) == 1
+        dead, _ = await desk.dead_list(10)
+        assert len(await desk.dead_newest(10)) == 2
+        assert await desk.dead_requeue([dead.entry], NEVER) == 1
+        assert await desk.dead_purge() == 1
+        assert len(await client.results()) == 2
+    await desk.aclose()
+    await client.aclose()
+
+
+async def test_a_consumer_can_pop_results_and_nothing_else(any_server: Server, admin: redis.Redis) -> None:
+    admin.lpush(QWEN.results, b"one")
+    with any_server.client(username="consumer", password="its-password") as consumer:
+        with uses_all(admin, "consumer"):
+            assert consumer.brpop([QWEN.results], 5) == (QWEN.results.encode(), b"one")
+        for forbidden in (
+            lambda: consumer.lpush(QWEN.results, b"forged"),
+            lambda: consumer.zrange(QWEN.queue, 0, -1),
+            lambda: consumer.get("request-active:r-1"),
+        ):
+            with pytest.raises(NoPermissionError):
+                forbidden()
+
+
+async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    """Another program's list, another pool's keys: that request alone is refused."""
+    others = ["celery", "batch:{other}:results", "batch:{other}:requests:paused"]
+    admin.lpush("celery", "a task")
+    async with queues(any_server.url, "p", names=QWEN) as (producer,), dispatcher(any_server) as queue:
+        await producer.submit([submission(f"r-{at}", NEVER + at) for at in range(4)])
+        leases = (await claim(queue)).leases
+        lists = [*others, "batch-results:alice:1"]
+        said = await queue.settle([answer(lease, name) for lease, name in zip(leases, lists, strict=True)])
+    assert said == [Settled.BAD_LIST] * 3 + [Settled.DONE]
+    assert told(admin) == ["r-0", "r-1", "r-2"]
+    assert admin.llen("batch-results:alice:1") == 1
+    assert admin.lrange("celery", 0, -1) == [b"a task"]
+    assert admin.ttl("celery") == -1
+    assert not admin.exists(*others[1:])
+
+
+# What is missing.
+
+
+async def test_without_any_one_right_it_says_which_and_no_request_is_lost_or_answered_twice(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    """Taken away in the middle of the work, and given back."""
+    wakes_gone: list[str] = []
+
+    def hear(event: Event, fields: Any) -> None:
+        wakes_gone.extend([fields["why"]] if event is Event.WAKE_UPS_GONE else [])
+
+    outside = {"eval", "evalsha", "ping", "subscribe"}
+    for command in sorted(commands("dispatcher") - outside) + sorted(outside - {"ping"}):
+        with diverted(hear):
+            sentences = [*await lacking(any_server, admin, f"-{command}"), *wakes_gone]
+        assert any(re.search(rf"\b{command}\b", sentence) for sentence in sentences), (command, sentences)
+        assert not [sentence for sentence in sentences if " on @" in sentence], "words of a script's own"
+
+
+@pytest.mark.parametrize("key", ["~request-cancel:*", "~batch:{qwen}:requests:*", "~batch:{qwen}:results"])
+async def test_without_the_right_to_a_key_no_request_is_lost_or_answered_twice(
+    any_server: Server, admin: redis.Redis, key: str
+) -> None:
+    rules = admin.acl_getuser("dispatcher")["keys"]
+    kept = [each if isinstance(each, str) else each.decode() for each in rules]
+    assert key in kept
+    assert await lacking(any_server, admin, "resetkeys", *(each for each in kept if each != key))
+
+
+async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[str]:
+    """A dispatcher at work loses rights, tries each step, and has them back: what it said of it meanwhile."""
+    admin.flushdb()
+    admin.script_flush()
+    said: list[str] = []
+
+    async def try_to(act: Callable[[], Awaitable[object]]) -> None:
+        try:
+            await act()
+        except QueueUnavailableError as error:
+            said.append(str(error))
+
+    async with (
+        queues(any_server.url, "p", names=QWEN) as (producer,),
+        dispatcher(any_server, owner_timeout_s=20) as queue,
+    ):
+        await producer.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(5)])
+        await producer.submit([submission("late", PAST, token="t")])
+        await queue.sweep()
+        late, first, second, third, fourth = (await claim(queue, 5)).leases
+        await queue.bury([Burial(answer(late, token="t"), "why")])
+        grant(admin, "dispatcher", *rules)
+        taken: list[Lease] = []
+
+        async def take() -> None:
+            taken.extend((await claim(queue)).leases)
+
+        for act in (
+            take,
+            lambda: queue.cancelled([("r-1", "t")]),
+            lambda: queue.renew([second]),
+            lambda: queue.settle([answer(first, token="t")]),
+            lambda: queue.settle([answer(first, token="t")]),
+            lambda: queue.bury([Burial(answer(third, token="t"), "why")]),
+            lambda: queue.release([Release(fourth, delay_s=0.001)]),
+            lambda: queue.expired(10),
+            lambda: queue.line(),
+            lambda: queue.dead_newest(5),
+            lambda: queue.paused(),
+            lambda: queue.sweep(),
+            lambda: (
+                asyncio.wait_for(queue.wait_for_work(), 0.05) if "subscribe" in rules[0] else queue.sweep()
+            ),
+        ):
+            await try_to(act)
+        grant(admin, "dispatcher")
+        ours = [answer(lease, token="t") for lease in (first, second, third, fourth, *taken)]
+        await queue.settle(ours)
+        await wait_until(lambda: all_ended(queue), what="every request to end")
+    assert told(admin) == ["late", *(f"r-{at}" for at in range(5))], rules
+    return said
+
+
+async def all_ended(queue: RedisQueue) -> bool:
+    await queue.sweep()
+    await queue.settle([answer(lease, token="t") for lease in (await claim(queue)).leases])
+    counts = await queue.counts()
+    return counts.pending + counts.leased + counts.delayed == 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "sentence"),
+    [
+        (["-hdel", "-mget", "-time"], "+mget, +hdel, +time"),
+        (
+            ["resetkeys", "~batch:{qwen}:requests*"],
+            "~batch:{qwen}:results, ~request-active:*, ~request-cancel:*",
+        ),
+        (["resetkeys", "~batch:{qwen}:re*", "~request-*", "-get"], "+get"),
+        (["-eval"], "eval"),
+        (["-ping", "-evalsha"], "+evalsha, +ping"),
+    ],
+)
+async def test_check_names_every_right_that_is_missing_at_once(
+    any_server: Server, admin: redis.Redis, rules: list[str], sentence: str
+) -> None:
+    grant(admin, "dispatcher", *rules)
+    before = admin.dbsize()
+    with pytest.raises(QueueUnavailableError, match=re.escape(sentence)):
+        await survey(url_of(any_server, "dispatcher"), QWEN)
+    assert admin.dbsize() == before == 0
+
+
+async def test_check_warns_where_the_channel_is_missing(any_server: Server, admin: redis.Redis) -> None:
+    grant(admin, "dispatcher", "resetchannels")
+    assert not (await survey(url_of(any_server, "dispatcher"), QWEN)).wakes
