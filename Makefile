@@ -9,10 +9,10 @@ JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
 PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture bench chaos soak constraints clean
+.PHONY: help setup demo simulate test coverage check format docs picture bench chaos soak image-test constraints clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed ## Make the virtual environment with the pinned dependencies
 
@@ -88,6 +88,9 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
 	$(call long,tests/signals,long,1800)
+
+image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
+	$(call long,tests/image,long,2400)
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock
