@@ -1,0 +1,92 @@
+{{/* What every pod that runs our program has: environment, files, rights. */}}
+
+{{- define "batch-dispatcher.env" -}}
+{{- if .Values.redis.existingSecret.name }}
+- name: BATCH_DISPATCHER__QUEUE__URL
+  valueFrom:
+    secretKeyRef: {{ dict "name" .Values.redis.existingSecret.name "key" .Values.redis.existingSecret.key | toJson }}
+{{- else if and (include "batch-dispatcher.ownQueue" .) .Values.valkey.existingSecret.name }}
+- name: VALKEY_PASSWORD
+  valueFrom:
+    secretKeyRef: {{ dict "name" .Values.valkey.existingSecret.name "key" .Values.valkey.existingSecret.key | toJson }}
+- name: BATCH_DISPATCHER__QUEUE__URL
+  value: redis://:$(VALKEY_PASSWORD)@{{ include "batch-dispatcher.ownQueueHost" . }}:6379
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Directories, never subPath: only there does the kubelet put what has changed. */}}
+{{- define "batch-dispatcher.mounts" -}}
+- name: config
+  mountPath: /etc/batch-dispatcher/config
+  readOnly: true
+{{- if .Values.secretFiles }}
+- name: files
+  mountPath: {{ include "batch-dispatcher.filesPath" . }}
+  readOnly: true
+{{- end }}
+- name: tmp
+  mountPath: /tmp
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "batch-dispatcher.volumes" -}}
+- name: config
+  configMap:
+    name: {{ include "batch-dispatcher.fullname" . }}
+{{- if .Values.secretFiles }}
+- name: files
+  projected:
+    defaultMode: 0440
+    sources:
+{{- range $setting, $from := .Values.secretFiles }}
+      - {{ ternary "secret" "configMap" (not (empty $from.secret)) }}:
+          name: {{ default $from.configMap $from.secret }}
+          items: [{key: {{ $from.key | quote }}, path: {{ $setting }}}]
+{{- end }}
+{{- end }}
+- name: tmp
+  emptyDir: {}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Of a container: image, environment, mounts. */}}
+{{- define "batch-dispatcher.container" -}}
+image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
+{{- with include "batch-dispatcher.env" . | trim }}
+env: {{- . | nindent 2 }}
+{{- end }}
+volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* Of a pod, beside its containers. */}}
+{{- define "batch-dispatcher.pod" -}}
+serviceAccountName: {{ include "batch-dispatcher.serviceAccount" . }}
+automountServiceAccountToken: {{ .Values.kubernetes.enabled }}
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+volumes: {{- include "batch-dispatcher.volumes" . | nindent 2 }}
+{{- end -}}
