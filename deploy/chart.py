@@ -78,10 +78,10 @@ def _kind(kind: Any) -> dict[str, Any]:
     if origin is tuple:
         return {"type": "array", "items": _item(of[0])}
     if origin is dict:
-        keys = _item(of[0])
-        return {"type": "object", "additionalProperties": {"type": "string"}} | (
-            {"propertyNames": keys} if "enum" in keys else {}
-        )
+        names, text = _item(of[0]).get("enum"), {"type": "string"}
+        if names is None:
+            return {"type": "object", "additionalProperties": text}
+        return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, text)}
     return {"type": [_TYPES[of[0]], "null"]}  # X | None is all that is left
 
 
