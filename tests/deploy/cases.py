@@ -154,6 +154,18 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "checkHook": {"enabled": True},
         "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
     },
+    "sidecar": {
+        **QUEUE,
+        "sidecar": {
+            "enabled": True,
+            "deployment": "picker",
+            "serviceAccount": "picker",
+            "podLabels": {"app": "picker"},
+        },
+        "monitoring": {"podMonitor": {"enabled": True}},
+        "secretFiles": {"gateway.token_file": {"secret": "gateway", "key": "token"}},
+        "test": {"enabled": False},
+    },
     "renamed": {
         "nameOverride": "harvester",
         "fullnameOverride": "night-shift",
@@ -236,6 +248,11 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     ),
     ({**QUEUE, "keda": {"enabled": True}}, "keda.redis.address: is required"),
     ({"keda": {"enabled": True, "minReplicas": 5}}, "keda.minReplicas: must not be above"),
+    ({**QUEUE, "sidecar": {"enabled": True}}, "sidecar.serviceAccount: is required"),
+    (
+        {**CASES["sidecar"], "networkPolicy": {"enabled": True}},
+        "networkPolicy.enabled: cannot be had with sidecar",
+    ),
     (
         {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},
         "monitoring.serviceMonitor.enabled: each pod would be scraped twice",

@@ -48,7 +48,12 @@ class Release:
 
     @property
     def deployment(self) -> dict[str, Any]:
-        return self.one("Deployment")
+        """The dispatcher's, or the patch that makes it a container of the picker's."""
+        found = self.all("Deployment")
+        return found[0] if found else yaml.load(self.patch(), _Loader)
+
+    def patch(self) -> str:
+        return str(self.one("ConfigMap", "-sidecar")["data"]["patch.yaml"])
 
     @property
     def pod(self) -> dict[str, Any]:
@@ -70,7 +75,9 @@ class Release:
                 yield where, each["spec"]["template"]
 
     def config_text(self) -> str:
-        name = next(each for each in self.pod["volumes"] if each["name"] == "config")["configMap"]["name"]
+        name = next(each for each in self.pod["volumes"] if each["name"] == "dispatcher-config")["configMap"][
+            "name"
+        ]
         (found,) = (each for each in self.all("ConfigMap") if each["metadata"]["name"] == name)
         return str(found["data"]["config.yaml"])
 

@@ -88,6 +88,7 @@ def test_schemas_would_notice(schemas: Path) -> None:
         ),
         ("objective", "InferenceObjective", ""),
         ("more-of-everything", "ConfigMap Job PodDisruptionBudget", ""),
+        ("sidecar", "ConfigMap PodMonitor", "Deployment Pod Service ServiceAccount StatefulSet"),
         ("renamed", "", "ClusterRole ClusterRoleBinding Pod Role RoleBinding ServiceAccount"),
     ],
 )
@@ -230,7 +231,9 @@ def test_probes_and_scrapes_ask_for_paths_that_are_served() -> None:
         release = case(name)
         (port,) = release.container["ports"]
         assert port["containerPort"] == release.settings().admin.port
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        probes = {"startupProbe", "readinessProbe", "livenessProbe"} & set(release.container)
+        assert len(probes) == (1 if name == "sidecar" else 3)
+        for probe in probes:
             asked = release.container[probe]["httpGet"]
             assert asked["port"] == port["name"]
             assert asked["path"] in routes()
@@ -342,7 +345,7 @@ def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "sidecar"])
 def test_selectors_find_their_own_pods_and_no_others(name: str) -> None:
     release = case(name)
     pods = {
@@ -399,6 +402,55 @@ def test_two_releases_do_not_touch() -> None:
     elsewhere = render(values, namespace="other")
     assert identities(one, "llm") & identities(two, "llm") == set()
     assert identities(one, "llm") & identities(elsewhere, "other") == set()
+
+
+# ── as a sidecar ──
+
+PICKER = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: picker, namespace: llm}
+spec:
+  selector: {matchLabels: {app: picker}}
+  template:
+    metadata: {labels: {app: picker}}
+    spec:
+      serviceAccountName: picker
+      terminationGracePeriodSeconds: 130
+      containers:
+        - name: epp
+          image: picker
+          ports: [{name: metrics, containerPort: 9090}]
+          volumeMounts: [{name: config, mountPath: /config}]
+      volumes: [{name: config, configMap: {name: picker}}]
+"""
+
+
+def test_sidecar_joins_the_picker_and_takes_nothing_from_it(tmp_path: Path, schemas: Path) -> None:
+    release = case("sidecar")
+    (tmp_path / "picker.yaml").write_text(PICKER)
+    (tmp_path / "patch.yaml").write_text(release.patch())
+    kustomization = {"resources": ["picker.yaml"], "patches": [{"path": "patch.yaml"}]}
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    build = [require_tool("kustomize"), "build", tmp_path]
+    text = subprocess.run(build, capture_output=True, text=True, check=True).stdout
+    assert faults(text, KUBERNETES[-1], schemas) == []
+    pod = yaml.safe_load(text)["spec"]["template"]["spec"]
+    ours, picker = sorted(pod["containers"], key=lambda each: str(each["name"]))
+    assert picker == yaml.safe_load(PICKER)["spec"]["template"]["spec"]["containers"][0]
+    assert {each["name"] for each in pod["volumes"]} >= {"config", "dispatcher-config"}
+    assert not {"readinessProbe", "startupProbe"} & set(ours), "the picker's pod must not wait for a queue"
+    assert ours["securityContext"]["runAsNonRoot"] is True, "the pod's own context is the picker's"
+    assert ours["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert [url.reveal() for url in release.settings().signals.epp.urls] == ["http://127.0.0.1:9090"]
+
+
+def test_sidecar_s_rights_scrapes_and_service_are_of_the_picker_s_pods() -> None:
+    release = case("sidecar")
+    for kind in ("RoleBinding", "ClusterRoleBinding"):
+        assert [each["name"] for each in release.one(kind)["subjects"]] == ["picker"]
+    assert release.one("Service")["spec"]["selector"] == {"app": "picker"}
+    assert release.one("PodMonitor")["spec"]["selector"] == {"matchLabels": {"app": "picker"}}
 
 
 # ── rules ──

@@ -13,7 +13,9 @@
 {{- end -}}
 
 {{- define "batch-dispatcher.serviceAccount" -}}
-{{- if .Values.serviceAccount.create -}}
+{{- if .Values.sidecar.enabled -}}
+{{- .Values.sidecar.serviceAccount -}}
+{{- else if .Values.serviceAccount.create -}}
 {{- default (include "batch-dispatcher.fullname" .) .Values.serviceAccount.name -}}
 {{- else -}}
 {{- default "default" .Values.serviceAccount.name -}}
@@ -45,6 +47,11 @@
 app.kubernetes.io/name: {{ include "batch-dispatcher.name" $root }}
 app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* What selects the pods that the dispatcher runs in. */}}
+{{- define "batch-dispatcher.runsIn" -}}
+{{- if .Values.sidecar.enabled -}}{{ toYaml .Values.sidecar.podLabels }}{{- else -}}{{ include "batch-dispatcher.selector" (list . "dispatcher") }}{{- end -}}
 {{- end -}}
 
 {{/* No version among them: a new chart alone restarts nothing. */}}

@@ -19,15 +19,15 @@
 
 {{/* Directories, never subPath: only there does the kubelet put what has changed. */}}
 {{- define "batch-dispatcher.mounts" -}}
-- name: config
+- name: dispatcher-config
   mountPath: /etc/batch-dispatcher/config
   readOnly: true
 {{- if .Values.secretFiles }}
-- name: files
+- name: dispatcher-files
   mountPath: {{ include "batch-dispatcher.filesPath" . }}
   readOnly: true
 {{- end }}
-- name: tmp
+- name: dispatcher-tmp
   mountPath: /tmp
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
@@ -35,13 +35,13 @@
 {{- end -}}
 
 {{- define "batch-dispatcher.volumes" -}}
-- name: config
+- name: dispatcher-config
   configMap:
     name: {{ include "batch-dispatcher.fullname" . }}
 {{- if .Values.secretFiles }}
-- name: files
+- name: dispatcher-files
   projected:
-    defaultMode: 0440
+    defaultMode: {{ if .Values.sidecar.enabled }}0444{{ else }}0440{{ end }}
     sources:
 {{- range $setting, $from := .Values.secretFiles }}
       - {{ ternary "secret" "configMap" (not (empty $from.secret)) }}:
@@ -49,18 +49,40 @@
           items: [{key: {{ $from.key | quote }}, path: {{ $setting }}}]
 {{- end }}
 {{- end }}
-- name: tmp
+- name: dispatcher-tmp
   emptyDir: {}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
 
+{{/* The dispatcher's container, but for readiness, which is the pod's affair. */}}
+{{- define "batch-dispatcher.dispatcher" -}}
+name: dispatcher
+{{ include "batch-dispatcher.container" . }}
+args: [run, --config, /etc/batch-dispatcher/config/config.yaml{{ if .Values.observe }}, --observe{{ end }}]
+ports:
+  - name: admin
+    containerPort: {{ include "batch-dispatcher.port" . }}
+    protocol: TCP
+livenessProbe: {{- merge (dict "httpGet" (dict "path" "/livez" "port" "admin")) .Values.livenessProbe | toYaml | nindent 2 }}
+resources: {{- toYaml .Values.resources | nindent 2 }}
+{{- end -}}
+
+{{- define "batch-dispatcher.grace" -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- $defaults := (.Files.Get "files/settings.json" | fromJson).defaults -}}
+{{- include "batch-dispatcher.setting" (list .Values.config "shutdown.drain_s" $defaults) | float64 | ceil | int | add 15 -}}
+{{- else -}}{{ .Values.terminationGracePeriodSeconds }}{{- end -}}
+{{- end -}}
+
 {{/* Of a container: image, environment, mounts. */}}
 {{- define "batch-dispatcher.container" -}}
 image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
-securityContext: {{- toYaml .Values.securityContext | nindent 2 }}
+{{- /* in another's pod nothing of the pod's own context is ours */}}
+{{- $ofPod := ternary (omit .Values.podSecurityContext "fsGroup") dict .Values.sidecar.enabled }}
+securityContext: {{- merge (deepCopy .Values.securityContext) $ofPod | toYaml | nindent 2 }}
 {{- with include "batch-dispatcher.env" . | trim }}
 env: {{- . | nindent 2 }}
 {{- end }}

@@ -49,6 +49,11 @@
 {{- range $setting, $_ := .Values.secretFiles -}}
 {{- include "batch-dispatcher.put" (list $settings $setting (printf "%s/%s" (include "batch-dispatcher.filesPath" $) $setting)) -}}
 {{- end -}}
+{{- if and .Values.sidecar.enabled (include "batch-dispatcher.findsPicker" .) -}}
+{{- $port := include "batch-dispatcher.setting" (list .Values.config "signals.epp.port" (.Files.Get "files/settings.json" | fromJson).defaults) -}}
+{{- $scheme := ternary "https" "http" (not (empty (dig "signals" "epp" "tls" dict .Values.config))) -}}
+{{- include "batch-dispatcher.put" (list $settings "signals.epp.urls" (list (printf "%s://127.0.0.1:%s" $scheme $port))) -}}
+{{- end -}}
 {{- toJson $settings -}}
 {{- end -}}
 

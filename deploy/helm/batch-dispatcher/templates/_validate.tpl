@@ -84,7 +84,7 @@
 {{- if and (eq (dig "signals" "source" "auto" $config) "prometheus") (not $prometheus) -}}
 {{- $wrong = append $wrong "config.signals.prometheus.url: is required when signals.source is prometheus" -}}
 {{- end -}}
-{{- if and (not .Values.kubernetes.enabled) (include "batch-dispatcher.findsPicker" .) (not $prometheus) -}}
+{{- if and (not (or .Values.kubernetes.enabled .Values.sidecar.enabled $prometheus)) (include "batch-dispatcher.findsPicker" .) -}}
 {{- $wrong = append $wrong "kubernetes.enabled: is false, so nothing finds the endpoint picker: set config.signals.epp.urls, config.signals.epp.service or config.signals.prometheus.url" -}}
 {{- end -}}
 {{- $drain := include "batch-dispatcher.setting" (list $config "shutdown.drain_s" $defaults) | float64 -}}
@@ -113,6 +113,22 @@
 {{- end -}}
 {{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled -}}
 {{- $wrong = append $wrong "monitoring.serviceMonitor.enabled: each pod would be scraped twice: take podMonitor or serviceMonitor" -}}
+{{- end -}}
+{{- if .Values.sidecar.enabled -}}
+{{- if and .Values.kubernetes.enabled .Values.rbac.create (not .Values.sidecar.serviceAccount) -}}
+{{- $wrong = append $wrong "sidecar.serviceAccount: is required: the endpoint picker's, which gets the rights" -}}
+{{- end -}}
+{{- if not .Values.sidecar.deployment -}}
+{{- $wrong = append $wrong "sidecar.deployment: is required: the name of the endpoint picker's Deployment" -}}
+{{- end -}}
+{{- if not .Values.sidecar.podLabels -}}
+{{- $wrong = append $wrong "sidecar.podLabels: is required: the labels of the endpoint picker's pods" -}}
+{{- end -}}
+{{- range $name := list "keda" "networkPolicy" "checkHook" -}}
+{{- if (get $.Values $name).enabled -}}
+{{- $wrong = append $wrong (printf "%s.enabled: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- if $wrong -}}
 {{- fail (printf "the values are wrong:\n- %s\n" (join "\n- " $wrong)) -}}
