@@ -553,7 +553,7 @@ def test_valkey_starts_as_the_chart_starts_it(tmp_path: Path) -> None:
             "save": "",
         }
         with pytest.raises(redis.AuthenticationError):
-            redis.Redis(port=port).ping()
+            redis.Redis(port=port, retry=once).ping()
     finally:
         process.terminate()
         process.wait()
