@@ -337,6 +337,12 @@ def readme() -> str:
 
 
 def chart_file() -> str:
-    """Chart.yaml with the package's version: the chart is released with the program."""
+    """Chart.yaml with the package's version, for the two are released together, and the images it runs."""
     text = (CHART / "Chart.yaml").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    images = "".join(
+        f"    - name: {name}\n      image: {image['repository']}:{image['tag'] or __version__}\n"
+        for name, image in (("dispatcher", values["image"]), ("valkey", values["valkey"]["image"]))
+    )
+    text = re.sub(r"(images: \|\n)(?: {4}.*\n)*", rf"\1{images}", text)
     return re.sub(r"^((?:appV|v)ersion): [^\s#]+", rf"\1: {__version__}", text, flags=re.MULTILINE)

@@ -3,7 +3,7 @@
     python -m tests.deploy.kustomization        writes them
 
 Chart and Kustomize are one set of objects. What only Helm needs goes: namespaces (Kustomize sets them), the
-chart's labels, hooks, the hash of what restarts (who changes that restarts by hand). What a kustomization.yaml
+chart's labels, hooks, the hash of what restarts (who changes that, restarts). What a kustomization.yaml
 says is kept by hand; that a build equals the chart is a test.
 """
 
@@ -85,7 +85,7 @@ def _bare(text: str) -> str:
         text,
         flags=re.MULTILINE,
     )
-    text = re.sub(r"^  namespace: default\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^  namespace: \"default\"\n", "", text, flags=re.MULTILINE)
     text = re.sub(r"^ *annotations:\n *batch-dispatcher/restart: .*\n", "", text, flags=re.MULTILINE)
     text = text.replace(f"{NAMESPACE}:{NAME}:metrics", f"{NAME}-metrics")
     return text.strip("\n") + "\n"

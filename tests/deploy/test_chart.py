@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -274,6 +275,36 @@ def test_commands_of_the_notes_exist() -> None:
         assert here is False
 
 
+@pytest.mark.parametrize("name", ["basic", "observing", "sidecar", "objective", "pods-scraped"])
+def test_notes_are_whole(name: str, tmp_path: Path) -> None:
+    """Rendered in a ConfigMap of a copy: `helm template` leaves them out."""
+    copy = tmp_path / "batch-dispatcher"
+    shutil.copytree(CHART, copy)
+    (copy / "templates" / "NOTES.txt").rename(copy / "NOTES.txt")
+    (copy / "templates" / "notes.yaml").write_text('notes: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n')
+    arguments = ["template", "night", copy, "--namespace", "llm", "--kube-version", "1.34.0", "--values", "-"]
+    done = subprocess.run(
+        [require_tool("helm"), *arguments, "--show-only", "templates/notes.yaml"],
+        input=json.dumps({**BASIC, **CASES[name]}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    notes = yaml.safe_load(done.stdout)["notes"]
+    assert "<no value>" not in notes
+    assert "\n\n\n" not in notes
+    assert notes.startswith("night-batch-dispatcher fills pool llm/qwen by http://gateway.\n")
+    where = "picker" if name == "sidecar" else "night-batch-dispatcher"
+    assert f"exec deploy/{where} -c dispatcher -- batch-dispatcher check --config" in notes
+    assert ("kubectl -n llm patch deployment picker" in notes) == (name == "sidecar")
+    assert ("It only watches" in notes) == (name == "observing")
+    assert ("helm -n llm test night" in notes) == (name not in {"observing", "sidecar"})
+    assert ("Batch requests have no priority" in notes) == (name != "objective")
+    assert ("Nobody scrapes it" in notes) == (name not in {"pods-scraped", "sidecar"})
+    assert ("for trials" in notes) == (name != "sidecar")
+
+
 def test_rights_are_those_of_the_docs_for_this_pool_alone() -> None:
     page = (ROOT / "docs" / "signals.md").read_text()
     (text,) = re.findall(r"<!-- least role -->\n```yaml\n(.*?)```", page, re.DOTALL)
@@ -378,6 +409,27 @@ def test_fence_lets_through_what_the_settings_need_and_nothing_else() -> None:
     server = case("fenced").one("NetworkPolicy", "valkey")["spec"]
     assert server["egress"] == []
     assert len(server["ingress"][0]["from"]) == 2
+
+
+def test_names_that_yaml_takes_for_something_else_stay_names(schemas: Path) -> None:
+    """Kubernetes allows `no`, `1e3` and `123` as names, and YAML has ideas of its own about them."""
+    values: dict[str, Any] = {
+        "pool": {"name": "1e3", "namespace": "on"},
+        "fullnameOverride": "123",
+        "priorityClassName": "null",
+        "secretFiles": {"gateway.token_file": {"secret": "123", "key": "1"}},
+        "monitoring": {
+            "podMonitor": {"enabled": True},
+            "rules": {"enabled": True},
+            "dashboard": {"enabled": True},
+        },
+    }
+    for name in ("pods-scraped", "fenced", "scaled", "objective", "more-of-everything"):
+        values = {**CASES[name], **values}
+    release = render(values, "true", "no")
+    assert faults(release.text, KUBERNETES[-1], schemas) == []
+    assert release.settings().pool.name == "1e3"
+    assert {each["metadata"].get("namespace", "no") for each in release.objects} == {"no", "on"}
 
 
 def identities(release: Release, namespace: str) -> set[tuple[str, str, str]]:

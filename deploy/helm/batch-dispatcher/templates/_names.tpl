@@ -44,8 +44,8 @@
 {{/* list: the root, the component */}}
 {{- define "batch-dispatcher.selector" -}}
 {{- $root := index . 0 -}}
-app.kubernetes.io/name: {{ include "batch-dispatcher.name" $root }}
-app.kubernetes.io/instance: {{ $root.Release.Name }}
+app.kubernetes.io/name: {{ include "batch-dispatcher.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 

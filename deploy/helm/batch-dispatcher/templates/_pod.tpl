@@ -37,7 +37,7 @@
 {{- define "batch-dispatcher.volumes" -}}
 - name: dispatcher-config
   configMap:
-    name: {{ include "batch-dispatcher.fullname" . }}
+    name: {{ include "batch-dispatcher.fullname" . | quote }}
 {{- if .Values.secretFiles }}
 - name: dispatcher-files
   projected:
@@ -45,7 +45,7 @@
     sources:
 {{- range $setting, $from := .Values.secretFiles }}
       - {{ ternary "secret" "configMap" (not (empty $from.secret)) }}:
-          name: {{ default $from.configMap $from.secret }}
+          name: {{ default $from.configMap $from.secret | quote }}
           items: [{key: {{ $from.key | quote }}, path: {{ $setting }}}]
 {{- end }}
 {{- end }}
@@ -91,7 +91,7 @@ volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
 
 {{/* Of a pod, beside its containers. */}}
 {{- define "batch-dispatcher.pod" -}}
-serviceAccountName: {{ include "batch-dispatcher.serviceAccount" . }}
+serviceAccountName: {{ include "batch-dispatcher.serviceAccount" . | quote }}
 automountServiceAccountToken: {{ .Values.kubernetes.enabled }}
 enableServiceLinks: false
 {{- with .Values.imagePullSecrets }}
@@ -99,7 +99,7 @@ imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
 securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}
