@@ -83,16 +83,16 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "rules": {
         "monitoring": {
+            "runbook": "https://wiki/runbook.md",
             "rules": {
                 "enabled": True,
                 "labels": {"release": "prometheus"},
-                "runbook": "https://wiki/runbook.md",
                 "alerts": {
                     "BatchDispatcherStarved": {"enabled": False},
                     "BatchDispatcherRefusals": {"threshold": 0.2, "for": "10m", "severity": "info"},
                     "BatchDispatcherDown": {"threshold": "2d"},
                 },
-            }
+            },
         }
     },
     "dashboard": {"monitoring": {"dashboard": {"enabled": True, "namespace": "monitoring"}}},

@@ -49,7 +49,8 @@ def test_there_is_no_golden_render_of_nothing() -> None:
 
 
 def test_every_object_is_valid_for_every_kubernetes(schemas: Path) -> None:
-    text = "\n---\n".join(case(name).text for name in EVERY)
+    objects = {text for name in EVERY for text in case(name).text.split("\n---\n")}
+    text = "\n---\n".join(sorted(objects))
     assert [fault for version in KUBERNETES for fault in faults(text, version, schemas)] == []
 
 
@@ -561,6 +562,13 @@ def test_rules_are_otherwise_those_of_the_files() -> None:
     assert (refusals["for"], refusals["labels"]) == ("10m", {"severity": "info"})
     assert refusals["annotations"]["runbook_url"] == "https://wiki/runbook.md#batchdispatcherrefusals"
     assert "[2d]" in found["BatchDispatcherDown"]["expr"]
+
+
+def test_dashboard_leads_to_the_same_runbook() -> None:
+    monitoring = {"runbook": 'https://wiki/"runbook".md', "dashboard": {"enabled": True}}
+    (text,) = render({"monitoring": monitoring}).one("ConfigMap", "-dashboard")["data"].values()
+    variables = json.loads(text)["templating"]["list"]
+    assert [each["query"] for each in variables if each["name"] == "runbook"] == [monitoring["runbook"]]
 
 
 def test_keda_asks_prometheus_what_it_can_answer(tmp_path: Path) -> None:

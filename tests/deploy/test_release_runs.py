@@ -97,9 +97,10 @@ def test_a_release_answers_a_request_by_what_it_brings_alone(world: tuple[int, i
                 stop_s=30,
             )
         )
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5))
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             path = release.container[probe]["httpGet"]["path"]
-            wait_until_sync(lambda path=path: answer(admin, path) == 200, 30, what=path)
+            wait_until_sync(lambda path=path: answer(client, path) == 200, 30, what=path, every_s=0.1)
         found = done(check)
         assert found.returncode == 0, found.stdout + found.stderr
         answered = done(test)
@@ -109,9 +110,9 @@ def test_a_release_answers_a_request_by_what_it_brings_alone(world: tuple[int, i
         assert dispatcher.wait(30) == 0
 
 
-def answer(port: int, path: str) -> int:
+def answer(client: httpx.Client, path: str) -> int:
     try:
-        return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=5).status_code
+        return client.get(path).status_code
     except httpx.TransportError:
         return 0
 

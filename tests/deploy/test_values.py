@@ -166,6 +166,12 @@ def test_values_that_the_guide_names_exist() -> None:
             assert there or f"| `{path}." in readme, path
 
 
+def test_links_of_the_readme_lead_to_what_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)", (CHART / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (CHART / link).exists()] == []
+
+
 def test_package_holds_what_the_templates_read(tmp_path: Any) -> None:
     done = helm_package(tmp_path)
     assert done.returncode == 0, done.stderr
