@@ -191,6 +191,7 @@ def schema() -> str:
         # These two are refused by a sentence that says where they belong.
         "properties": {name: {} if name in ("pool", "gateway") else rule for name, rule in models.items()},
     }
+    root["required"] += ["config", "secretFiles"]
     root["properties"]["secretFiles"] = _secret_files()
     root["properties"]["monitoring"]["properties"]["rules"]["properties"]["alerts"] = _alerts()
     root["properties"]["global"] = {"type": "object"}
@@ -211,7 +212,14 @@ def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[
         if here in keys:
             found["description"] = keys[here].about
         properties[name] = found
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    # All are in values.yaml: a missing one was taken out by a null, which only lists and free maps bear.
+    free = ({"type": "array"}, {"type": "object"})
+    there = [
+        name
+        for name, rule in properties.items()
+        if values[name] is not None and {key: rule[key] for key in rule if key != "description"} not in free
+    ]
+    return {"type": "object", "additionalProperties": False, "required": there, "properties": properties}
 
 
 def _type(value: Any) -> str:

@@ -183,6 +183,8 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     ({"gateway": {"url": "gateway:80"}}, "/gateway/url"),
     ({"pool": {"name": "Qwen_7B"}}, "/pool/name"),
     ({"pool": {"nam": "qwen"}}, "'nam'"),
+    ({"config": None}, "missing property 'config'"),
+    ({"redis": {"existingSecret": None}}, "missing property 'existingSecret'"),
     ({"replica": 2}, "'replica'"),
     ({"replicas": "2"}, "/replicas"),
     ({"config": {"budget": {"reserve": 1.5}}}, "/config/budget/reserve"),

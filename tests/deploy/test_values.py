@@ -127,6 +127,22 @@ def test_null_is_the_program_s_default_where_the_program_has_it_so() -> None:
     assert render({"config": nothing}).settings().policy() == render({}).settings().policy()
 
 
+def test_lists_and_maps_can_be_taken_out() -> None:
+    maps = (
+        "affinity",
+        "nodeSelector",
+        "resources",
+        "securityContext",
+        "podLabels",
+        "strategy",
+    )
+    lists = ("tolerations", "extraEnv", "extraVolumes", "extraObjects", "imagePullSecrets")
+    release = render(dict.fromkeys((*maps, *lists)) | {"podSecurityContext": {"runAsUser": None}})
+    assert release.settings() == render({}).settings()
+    assert "runAsUser" not in release.pod["securityContext"]
+    assert release.pod["securityContext"]["runAsNonRoot"] is True
+
+
 def test_every_value_is_described() -> None:
     readme = (CHART / "README.md").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
@@ -151,7 +167,7 @@ def upward(path: str) -> Iterator[str]:
 def test_value_sets_of_the_guide_render() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(found) == page.count("<!-- values -->") == 7
+    assert len(found) == page.count("<!-- values -->") == 8
     for text in found:
         assert render(yaml.safe_load(text)).settings()
 

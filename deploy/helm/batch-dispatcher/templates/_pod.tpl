@@ -81,8 +81,8 @@ resources: {{- toYaml .Values.resources | nindent 2 }}
 image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- /* in another's pod nothing of the pod's own context is ours */}}
-{{- $ofPod := ternary (omit .Values.podSecurityContext "fsGroup") dict .Values.sidecar.enabled }}
-securityContext: {{- merge (deepCopy .Values.securityContext) $ofPod | toYaml | nindent 2 }}
+{{- $ofPod := ternary (omit (default dict .Values.podSecurityContext) "fsGroup") dict .Values.sidecar.enabled }}
+securityContext: {{- merge (deepCopy (default dict .Values.securityContext)) $ofPod | toYaml | nindent 2 }}
 {{- with include "batch-dispatcher.env" . | trim }}
 env: {{- . | nindent 2 }}
 {{- end }}
