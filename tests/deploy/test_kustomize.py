@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dispatcher import __version__
 from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.kustomization import COMPONENTS, KUSTOMIZE, NAME, files
 from tests.deploy.kustomization import release as of_chart
@@ -136,7 +137,7 @@ def test_overlays_are_what_they_say() -> None:
     assert overlay("dev").settings().queue.url.reveal() == "redis://batch-dispatcher-valkey:6379"
     production = overlay("production")
     assert production.deployment["spec"]["replicas"] == 2
-    assert production.container["image"] == "registry.example/batch-dispatcher:0.1.0"
+    assert production.container["image"] == f"registry.example/batch-dispatcher:{__version__}"
     assert {"NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "PrometheusRule"} < set(production.kinds)
 
 
