@@ -332,6 +332,7 @@ def test_rights_are_given_where_the_pool_is_to_whom_the_pod_is() -> None:
 def test_no_token_is_mounted_where_nothing_is_read() -> None:
     assert case("without-kubernetes").pod["automountServiceAccountToken"] is False
     assert case("basic").pod["automountServiceAccountToken"] is True
+    assert case("basic").one("Pod")["spec"]["automountServiceAccountToken"] is False
     assert case("basic").one("ServiceAccount")["automountServiceAccountToken"] is False
 
 

@@ -89,10 +89,12 @@ env: {{- . | nindent 2 }}
 volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
 {{- end -}}
 
-{{/* Of a pod, beside its containers. */}}
+{{/* list: the root, whether it asks Kubernetes. Of a pod, beside its containers. */}}
 {{- define "batch-dispatcher.pod" -}}
+{{- $asks := index . 1 -}}
+{{- with index . 0 -}}
 serviceAccountName: {{ include "batch-dispatcher.serviceAccount" . | quote }}
-automountServiceAccountToken: {{ .Values.kubernetes.enabled }}
+automountServiceAccountToken: {{ and $asks .Values.kubernetes.enabled }}
 enableServiceLinks: false
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
@@ -111,4 +113,5 @@ affinity: {{- toYaml . | nindent 2 }}
 tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 volumes: {{- include "batch-dispatcher.volumes" . | nindent 2 }}
+{{- end -}}
 {{- end -}}
