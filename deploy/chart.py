@@ -1,0 +1,356 @@
+"""What of the chart is made from the program: schema, facts for templates, README, versions.
+
+`pool`, `gateway` and `config` of the values are the settings' own sections, so their schema is made of the
+models. The chart's own values take their types from values.yaml; OWN has what a default cannot say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from dispatcher import __version__
+from dispatcher.settings import SecretUrl, Settings
+from dispatcher.settings.load import NEEDS_RESTART, key_paths
+from dispatcher.settings.model import HttpUrl
+from dispatcher.settings.queue import QueueUrl
+from dispatcher.settings.values import AUTO, Label, UrlPath
+
+CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
+
+NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}
+"""An embedded queue in a pod would have no producers, and probes come from outside it."""
+LABEL = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+_PATTERNS: tuple[tuple[Any, str], ...] = (
+    (Label, LABEL),
+    (UrlPath, "^/([^/]|$)"),
+    (HttpUrl, "^$|^https?://"),
+    (QueueUrl, r"^$|^rediss?(\+(sentinel|cluster))?://"),
+)
+_TYPES = {str: "string", SecretUrl: "string", int: "integer", float: "number", bool: "boolean"}
+_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+
+
+# ── the settings' part ──
+
+
+def section(model: type[BaseModel], path: str = "") -> dict[str, Any]:
+    """The schema of a section: every key typed and bounded as the model has it, no other key."""
+    properties = {
+        name: _field(info, f"{path}{name}")
+        for name, info in model.model_fields.items()
+        if f"{path}{name}" not in NOT_HERE
+    }
+    return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def _field(info: FieldInfo, path: str) -> dict[str, Any]:
+    kind = info.annotation
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return section(kind, f"{path}.")
+    found = _kind(kind)
+    for rule in info.metadata:
+        found |= {word: getattr(rule, sign) for sign, word in _BOUNDS.items() if hasattr(rule, sign)}
+    found |= _pattern(info.metadata)
+    if AUTO in info.metadata:  # `pattern` speaks of texts only, the bounds of numbers only
+        found |= {"type": ["number", "string"], "pattern": f"^{AUTO}$"}
+    if path == "admin.port":
+        found["minimum"] = 1  # a Service needs to know it
+    if info.description:
+        found["description"] = info.description
+    return found
+
+
+def _kind(kind: Any) -> dict[str, Any]:
+    if kind in _TYPES:
+        return {"type": _TYPES[kind]}
+    origin, of = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return {"enum": list(of)}
+    if origin is tuple:
+        return {"type": "array", "items": _item(of[0])}
+    if origin is dict:
+        names, text = _item(of[0]).get("enum"), {"type": "string"}
+        if names is None:
+            return {"type": "object", "additionalProperties": text}
+        return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, text)}
+    return {"type": [_TYPES[of[0]], "null"]}  # X | None is all that is left
+
+
+def _item(kind: Any) -> dict[str, Any]:
+    """Of a list or a map: what each is."""
+    if not hasattr(kind, "__metadata__"):
+        return _kind(kind)
+    return _kind(kind.__origin__) | _pattern(kind.__metadata__)
+
+
+def _pattern(rules: Sequence[Any]) -> dict[str, str]:
+    """What a text must look like, if one of the rules says it."""
+    for of, text in _PATTERNS:
+        if of.__metadata__[-1] in rules:
+            return {"pattern": text}
+    return {}
+
+
+def settings_facts() -> str:
+    """files/settings.json: what templates have to know of the settings."""
+    defaults = {}
+    for path in ("shutdown.drain_s", "admin.port", "signals.epp.port", "signals.interval_s", "budget.reserve",
+                 "retry.base_s", "retry.max_s", "queue.lease_s"):  # fmt: skip
+        value: Any = Settings.model_construct(gateway=None)
+        for name in path.split("."):
+            value = getattr(value, name)
+        defaults[path] = value
+    return json.dumps({"restart": list(NEEDS_RESTART), "defaults": defaults}, indent=1) + "\n"
+
+
+# ── the chart's own part ──
+
+_PORTS = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65535}}
+_EGRESS = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {"to": {"type": "array", "items": {"type": "object"}}, "ports": _PORTS},
+}
+_SECRET_KEY = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
+}
+_OR_NOTHING = {"type": ["boolean", "null"]}
+_INTERVAL = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
+_IMAGE = {
+    "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
+    "pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]},
+    "repository": {"type": "string", "minLength": 1},
+}
+OWN: Mapping[str, dict[str, Any]] = {
+    "pool.name": {"type": "string", "pattern": f"^$|{LABEL}"},
+    "pool.namespace": {"type": "string", "pattern": f"^$|{LABEL}"},
+    "gateway.url": {"type": "string", "pattern": "^$|^https?://"},
+    "valkey.enabled": _OR_NOTHING,
+    "valkey.existingSecret": _SECRET_KEY,
+    "valkey.maxmemory": {"type": "string", "pattern": "^[0-9]+([kmg]b?)?$"},
+    "replicas": {"type": "integer", "minimum": 0},
+    "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
+    "podDisruptionBudget.enabled": _OR_NOTHING,
+    "podDisruptionBudget.maxUnavailable": {
+        "type": ["integer", "string"],
+        "minimum": 1,
+        "pattern": "^[0-9]+%$",
+    },
+    "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
+    "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
+    "monitoring.podMonitor.interval": _INTERVAL,
+    "monitoring.serviceMonitor.interval": _INTERVAL,
+    "inferenceObjective.priority": {"type": "integer", "maximum": -1},
+    "inferenceObjective.apiVersion": {
+        "enum": ["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"],
+    },
+    "keda.minReplicas": {"type": "integer", "minimum": 0},
+    "keda.maxReplicas": {"type": "integer", "minimum": 1},
+    "keda.backlog": {"type": "integer", "minimum": 1},
+    "keda.pollingInterval": {"type": "integer", "minimum": 1},
+    "keda.redis.existingSecret": _SECRET_KEY,
+    "keda.redis.address": {"type": "string", "pattern": "^$|^[^/:@]+:[0-9]+$"},
+    "keda.prometheus.url": {"type": "string", "pattern": "^$|^https?://"},
+    "keda.prometheus.deadlineSlack": {"type": "integer", "minimum": 1},
+    "test.deadline": {"type": "integer", "minimum": 1},
+    **{f"image.{name}": rule for name, rule in _IMAGE.items()},
+    **{f"valkey.image.{name}": rule for name, rule in _IMAGE.items()},
+    **{
+        f"networkPolicy.egress.{name}": _EGRESS
+        for name in ("dns", "gateway", "queue", "picker", "prometheus", "apiServer", "tracing")
+    },
+}
+"""What the default in values.yaml does not tell of a value."""
+
+
+def schema() -> str:
+    """values.schema.json: draft 7, which every Helm 3 reads."""
+    keys = described()
+    root = _own(yaml.safe_load((CHART / "values.yaml").read_text()), "", {key.path: key for key in keys})
+    models = section(Settings)["properties"]
+    for name in ("pool", "gateway"):
+        of_chart = root["properties"][name]["properties"]
+        root["properties"][name] = {
+            **models[name],
+            "properties": {**models[name]["properties"], **of_chart},
+        }
+    root["properties"]["config"] = {
+        "type": "object",
+        "additionalProperties": False,
+        # These two are refused by a sentence that says where they belong.
+        "properties": {name: {} if name in ("pool", "gateway") else rule for name, rule in models.items()},
+    }
+    root["required"] += ["config", "secretFiles"]
+    root["properties"]["secretFiles"] = _secret_files()
+    root["properties"]["monitoring"]["properties"]["rules"]["properties"]["alerts"] = _alerts()
+    root["properties"]["global"] = {"type": "object"}
+    head = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "batch-dispatcher"}
+    return json.dumps({**head, **root}, indent=1, ensure_ascii=False) + "\n"
+
+
+def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[str, Any]:
+    properties = {}
+    for name, value in values.items():
+        here = f"{path}{name}"
+        if here in OWN:
+            found = dict(OWN[here])
+        elif isinstance(value, dict) and here not in keys:
+            found = _own(value, f"{here}.", keys)
+        else:
+            found = {"type": _type(value)}
+        if here in keys:
+            found["description"] = keys[here].about
+        properties[name] = found
+    # All are in values.yaml: a missing one was taken out by a null, which only lists and free maps bear.
+    free = ({"type": "array"}, {"type": "object"})
+    there = [
+        name
+        for name, rule in properties.items()
+        if values[name] is not None and {key: rule[key] for key in rule if key != "description"} not in free
+    ]
+    return {"type": "object", "additionalProperties": False, "required": there, "properties": properties}
+
+
+def _type(value: Any) -> str:
+    for kind, name in (
+        (bool, "boolean"),
+        (int, "integer"),
+        (str, "string"),
+        (list, "array"),
+        (dict, "object"),
+    ):
+        if isinstance(value, kind):
+            return name
+    raise TypeError(f"values.yaml: the type of {value!r} is not told by its default: name it in OWN")
+
+
+def files_of_settings() -> list[str]:
+    """The settings that name a file."""
+    return [path for path in key_paths(Settings) if path.endswith("_file")]
+
+
+def _secret_files() -> dict[str, Any]:
+    source = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["key"],
+        "properties": {name: {"type": "string", "minLength": 1} for name in ("secret", "configMap", "key")},
+    }
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": dict.fromkeys(files_of_settings(), source),
+    }
+
+
+def _alerts() -> dict[str, Any]:
+    names = [
+        rule["alert"] for rule in yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["alerts"]
+    ]
+    rule = {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "enabled": {"type": "boolean"},
+            "threshold": {"type": ["number", "string"], "pattern": "^[0-9]+(ms|[smhdwy])$"},
+            "for": {"type": "string", "pattern": "^([0-9]+(ms|[smhdwy]))+$"},
+            "severity": {"type": "string", "minLength": 1},
+        },
+    }
+    return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, rule)}
+
+
+# ── README.md ──
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A value as values.yaml describes it."""
+
+    path: str
+    about: str
+
+
+def described() -> list[Key]:
+    """Every key of values.yaml that a `# --` comment stands above, in its order."""
+    return list(_described((CHART / "values.yaml").read_text().splitlines()))
+
+
+def _described(lines: list[str]) -> Iterator[Key]:
+    open_: list[tuple[int, str]] = []
+    about = ""
+    for line in lines:
+        if found := re.match(r" *# -- (.+)", line):
+            about = found[1]
+        elif found := re.match(r"( *)([A-Za-z][A-Za-z0-9]*):", line):
+            while open_ and open_[-1][0] >= len(found[1]):
+                open_.pop()
+            open_.append((len(found[1]), found[2]))
+            if about:
+                yield Key(".".join(name for _, name in open_), about)
+            about = ""
+
+
+_README = """# batch-dispatcher
+
+<!-- Generated by `make docs` from values.yaml and Chart.yaml: edit the comments there. -->
+
+{description}.
+
+```sh
+helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set gateway.url=http://gateway
+helm test qwen-batch
+```
+
+One release per pool; any number of them in a namespace. [The install guide](../../../docs/install.md) leads
+through it. Version {version}; Kubernetes {kube}. Wrong values are refused before anything is sent to the
+cluster, by a schema that is made of the same models as the program's own validation.
+
+## Values
+
+`pool`, `gateway` and the sections of `config` are the dispatcher's settings, key by key as in
+[docs/configuration.md](../../../docs/configuration.md).
+
+| value | default | meaning |
+|---|---|---|
+"""
+
+
+def readme() -> str:
+    """README.md of the chart."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    rows = []
+    for key in described():
+        value: Any = values
+        for name in key.path.split("."):
+            value = value[name]
+        default = json.dumps(value, ensure_ascii=False)
+        rows.append(f"| `{key.path}` | `{default}` | {key.about.replace('|', chr(92) + '|')} |")
+    head = _README.format(
+        description=chart["description"], version=chart["version"], kube=chart["kubeVersion"]
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def chart_file() -> str:
+    """Chart.yaml with the package's version, for the two are released together, and the images it runs."""
+    text = (CHART / "Chart.yaml").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    images = "".join(
+        f"    - name: {name}\n      image: {image['repository']}:{image['tag'] or __version__}\n"
+        for name, image in (("dispatcher", values["image"]), ("valkey", values["valkey"]["image"]))
+    )
+    text = re.sub(r"(images: \|\n)(?: {4}.*\n)*", rf"\1{images}", text)
+    return re.sub(r"^((?:appV|v)ersion): [^\s#]+", rf"\1: {__version__}", text, flags=re.MULTILINE)

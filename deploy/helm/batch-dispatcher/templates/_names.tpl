@@ -1,0 +1,81 @@
+{{- define "batch-dispatcher.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "batch-dispatcher.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains (include "batch-dispatcher.name" .) .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name (include "batch-dispatcher.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "batch-dispatcher.serviceAccount" -}}
+{{- if .Values.sidecar.enabled -}}
+{{- .Values.sidecar.serviceAccount -}}
+{{- else if .Values.serviceAccount.create -}}
+{{- default (include "batch-dispatcher.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- default "default" .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Two releases never have the same: neither part can hold a colon. */}}
+{{- define "batch-dispatcher.clusterName" -}}
+{{- printf "%s:%s:metrics" .Release.Namespace (include "batch-dispatcher.fullname" .) -}}
+{{- end -}}
+
+{{/* In the pool's namespace there may be releases of others that have our name. */}}
+{{- define "batch-dispatcher.roleName" -}}
+{{- $name := include "batch-dispatcher.fullname" . -}}
+{{- if eq .Release.Namespace (include "batch-dispatcher.poolNamespace" .) -}}{{ $name }}{{- else -}}{{ printf "%s:%s" .Release.Namespace $name }}{{- end -}}
+{{- end -}}
+
+{{- define "batch-dispatcher.poolNamespace" -}}
+{{- default .Release.Namespace .Values.pool.namespace -}}
+{{- end -}}
+
+{{- define "batch-dispatcher.objective" -}}
+{{- default (include "batch-dispatcher.fullname" .) .Values.inferenceObjective.name -}}
+{{- end -}}
+
+{{/* list: the root, the component */}}
+{{- define "batch-dispatcher.selector" -}}
+{{- $root := index . 0 -}}
+app.kubernetes.io/name: {{ include "batch-dispatcher.name" $root | quote }}
+app.kubernetes.io/instance: {{ $root.Release.Name | quote }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* What selects the pods that the dispatcher runs in. */}}
+{{- define "batch-dispatcher.runsIn" -}}
+{{- if .Values.sidecar.enabled -}}{{ toYaml .Values.sidecar.podLabels }}{{- else -}}{{ include "batch-dispatcher.selector" (list . "dispatcher") }}{{- end -}}
+{{- end -}}
+
+{{/* No version among them: a new chart alone restarts nothing. */}}
+{{- define "batch-dispatcher.podLabels" -}}
+{{ include "batch-dispatcher.selector" . }}
+{{- with (index . 0).Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "batch-dispatcher.labels" -}}
+{{- $root := index . 0 -}}
+helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 }}
+{{ include "batch-dispatcher.selector" . }}
+app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+app.kubernetes.io/part-of: batch-dispatcher
+{{- with $root.Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* list: the values of an image, its default tag */}}
+{{- define "batch-dispatcher.image" -}}
+{{- $image := index . 0 -}}
+{{- if $image.digest -}}{{ $image.repository }}@{{ $image.digest }}{{- else -}}{{ $image.repository }}:{{ default (index . 1) $image.tag }}{{- end -}}
+{{- end -}}

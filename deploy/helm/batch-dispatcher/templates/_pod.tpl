@@ -1,0 +1,117 @@
+{{/* What every pod that runs our program has: environment, files, rights. */}}
+
+{{- define "batch-dispatcher.env" -}}
+{{- if .Values.redis.existingSecret.name }}
+- name: BATCH_DISPATCHER__QUEUE__URL
+  valueFrom:
+    secretKeyRef: {{ dict "name" .Values.redis.existingSecret.name "key" .Values.redis.existingSecret.key | toJson }}
+{{- else if and (include "batch-dispatcher.ownQueue" .) .Values.valkey.existingSecret.name }}
+- name: VALKEY_PASSWORD
+  valueFrom:
+    secretKeyRef: {{ dict "name" .Values.valkey.existingSecret.name "key" .Values.valkey.existingSecret.key | toJson }}
+- name: BATCH_DISPATCHER__QUEUE__URL
+  value: redis://:$(VALKEY_PASSWORD)@{{ include "batch-dispatcher.ownQueueHost" . }}:6379
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* Directories, never subPath: only there does the kubelet put what has changed. */}}
+{{- define "batch-dispatcher.mounts" -}}
+- name: dispatcher-config
+  mountPath: /etc/batch-dispatcher/config
+  readOnly: true
+{{- if .Values.secretFiles }}
+- name: dispatcher-files
+  mountPath: {{ include "batch-dispatcher.filesPath" . }}
+  readOnly: true
+{{- end }}
+- name: dispatcher-tmp
+  mountPath: /tmp
+{{- with .Values.extraVolumeMounts }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "batch-dispatcher.volumes" -}}
+- name: dispatcher-config
+  configMap:
+    name: {{ include "batch-dispatcher.fullname" . | quote }}
+{{- if .Values.secretFiles }}
+- name: dispatcher-files
+  projected:
+    defaultMode: {{ if .Values.sidecar.enabled }}0444{{ else }}0440{{ end }}
+    sources:
+{{- range $setting, $from := .Values.secretFiles }}
+      - {{ ternary "secret" "configMap" (not (empty $from.secret)) }}:
+          name: {{ default $from.configMap $from.secret | quote }}
+          items: [{key: {{ $from.key | quote }}, path: {{ $setting }}}]
+{{- end }}
+{{- end }}
+- name: dispatcher-tmp
+  emptyDir: {}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{/* The dispatcher's container, but for readiness, which is the pod's affair. */}}
+{{- define "batch-dispatcher.dispatcher" -}}
+name: dispatcher
+{{ include "batch-dispatcher.container" . }}
+args: [run, --config, /etc/batch-dispatcher/config/config.yaml{{ if .Values.observe }}, --observe{{ end }}]
+ports:
+  - name: admin
+    containerPort: {{ include "batch-dispatcher.port" . }}
+    protocol: TCP
+livenessProbe: {{- merge (dict "httpGet" (dict "path" "/livez" "port" "admin")) .Values.livenessProbe | toYaml | nindent 2 }}
+resources: {{- toYaml .Values.resources | nindent 2 }}
+{{- end -}}
+
+{{- define "batch-dispatcher.grace" -}}
+{{- if kindIs "invalid" .Values.terminationGracePeriodSeconds -}}
+{{- $defaults := (.Files.Get "files/settings.json" | fromJson).defaults -}}
+{{- include "batch-dispatcher.setting" (list .Values.config "shutdown.drain_s" $defaults) | float64 | ceil | int | add 15 -}}
+{{- else -}}{{ .Values.terminationGracePeriodSeconds }}{{- end -}}
+{{- end -}}
+
+{{/* Of a container: image, environment, mounts. */}}
+{{- define "batch-dispatcher.container" -}}
+image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+{{- /* in another's pod nothing of the pod's own context is ours */}}
+{{- $ofPod := ternary (omit (default dict .Values.podSecurityContext) "fsGroup") dict .Values.sidecar.enabled }}
+securityContext: {{- merge (deepCopy (default dict .Values.securityContext)) $ofPod | toYaml | nindent 2 }}
+{{- with include "batch-dispatcher.env" . | trim }}
+env: {{- . | nindent 2 }}
+{{- end }}
+volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
+{{- end -}}
+
+{{/* list: the root, whether it asks Kubernetes. Of a pod, beside its containers. */}}
+{{- define "batch-dispatcher.pod" -}}
+{{- $asks := index . 1 -}}
+{{- with index . 0 -}}
+serviceAccountName: {{ include "batch-dispatcher.serviceAccount" . | quote }}
+automountServiceAccountToken: {{ and $asks .Values.kubernetes.enabled }}
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+volumes: {{- include "batch-dispatcher.volumes" . | nindent 2 }}
+{{- end -}}
+{{- end -}}

@@ -1,0 +1,136 @@
+{{/* What no schema can say: all of it at once, each a sentence that says what to do. */}}
+{{- define "batch-dispatcher.validate" -}}
+{{- $wrong := list -}}
+{{- $config := .Values.config -}}
+{{- $defaults := (.Files.Get "files/settings.json" | fromJson).defaults -}}
+{{- if not .Values.pool.name -}}
+{{- $wrong = append $wrong "pool.name: is required: the name of your InferencePool (--set pool.name=NAME)" -}}
+{{- end -}}
+{{- if not .Values.gateway.url -}}
+{{- $wrong = append $wrong "gateway.url: is required: the URL of the inference gateway (--set gateway.url=http://HOST)" -}}
+{{- end -}}
+{{- range $name := list "pool" "gateway" -}}
+{{- if hasKey $config $name -}}
+{{- $wrong = append $wrong (printf "config.%s: %s stands at the top of the values, not below config" $name $name) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* the queue */}}
+{{- $url := dig "queue" "url" "" $config -}}
+{{- $secret := .Values.redis.existingSecret.name -}}
+{{- $own := include "batch-dispatcher.ownQueue" . -}}
+{{- $queues := list -}}
+{{- if $secret -}}{{- $queues = append $queues "redis.existingSecret.name" -}}{{- end -}}
+{{- if $url -}}{{- $queues = append $queues "config.queue.url" -}}{{- end -}}
+{{- if $own -}}{{- $queues = append $queues "valkey.enabled" -}}{{- end -}}
+{{- if gt (len $queues) 1 -}}
+{{- $wrong = append $wrong (printf "%s: name more than one queue: keep one of them" (join ", " $queues)) -}}
+{{- else if not $queues -}}
+{{- $wrong = append $wrong "valkey.enabled: is false, and no other queue is named: set redis.existingSecret.name (or config.queue.url, without a password). A queue inside the dispatcher's pod would have no producers" -}}
+{{- end -}}
+{{- if contains "@" $url -}}
+{{- $wrong = append $wrong "config.queue.url: holds a user or a password, which a ConfigMap must not: put the URL into a Secret and name that in redis.existingSecret.name" -}}
+{{- end -}}
+{{- if and .Values.valkey.existingSecret.name (not $own) -}}
+{{- $wrong = append $wrong "valkey.existingSecret.name: the chart's own Valkey is not used; for a queue of yours set redis.existingSecret.name" -}}
+{{- end -}}
+
+{{/* files */}}
+{{- $settings := dict "gateway" .Values.gateway "signals" (default dict $config.signals) "admin" (default dict $config.admin) -}}
+{{- range $setting, $from := .Values.secretFiles -}}
+{{- if ne (include "batch-dispatcher.setting" (list $settings $setting)) "\"\"" -}}
+{{- $wrong = append $wrong (printf "secretFiles: %s: the setting names a file already: take one of the two out" $setting) -}}
+{{- end -}}
+{{- if eq (empty $from.secret) (empty $from.configMap) -}}
+{{- $wrong = append $wrong (printf "secretFiles: %s: name either a secret or a configMap" $setting) -}}
+{{- end -}}
+{{- end -}}
+{{- range $where, $tls := dict "gateway" (default dict .Values.gateway.tls) "signals.prometheus" (dig "signals" "prometheus" "tls" dict $config) "signals.epp" (dig "signals" "epp" "tls" dict $config) -}}
+{{- $cert := or $tls.cert_file (hasKey $.Values.secretFiles (printf "%s.tls.cert_file" $where)) -}}
+{{- $key := or $tls.key_file (hasKey $.Values.secretFiles (printf "%s.tls.key_file" $where)) -}}
+{{- if ne (empty $cert) (empty $key) -}}
+{{- $wrong = append $wrong (printf "%s.tls: cert_file and key_file are needed together" $where) -}}
+{{- end -}}
+{{- end -}}
+{{- range $where, $headers := dict "gateway" (default dict .Values.gateway.headers) "config.signals.prometheus" (dig "signals" "prometheus" "headers" dict $config) -}}
+{{- range $name, $_ := $headers -}}
+{{- if has (lower $name) (list "authorization" "cookie" "proxy-authorization") -}}
+{{- $wrong = append $wrong (printf "%s.headers: %s is a secret, which a ConfigMap must not hold: use secretFiles (%s.token_file)" $where $name (trimPrefix "config." $where)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* settings that must fit each other: as the program has it */}}
+{{- $max := include "batch-dispatcher.setting" (list $config "retry.max_s" $defaults) | float64 -}}
+{{- if lt $max (include "batch-dispatcher.setting" (list $config "retry.base_s" $defaults) | float64) -}}
+{{- $wrong = append $wrong "config.retry.max_s: must not be below retry.base_s" -}}
+{{- end -}}
+{{- $upper := dig "budget" "upper" nil $config -}}
+{{- $room := subf 1.0 (include "batch-dispatcher.setting" (list $config "budget.reserve" $defaults) | float64) -}}
+{{- if and $upper (lt (float64 $upper) (subf $room 0.000000001)) -}}
+{{- $wrong = append $wrong (printf "config.budget.upper: must not be below 1 − reserve (%v): an idle pool would never be believed" $room) -}}
+{{- end -}}
+{{- $age := dig "signals" "max_age_s" nil $config -}}
+{{- $twice := mulf 2 (include "batch-dispatcher.setting" (list $config "signals.interval_s" $defaults) | float64) -}}
+{{- if and $age (lt (float64 $age) $twice) -}}
+{{- $wrong = append $wrong (printf "config.signals.max_age_s: must be at least two intervals (%v s), or every other reading is stale" $twice) -}}
+{{- end -}}
+{{- $silence := dig "queue" "owner_timeout_s" nil $config -}}
+{{- $lease := include "batch-dispatcher.setting" (list $config "queue.lease_s" $defaults) | float64 -}}
+{{- if and $silence (gt (float64 $silence) $lease) -}}
+{{- $wrong = append $wrong (printf "config.queue.owner_timeout_s: must not be above queue.lease_s (%v)" $lease) -}}
+{{- end -}}
+{{- $prometheus := dig "signals" "prometheus" "url" "" $config -}}
+{{- if and (eq (dig "signals" "source" "auto" $config) "prometheus") (not $prometheus) -}}
+{{- $wrong = append $wrong "config.signals.prometheus.url: is required when signals.source is prometheus" -}}
+{{- end -}}
+{{- if and (not (or .Values.kubernetes.enabled .Values.sidecar.enabled $prometheus)) (include "batch-dispatcher.findsPicker" .) -}}
+{{- $wrong = append $wrong "kubernetes.enabled: is false, so nothing finds the endpoint picker: set config.signals.epp.urls, config.signals.epp.service or config.signals.prometheus.url" -}}
+{{- end -}}
+{{- $drain := include "batch-dispatcher.setting" (list $config "shutdown.drain_s" $defaults) | float64 -}}
+{{- $grace := .Values.terminationGracePeriodSeconds -}}
+{{- if and (not (kindIs "invalid" $grace)) (le (float64 $grace) $drain) -}}
+{{- $wrong = append $wrong (printf "terminationGracePeriodSeconds: must be above shutdown.drain_s (%v), or what runs is killed and runs again" $drain) -}}
+{{- end -}}
+
+{{/* the rest of the chart */}}
+{{- if and .Values.inferenceObjective.create .Values.gateway.objective -}}
+{{- $wrong = append $wrong "gateway.objective: is set by inferenceObjective.create: take it out, or name the objective in inferenceObjective.name" -}}
+{{- end -}}
+{{- if .Values.keda.enabled -}}
+{{- if gt (int .Values.keda.minReplicas) (int .Values.keda.maxReplicas) -}}
+{{- $wrong = append $wrong "keda.minReplicas: must not be above keda.maxReplicas" -}}
+{{- end -}}
+{{- if not (or .Values.keda.redis.address $own (regexMatch "^rediss?://" $url)) -}}
+{{- $wrong = append $wrong "keda.redis.address: is required: host:port of the queue's server, which a Secret, a Sentinel or a Cluster does not tell" -}}
+{{- end -}}
+{{- if and $own .Values.valkey.existingSecret.name (not .Values.keda.redis.existingSecret.name) -}}
+{{- $wrong = append $wrong "keda.redis.existingSecret.name: is required: valkey.existingSecret gives the server a password" -}}
+{{- end -}}
+{{- end -}}
+{{- if and (or .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled) (dig "admin" "token_file" "" $config) -}}
+{{- $wrong = append $wrong "config.admin.token_file: the monitor needs the token's Secret: set secretFiles (admin.token_file) instead" -}}
+{{- end -}}
+{{- if and .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled -}}
+{{- $wrong = append $wrong "monitoring.serviceMonitor.enabled: each pod would be scraped twice: take podMonitor or serviceMonitor" -}}
+{{- end -}}
+{{- if .Values.sidecar.enabled -}}
+{{- if and .Values.kubernetes.enabled .Values.rbac.create (not .Values.sidecar.serviceAccount) -}}
+{{- $wrong = append $wrong "sidecar.serviceAccount: is required: the endpoint picker's, which gets the rights" -}}
+{{- end -}}
+{{- if not .Values.sidecar.deployment -}}
+{{- $wrong = append $wrong "sidecar.deployment: is required: the name of the endpoint picker's Deployment" -}}
+{{- end -}}
+{{- if not .Values.sidecar.podLabels -}}
+{{- $wrong = append $wrong "sidecar.podLabels: is required: the labels of the endpoint picker's pods" -}}
+{{- end -}}
+{{- range $name := list "keda" "networkPolicy" "checkHook" -}}
+{{- if (get $.Values $name).enabled -}}
+{{- $wrong = append $wrong (printf "%s.enabled: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if $wrong -}}
+{{- fail (printf "the values are wrong:\n- %s\n" (join "\n- " $wrong)) -}}
+{{- end -}}
+{{- end -}}

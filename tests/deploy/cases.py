@@ -1,0 +1,263 @@
+"""The value sets that the chart is rendered with: each for something that an operator would want."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+BASIC: Mapping[str, Any] = {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}}
+QUEUE: Mapping[str, Any] = {"redis": {"existingSecret": {"name": "queue", "key": "url"}}}
+PEER = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "elsewhere"}}}
+
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "basic": {},
+    "queue-by-secret": QUEUE,
+    "queue-by-url": {
+        "config": {
+            "queue": {"url": "rediss://redis.data:6380/2", "name": "jobs", "max_payload_bytes": 33554432}
+        }
+    },
+    "queue-of-ours": {
+        "valkey": {
+            "enabled": True,
+            "existingSecret": {"name": "valkey"},
+            "persistence": {"enabled": False},
+            "image": {"digest": "sha256:" + "0" * 64},
+            "nodeSelector": {"disk": "fast"},
+        },
+        "imagePullSecrets": [{"name": "pull"}],
+    },
+    "many-replicas": {
+        **QUEUE,
+        "replicas": 3,
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "ScheduleAnyway"}
+        ],
+        "priorityClassName": "batch",
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
+        "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "resources": {"requests": {"cpu": "250m", "memory": "256Mi"}},
+        "config": {"shutdown": {"drain_s": 30.5}},
+    },
+    "without-kubernetes": {
+        **QUEUE,
+        "kubernetes": {"enabled": False},
+        "config": {"signals": {"epp": {"urls": ["http://picker:9090"]}}},
+    },
+    "through-prometheus": {
+        **QUEUE,
+        "config": {"signals": {"source": "prometheus", "prometheus": {"url": "http://prometheus:9090"}}},
+    },
+    "picker-by-service": {**QUEUE, "config": {"signals": {"epp": {"service": "picker", "port": 9191}}}},
+    "pool-elsewhere": {**QUEUE, "pool": {"name": "qwen", "namespace": "models"}, "rbac": {"v1alpha2": False}},
+    "files": {
+        **QUEUE,
+        "gateway": {"url": "https://gateway", "headers": {"Host": "models"}},
+        "secretFiles": {
+            "gateway.token_file": {"secret": "gateway", "key": "token"},
+            "gateway.tls.ca_file": {"configMap": "authorities", "key": "ca.crt"},
+            "gateway.tls.cert_file": {"secret": "mtls", "key": "tls.crt"},
+            "gateway.tls.key_file": {"secret": "mtls", "key": "tls.key"},
+            "signals.epp.token_file": {"secret": "picker", "key": "token"},
+            "signals.prometheus.token_file": {"secret": "prometheus", "key": "token"},
+        },
+        "config": {"signals": {"prometheus": {"url": "https://prometheus"}}},
+    },
+    "observing": {"observe": True, "config": {"log": {"level": "debug"}}},
+    "pods-scraped": {
+        "monitoring": {
+            "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "30s"}
+        },
+        "secretFiles": {"admin.token_file": {"secret": "admin", "key": "token"}},
+        "config": {"admin": {"port": 9000}},
+    },
+    "service-scraped": {
+        "monitoring": {
+            "serviceMonitor": {
+                "enabled": True,
+                "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}],
+            }
+        },
+        "service": {"type": "LoadBalancer", "port": 80, "annotations": {"internal": "true"}},
+    },
+    "rules": {
+        "monitoring": {
+            "runbook": "https://wiki/runbook.md",
+            "rules": {
+                "enabled": True,
+                "labels": {"release": "prometheus"},
+                "alerts": {
+                    "BatchDispatcherStarved": {"enabled": False},
+                    "BatchDispatcherRefusals": {"threshold": 0.2, "for": "10m", "severity": "info"},
+                    "BatchDispatcherDown": {"threshold": "2d"},
+                },
+            },
+        }
+    },
+    "dashboard": {"monitoring": {"dashboard": {"enabled": True, "namespace": "monitoring"}}},
+    "fenced": {"networkPolicy": {"enabled": True, "ingress": {"from": [PEER], "producers": [PEER]}}},
+    "fenced-all": {
+        "gateway": {"url": "https://gateway:8443"},
+        "config": {
+            "queue": {"url": "redis+sentinel://s1:26379,s2:26379/main"},
+            "tracing": {"endpoint": "http://collector:4318"},
+            "signals": {
+                "prometheus": {"url": "http://prometheus:9090"},
+                "epp": {"urls": ["http://a:9090", "https://b"]},
+            },
+        },
+        "networkPolicy": {
+            "enabled": True,
+            "egress": {
+                "gateway": {"to": [PEER]},
+                "queue": {"to": [PEER], "ports": [6379, 26379]},
+                "extra": [{"ports": [{"port": 8126, "protocol": "TCP"}]}],
+            },
+        },
+    },
+    "scaled": {"keda": {"enabled": True}, "podDisruptionBudget": {"enabled": False}},
+    "scaled-by-deadlines": {
+        "config": {"queue": {"url": "rediss://redis.data:6380/2", "name": "jobs"}},
+        "keda": {
+            "enabled": True,
+            "minReplicas": 1,
+            "redis": {"existingSecret": {"name": "redis"}},
+            "prometheus": {"url": "http://prometheus:9090"},
+        },
+    },
+    "objective": {"inferenceObjective": {"create": True, "priority": -100}},
+    "objective-of-gie": {
+        "pool": {"name": "qwen", "namespace": "models"},
+        "inferenceObjective": {
+            "create": True,
+            "name": "batch",
+            "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+        },
+    },
+    "more-of-everything": {
+        "extraEnv": [{"name": "BATCH_DISPATCHER__LOG__FORMAT", "value": "json"}],
+        "extraVolumes": [{"name": "more", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "more", "mountPath": "/more"}],
+        "extraObjects": [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": "{{ .Release.Name }}-more"},
+                "data": {"pool": "{{ .Values.pool.name }}"},
+            }
+        ],
+        "podAnnotations": {"note": "1"},
+        "podLabels": {"team": "ml"},
+        "commonLabels": {"cost-center": "a1"},
+        "terminationGracePeriodSeconds": 600,
+        "checkHook": {"enabled": True},
+        "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
+    },
+    "sidecar": {
+        **QUEUE,
+        "sidecar": {
+            "enabled": True,
+            "deployment": "picker",
+            "serviceAccount": "picker",
+            "podLabels": {"app": "picker"},
+        },
+        "monitoring": {"podMonitor": {"enabled": True}},
+        "secretFiles": {"gateway.token_file": {"secret": "gateway", "key": "token"}},
+        "test": {"enabled": False},
+    },
+    "renamed": {
+        "nameOverride": "harvester",
+        "fullnameOverride": "night-shift",
+        "image": {"repository": "images/batch", "digest": "sha256:" + "1" * 64, "pullPolicy": "Always"},
+        "serviceAccount": {"create": False, "name": "mine"},
+        "rbac": {"create": False},
+        "test": {"enabled": False},
+    },
+}
+"""Name → values over BASIC."""
+
+REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({"pool": {"name": ""}}, "pool.name: is required"),
+    ({"gateway": {"url": ""}}, "gateway.url: is required"),
+    ({"gateway": {"url": "gateway:80"}}, "/gateway/url"),
+    ({"pool": {"name": "Qwen_7B"}}, "/pool/name"),
+    ({"pool": {"nam": "qwen"}}, "'nam'"),
+    ({"config": None}, "missing property 'config'"),
+    ({"redis": {"existingSecret": None}}, "missing property 'existingSecret'"),
+    ({"replica": 2}, "'replica'"),
+    ({"replicas": "2"}, "/replicas"),
+    ({"config": {"budget": {"reserve": 1.5}}}, "/config/budget/reserve"),
+    ({"config": {"budget": {"reserve": "10%"}}}, "/config/budget/reserve"),
+    ({"config": {"budget": {"reserv": 0.1}}}, "'reserv'"),
+    ({"config": {"budget": {"per_endpoint": "automatic"}}}, "/config/budget/per_endpoint"),
+    ({"config": {"budget": {"max_in_flight": 0}}}, "/config/budget/max_in_flight"),
+    ({"config": {"budget": {"upper": 0.5}}}, "config.budget.upper: must not be below"),
+    ({"config": {"pool": {"name": "qwen"}}}, "config.pool: pool stands at the top"),
+    ({"config": {"queues": {}}}, "'queues'"),
+    ({"config": {"queue": {"data_dir": "/data"}}}, "'data_dir'"),
+    ({"config": {"queue": {"url": "http://redis"}}}, "/config/queue/url"),
+    ({"config": {"queue": {"url": "redis://:secret@redis"}}}, "config.queue.url: holds a user or a password"),
+    (
+        {**QUEUE, "config": {"queue": {"url": "redis://redis"}}},
+        "redis.existingSecret.name, config.queue.url: name",
+    ),
+    ({**QUEUE, "valkey": {"enabled": True}}, "redis.existingSecret.name, valkey.enabled: name more than one"),
+    ({"valkey": {"enabled": False}}, "valkey.enabled: is false, and no other queue is named"),
+    ({"config": {"queue": {"lease_s": 10, "owner_timeout_s": 20}}}, "config.queue.owner_timeout_s: must not"),
+    ({"config": {"retry": {"base_s": 90}}}, "config.retry.max_s: must not be below"),
+    (
+        {"config": {"signals": {"interval_s": 10, "max_age_s": 15}}},
+        "config.signals.max_age_s: must be at least two",
+    ),
+    ({"config": {"signals": {"source": "prometheus"}}}, "config.signals.prometheus.url: is required"),
+    ({"config": {"signals": {"source": "epps"}}}, "/config/signals/source"),
+    (
+        {"config": {"signals": {"prometheus": {"queries": {"capacities": "1"}}}}},
+        "'capacities'",
+    ),
+    ({"config": {"log": {"level": "verbose"}}}, "/config/log/level"),
+    ({"config": {"admin": {"port": 0}}}, "/config/admin/port"),
+    ({"config": {"shutdown": {"drain_s": -1}}}, "/config/shutdown/drain_s"),
+    ({"terminationGracePeriodSeconds": 60}, "terminationGracePeriodSeconds: must be above shutdown.drain_s"),
+    (
+        {"kubernetes": {"enabled": False}},
+        "kubernetes.enabled: is false, so nothing finds the endpoint picker",
+    ),
+    ({"secretFiles": {"gateway.token": {"secret": "a", "key": "b"}}}, "'gateway.token'"),
+    ({"secretFiles": {"gateway.token_file": {"secret": "a"}}}, "/secretFiles/gateway.token_file"),
+    ({"secretFiles": {"gateway.token_file": {"key": "b"}}}, "secretFiles: gateway.token_file: name either"),
+    (
+        {"secretFiles": {"gateway.tls.cert_file": {"secret": "a", "key": "b"}}},
+        "gateway.tls: cert_file and key_file",
+    ),
+    (
+        {"gateway": {"url": "http://a", "headers": {"Authorization": "Bearer x"}}},
+        "gateway.headers: Authorization is a",
+    ),
+    ({"inferenceObjective": {"create": True, "priority": 5}}, "/inferenceObjective/priority"),
+    (
+        {"gateway": {"url": "http://a", "objective": "batch"}, "inferenceObjective": {"create": True}},
+        "gateway.objective: is set by inferenceObjective.create",
+    ),
+    (
+        {"monitoring": {"rules": {"alerts": {"BatchDispatcherDwon": {"enabled": False}}}}},
+        "'BatchDispatcherDwon'",
+    ),
+    (
+        {"monitoring": {"rules": {"alerts": {"BatchDispatcherDown": {"for": "soon"}}}}},
+        "BatchDispatcherDown/for",
+    ),
+    ({**QUEUE, "keda": {"enabled": True}}, "keda.redis.address: is required"),
+    ({"keda": {"enabled": True, "minReplicas": 5}}, "keda.minReplicas: must not be above"),
+    ({**QUEUE, "sidecar": {"enabled": True}}, "sidecar.serviceAccount: is required"),
+    (
+        {**CASES["sidecar"], "networkPolicy": {"enabled": True}},
+        "networkPolicy.enabled: cannot be had with sidecar",
+    ),
+    (
+        {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},
+        "monitoring.serviceMonitor.enabled: each pod would be scraped twice",
+    ),
+)
+"""Values over BASIC, and what the message says: the key, and what is wrong with it."""

@@ -1,0 +1,126 @@
+"""A release, run by hand: each container as a kubelet would start it: command, environment and files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from dispatcher.queue.embedded import EmbeddedError, find_server
+from tests.deploy.release import CHART, Release, environment, render
+from tests.support import free_port, running, wait_until_sync
+
+HOST = "night-batch-dispatcher-valkey.llm.svc:6379"
+
+
+class Kubelet:
+    """Mounts, names and ports of a pod, made into those of this machine."""
+
+    def __init__(self, release: Release, directory: Path, queue: str) -> None:
+        self._mount = directory / "config"
+        self._mount.mkdir()
+        (self._mount / "config.yaml").write_text(release.config_text().replace(HOST, queue))
+
+    def command(self, container: dict[str, Any]) -> list[str]:
+        mounts = {each["mountPath"] for each in container["volumeMounts"]}
+        (config,) = (each for each in mounts if each.endswith("/config"))
+        words = [str(each).replace(config, str(self._mount)) for each in container["args"]]
+        return [sys.executable, "-m", "dispatcher", *words]
+
+    def environ(self, container: dict[str, Any], home: Path) -> dict[str, str]:
+        clean = {
+            name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")
+        }
+        return {**clean, **environment(container), "HOME": str(home)}
+
+
+@pytest.fixture
+def world() -> Iterator[tuple[int, int]]:
+    """A gateway and an endpoint picker, by their ports."""
+    gateway, picker = free_port(), free_port()
+    flags = [f"--port={gateway}", f"--metrics-port={picker}", "--slots=32"]
+    with running(sys.executable, "-m", "dispatcher.sim.live", *flags):
+        yield gateway, picker
+
+
+def test_a_release_answers_a_request_by_what_it_brings_alone(world: tuple[int, int], tmp_path: Path) -> None:
+    """Its Valkey, its dispatcher, its probes, its check and its `helm test`, and SIGTERM at the end."""
+    try:
+        server = find_server()
+    except EmbeddedError as error:
+        pytest.skip(str(error))
+    gateway, picker = world
+    admin, queue = free_port(), free_port()
+    release = render(
+        {
+            "gateway": {"url": f"http://127.0.0.1:{gateway}"},
+            "kubernetes": {"enabled": False},
+            "checkHook": {"enabled": True},
+            "config": {
+                "admin": {"port": admin},
+                "signals": {"epp": {"urls": [f"http://127.0.0.1:{picker}"]}},
+                "budget": {"per_endpoint": 32},
+            },
+        }
+    )
+    kubelet = Kubelet(release, tmp_path, f"127.0.0.1:{queue}")
+    pods = dict(release.pods())
+    (valkey,) = pods["StatefulSet night-batch-dispatcher-valkey"]["spec"]["containers"]
+    (test,) = pods["Pod night-batch-dispatcher-test"]["spec"]["containers"]
+    (check,) = pods["Job night-batch-dispatcher-check"]["spec"]["containers"]
+
+    def done(container: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            kubelet.command(container),
+            env=kubelet.environ(container, tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+
+    with ExitStack() as stack:
+        data = [each.replace("/data", str(tmp_path)) for each in valkey["args"]]
+        stack.enter_context(running(server, *data, "--port", str(queue), "--bind", "127.0.0.1"))
+        dispatcher = stack.enter_context(
+            running(
+                *kubelet.command(release.container),
+                env=kubelet.environ(release.container, tmp_path),
+                stop_s=30,
+            )
+        )
+        client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5))
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            path = release.container[probe]["httpGet"]["path"]
+            wait_until_sync(lambda path=path: answer(client, path) == 200, 30, what=path, every_s=0.1)
+        found = done(check)
+        assert found.returncode == 0, found.stdout + found.stderr
+        answered = done(test)
+        assert answered.returncode == 0, answered.stderr
+        assert '"choices"' in answered.stdout
+        dispatcher.terminate()
+        assert dispatcher.wait(30) == 0
+
+
+def answer(client: httpx.Client, path: str) -> int:
+    try:
+        return client.get(path).status_code
+    except httpx.TransportError:
+        return 0
+
+
+def test_valkey_s_service_is_where_the_settings_look_for_it() -> None:
+    release = render({})
+    assert release.settings().queue.url.reveal() == f"redis://{HOST}"
+    service = release.one("Service", "valkey")
+    assert f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc" == HOST.partition(":")[0]
+    assert service["spec"]["ports"][0]["port"] == 6379
+    assert yaml.safe_load((CHART / "values.yaml").read_text())["valkey"]["enabled"] is None

@@ -1,0 +1,207 @@
+"""Which values the chart takes: all that the program takes, nothing else; what is wrong is said by name."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from dispatcher.settings import Settings
+from dispatcher.settings.load import key_paths, parse
+from tests.deploy.cases import BASIC, CASES, REFUSED
+from tests.deploy.release import CHART, ROOT, helm, render
+from tests.support import require_tool
+
+NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}
+"""Not offered: an embedded queue would have no producers in a pod, and probes come from outside it."""
+
+
+@pytest.mark.parametrize("values", [{}, *(CASES[name] for name in ("files", "fenced-all", "rules"))])
+def test_lint_finds_nothing(values: Mapping[str, Any]) -> None:
+    done = helm("lint", "--strict", values={**BASIC, **values})
+    assert done.returncode == 0, done.stdout
+    assert "[WARNING]" not in done.stdout
+
+
+@pytest.mark.parametrize(("values", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_wrong_value_is_refused_by_name(values: Mapping[str, Any], says: str) -> None:
+    done = helm("template", "night", values={**BASIC, **values})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert says in done.stderr
+    assert "nil pointer" not in done.stderr
+
+
+def test_everything_wrong_is_said_at_once() -> None:
+    config = {"retry": {"base_s": 90}, "budget": {"upper": 0.5}}
+    told = helm("template", "night", values={"config": config}).stderr
+    assert [line.partition(":")[0] for line in told.splitlines() if line.startswith("- ")] == [
+        "- pool.name",
+        "- gateway.url",
+        "- config.retry.max_s",
+        "- config.budget.upper",
+    ]
+
+
+def test_a_secret_in_the_wrong_place_is_not_repeated() -> None:
+    config = {"queue": {"url": "redis://:hunter2@redis"}}
+    assert "hunter2" not in helm("template", "night", values={**BASIC, "config": config}).stderr
+
+
+def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
+    """Each key of every section, given outright, comes through to the program as it was given."""
+    tls = {"ca_file": "/a", "cert_file": "/b", "key_file": "/c", "insecure_skip_verify": True}
+    given: dict[str, Any] = {
+        "pool": {"name": "qwen", "namespace": "models"},
+        "gateway": {
+            "url": "https://gateway/prefix",
+            "path": "/v1/chat/completions",
+            "allowed_paths": ["/v1/*", "/v2/completions"],
+            "objective": "batch",
+            "fairness_from": "tenant",
+            "headers": {"Host": "models", "X-Odd": "yes", "X-Number": "1e3"},
+            "timeout_s": 12.5,
+            "max_response_bytes": 33_554_432,
+            "token_file": "/more/token",
+            "tls": tls,
+        },
+    }
+    prometheus = {
+        "url": "https://prometheus",
+        "token_file": "/more/prometheus",
+        "headers": {"X-Scope-OrgID": "007"},
+        "tls": tls,
+        "queries": {"saturation": 'a{b="c"} > 0 or vector(0)', "queued": "vector(0)", "capacity": "x",
+                    "ttft": "y", "tpot": "z"},
+    }  # fmt: skip
+    config = {
+        "queue": {"url": "redis://redis/3", "name": "a{b}c", "results": "out", "lease_s": 20,
+                  "owner_timeout_s": 4, "poll_s": 0.01, "max_payload_bytes": 1_000_000_000,
+                  "result_ttl_s": 0, "dead_max": 5},
+        "signals": {
+            "source": "auto", "interval_s": 0.25, "max_age_s": 0.5, "use": "both", "prometheus": prometheus,
+            "epp": {"urls": ["http://a:9090/metrics"], "service": "picker", "port": 9191, "token_file": "/t",
+                    "tls": tls},
+        },
+        "budget": {"reserve": 0, "upper": 1, "max_sys": 1e6, "per_endpoint": 32, "max_in_flight": 7,
+                   "overload_backoff": 0.5},
+        "retry": {"base_s": 0.001, "max_s": 86400, "max_attempts": 1, "max_deliveries": 1},
+        "shutdown": {"drain_s": 0},
+        "admin": {"port": 9000, "token_file": "/more/admin"},
+        "log": {"level": "debug", "format": "console"},
+        "tracing": {"endpoint": "http://collector:4318", "sample_ratio": 1e-7},
+    }  # fmt: skip
+    settings = render({**given, "config": config}).settings()
+    expected = parse(json.dumps({**given, **config}), {})
+    assert isinstance(expected, Settings)
+    assert settings.model_dump() == expected.model_dump()
+    named = {path for section in (given, config) for path in paths(section)}
+    assert set(key_paths(Settings)) - {path_of(path) for path in named} == NOT_HERE
+
+
+def paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from paths(value, f"{prefix}{name}.")
+
+
+def path_of(path: str) -> str:
+    """Without the names within a map."""
+    return next((each for each in key_paths(Settings) if path == each), path)
+
+
+def test_no_setting_has_to_be_given() -> None:
+    settings = render({}).settings()
+    assert settings.model_fields_set == {"pool", "gateway", "queue"}
+    assert settings.queue.url.reveal() == "redis://night-batch-dispatcher-valkey.llm.svc:6379"
+    assert settings.pool.namespace == "llm"
+
+
+def test_null_is_the_program_s_default_where_the_program_has_it_so() -> None:
+    nothing = {"budget": {"upper": None, "max_in_flight": None}, "signals": {"max_age_s": None}}
+    assert render({"config": nothing}).settings().policy() == render({}).settings().policy()
+
+
+def test_lists_and_maps_can_be_taken_out() -> None:
+    maps = (
+        "affinity",
+        "nodeSelector",
+        "resources",
+        "securityContext",
+        "podLabels",
+        "strategy",
+    )
+    lists = ("tolerations", "extraEnv", "extraVolumes", "extraObjects", "imagePullSecrets")
+    release = render(dict.fromkeys((*maps, *lists)) | {"podSecurityContext": {"runAsUser": None}})
+    assert release.settings() == render({}).settings()
+    assert "runAsUser" not in release.pod["securityContext"]
+    assert release.pod["securityContext"]["runAsNonRoot"] is True
+
+
+def test_every_value_is_described() -> None:
+    readme = (CHART / "README.md").read_text()
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    bare = [path for path in leaves(values) if not any(f"| `{above}` |" in readme for above in upward(path))]
+    assert bare == []
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def upward(path: str) -> Iterator[str]:
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def test_value_sets_of_the_guide_render() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    assert len(found) == page.count("<!-- values -->") == 8
+    for text in found:
+        assert render(yaml.safe_load(text)).settings()
+
+
+def test_values_that_the_guide_names_exist() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    readme = (CHART / "README.md").read_text()
+    tops = set(yaml.safe_load((CHART / "values.yaml").read_text())) - {"config", "gateway", "pool"}
+    for path in re.findall(r"[`=]([a-zA-Z]+(?:\.[a-zA-Z]+)+)\b(?!_)", page):
+        if path.partition(".")[0] in tops:
+            there = any(f"| `{above}` |" in readme for above in upward(path))
+            assert there or f"| `{path}." in readme, path
+
+
+def test_links_of_the_readme_lead_to_what_is_there() -> None:
+    links = re.findall(r"\]\(([^)#]+)", (CHART / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (CHART / link).exists()] == []
+
+
+def test_package_holds_what_the_templates_read(tmp_path: Any) -> None:
+    done = helm_package(tmp_path)
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("*.tgz")
+    names = subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True).stdout
+    for name in ("values.schema.json", "files/alerts.yaml", "files/dashboard.json", "files/settings.json"):
+        assert f"batch-dispatcher/{name}" in names
+
+
+def helm_package(directory: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [require_tool("helm"), "package", str(CHART), "--destination", str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
