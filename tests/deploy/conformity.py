@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from tests.deploy.release import BRIEF
 from tests.support import require_tool
 
 _KEPT = json.loads(Path(__file__).with_name("schemas.json").read_text())
@@ -48,6 +49,7 @@ def faults(text: str, version: str, schemas: Path) -> list[str]:
             "-",
         ],
         input=text,
+        env=BRIEF,
         capture_output=True,
         text=True,
         check=False,

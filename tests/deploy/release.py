@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,8 @@ KUBERNETES = "1.34.0"
 NAMESPACE = "llm"
 SECRET_URL = "redis://:secret@redis"
 """What the Secrets of value sets hold."""
+BRIEF = {**os.environ, "GOGC": "off"}
+"""For Go programs that end at once: a tenth of their time is the collector's."""
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -104,6 +107,7 @@ def helm(*arguments: str, values: Mapping[str, Any] | None = None) -> subprocess
     return subprocess.run(
         [require_tool("helm"), *arguments, str(CHART), "--kube-version", KUBERNETES, "--values", "-"],
         input=json.dumps(values or {}),
+        env=BRIEF,
         capture_output=True,
         text=True,
         check=False,
