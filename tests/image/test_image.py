@@ -103,9 +103,10 @@ def is_program(path: Path) -> bool:
 
 
 def test_a_base_without_its_digest_is_refused(engine: Engine, base: str) -> None:
-    built = engine.build(f"localhost/debian:{SUITE}")
+    tag = f"localhost/debian:{SUITE}-slim"
+    built = engine.build(tag)
     assert built.returncode != 0
-    assert f"BASE=localhost/debian:{SUITE}: name it with its digest" in built.stdout + built.stderr
+    assert f"BASE={tag}: name it with its digest" in built.stdout + built.stderr
 
 
 class TestHolds:
