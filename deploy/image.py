@@ -259,16 +259,29 @@ def _owners(paths: Iterable[Path]) -> set[str]:
 
 def _told(name: str, target: Path) -> dict[str, str]:
     """A Debian package's entry and copyright, put into the root; the entry's fields and `Copyright`."""
-    entry = subprocess.run(
-        ["dpkg-query", "--status", name],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    entry = _dpkg("--status", name)
     _write(target / "var/lib/dpkg/status.d" / name, entry)
-    rights = Path("/usr/share/doc", name, "copyright").read_text(errors="replace")
+    rights = _copyright(name)
     _write(target / f"usr/share/doc/{name}/copyright", rights)
     return {**dict(re.findall(r"^(\S+): (.*)$", entry, re.MULTILINE)), "Copyright": rights}
+
+
+def _copyright(name: str) -> str:
+    """Its own, or another's of the same source: a slim base may lack the link from one to the other."""
+    listed = _dpkg("--show", "--showformat", "${Package} ${source:Package}\n")
+    source_of = dict(line.split() for line in listed.splitlines())
+    for sibling in (name, *(each for each in source_of if source_of[each] == source_of[name])):
+        file = Path("/usr/share/doc", sibling, "copyright")
+        if file.exists():
+            return file.read_text(errors="replace")
+    raise FileNotFoundError(
+        f"{name}: the base has no copyright file of it in /usr/share/doc: take one that has"
+    )
+
+
+def _dpkg(*arguments: str) -> str:
+    done = subprocess.run(["dpkg-query", *arguments], check=True, capture_output=True, text=True)
+    return done.stdout
 
 
 def main() -> None:

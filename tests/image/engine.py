@@ -13,6 +13,9 @@ from tests.support import require_tool
 
 ROOT = Path(__file__).parent.parent.parent
 CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+SLIM = (
+    "path-exclude /usr/share/doc/*\npath-include /usr/share/doc/*/copyright\npath-exclude /usr/share/man/*\n"
+)
 LOCKED_DOWN = (
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:mode=1777,noexec"),
     *("--cap-drop", "all", "--security-opt", "no-new-privileges"),
@@ -52,14 +55,18 @@ class Engine:
         return [*self._command, *(str(each) for each in arguments)]
 
     def base(self, suite: str) -> str:
-        """A Debian from its packages, by its digest; made once for each storage."""
-        name = f"localhost/debian:{suite}"
+        """A Debian from its packages, as bare as the published slim ones, by its digest; made once."""
+        name = f"localhost/debian:{suite}-slim"
         if self.try_("image", "exists", name).returncode != 0:
             tree, archive = self._directory / suite, self._directory / f"{suite}.tar"
             run = {"check": True, "capture_output": True}
             subprocess.run(
                 ["nice", "-n", "19", require_tool("debootstrap"), "--variant=minbase", suite, tree], **run
             )
+            (tree / "etc/dpkg/dpkg.cfg.d/slim").write_text(SLIM)
+            for documents in (tree / "usr/share/doc").iterdir():
+                if documents.is_symlink():  # to those of another package
+                    documents.unlink()
             subprocess.run(["tar", "--create", "--directory", tree, "--file", archive, "."], **run)
             self("import", archive, name)
             subprocess.run(["rm", "-rf", "--one-file-system", tree, archive], **run)
