@@ -56,7 +56,7 @@ def admin(any_server: Server, client: object) -> Iterator[redis.Redis]:
 
 @asynccontextmanager
 async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[RedisQueue]:
-    given = {"owner_timeout_s": 0.2, "poll_s": 0.02, "dead_max": 1, **options}
+    given = {"owner_timeout_s": 1.0, "poll_s": 0.02, "dead_max": 1, **options}
     async with queues(url_of(server, "dispatcher"), owner, names=QWEN, **given) as (one,):
         yield one
 
@@ -268,15 +268,9 @@ async def test_without_any_one_right_it_says_which_and_no_request_is_lost_or_ans
     any_server: Server, admin: redis.Redis
 ) -> None:
     """Taken away in the middle of the work, and given back."""
-    wakes_gone: list[str] = []
-
-    def hear(event: Event, fields: Any) -> None:
-        wakes_gone.extend([fields["why"]] if event is Event.WAKE_UPS_GONE else [])
-
     outside = {"eval", "evalsha", "ping", "subscribe"}
     for command in sorted(commands("dispatcher") - outside) + sorted(outside - {"ping"}):
-        with diverted(hear):
-            sentences = [*await lacking(any_server, admin, f"-{command}"), *wakes_gone]
+        sentences = await lacking(any_server, admin, f"-{command}")
         assert any(re.search(rf"\b{command}\b", sentence) for sentence in sentences), (command, sentences)
         assert not [sentence for sentence in sentences if " on @" in sentence], "words of a script's own"
 
@@ -296,6 +290,9 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
     admin.flushdb()
     admin.script_flush()
     said: list[str] = []
+
+    def hear(event: Event, fields: Any) -> None:
+        said.extend([fields["why"]] if event is Event.WAKE_UPS_GONE else [])
 
     async def try_to(act: Callable[[], Awaitable[object]]) -> None:
         try:
@@ -318,6 +315,14 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
         async def take() -> None:
             taken.extend((await claim(queue)).leases)
 
+        async def listen() -> None:
+            with diverted(hear):
+                waiting = asyncio.create_task(queue.wait_for_work())
+            if rules == ("-subscribe",):
+                await wait_until(lambda: said)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+
         for act in (
             take,
             lambda: queue.cancelled([("r-1", "t")]),
@@ -331,9 +336,7 @@ async def lacking(any_server: Server, admin: redis.Redis, *rules: str) -> list[s
             lambda: queue.dead_newest(5),
             lambda: queue.paused(),
             lambda: queue.sweep(),
-            lambda: (
-                asyncio.wait_for(queue.wait_for_work(), 0.05) if "subscribe" in rules[0] else queue.sweep()
-            ),
+            listen,
         ):
             await try_to(act)
         grant(admin, "dispatcher")
