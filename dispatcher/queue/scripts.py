@@ -51,13 +51,15 @@ _REFUSALS = {
     "TRYAGAIN": "is moving the slot to another node",
     "NOAUTH": "wants a password",
     "WRONGPASS": "does not accept this user and password",
-    "NOPERM": "does not permit this user what the queue needs (`batch-dispatcher check` names it all)",
+    "NOPERM": "does not permit this user what the queue needs (docs/security.md, `batch-dispatcher check`)",
     "BUSY": "is busy with a script that does not end",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
-_FORBIDDEN = ("The user executing the script can't", "ACL failure in script")
-"""How a right is refused inside a script, where there is no NOPERM."""
-_PLACE = re.compile(r" script: (?:[0-9a-f]+, )?on @.*$")
+_FORBIDDEN = re.compile(
+    r"^(?:Error running script .*: )?The user executing the script can't|^ACL failure in script"
+)
+"""How a right is refused inside a script, where there is no NOPERM: by Redis 6.2, by 7, by Valkey."""
+_PLACE = re.compile(r"^Error running script .*: (?=The user)| script: (?:[0-9a-f]+, )?on @.*$")
 """Where in a script, which tells an operator nothing."""
 
 
@@ -141,7 +143,7 @@ async def heeded(act: Callable[[], Awaitable[T]]) -> T:
 
 
 def _is_forbidden(error: Exception) -> bool:
-    return isinstance(error, errors.NoPermissionError) or str(error).startswith(_FORBIDDEN)
+    return isinstance(error, errors.NoPermissionError) or _FORBIDDEN.search(str(error)) is not None
 
 
 def _refusal(error: Exception) -> str | None:

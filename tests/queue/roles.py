@@ -26,7 +26,7 @@ def rules(role: str, tag: str = "qwen") -> list[str]:
 
 
 def commands(role: str) -> set[str]:
-    return {word[1:] for word in rules(role) if word.startswith("+")}
+    return set(re.findall(r"\+([\w|]+)", " ".join(rules(role))))
 
 
 def grant(client: redis.Redis, role: str, *more: str, tag: str = "qwen") -> None:

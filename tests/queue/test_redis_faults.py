@@ -14,6 +14,7 @@ from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled
 from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.scripts import Scripts
 from tests.queue.known import assert_drained, assert_only_known_keys
 from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, queues, submission
 from tests.queue.servers import Server, server
@@ -230,6 +231,35 @@ async def test_lost_reply_of_a_submission_adds_nothing_twice(queue, client):
     assert await queue.submit([submission("r-1")]) == 1
     counts = await queue.counts()
     assert (counts.pending, counts.leased) == (0, 1)
+
+
+CANNOT = "The user executing the script can't run this command or subcommand"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(
+            f"Error running script (call to f_c8): @user_script:55: @user_script: 55: {CANNOT}", id="6.2"
+        ),
+        pytest.param(f"{CANNOT} script: a2e6, on @user_script:1.", id="7.0"),
+        pytest.param(
+            "ACL failure in script: User u has no permissions to run 'hdel' script: on @user_script:3.",
+            id="valkey",
+        ),
+    ],
+)
+async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_server(said):
+    """As each says it. 6.2 cannot be asked for rights before a step."""
+
+    async def refuses():
+        raise redis.ResponseError(said)
+
+    scripts = Scripts(connect("redis://127.0.0.1:1"))
+    with pytest.raises(QueueUnavailableError, match="does not permit this user") as caught:
+        await scripts.attempt(refuses)
+    assert "@user_script" not in str(caught.value)
+    await scripts.client.aclose()
 
 
 async def test_password_database_and_restricted_user(tmp_path: Path):

@@ -186,6 +186,8 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
         for forbidden in (
             lambda: producer.zadd(f"{QWEN.prefix}:leases", {"1:me": 1}),
             lambda: producer.set(QWEN.paused, "mine"),
+            lambda: producer.delete(QWEN.queue),
+            lambda: producer.set(QWEN.queue, "mine"),
             lambda: producer.brpop([QWEN.results], 1),
             lambda: producer.brpop(["batch-results:bob:1"], 1),
             lambda: producer.zrange(QWEN.queue, 0, -1),
