@@ -67,10 +67,11 @@ def test_a_changed_reserve_holds_at_once_and_costs_no_request(stage: Stage) -> N
     assert one.metrics()["config_refused"] == 0
     assert one.metrics()["config_reloads_total{refused}"] >= 2
     assert one.metrics()["config_reloads_total{applied}"] == 4
+    producer.submit(300)  # a busy machine took so long with the above that little is left
     wait_until_sync(lambda: world.in_flight() >= 30, 5, what="the room to be used again")
 
     producer.wait_for_all(timeout_s=30)
-    assert producer.answers() == {"200": 1200}
+    assert producer.answers() == {"200": len(producer.submitted)}
     assert not producer.twice()
     assert not producer.unaccounted()
     assert one.tries("failed") == 0
