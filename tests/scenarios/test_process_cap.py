@@ -38,10 +38,11 @@ def test_in_flight_never_passes_what_the_reserve_leaves(
     assert one.status()["limit"] == LIMIT
 
 
-@pytest.mark.serial
-@short_and_long
-def test_the_slack_is_used_however_long_the_way(stage: Stage, stretch: int) -> None:
-    """In flight counts at the gateway from arrival to answer, the way to the pool and back included.
+@pytest.mark.long
+def test_the_slack_is_used_however_long_the_way(stage: Stage) -> None:
+    """Its short form is in virtual time (test_virtual_cap).
+
+    In flight counts at the gateway from arrival to answer, the way to the pool and back included.
 
     What the dispatcher cannot do anything about is the time in which a slot of the pool is empty while its
     answer and the next request travel: of 30 slots and requests of 1 s, a way of 20 ms leaves at most
@@ -56,7 +57,7 @@ def test_the_slack_is_used_however_long_the_way(stage: Stage, stretch: int) -> N
         hold(lambda: world.in_flight() <= LIMIT + 1, 1.2, what="the cap, while the way changes")
         in_pool_most = LIMIT / (1 + 2 * path_s)
         for window in range(WINDOWS):
-            seen = world.mean_in_flight(3.0 * stretch)
+            seen = world.mean_in_flight(30.0)
             at_gateway, in_pool = seen["gateway"]["batch"], seen["pool"]["running"]["mean"]
             print(f"{path_s * 1000:.0f} ms, {window}: gateway {at_gateway}, pool {in_pool:.2f}")
             assert at_gateway["peak"] <= LIMIT + 1

@@ -59,27 +59,20 @@ def after(times: list[float], at: float) -> list[float]:
     return [time for time in times if time > at]
 
 
-@pytest.mark.serial
-@pytest.mark.parametrize(
-    ("interval_s", "seconds", "measured_s"),
-    [(0.25, 0.125, 6.0), pytest.param(1.0, 0.5, 60.0, marks=pytest.mark.long)],
-    ids=["short", "long"],
-)
-def test_a_pool_of_a_third_of_its_declared_size_is_learned(
-    stage: Stage, interval_s: float, seconds: float, measured_s: float
-) -> None:
-    """In the short form everything is four times as fast, the requests too."""
-    world = stage.world(slots=11, declared=32, queue_limit=8, seconds=seconds)
+@pytest.mark.long
+def test_a_pool_of_a_third_of_its_declared_size_is_learned(stage: Stage) -> None:
+    """Its short form is in virtual time (test_virtual_overload)."""
+    world = stage.world(slots=11, declared=32, queue_limit=8, seconds=0.5)
     stage.producer.submit(12_000)
-    stage.dispatcher(stage.settings(world, signals={"interval_s": interval_s}))
+    stage.dispatcher(stage.settings(world))
     begun = wait_until_sync(lambda: world.observed()["scrapes"], 20, what="a first reading")
     wait_until_sync(
         lambda: world.observed()["scrapes"] >= begun + 30,
-        45 * interval_s + 5,
+        50,
         what="30 readings",
         every_s=0.1,
     )
-    seen = world.mean_in_flight(measured_s)
+    seen = world.mean_in_flight(60.0)
     answers = seen["gateway"]["answers"]
     refused, served = answers.get("429", 0), answers["200"]
     print(f"{refused} refused, {served} served, {seen['pool']['running']}")
