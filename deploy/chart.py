@@ -159,7 +159,11 @@ OWN: Mapping[str, dict[str, Any]] = {
     "keda.maxReplicas": {"type": "integer", "minimum": 1},
     "keda.backlog": {"type": "integer", "minimum": 1},
     "keda.pollingInterval": {"type": "integer", "minimum": 1},
-    "keda.redis.existingSecret": _SECRET_KEY,
+    "keda.redis.existingSecret": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {**_SECRET_KEY["properties"], "usernameKey": {"type": "string"}},
+    },
     "keda.redis.address": {"type": "string", "pattern": "^$|^[^/:@]+:[0-9]+$"},
     "keda.prometheus.url": {"type": "string", "pattern": "^$|^https?://"},
     "keda.prometheus.deadlineSlack": {"type": "integer", "minimum": 1},

@@ -140,6 +140,9 @@ class Client:
             return await command
         except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
             raise QueueUnavailableError(f"the queue cannot be reached: {error}") from error
+        except errors.NoPermissionError as error:
+            told = f"Redis does not permit this user to read results (docs/security.md): {error}"
+            raise QueueUnavailableError(told) from error
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 from typing import Annotated
 
@@ -20,9 +21,16 @@ def pause(
 ) -> None:
     """Have all dispatchers of the queue send nothing new until `resume`. What runs goes on."""
     target = find(config, queue_url, queue)
-    who = by or f"{getpass.getuser()}@{socket.gethostname()}"
+    who = by or f"{_user()}@{socket.gethostname()}"
     ask(target, lambda desk: desk.pause(who, why))
     typer.echo(f"{target.names.queue} is paused")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container whose uid has no name
+        return str(os.getuid())
 
 
 def resume(config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "") -> None:

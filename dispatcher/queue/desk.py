@@ -6,9 +6,11 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
+from redis import exceptions as errors
 
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.clock import ServerClock
@@ -88,7 +90,7 @@ class RedisDesk:
             if active is None or request_token not in ("", active.decode(errors="replace")):
                 return False
             await client.set(CANCEL + request_id, active, ex=CANCEL_TTL_S)
-            await client.publish(self.names.wake, "cancel")
+            await self._wake("cancel")
             return True
 
         return await self._scripts.attempt(cancel)
@@ -99,16 +101,21 @@ class RedisDesk:
 
         async def pause() -> None:
             await self._scripts.client.set(self.names.paused, switch)
-            await self._scripts.client.publish(self.names.wake, "paused")
+            await self._wake("paused")
 
         await self._scripts.attempt(pause)
 
     async def resume(self) -> None:
         async def resume() -> None:
             await self._scripts.client.delete(self.names.paused)
-            await self._scripts.client.publish(self.names.wake, "resumed")
+            await self._wake("resumed")
 
         await self._scripts.attempt(resume)
+
+    async def _wake(self, what: str) -> None:
+        """Who may not publish is noticed at the dispatchers' next look."""
+        with suppress(errors.NoPermissionError):
+            await self._scripts.client.publish(self.names.wake, what)
 
     async def paused(self) -> tuple[str, str] | None:
         """Who paused it and why; None when nobody did."""

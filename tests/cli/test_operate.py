@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pwd
 import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +196,14 @@ async def test_why_no_dispatcher_answers_is_said(configured: Ask, tmp_path: Path
                 found = await asyncio.to_thread(configured, verb, port, file)
                 assert found.returncode == 0, found.stderr
                 assert f"No dispatcher answers ({why}" in found.stdout
+
+
+def test_pause_is_by_a_number_where_the_uid_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that runs as a uid of the platform's choice."""
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    assert import_module("dispatcher.cli.pause")._user() == str(os.getuid())
 
 
 async def test_pause_says_who_and_why_until_resume(queue_server: Server) -> None:

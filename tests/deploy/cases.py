@@ -203,6 +203,20 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
         "redis.existingSecret.name, config.queue.url: name",
     ),
     ({**QUEUE, "valkey": {"enabled": True}}, "redis.existingSecret.name, valkey.enabled: name more than one"),
+    (
+        {"extraEnv": [{"name": "BATCH_DISPATCHER__QUEUE__URL", "value": "redis://redis"}]},
+        "extraEnv: BATCH_DISPATCHER__QUEUE__URL names another queue than the chart's own",
+    ),
+    ({"gateway": {"url": "https://me:secret@a"}}, "gateway.url: holds a user or a password"),
+    (
+        {"config": {"signals": {"prometheus": {"url": "http://me:secret@prometheus"}}}},
+        "(BATCH_DISPATCHER__SIGNALS__PROMETHEUS__URL)",
+    ),
+    (
+        {"config": {"tracing": {"endpoint": "http://me:secret@otel:4318"}}},
+        "(BATCH_DISPATCHER__TRACING__ENDPOINT)",
+    ),
+    ({"test": {"payload": "hi"}}, "test.payload: is no JSON object"),
     ({"valkey": {"enabled": False}}, "valkey.enabled: is false, and no other queue is named"),
     ({"config": {"queue": {"lease_s": 10, "owner_timeout_s": 20}}}, "config.queue.owner_timeout_s: must not"),
     ({"config": {"retry": {"base_s": 90}}}, "config.retry.max_s: must not be below"),

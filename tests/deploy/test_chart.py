@@ -336,6 +336,15 @@ def test_no_token_is_mounted_where_nothing_is_read() -> None:
     assert case("basic").one("ServiceAccount")["automountServiceAccountToken"] is False
 
 
+def test_keda_can_be_a_user_of_its_own() -> None:
+    secret = {"name": "keda", "usernameKey": "user"}
+    given = {"keda": {"enabled": True, "redis": {"existingSecret": secret}}}
+    assert render(given).one("TriggerAuthentication")["spec"]["secretTargetRef"] == [
+        {"parameter": "password", "name": "keda", "key": "password"},
+        {"parameter": "username", "name": "keda", "key": "user"},
+    ]
+
+
 def test_keda_counts_keys_that_the_queue_has() -> None:
     for name in ("scaled", "scaled-by-deadlines"):
         queue = case(name).settings().queue

@@ -167,7 +167,7 @@ def upward(path: str) -> Iterator[str]:
 def test_value_sets_of_the_guide_render() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(found) == page.count("<!-- values -->") == 8
+    assert len(found) == page.count("<!-- values -->") == 9
     for text in found:
         assert render(yaml.safe_load(text)).settings()
 

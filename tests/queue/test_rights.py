@@ -14,7 +14,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from dispatcher.client import Client
+from dispatcher.client import Client, NoResultError
 from dispatcher.ports import (
     Burial,
     Expired,
@@ -226,6 +226,26 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert await desk.dead_requeue([dead.entry], NEVER) == 1
         assert await desk.dead_purge() == 1
         assert len(await client.results()) == 2
+    await desk.aclose()
+    await client.aclose()
+
+
+async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read_results(
+    any_server: Server, admin: redis.Redis
+) -> None:
+    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with `brpop` it reads them, too."""
+    url = url_of(any_server, "dispatcher")
+    desk, client = RedisDesk(connect(url), QWEN), Client(connect(url), QWEN)
+    await desk.pause("me", "why")
+    await desk.resume()
+    assert await desk.paused() is None
+    ticket = await client.submit(b'{"prompt": "hi"}')
+    assert await desk.cancel(ticket.id)
+    with pytest.raises(QueueUnavailableError, match="to read results"):
+        await client.result(ticket, timeout_s=5)
+    grant(admin, "dispatcher", "+brpop")
+    with pytest.raises(NoResultError):
+        await client.result(ticket, timeout_s=0.1)
     await desk.aclose()
     await client.aclose()
 

@@ -31,6 +31,11 @@
 {{- if contains "@" $url -}}
 {{- $wrong = append $wrong "config.queue.url: holds a user or a password, which a ConfigMap must not: put the URL into a Secret and name that in redis.existingSecret.name" -}}
 {{- end -}}
+{{- range .Values.extraEnv -}}
+{{- if and $own (eq (toString .name) "BATCH_DISPATCHER__QUEUE__URL") -}}
+{{- $wrong = append $wrong "extraEnv: BATCH_DISPATCHER__QUEUE__URL names another queue than the chart's own Valkey: set redis.existingSecret.name instead, or config.queue.url beside it, without the password" -}}
+{{- end -}}
+{{- end -}}
 {{- if and .Values.valkey.existingSecret.name (not $own) -}}
 {{- $wrong = append $wrong "valkey.existingSecret.name: the chart's own Valkey is not used; for a queue of yours set redis.existingSecret.name" -}}
 {{- end -}}
@@ -57,6 +62,14 @@
 {{- if has (lower $name) (list "authorization" "cookie" "proxy-authorization") -}}
 {{- $wrong = append $wrong (printf "%s.headers: %s is a secret, which a ConfigMap must not hold: use secretFiles (%s.token_file)" $where $name (trimPrefix "config." $where)) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- $urls := dict "gateway.url" .Values.gateway.url "config.signals.prometheus.url" (dig "signals" "prometheus" "url" "" $config) "config.tracing.endpoint" (dig "tracing" "endpoint" "" $config) -}}
+{{- range $setting, $value := $urls -}}
+{{- if regexMatch "^[a-z]+://[^/]*@" $value -}}
+{{- $variable := trimPrefix "config." $setting | upper | replace "." "__" -}}
+{{- $wrong = append $wrong (printf "%s: holds a user or a password, which a ConfigMap must not: leave them out, and give the whole URL by extraEnv from a Secret (BATCH_DISPATCHER__%s)" $setting $variable) -}}
 {{- end -}}
 {{- end -}}
 
@@ -94,6 +107,9 @@
 {{- end -}}
 
 {{/* the rest of the chart */}}
+{{- if and .Values.test.payload (hasKey (fromJson .Values.test.payload) "Error") -}}
+{{- $wrong = append $wrong "test.payload: is no JSON object" -}}
+{{- end -}}
 {{- if and .Values.inferenceObjective.create .Values.gateway.objective -}}
 {{- $wrong = append $wrong "gateway.objective: is set by inferenceObjective.create: take it out, or name the objective in inferenceObjective.name" -}}
 {{- end -}}
