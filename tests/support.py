@@ -15,7 +15,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import pytest
 
@@ -95,6 +95,26 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+class Stoppable(Protocol):
+    """`subprocess.Popen`, or what does as it does."""
+
+    def send_signal(self, number: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+
+def stop(process: Stoppable, stop_s: float = 5.0, how: signal.Signals = signal.SIGTERM) -> None:
+    """End a child that may have ended: by this signal, and by SIGKILL after `stop_s`."""
+    process.send_signal(how)
+    try:
+        process.wait(stop_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 @contextlib.contextmanager
 def running(*command: str | Path, stop_s: float = 5.0, **popen: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A child process for the length of the block: then SIGTERM, and SIGKILL after `stop_s`, by its own pid.
@@ -108,13 +128,7 @@ def running(*command: str | Path, stop_s: float = 5.0, **popen: Any) -> Iterator
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(stop_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
+        stop(process, stop_s)
         for pipe in (process.stdout, process.stderr):
             if pipe is not None:
                 pipe.close()

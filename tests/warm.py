@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from tests.support import die_with_parent, running
+from tests.support import die_with_parent, running, stop
 
 PROGRAMS = ("dispatcher", "dispatcher.sim.live")
 _REQUEST_MOST = 1 << 18
@@ -56,9 +56,6 @@ class Warm:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -85,12 +82,7 @@ def warm(
     try:
         yield child
     finally:
-        child.terminate()
-        try:
-            child.wait(stop_s)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
+        stop(child, stop_s)
         if child.stdout is not None:
             child.stdout.close()
 

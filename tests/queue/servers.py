@@ -19,7 +19,7 @@ import pytest
 import redis
 from redis.crc import key_slot
 
-from tests.support import die_with_parent, free_port, require_tool, wait_until_sync
+from tests.support import die_with_parent, free_port, require_tool, stop, wait_until_sync
 
 ENGINES = ("redis", "valkey")
 _START_TRIES = 5
@@ -105,12 +105,7 @@ class Server:
             return
         with suppress(ProcessLookupError):
             os.kill(self.process.pid, signal.SIGCONT)
-        self.process.send_signal(how)
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        stop(self.process, how=how)
 
 
 @contextmanager

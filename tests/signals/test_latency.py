@@ -116,15 +116,20 @@ async def polling(*sources, share: float | None = 0.25, **settings) -> AsyncIter
             await task
 
 
+@contextlib.asynccontextmanager
+async def priced(epp) -> AsyncIterator[list[Poll]]:
+    """What is told while its page is polled, from the first price on."""
+    source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, marked=True, latencies_each_s=0.1)
+    async with polling(source) as told:
+        await wait_until(lambda: told and told[-1].price.source)
+        yield told
+
+
 class TestPolled:
     async def test_the_price_comes_from_the_pages_that_are_scraped_anyway(self):
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
-            source = EppSource(
-                "qwen", Targets(urls=(epp.url,)), timeout_s=20, marked=True, latencies_each_s=0.1
-            )
-            async with polling(source) as told:
-                await wait_until(lambda: told and told[-1].price.source)
+            async with priced(epp) as told:
                 assert told[-1].price.requests == 0
                 epp.page = later(golden(NEWEST), 40)
                 await wait_until(lambda: told[-1].price.requests == 40)
@@ -160,11 +165,7 @@ class TestPolled:
         monkeypatch.setattr("dispatcher.signals.poller.PRICE_MAX_AGE_S", 0.2)
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
-            source = EppSource(
-                "qwen", Targets(urls=(epp.url,)), timeout_s=20, marked=True, latencies_each_s=0.1
-            )
-            async with polling(source) as told:
-                await wait_until(lambda: told and told[-1].price.source)
+            async with priced(epp) as told:
                 epp.page = "nothing of it\n"
                 await wait_until(lambda: not told[-1].price.source)
         assert told[-1].price.why_not == "not read for 0.2 s"
