@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,12 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from dispatcher import __version__
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.cluster.kubelet import NODE, Kubelet, is_ready, path_of, status
+from tests.deploy.release import ROOT
 from tests.support import free_port, running, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -213,6 +217,25 @@ def settled(plane: ControlPlane, before: Any) -> dict[str, str]:
 
     wait_until_sync(stays, 60, what="the controllers have done what there was to do", every_s=1)
     return last
+
+
+def test_token_of_the_guide_may_read_metrics_and_nothing_else(plane: ControlPlane) -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    (text,) = re.findall(r"<!-- picker token -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    namespace = plane.namespace("token")
+    for each in yaml.safe_load_all(text.replace("namespace: llm", f"namespace: {namespace}")):
+        plane.create(each)
+    path = f"/api/v1/namespaces/{namespace}/secrets/picker-metrics"
+    secret = wait_until_sync(
+        lambda: (found := plane.ask("GET", path)) and found.get("data", {}).get("token"),
+        30,
+        what="Kubernetes puts the token into it",
+        every_s=0.1,
+    )
+    user = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
+    assert plane.admin.get("/metrics", headers=user).status_code == 200
+    for refused in ("/logs", f"/api/v1/namespaces/{namespace}/pods"):
+        assert plane.admin.get(refused, headers=user).status_code == 403
 
 
 # The dispatcher beside it.
