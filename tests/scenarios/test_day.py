@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from dispatcher.core.request import encode_member
-from tests.browser import Page, chromium
+from tests.browser import Browser, Page
 from tests.monitoring.prometheus import Prometheus, moved_of_catalogue
 from tests.scenarios.processes import POOL, Dispatcher, Stage, World, merged
 from tests.scenarios.test_process_kubernetes import Cluster, cluster
@@ -147,10 +147,10 @@ class Day:
 
 
 @asynccontextmanager
-async def day(one: Dispatcher, prometheus: Prometheus) -> AsyncIterator[Day]:
+async def day(one: Dispatcher, prometheus: Prometheus, browser: Browser) -> AsyncIterator[Day]:
     url = f"http://127.0.0.1:{one.admin_port}"
     listener = Listener(url)
-    async with chromium() as browser, browser.page() as page:
+    async with browser.page() as page:
         await page.open(url)
         with listener.following():
             yield Day(one, prometheus, page, listener)

@@ -13,7 +13,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.browser import Page, chromium
+from tests.browser import Browser, Page, chromium
 from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until
 
@@ -31,10 +31,10 @@ async def shows(page: Page, reason: str) -> bool:
     return (await page.text("#badge")).startswith(reason)
 
 
-async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage) -> None:
+async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, browser: Browser) -> None:
     world = stage.world(slots=32, seconds=0.2)
     one = stage.dispatcher(stage.settings(world))
-    async with chromium() as browser, browser.page() as page:
+    async with browser.page() as page:
         await page.open(url_of(one))
         await wait_until(lambda: shows(page, "idle"), 20)
         stage.producer.submit(600)
@@ -128,7 +128,7 @@ async def test_ten_pages_open_for_ten_minutes(stage: Stage) -> None:
     async with AsyncExitStack() as stack:
         pages: list[Page] = []
         for _ in range(2):  # a browser opens six connections to one server at most
-            browser = await stack.enter_async_context(chromium())
+            browser = stack.enter_context(chromium())
             for _ in range(PAGES // 2):
                 page = await stack.enter_async_context(browser.page())
                 await page.open(url_of(one))
