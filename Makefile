@@ -4,8 +4,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Half of the tests' time is waiting, for servers to start and leases to end: two processes a core.
-JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
+# More than half of the tests' time is waiting, for servers to start and leases to end: three processes a core.
+JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
 # What is compiled is kept: without, every process of the tests compiles all of it anew.
 unexport PYTHONDONTWRITEBYTECODE

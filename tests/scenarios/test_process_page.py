@@ -100,21 +100,25 @@ async def cpu_over(process: psutil.Process, seconds: float) -> float:
     return (used() - before) / (time.monotonic() - began)
 
 
+def connections(process: psutil.Process, port: int) -> int:
+    """How many of its sockets are a client's of this port, and not the listener's."""
+    sockets = process.net_connections("tcp")
+    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in sockets)
+
+
 async def test_open_pages_cost_next_to_nothing_and_leave_nothing_behind(stage: Stage) -> None:
     world = stage.world(slots=32, seconds=0.2)
     one = stage.dispatcher(stage.settings(world))
     process = psutil.Process(one.child.pid)
     url = url_of(one)
-    async with readers(url, PAGES):
-        pass
-    files = process.num_fds()
     more = []
     for _ in range(3):
         async with readers(url, PAGES):
+            assert connections(process, one.admin_port) == PAGES
             with_pages = await cpu_over(process, 2.0)
         more.append(with_pages - await cpu_over(process, 2.0))
     assert sorted(more)[1] < CORE_SHARE, more
-    await wait_until(lambda: process.num_fds() <= files, what="every connection to be closed")
+    await wait_until(lambda: not connections(process, one.admin_port), what="every connection to be closed")
 
 
 @pytest.mark.long
