@@ -56,7 +56,7 @@ class Limits:
     head_s: float = 10.0
     """A connection that has not sent a whole request by then is closed, an idle one too."""
     spare: int = 64
-    """So many of the process's descriptors are left to Redis, the gateway and files: where no more are free, a
+    """Descriptors of the process that are left to Redis, the gateway and files: where no more are free, one
     connection is closed for each new one."""
     heartbeat_s: float = 5.0
     """A stream without news says so this often, and its token is looked at again."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
+
+import msgspec
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.price import Histograms
@@ -291,7 +292,7 @@ class _Replica:
         return any(
             row.labels.get(label, "") == pool
             for row in self.rows
-            if _VALUE in row.labels and (label := Family[row.labels[_VALUE]].pool_label) is not None
+            if (family := _family(row)) is not None and (label := family.pool_label) is not None
         )
 
     @property
@@ -307,14 +308,19 @@ class _Replica:
             if _AGE in row.labels:
                 ages.append(row.value)
                 continue
-            # An aggregation has dropped the name; the family's newest one stands for it.
-            name = row.labels.get("__name__", Family[row.labels[_VALUE]].value[0])
-            samples.append(Sample(name, row.labels, row.value))
+            if (family := _family(row)) is not None:
+                # An aggregation has dropped the name; the family's newest one stands for it.
+                samples.append(Sample(row.name or family.value[0], row.labels, row.value))
         if not ages or not all(math.isfinite(age) for age in ages):
             return Unread(Reason.UNREADABLE, "the age of the samples is not known")
         # A scrape is dated by its start, by the server's clock: below 0 is a rounding.
         opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages))
         return view(samples, pool, opened_at, closed_at)
+
+
+def _family(row: Sample) -> Family | None:
+    """What the row is a value of; None: of nothing that was asked for."""
+    return Family.__members__.get(row.labels.get(_VALUE, ""))
 
 
 def pool_query(pool: str, namespace: str) -> str:
@@ -352,19 +358,42 @@ def _literal(text: str) -> str:
     return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-def _decode(result: Any) -> list[Sample]:
+class _Row(msgspec.Struct):
+    metric: dict[str, str]
+    value: tuple[float, str]
+
+
+class _Data(msgspec.Struct):
+    resultType: str = "nothing"  # noqa: N815 -- Prometheus' name
+    result: msgspec.Raw = msgspec.Raw(b"")
+
+
+class _Document(msgspec.Struct):
+    """An answer of the API, as far as it matters here."""
+
+    status: str = ""
+    error: str = ""
+    warnings: list[str] | None = None
+    data: _Data | None = None
+
+
+_document = msgspec.json.Decoder(_Document).decode
+_rows = msgspec.json.Decoder(list[_Row]).decode
+
+
+def _decode(result: msgspec.Raw) -> list[Sample]:
     """The samples of an instant vector. Raises QueryError for any other shape."""
-    if not isinstance(result, list):
+    if not bytes(result).lstrip().startswith(b"["):
         raise QueryError("the answer is not a list of samples")
-    rows: list[Sample] = []
-    for each in result:
-        try:
-            labels, (_, value) = each["metric"], each["value"]
-            rows.append(Sample(labels.get("__name__", ""), dict(labels), float(value)))
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError):
-            shown = json.dumps(each)[:120]
-            raise QueryError(f"not an instant vector: {shown}", "signals.prometheus.queries") from None
-    return rows
+    try:
+        # As on a page, and not as Python has it, 1_0 is no number.
+        return [
+            Sample(row.metric.get("__name__", ""), row.metric, float(row.value[1].replace("_", "?")))
+            for row in _rows(result)
+        ]
+    except (ValueError, RecursionError) as error:  # of which msgspec's own, which say what is where
+        why = f"not an instant vector: {str(error)[:200]}"
+        raise QueryError(why, "signals.prometheus.queries") from None
 
 
 class _Session:
@@ -435,25 +464,26 @@ def _read(raw: Any, give_up_at: float) -> bytes:
 
 
 def _parsed(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
-    """The answer's JSON, where it is a whole and good one. Raises QueryError where not."""
+    """The answer's document, where it is a whole and good one. Raises QueryError where not."""
     if redirect:
         raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
     try:
-        document = json.loads(body)
-    except ValueError:
-        document = None
+        document, shape = _document(body), ""
+    except (ValueError, RecursionError) as error:
+        document, shape = _Document(), f" ({str(error)[:200]})"
     if status != 200:
-        why = document.get("error") if isinstance(document, dict) else None
-        raise QueryError(f"HTTP {status}" + (f": {str(why)[:300]}" if why else ""), _hint(status))
-    if not isinstance(document, dict) or document.get("status") != "success":
-        raise QueryError("the answer is not Prometheus' JSON", "signals.prometheus.url")
-    if document.get("warnings"):
-        raise QueryError(f"the answer may be partial: {str(document['warnings'][0])[:300]}")
-    data = document.get("data")
-    if not isinstance(data, dict) or data.get("resultType") != "vector":
-        kind = data.get("resultType") if isinstance(data, dict) else "nothing"
-        raise QueryError(f"the answer is {kind}, not an instant vector", "signals.prometheus.queries")
-    return document
+        raise QueryError(
+            f"HTTP {status}" + (f": {document.error[:300]}" if document.error else ""), _hint(status)
+        )
+    if document.status != "success":
+        raise QueryError(f"the answer is not Prometheus' JSON{shape}", "signals.prometheus.url")
+    if document.warnings:
+        raise QueryError(f"the answer may be partial: {document.warnings[0][:300]}")
+    data = document.data or _Data()
+    if data.resultType != "vector":
+        why = f"the answer is {data.resultType[:40]}, not an instant vector"
+        raise QueryError(why, "signals.prometheus.queries")
+    return {"data": {"result": data.result}}
 
 
 def _hint(status: int) -> str:
