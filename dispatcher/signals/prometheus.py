@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import msgspec
-
 from dispatcher.core.budget import Reason
 from dispatcher.core.price import Histograms
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
+from dispatcher.signals.instant import QueryError, document, vector
 from dispatcher.signals.series import Family, Unread, View, smallest, view
 
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
@@ -59,14 +58,6 @@ class Access:
     cert_file: str = ""
     key_file: str = ""
     insecure_skip_verify: bool = False
-
-
-class QueryError(Exception):
-    """The server refused a query or gave no usable answer; the message is a sentence."""
-
-    def __init__(self, why: str, hint: str = "") -> None:
-        super().__init__(why)
-        self.hint = hint
 
 
 class PrometheusSource:
@@ -149,7 +140,7 @@ class PrometheusSource:
             self._latency_client = self._connect(self._latency_session)
         self._latency_client.headers = self._headers()
         params = {"timeout": f"{LATENCY_TIMEOUT_S:g}", "partial_response": "false"}
-        return latency.grown(_decode(self._latency_client.custom_query(self._latency_query, params=params)))
+        return latency.grown(vector(self._latency_client.custom_query(self._latency_query, params=params)))
 
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
         """Run the queries; in the errand's thread."""
@@ -171,7 +162,7 @@ class PrometheusSource:
     def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
         # Thanos answers with what it could get unless told that a part is no use.
         params = {"timeout": f"{self._timeout_s:g}", "partial_response": "false", **options}
-        return _decode(self._client.custom_query(query, params=params))
+        return vector(self._client.custom_query(query, params=params))
 
     def _headers(self) -> dict[str, str]:
         headers = dict(self._access.headers)
@@ -358,44 +349,6 @@ def _literal(text: str) -> str:
     return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-class _Row(msgspec.Struct):
-    metric: dict[str, str]
-    value: tuple[float, str]
-
-
-class _Data(msgspec.Struct):
-    resultType: str = "nothing"  # noqa: N815 -- Prometheus' name
-    result: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Document(msgspec.Struct):
-    """An answer of the API, as far as it matters here."""
-
-    status: str = ""
-    error: str = ""
-    warnings: list[str] | None = None
-    data: _Data | None = None
-
-
-_document = msgspec.json.Decoder(_Document).decode
-_rows = msgspec.json.Decoder(list[_Row]).decode
-
-
-def _decode(result: msgspec.Raw) -> list[Sample]:
-    """The samples of an instant vector. Raises QueryError for any other shape."""
-    if not bytes(result).lstrip().startswith(b"["):
-        raise QueryError("the answer is not a list of samples")
-    try:
-        # As on a page, and not as Python has it, 1_0 is no number.
-        return [
-            Sample(row.metric.get("__name__", ""), row.metric, float(row.value[1].replace("_", "?")))
-            for row in _rows(result)
-        ]
-    except (ValueError, RecursionError) as error:  # of which msgspec's own, which say what is where
-        why = f"not an instant vector: {str(error)[:200]}"
-        raise QueryError(why, "signals.prometheus.queries") from None
-
-
 class _Session:
     """What the client library needs of a requests.Session, with a bound on time and size.
 
@@ -434,7 +387,7 @@ class _Session:
                     "not a URL", "signals.prometheus.url"
                 ) from None  # its words hold the secrets
             raise QueryError(_words(error)) from None
-        return _Answer(status, _parsed(status, redirect, body))
+        return _Answer(status, document(status, redirect, body))
 
     def close(self) -> None:
         if self._session is not None:
@@ -461,39 +414,6 @@ def _read(raw: Any, give_up_at: float) -> bytes:
         if time.monotonic() > give_up_at:
             raise QueryError("the answer did not end in time", "signals.interval_s allows more time")
     return bytes(body)
-
-
-def _parsed(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
-    """The answer's document, where it is a whole and good one. Raises QueryError where not."""
-    if redirect:
-        raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
-    try:
-        document, shape = _document(body), ""
-    except (ValueError, RecursionError) as error:
-        document, shape = _Document(), f" ({str(error)[:200]})"
-    if status != 200:
-        raise QueryError(
-            f"HTTP {status}" + (f": {document.error[:300]}" if document.error else ""), _hint(status)
-        )
-    if document.status != "success":
-        raise QueryError(f"the answer is not Prometheus' JSON{shape}", "signals.prometheus.url")
-    if document.warnings:
-        raise QueryError(f"the answer may be partial: {document.warnings[0][:300]}")
-    data = document.data or _Data()
-    if data.resultType != "vector":
-        why = f"the answer is {data.resultType[:40]}, not an instant vector"
-        raise QueryError(why, "signals.prometheus.queries")
-    return {"data": {"result": data.result}}
-
-
-def _hint(status: int) -> str:
-    if status in (401, 403):
-        return "signals.prometheus.token_file or signals.prometheus.headers (X-Scope-OrgID for a tenant)"
-    if status in (404, 405):
-        return "signals.prometheus.url: the address before /api/v1/query"
-    if status in (400, 422):
-        return "signals.prometheus.queries: each must be an instant vector; a number is vector(…)"
-    return ""
 
 
 def _words(error: BaseException) -> str:
