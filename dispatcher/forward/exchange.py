@@ -1,4 +1,4 @@
-"""One exchange: a request sent, its answer read and unpacked, and what came of it, in which HTTP's errors end.
+"""One exchange: a request sent, its answer read and unpacked, and what came of it. HTTP's errors end in that.
 
 A kept-alive connection that breaks before an answer says nothing but that the server had closed it, and such
 a request goes out once more on a new one.
