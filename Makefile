@@ -4,9 +4,11 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Half of the tests' time is waiting, for servers to start and leases to end: two processes a core.
-JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
+# More than half of the tests' time is waiting, for servers to start and leases to end: three processes a core.
+JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
+# What is compiled is kept: without, every process of the tests compiles all of it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos soak image-test cluster-test \
@@ -38,11 +40,12 @@ simulate: setup ## Show the control law beside its alternatives: a table, and a 
 	@mkdir -p build
 	$(BIN)/batch-dispatcher simulate --plot build/simulate.png
 
-# What a busy machine spoils runs alone, after the rest. Both parts run, so that one failure does not hide another.
+# What a busy machine spoils runs alone, and first: one process compiles the tests, and the others find them compiled.
+# Both parts run, so that one failure does not hide another.
 test: setup ## Run every test but the long forms
 	@status=0; \
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not long" || status=$$?; \
 	$(PYTEST) -m "serial and not long" || status=$$?; \
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not long" || status=$$?; \
 	exit $$status
 
 # Its own tests and laws alone count: what other tests happen to run through is not held by them. The queue's model
@@ -119,6 +122,7 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
 	$(call long,tests/signals,long,1800)
+	$(call long,tests/admin,long,1800)
 
 image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
 	$(call long,tests/image,long,2400)

@@ -39,6 +39,10 @@ class Overload:
     in_flight: int
     """Our requests in flight, all replicas together, when it came."""
 
+    def wait_until(self, most_s: float) -> float:
+        """Until when it is waited for by whoever waits no longer than so long."""
+        return min(self.until, self.at + most_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Permit:
@@ -50,6 +54,8 @@ class Permit:
     """When the reading behind the limit was taken (the start of its window)."""
     lost: int
     """Leases lost so far, as known when the limit was computed; each further loss lowers it by one."""
+    retry_after_max_s: float = 60.0
+    """No refusal is waited for longer, whatever is stored of it."""
 
 
 @dataclass(frozen=True, slots=True)

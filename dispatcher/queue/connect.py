@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from redis.asyncio import Redis, Sentinel
 from redis.asyncio.cluster import ClusterNode, RedisCluster
@@ -57,7 +57,7 @@ def connect(
         "retry": Retry(NoBackoff(), 0),
         **options,
     }
-    scheme = urlsplit(url).scheme
+    scheme = _split(url).scheme
     if scheme in ("redis", "rediss", "unix"):
         if scheme == "unix":
             del settings["socket_keepalive"]  # a word of TCP
@@ -84,6 +84,23 @@ def connect(
         name, sentinel, is_master=True, ssl=target.tls, db=int(db or "0"), **settings
     )
     return Redis.from_pool(pool)
+
+
+def _split(url: str) -> SplitResult:
+    """The URL's parts, where it can be read in one way. What is refused is not repeated: it may be a password
+    that was not encoded."""
+    try:
+        parts = urlsplit(url)
+        if "+" not in parts.scheme:
+            _ = parts.port
+    except ValueError:
+        why = "a Port that is no number, or a [ that is no address"
+    else:
+        astray = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
+        if not astray:
+            return parts
+        why = "an @ after the host"
+    raise QueueUrlError(f"queue.url: holds {why}: percent-encode / ? # [ ] and @ in user and password")
 
 
 def _parse(url: str) -> _Target:

@@ -117,8 +117,7 @@ class RedisQueue(RedisDesk):
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         await self._learn_clock()
-        room: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, room)
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, self._belief(permit))
 
     async def probe(self, nonce: str) -> Claimed:
         return await self._claim(1, nonce, 1, ["probe"])
@@ -145,11 +144,14 @@ class RedisQueue(RedisDesk):
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
-        beliefs: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
+        beliefs = self._belief(permit)
         if overload is not None:
             beliefs += [self._server(overload.at), self._server(overload.until)]
             beliefs += [int(overload.capacity), overload.in_flight]
         return await self._renew(0, beliefs)
+
+    def _belief(self, permit: Permit) -> list[Argument]:
+        return [permit.limit, self._server(permit.read_at), permit.lost, permit.retry_after_max_s]
 
     async def _renew(self, count: int, rest: Sequence[Argument]) -> Renewed:
         reply = await self._run("renew", [*self._me, count, *rest])
