@@ -27,6 +27,7 @@ def run(
     """
     import asyncio
 
+    from dispatcher.queue.connect import QueueUrlError
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.queue.keys import QueueNameError
     from dispatcher.service import serve
@@ -43,7 +44,7 @@ def run(
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(found, text, config, os.environ, observe=observe))
-    except (EmbeddedError, QueueNameError, OSError) as error:
+    except (EmbeddedError, QueueNameError, QueueUrlError, OSError) as error:
         typer.secho(f"cannot start: {error}", err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from error
 

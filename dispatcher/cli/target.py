@@ -77,7 +77,7 @@ def ask(target: Target, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     import asyncio
 
     from dispatcher.ports import QueueUnavailableError
-    from dispatcher.queue.connect import connect
+    from dispatcher.queue.connect import QueueUrlError, connect
     from dispatcher.queue.desk import RedisDesk
 
     async def at_desk() -> T:
@@ -89,6 +89,8 @@ def ask(target: Target, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
 
     try:
         return asyncio.run(at_desk())
+    except QueueUrlError as error:
+        raise _wrong(str(error)) from error
     except QueueUnavailableError as error:
         typer.secho(str(error), err=True, fg=typer.colors.RED)
         raise typer.Exit(1) from error
