@@ -393,7 +393,7 @@ class RedisQueue(RedisDesk):
         Not to be told as a failure, for everything is settled: the sweep carries what stays in the outbox,
         and markers expire.
         """
-        if any(
+        if not self._outbox.waits and any(
             self._outbox.needs(_key("", each.settlement.results or self.names.results)) for each in writes
         ):
             await self._outbox.carry()
