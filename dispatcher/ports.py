@@ -142,6 +142,9 @@ class Settled(StrEnum):
     BAD_LIST = "bad-list"
     """The named list has the wrong type, or is one of the queue's own keys: an INVALID_REQUEST result went
     to the default list and the lease ended (a burial is dead all the same)."""
+    TOO_LARGE = "too-large"
+    """The queue takes no value as large as this result, though it takes others: a TOO_LARGE result went to
+    the list instead and the lease ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,11 +259,18 @@ class Queue(Protocol):
         """
         ...
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]: ...
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+        """Write each result and end its lease. None: not now, the lease stands; hand it in again.
+
+        One that cannot be written holds up no other. Raises where nothing could be written.
+        """
+        ...
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]: ...
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]: ...
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
+        """Set the requests aside as dead, with their results as `settle` writes them."""
+        ...
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         """For each (request id, its token): does its cancel marker equal the token?"""
