@@ -140,7 +140,7 @@ class Settled(StrEnum):
     """The lease had ended by then, or is another's: nothing was written. A repetition after a lost reply says
     this too, unless the adapter remembers."""
     BAD_LIST = "bad-list"
-    """The named list has the wrong type, or is one of the queue's own keys: an INVALID_REQUEST result went
+    """The named list has the wrong type, or is one that no producer may name: an INVALID_REQUEST result went
     to the default list and the lease ended (a burial is dead all the same)."""
     TOO_LARGE = "too-large"
     """The queue takes no value as large as this result, though it takes others: a TOO_LARGE result went to
@@ -216,6 +216,11 @@ class Queue(Protocol):
 
     def unix_now(self) -> float:
         """Unix time by the queue's clock, without asking it."""
+        ...
+
+    def refused_list(self, name: str) -> str | None:
+        """Why no producer may have its result put into that list, as the end of a sentence ("is …"); None: it
+        may, as far as is known without asking. Whoever settles with such a list is told BAD_LIST."""
         ...
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:

@@ -277,6 +277,8 @@ class Dispatcher:
                 self._finish(endings.deadly(lease, parsed, verdict))
             elif parsed.deadline <= self._queue.unix_now():
                 self._finish(endings.expired(lease, parsed))
+            elif parsed.results and (why := self._queue.refused_list(parsed.results)) is not None:
+                self._finish(endings.unlisted(lease, parsed, why))
             else:
                 if len(lease.member) > LARGE_BYTES:
                     held.lease = replace(lease, member=b"")

@@ -81,6 +81,9 @@ class MemoryQueue:
     def unix_now(self) -> float:
         return self.store.unix_now()
 
+    def refused_list(self, name: str) -> str | None:
+        return self.store.names.refused_list(name)
+
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         now = self._begin()
         held = self._claimed_before(nonce)
