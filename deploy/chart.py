@@ -82,7 +82,8 @@ def _kind(kind: Any) -> dict[str, Any]:
         if names is None:
             return {"type": "object", "additionalProperties": text}
         return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, text)}
-    return {"type": [_TYPES[of[0]], "null"]}  # X | None is all that is left
+    found = _kind(of[0])  # X | None is all that is left
+    return found | {"type": [found["type"], "null"]}
 
 
 def _item(kind: Any) -> dict[str, Any]:

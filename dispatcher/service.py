@@ -339,7 +339,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
             url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir), fsync=wanted.fsync))
         queue = RedisQueue(
             connect(url),
-            Names(wanted.name, wanted.results),
+            Names(wanted.name, wanted.results, wanted.result_lists),
             present.owner,
             lease_s=wanted.lease_s,
             owner_timeout_s=wanted.timeout_s(),

@@ -355,6 +355,7 @@ def test_effective_configuration_marks_defaults() -> None:
     assert "  owner_timeout_s: null  # default: 5" in text
     short = good("gateway: {url: http://gw}\nqueue: {lease_s: 3}\n")
     assert "  owner_timeout_s: null  # default: 3" in map(str, lines(short))
+    assert "  result_lists: null  # default: batch-results:* batch:{default}:results:* *{default}*" in text
     assert '  name: "batch:{default}:requests"  # default' in text
     defaults = as_json(settings)["defaults"]
     assert "budget.upper" in defaults

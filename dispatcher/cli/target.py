@@ -71,7 +71,7 @@ def find(config: Path | None, url: str, queue: str) -> Target:
             name = queue or "batch:{default}:requests"
             return Target(url, Names(name, f"{name.removesuffix(':requests')}:results"))
         settings = settings_of(config)
-        names = Names(settings.queue.name, settings.queue.results)
+        names = Names(settings.queue.name, settings.queue.results, settings.queue.result_lists)
     except QueueNameError as error:
         raise _wrong(str(error)) from error
     if settings.queue.url:

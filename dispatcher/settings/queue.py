@@ -41,6 +41,12 @@ class Queue(Section):
     results: Key = Field(
         "", description="Result list of a request that names none. Empty: `batch:{<pool>}:results`."
     )
+    result_lists: Annotated[tuple[Key, ...] | None, Field(strict=False)] = Field(
+        None,
+        description="Patterns of the lists that a request may name for its result, beside `results`; `*` "
+        "stands for any characters. Others end as INVALID_REQUEST, unsent, and so do keys of any queue. "
+        "null: `batch-results:*`, `<results>:*`, and names with the queue's own `{tag}`.",
+    )
     lease_s: float = Field(
         30.0,
         ge=1,

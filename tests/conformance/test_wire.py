@@ -86,7 +86,10 @@ async def test_result_may_be_any_bytes(world: World) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [QUEUE, "batch:{qwen}:requests:leases", "batch:{qwen}:requests:anything", "a:{qwen}:string"],
+    [
+        *(QUEUE, "batch:{qwen}:requests:leases", "batch:{qwen}:requests:anything", "a:{qwen}:string"),
+        *("celery", "batch:{other}:results", "batch:{other}:requests", "batch:{other}:requests:paused"),
+    ],
 )
 async def test_list_that_cannot_take_a_result_costs_that_request_alone(world: World, name: str) -> None:
     await world.set_key("a:{qwen}:string", "not a list")
@@ -103,6 +106,7 @@ async def test_list_that_cannot_take_a_result_costs_that_request_alone(world: Wo
     assert said == [Settled.DONE, Settled.BAD_LIST, Settled.DONE]
     results = {(result := json.loads(raw))["id"]: result.get("error_code") for raw in await world.results()}
     assert results == {"r-0": None, "r-1": "INVALID_REQUEST", "r-2": None}
+    assert (owner.refused_list(name) is None) is (name == "a:{qwen}:string"), "known before it is sent"
     counts = await owner.counts()
     assert (counts.pending, counts.leased) == (0, 0)
 
@@ -113,8 +117,9 @@ async def test_results_without_a_place_stay_with_their_leases_until_there_is_one
         await world.zadd(number, member(f"r-{number}"))
     leases = await claim(owner := world.owner())
     ends = [answer(leases[0], results="a:{qwen}:list"), answer(leases[1]), answer(leases[2])]
+    assert list(await owner.settle(ends)) == [Settled.DONE, None, None]
     with pytest.raises(QueueUnavailableError, match="no place to go"):
-        await owner.settle(ends)
+        await owner.settle(ends[1:])
     assert await world.results("a:{qwen}:list") == [ends[0].result]
     assert (await owner.counts()).leased == 2
     await world.delete_key(RESULTS)
