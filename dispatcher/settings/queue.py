@@ -29,8 +29,8 @@ class Queue(Section):
     fsync: Literal["everysec", "always"] = Field(
         "always",
         description="When the embedded Valkey's file is forced to the disk. With `always` nothing that was "
-        "acknowledged is lost, at about a millisecond a step (docs/operations.md). With `everysec` a crash of "
-        "the machine, or a kill of the Valkey alone while the disk is slow, loses the last second or two: "
+        "acknowledged is lost, at about a millisecond a step (docs/operations.md). With `everysec` a crash "
+        "of the machine, or a kill of Valkey alone while the disk is slow, loses the last second or two: "
         "accepted requests are gone without a word, results that were told may come again.",
     )
     name: Key = Field(
