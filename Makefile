@@ -11,8 +11,8 @@ PYTEST := $(BIN)/pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos soak image-test cluster-test \
-	constraints clean
+.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos fuzz soak image-test \
+	cluster-test audit constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 	$(call long,tests/chaos,long,7200)
 	$(call long,tests/scenarios,long,7200)
 
+fuzz: setup ## Bend what producers, gateways, pickers and others send, for FUZZ_S seconds (600) each
+	$(call long,tests/fuzz,long,7200)
+
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
 	$(call long,tests/signals,long,1800)
@@ -132,6 +135,12 @@ cluster-test: PYTEST := unshare --user --map-root-user --net -- sh -c 'ip link s
 	ip address add 192.0.2.1/24 dev lo && exec "$$@"' - $(BIN)/pytest
 cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes control plane (etcd; builds it)
 	$(call long,tests/cluster,long,1800)
+
+# Of what is pinned, not of what is installed: those that users get. Needs an advisory source to be reached.
+audit: setup ## Ask what is known against the pins, and list the licences of what is installed
+	@test -x build/audit/bin/pip-audit || \
+		{ $(PYTHON) -m venv build/audit && build/audit/bin/pip install --quiet 'pip-audit>=2.9'; }
+	$(BIN)/python deploy/audit.py build/audit/bin/pip-audit
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock

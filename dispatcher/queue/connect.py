@@ -151,17 +151,17 @@ def _parse(url: str) -> _Target:
     security, _, kind = parts.scheme.partition("+")
     if security not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
         raise QueueUrlError(
-            f"queue.url: unknown scheme {parts.scheme!r}: redis, rediss, unix, redis+sentinel, redis+cluster"
+            "queue.url: unknown scheme: redis, rediss, unix, redis+sentinel, redis+cluster are known"
         )
     userinfo, _, hostlist = parts.netloc.rpartition("@")
     username, _, password = userinfo.partition(":")
     hosts = []
-    for host in hostlist.split(","):
+    for number, host in enumerate(hostlist.split(","), start=1):
         name, colon, port = host.rpartition(":")
         if not colon or host.endswith("]"):
             name, port = host, str(_PORTS[kind])
         if not name or not port.isdigit():
-            raise QueueUrlError(f"queue.url: {host!r} is no host:port")
+            raise QueueUrlError(f"queue.url: host {number} is no host:port")  # it may be a password
         hosts.append((name.strip("[]"), int(port)))
     options = {key: _option(key, values[-1]) for key, values in parse_qs(parts.query).items()}
     sentinel = {
