@@ -1,4 +1,4 @@
-"""One exchange: a request sent, its answer read and unpacked, and what came of it, in which HTTP's errors end.
+"""One exchange: a request sent, its answer read and unpacked, and what came of it, HTTP's errors included.
 
 A kept-alive connection that breaks before an answer says nothing but that the server had closed it, and such
 a request goes out once more on a new one.
@@ -14,7 +14,7 @@ from collections.abc import AsyncIterable, Iterable, Mapping
 
 import aiohttp
 
-from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, classify
+from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, Unsent, classify
 from dispatcher.forward.line import Line, Prepared, Try
 from dispatcher.peer import reason
 
@@ -30,6 +30,8 @@ async def exchange(line: Line, request: Prepared, current: Try, limit_bytes: int
             response = await line.send(request)
             break
         except ERRORS as error:
+            if current.unsent:
+                return Unsent()
             if current.reused and isinstance(error, _CLOSED_BY_PEER):
                 current.fresh, current.reused, current.connected_at = True, False, None
                 continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,10 @@ STREAMED_BYTES = 262_144
 _TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
 
 
+class _UnsentError(Exception):
+    """Comes out of the transport as some error of aiohttp's."""
+
+
 @dataclass(slots=True)
 class Try:
     """What is known of a running try beside its outcome."""
@@ -42,6 +46,15 @@ class Try:
     """The connection had carried a request before."""
     fresh: bool = False
     """Only a new connection will do."""
+    may_send: Callable[[], bool] = lambda: True
+    unsent: bool = False
+    """It might not be sent when it came to that."""
+
+    def check(self) -> None:
+        """To be asked right before the first byte leaves. Raises what is to end the try."""
+        if not self.may_send():
+            self.unsent = True
+            raise _UnsentError
 
 
 running: ContextVar[Try] = ContextVar("try")
@@ -94,24 +107,40 @@ def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
 class _Pieces(httpx.AsyncByteStream):
     """A large payload, written in pieces; can be read again for a second send."""
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, current: Try) -> None:
         self._payload = payload
+        self._try = current
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        self._try.check()  # the head waits for the first piece
         for start in range(0, len(self._payload), STREAMED_BYTES):
             yield self._payload[start : start + STREAMED_BYTES]
+
+
+class _Whole(aiohttp.BytesPayload):
+    """A payload written in one piece, together with the head."""
+
+    def __init__(self, payload: bytes, current: Try) -> None:
+        super().__init__(payload)
+        self._try = current
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        self._try.check()
+        await super().write_with_length(writer, content_length)
 
 
 class Prepared(httpx.Request):
     """A POST that holds just what the transport reads. Building a plain one costs a third of an exchange."""
 
-    def __init__(self, url: str, headers: dict[str, str], payload: bytes) -> None:
+    def __init__(self, url: str, headers: dict[str, str], payload: bytes, current: Try) -> None:
         self.url = url  # type: ignore[assignment] # the transport wants its text
         self.headers = CIMultiDict(headers)  # type: ignore[assignment]
-        self.data: bytes | _Pieces = payload
+        self.data: _Whole | _Pieces
         if len(payload) > STREAMED_BYTES:
             self.headers["content-length"] = str(len(payload))
-            self.data = _Pieces(payload)
+            self.data = _Pieces(payload, current)
+        else:
+            self.data = _Whole(payload, current)
 
 
 class _Body(httpx.AsyncByteStream):
