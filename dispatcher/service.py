@@ -431,6 +431,7 @@ def _options(settings: Settings, observe: bool) -> Options:
         lease_s=settings.queue.lease_s,
         owner_timeout_s=settings.queue.timeout_s(),
         max_payload_bytes=settings.queue.max_payload_bytes,
+        gateway=f"{settings.gateway.url.bare}{settings.gateway.path}",
         tenant_from=settings.gateway.fairness_from,
         observe=observe,
     )

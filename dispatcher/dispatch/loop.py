@@ -40,6 +40,7 @@ from dispatcher.core.outcome import (
     after_losses,
 )
 from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
 from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch import endings
@@ -101,6 +102,7 @@ class Dispatcher:
         self._random = rand or random.Random()
         self._tenants = Tenants()
         self._bounces = Bounces()
+        self._stranger = Stranger()
         self._suspects = Suspects()
         self._holding = Holding()
         self._tenure = Tenure(options.lease_s, options.owner_timeout_s)
@@ -153,6 +155,8 @@ class Dispatcher:
         self._holding.stir()
 
     def reconfigure(self, options: Options) -> None:
+        if options.gateway != self._options.gateway:
+            self._stranger = Stranger()
         self._options = self._upkeep.options = options
         self._tenure.lease_s, self._tenure.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
@@ -350,7 +354,7 @@ class Dispatcher:
 
     def _gateway_seen(self, entry: int, request: Request, forwarded: Forwarded) -> Outcome:
         """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
-        outcome, at, sent_at = forwarded.outcome, forwarded.ended_at, forwarded.sent_at
+        outcome, at, sent_at = self._stranger.judged(forwarded.outcome), forwarded.ended_at, forwarded.sent_at
         limiter, tenant = self.limiter, self._tenant(request)
         match outcome:
             case Overloaded():
