@@ -8,6 +8,7 @@ knows, for each try, since when it holds a connection and whether that had been 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
@@ -18,6 +19,7 @@ from weakref import WeakSet
 
 import aiohttp
 import httpx
+from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 from multidict import CIMultiDict
 
@@ -29,6 +31,9 @@ UNACKNOWLEDGED_S = 10.0
 """A peer that acknowledges nothing for so long is gone (TCP_USER_TIMEOUT, where the system has it)."""
 STREAMED_BYTES = 262_144
 """Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
+
+INTERIM_MOST = 8
+"""So many 1xx may come before an answer."""
 
 _TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
 
@@ -60,12 +65,41 @@ class Try:
 running: ContextVar[Try] = ContextVar("try")
 
 
+class _Protocol(ResponseHandler):
+    """An answer as it arrives; not with interim ones before it without end, each of which costs a parse."""
+
+    _interim = 0
+    _flood: aiohttp.ClientError | None = None
+
+    def set_response_params(self, **params: Any) -> None:
+        self._interim = 0
+        super().set_response_params(**params)
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        if self._flood is not None:
+            return
+        if 100 <= data[0].code < 200:
+            self._interim += 1
+        if self._interim <= INTERIM_MOST:
+            super().feed_data(data, size)
+            return
+        self._flood = aiohttp.ClientPayloadError(f"more than {INTERIM_MOST} interim answers (1xx)")
+        self.set_exception(self._flood)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def set_exception(self, exc: Any, *cause: Any) -> None:
+        """That the connection is lost by then is no news."""
+        super().set_exception(self._flood or exc, *cause)
+
+
 class _Connector(aiohttp.TCPConnector):
     """Connections without a bound (the limit on requests is the bound), and each try told which it got."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:
         # Two addresses of one name are tried 0.25 s apart, well within CONNECT_S.
         super().__init__(limit=0, ssl=tls, keepalive_timeout=KEPT_ALIVE_S, ttl_dns_cache=10)
+        self._factory = functools.partial(_Protocol, loop=self._loop)  # type: ignore[assignment] # its own
         self._used: WeakSet[Any] = WeakSet()
 
     async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
