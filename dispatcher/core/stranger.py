@@ -7,7 +7,16 @@ gateway, and no request's fault. Once one was, such an answer is that request's 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge
+
+NOT_HERE = (403, 404, 405, 501)
+"""What a server answers, beside redirects, that has nothing at this path, or takes no POST there."""
+_DOUBT = (
+    ", and none of our requests with 2xx yet: it may be no inference gateway; look at gateway.url and "
+    "gateway.path, or at the model that the requests name"
+)
 
 
 class Stranger:
@@ -25,20 +34,8 @@ class Stranger:
                 self.known = True
             case Failed(nobody_home=True):
                 pass  # it says that itself
-            case Delivered(status=status, body=body) | Failed(status=int(status), body=body) if (
-                not self.known and _not_here(status)
-            ):
-                return Failed(_why(status), status, body, nobody_home=True)
+            case Delivered(status=status, body=body) if not self.known and status in NOT_HERE:
+                return Failed(f"a server answered {status}{_DOUBT}", status, body, nobody_home=True)
+            case Failed(status=int(status)) if not self.known and (status in NOT_HERE or status < 400):
+                return replace(outcome, why=outcome.why + _DOUBT, nobody_home=True)
         return outcome
-
-
-def _not_here(status: int) -> bool:
-    """What a server answers that has nothing at this path, or takes no POST there."""
-    return status in (403, 404, 405, 501) or 300 <= status < 400
-
-
-def _why(status: int) -> str:
-    return (
-        f"a server answered {status}, and none of our requests with 2xx yet: it may be no inference gateway; "
-        "look at gateway.url and gateway.path, or at the model that the requests name"
-    )
