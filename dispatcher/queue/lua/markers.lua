@@ -1,0 +1,49 @@
+-- Markers of requests: which are active under an id, and which are to be cancelled.
+-- By token, for two producers may give one id; and under the queue's own name, for another queue may know it too.
+--   <prefix>:active:<id>     its tokens, each with its deadline (MessagePack); until the last of them
+--   <prefix>:cancel:<token>  the token: cancel the request that carries it
+-- What producers of llm-d write, request-active:<id> and request-cancel:<id>, holds one token for all queues.
+local OURS = string.sub(PAUSED, 1, -1 - #'paused')
+local function active_key(id) return OURS .. 'active:' .. id end
+local function cancel_key(token) return OURS .. 'cancel:' .. token end
+
+local function active(id)
+  local packed = call('GET', active_key(id))
+  return packed and cmsgpack.unpack(packed) or {}
+end
+
+local function keep_active(id, tokens, now)
+  local latest = 0
+  for token, deadline in pairs(tokens) do
+    if deadline <= now then tokens[token] = nil else latest = math.max(latest, deadline) end
+  end
+  if latest > 0 then
+    call('SET', active_key(id), cmsgpack.pack(tokens), 'EX', math.ceil(latest - now))
+  else
+    call('DEL', active_key(id))
+  end
+end
+
+-- A request can be cancelled from now on, until its deadline.
+local function mark(id, token, deadline, now)
+  local tokens = active(id)
+  tokens[token] = math.max(deadline, now + 1)
+  keep_active(id, tokens, now)
+end
+
+-- The markers of a finished request. `foreign`: those of llm-d's producers can be reached from here, too.
+local function forget_markers(item, foreign, now)
+  local id, token = item.request, item.request_token
+  if id == '' then return end
+  local theirs = {'request-active:' .. id, 'request-cancel:' .. id}
+  local found = foreign and redis.pcall('MGET', theirs[1], theirs[2]) or {}
+  for number, value in ipairs(found) do
+    if value == token then redis.pcall('DEL', theirs[number]) end
+  end
+  call('DEL', cancel_key(token))
+  local tokens = active(id)
+  if tokens[token] then
+    tokens[token] = nil
+    keep_active(id, tokens, now)
+  end
+end
