@@ -103,9 +103,9 @@ class Names:
         """Who can be cancelled under this id: lua/markers.lua."""
         return f"{self.prefix}:active:{request_id}"
 
-    def cancel(self, token: str) -> str:
-        """Where it stands that the request with this token is to be cancelled."""
-        return f"{self.prefix}:cancel:{token}"
+    def cancel(self, request_id: str, token: str) -> str:
+        """Where it stands that the request of this id with this token is to be cancelled."""
+        return f"{self.prefix}:cancel:{request_id}:{token}"
 
     def reply(self, call: str) -> str:
         """Where the reply to one call is kept for a while, so that its repetition gets the same."""

@@ -184,9 +184,9 @@ class RedisQueue(RedisDesk):
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         client = self._scripts.client
         keys = [
-            key
+            _key("", key)
             for request_id, token in requests
-            for key in (_key(CANCEL, request_id), _key("", self.names.cancel(token[:MAX_TOKEN_BYTES])))
+            for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
         ]
         if not keys:
             return []

@@ -191,7 +191,7 @@ class MemoryStore:
         self._active: dict[str, dict[str, float]] = {}
         """By id: the tokens that can be cancelled under it, each until then."""
         self._cancel: dict[str, tuple[str, float]] = {}
-        """By token."""
+        """By id and token, `id:token`."""
         self._foreign_active: dict[str, tuple[str, float]] = {}
         self._foreign_cancel: dict[str, tuple[str, float]] = {}
         """The markers of llm-d's producers, by id."""
@@ -247,7 +247,7 @@ class MemoryStore:
         if (theirs := self._value(self._foreign_active, request_id)) is not None:
             tokens.setdefault(theirs, now + CANCEL_TTL_S)
         asked = {
-            token: (token, until)
+            f"{request_id}:{token}": (token, until)
             for token, until in tokens.items()
             if request_token in ("", token) and until > now
         }
@@ -257,7 +257,10 @@ class MemoryStore:
         return bool(asked)
 
     def _is_cancelled(self, request_id: str, token: str) -> bool:
-        markers = self._value(self._cancel, token), self._value(self._foreign_cancel, request_id)
+        markers = (
+            self._value(self._cancel, f"{request_id}:{token}"),
+            self._value(self._foreign_cancel, request_id),
+        )
         return token != "" and token in markers
 
     async def pause(self, by: str, why: str) -> None:
@@ -464,7 +467,7 @@ class MemoryStore:
             for keys in (self._foreign_active, self._foreign_cancel):
                 if self._value(keys, request_id) == token:
                     del keys[request_id]
-            self._cancel.pop(token, None)
+            self._cancel.pop(f"{request_id}:{token}", None)
             tokens = self._active.get(request_id, {})
             tokens.pop(token, None)
             if not tokens:

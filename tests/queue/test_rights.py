@@ -187,7 +187,7 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
                 submitted = member(f"r-{number}", NEVER, token=f"t-{number}", results=own)
                 assert producer.zadd(QWEN.queue, {submitted: NEVER}) == 1
                 producer.publish(QWEN.wake, "work")
-            producer.set(QWEN.cancel("t-0"), "t-0", ex=60)
+            producer.set(QWEN.cancel("r-0", "t-0"), "t-0", ex=60)
             async with dispatcher(any_server) as queue:
                 assert await queue.cancelled([("r-0", "t-0"), ("r-1", "t-1")]) == [True, False]
                 leases = (await claim(queue)).leases
@@ -203,7 +203,7 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
             lambda: producer.brpop(["batch-results:bob:1"], 1),
             lambda: producer.zrange(QWEN.queue, 0, -1),
             lambda: producer.eval("return 1", 0),
-            lambda: producer.get(QWEN.cancel("t-1")),
+            lambda: producer.get(QWEN.cancel("r-1", "t-1")),
             lambda: producer.get(QWEN.active("r-1")),
             lambda: producer.get("request-active:r-1"),
             lambda: producer.publish("batch:{other}:requests:wake", "work"),

@@ -10,7 +10,7 @@ need('SET')
 if theirs ~= '' and not tokens[theirs] then tokens[theirs] = now + tonumber(ARGV[2]) end
 for token, deadline in pairs(tokens) do
   if (wanted == '' or wanted == token) and deadline > now then
-    call('SET', cancel_key(token), token, 'EX', math.ceil(deadline - now))
+    call('SET', cancel_key(ARGV[3], token), token, 'EX', math.ceil(deadline - now))
     count = count + 1
   end
 end

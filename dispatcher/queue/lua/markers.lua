@@ -1,11 +1,11 @@
 -- Markers of requests: which are active under an id, and which are to be cancelled.
 -- By token, for two producers may give one id; and under the queue's own name, for another queue may know it too.
---   <prefix>:active:<id>     its tokens, each with its deadline (MessagePack); until the last of them
---   <prefix>:cancel:<token>  the token: cancel the request that carries it
+--   <prefix>:active:<id>          its tokens, each with its deadline (MessagePack); until the last of them
+--   <prefix>:cancel:<id>:<token>  the token: cancel the request of that id that carries it
 -- What producers of llm-d write, request-active:<id> and request-cancel:<id>, holds one token for all queues.
 local OURS = string.sub(PAUSED, 1, -1 - #'paused')
 local function active_key(id) return OURS .. 'active:' .. id end
-local function cancel_key(token) return OURS .. 'cancel:' .. token end
+local function cancel_key(id, token) return OURS .. 'cancel:' .. id .. ':' .. token end
 
 local function active(id)
   local packed = call('GET', active_key(id))
@@ -40,7 +40,7 @@ local function forget_markers(item, foreign, now)
   for number, value in ipairs(found) do
     if value == token then redis.pcall('DEL', theirs[number]) end
   end
-  call('DEL', cancel_key(token))
+  call('DEL', cancel_key(id, token))
   local tokens = active(id)
   if tokens[token] then
     tokens[token] = nil
