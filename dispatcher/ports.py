@@ -39,6 +39,10 @@ class Overload:
     in_flight: int
     """Our requests in flight, all replicas together, when it came."""
 
+    def wait_until(self, most_s: float) -> float:
+        """Until when it is waited for by whoever waits no longer than so long."""
+        return min(self.until, self.at + most_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Permit:
@@ -50,6 +54,8 @@ class Permit:
     """When the reading behind the limit was taken (the start of its window)."""
     lost: int
     """Leases lost so far, as known when the limit was computed; each further loss lowers it by one."""
+    retry_after_max_s: float = 60.0
+    """No refusal is waited for longer, whatever is stored of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,9 @@ class Settled(StrEnum):
     BAD_LIST = "bad-list"
     """The named list has the wrong type, or is one that no producer may name: an INVALID_REQUEST result went
     to the default list and the lease ended (a burial is dead all the same)."""
+    TOO_LARGE = "too-large"
+    """The queue takes no value as large as this result, though it takes others: a TOO_LARGE result went to
+    the list instead and the lease ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +264,18 @@ class Queue(Protocol):
         """
         ...
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]: ...
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+        """Write each result and end its lease. None: not now, the lease stands; hand it in again.
+
+        One that cannot be written holds up no other. Raises where nothing could be written.
+        """
+        ...
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]: ...
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]: ...
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
+        """Set the requests aside as dead, with their results as `settle` writes them."""
+        ...
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         """For each (request id, its token): was it cancelled, by its token or by a marker under its id that

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from dispatcher.cli.screen import complain
+
 
 def run(
     config: Annotated[
@@ -27,6 +29,7 @@ def run(
     """
     import asyncio
 
+    from dispatcher.queue.connect import QueueUrlError
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.queue.keys import QueueNameError
     from dispatcher.service import serve
@@ -38,13 +41,13 @@ def run(
     found = [text] if isinstance(text, Problem) else parse(text, os.environ, name=config.name)
     if isinstance(text, Problem) or not isinstance(found, Settings):
         for problem in found if isinstance(found, list) else []:
-            typer.secho(str(problem), err=True, fg=typer.colors.RED)
+            complain(str(problem))
         raise typer.Exit(2)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(found, text, config, os.environ, observe=observe))
-    except (EmbeddedError, QueueNameError, OSError) as error:
-        typer.secho(f"cannot start: {error}", err=True, fg=typer.colors.RED)
+    except (EmbeddedError, QueueNameError, QueueUrlError, OSError) as error:
+        complain(f"cannot start: {error}")
         raise typer.Exit(1) from error
 
 

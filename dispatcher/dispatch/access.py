@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,11 +12,16 @@ from typing import TypeVar
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
 from dispatcher.dispatch.holding import Held
-from dispatcher.ports import Claimed, Counts, Overload, Queue, QueueUnavailableError, Renewed, Shared
+from dispatcher.ports import Claimed, Counts, Overload, Permit, Queue, QueueUnavailableError, Renewed, Shared
 from dispatcher.telemetry.events import Event, emit
 
 PAUSE_S = (0.1, 1.0)
 """Pauses between tries while the queue cannot be reached: they double from the first to the second."""
+RESTS_S = (0.5, 10.0)
+"""How long a call that is only made through an open gate keeps it closed: doubling each time in a row."""
+LOOKS = frozenset({"counts", "line", "expired", "work"})
+PASSING = frozenset({"claim", "probe", "expire"})
+"""Nobody makes these while the gate is closed, or not again."""
 
 T = TypeVar("T")
 
@@ -47,35 +54,58 @@ class Access:
         self.pause_s = PAUSE_S[0]
         self._limiter = limiter
         self._lost: int | None = None
-        self._away: str | None = None
-        """Why the last call failed, or the last that writes."""
-        self._refuses = False
-        """A call that writes failed. That others do not shows nothing: a server may refuse writes alone."""
+        self._away: dict[str, tuple[str, float]] = {}
+        """Calls that failed last time: why, and until when nothing but their own success shows otherwise."""
+        self._in_a_row: Counter[str] = Counter()
+        """How often each call has failed since it last got through."""
         self._unseen: set[tuple[str, str]] = set()
         """Requests and tokens whose cancel markers could not be read: on a Cluster they may be away alone."""
         self._unseen_why: str | None = None
 
-    async def ask(self, call: Awaitable[T], *, looks: bool = False) -> T | None:
+    async def ask(self, what: str, call: Awaitable[T]) -> T | None:
         """The call's answer; None where the queue cannot be reached, and then the gate is closed.
 
-        `looks`: it writes nothing, and so opens the gate only where no other has failed.
+        It stays closed until that very call gets through: a server may refuse writes alone, or results. Any
+        write stands for a look, and for a call that nobody makes while the gate is closed: later, the more
+        often that failed. Whatever goes wrong here ends nothing.
         """
         try:
             answer = await call
-        except QueueUnavailableError as error:
-            self._refuses = self._refuses or not looks
-            if not (looks and self._refuses):
-                self._away = str(error)
+        except Exception as error:
+            self._in_a_row[what] += 1
+            times = self._in_a_row[what]
+            if what in LOOKS and times > 1 and what not in self._away:
+                return None  # writes got through since it began to fail
+            rest_s = min(RESTS_S[0] * 2.0 ** min(times - 1, 10), RESTS_S[1])
+            sticks_s = 0.0 if what in LOOKS else rest_s if what in PASSING else math.inf
+            self._away[what] = self._told(error), now() + sticks_s
             self._failed()
             return None
-        if self._away is not None and not (looks and self._refuses):
-            self._away, self._refuses = None, False
-            self._mended()
+        if self._away or self._in_a_row:
+            self._got_through(what)
         return answer
+
+    def _got_through(self, what: str) -> None:
+        del self._in_a_row[what]
+        was_away = bool(self._away)
+        self._away.pop(what, None)
+        if what not in LOOKS:
+            at = now()
+            self._away = {other: (why, until) for other, (why, until) in self._away.items() if until > at}
+        if was_away and not self._away:
+            self._mended()
+
+    def _told(self, error: Exception) -> str:
+        """The failure as a sentence; what is none of the queue's own is in the log with all that is known."""
+        if isinstance(error, QueueUnavailableError):
+            return str(error)
+        if self.view.problem is None:
+            emit(Event.SURPRISE, where="queue", error=repr(error))
+        return f"what the queue answered was not understood: {error!r}"
 
     def _failed(self) -> None:
         if self.view.problem is None:
-            emit(Event.QUEUE_UNREACHABLE, why=self._away or self._unseen_why)
+            emit(Event.QUEUE_UNREACHABLE, why=self._problem)
         self.pause_s = min(self.pause_s * 2, PAUSE_S[1])
         self._tell_problem()
 
@@ -86,8 +116,12 @@ class Access:
             self.pause_s = PAUSE_S[0]
             self.found_work()
 
+    @property
+    def _problem(self) -> str | None:
+        return next(reversed(self._away.values()))[0] if self._away else self._unseen_why
+
     def _tell_problem(self) -> None:
-        self.view.problem = self._away or self._unseen_why
+        self.view.problem = self._problem
         self._limiter.queue(self.view.problem, now())
 
     def found_work(self) -> None:
@@ -158,12 +192,28 @@ class Access:
     async def _read_markers(self, named: Sequence[tuple[str, str]]) -> Sequence[bool] | None:
         try:
             return await self.queue.cancelled(named)
-        except QueueUnavailableError as error:
+        except Exception as error:
             self._unseen.update(named)
-            self._unseen_why = f"{error}: cancel markers cannot be read"
+            self._unseen_why = f"{self._told(error)}: cancel markers cannot be read"
             self.blind.set()
             self._failed()
             return None
+
+
+def withheld(claimed: Claimed, permit: Permit) -> str:
+    """Why a claim by this permit got nothing of what waits: what other dispatchers know, in words.
+    Empty: it got some, or there is nothing of which this process does not know by now."""
+    if claimed.leases or not claimed.waiting:
+        return ""
+    shared, count = claimed.shared, claimed.count
+    overload = shared.overload
+    if overload is not None and count.at < (until := overload.wait_until(permit.retry_after_max_s)):
+        return f"the gateway asked a dispatcher to wait another {until - count.at:.1f} s"
+    if overload is not None and permit.read_at <= overload.at:
+        return "a dispatcher was refused after the newest reading here"
+    if shared.limit is not None and shared.limit < permit.limit and shared.limit <= count.live:
+        return f"a newer reading of another dispatcher leaves a limit of {shared.limit}"
+    return ""
 
 
 def now() -> float:

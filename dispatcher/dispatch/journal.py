@@ -119,8 +119,12 @@ class Journal:
         settlement = ending.settlement if isinstance(ending, Burial) else ending
         if answer is Settled.LOST or not settlement.result:
             return
-        bad_list = answer is Settled.BAD_LIST and isinstance(ending, Settlement)
-        metrics.count(series.RESULTS, ErrorCode.INVALID_REQUEST if bad_list else settlement.code)
+        code = settlement.code
+        if answer is Settled.TOO_LARGE:
+            code = ErrorCode.TOO_LARGE
+        elif answer is Settled.BAD_LIST and isinstance(ending, Settlement):
+            code = ErrorCode.INVALID_REQUEST
+        metrics.count(series.RESULTS, code)
         if held is None or held.request is None:
             return
         if held.answered_at is not None:

@@ -42,7 +42,7 @@ from dispatcher.core.outcome import (
 from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.tenants import Tenants
 from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import Access, View, now
+from dispatcher.dispatch.access import Access, View, now, withheld
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import Cut, Held, Holding
 from dispatcher.dispatch.journal import Journal
@@ -227,12 +227,14 @@ class Dispatcher:
             suspects = self._suspects.room(self._holding.suspects, now())
             self._nonce = self._nonce or secrets.token_hex(8)
             asked_at = now()
-            claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=suspects)
-            claimed = await self._access.ask(claim)
+            permit = permit_of(allowance, self._options)
+            claim = self._queue.claim(free, self._nonce, permit, suspects=suspects)
+            claimed = await self._access.ask("claim", claim)
             if claimed is None:
                 return
             self._nonce = ""
             self._access.learn(claimed)
+            self.limiter.withheld(withheld(claimed, permit))
             self._others_wait = claimed.waiting > 0
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
@@ -247,7 +249,7 @@ class Dispatcher:
             return
         self._probe_nonce = self._probe_nonce or secrets.token_hex(8)
         asked_at = now()
-        claimed = await self._access.ask(self._queue.probe(self._probe_nonce))
+        claimed = await self._access.ask("probe", self._queue.probe(self._probe_nonce))
         if claimed is not None:
             self._probe_nonce = ""
             self._access.learn(claimed)
@@ -355,7 +357,7 @@ class Dispatcher:
                 self._refused = (read_at, max(before, limiter.in_flight + 1))
                 overload = Overload(
                     at=at,
-                    until=at + (outcome.retry_after_s or 0.0),
+                    until=at + min(outcome.retry_after_s or 0.0, self._options.retry.max_s),
                     capacity=outcome.capacity and teaches,
                     in_flight=self._refused[1],
                 )
@@ -456,17 +458,20 @@ class Dispatcher:
         releases = [ending for ending in done if isinstance(ending, Release)]
         burials = [ending for ending in done if isinstance(ending, Burial)]
         if settlements:
-            self._ended(settlements, await self._access.ask(self._queue.settle(settlements)))
+            self._ended(settlements, await self._access.ask("settle", self._queue.settle(settlements)))
         if releases:
-            self._ended(releases, await self._access.ask(self._queue.release(releases)))
+            self._ended(releases, await self._access.ask("release", self._queue.release(releases)))
         if burials:
-            self._ended(burials, await self._access.ask(self._queue.bury(burials)))
+            self._ended(burials, await self._access.ask("bury", self._queue.bury(burials)))
 
-    def _ended(self, handed_in: Sequence[Ending], answers: Sequence[Settled] | None) -> None:
+    def _ended(self, handed_in: Sequence[Ending], answers: Sequence[Settled | None] | None) -> None:
         if answers is None:
             self._done.extend(handed_in)
             return
         for ending, answer in zip(handed_in, answers, strict=True):
+            if answer is None:  # alone, it waits for the next turn
+                self._done.append(ending)
+                continue
             held = self._drop(endings.lease_of(ending).token)
             self._journal.ended(held, ending, answer, now(), self._queue.unix_now())
             if self._suspects.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):

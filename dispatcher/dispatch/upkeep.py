@@ -28,8 +28,6 @@ or the queue takes each for the first after an outage."""
 EXPIRED_AT_ONCE = 256
 EXPIRED_ROUNDS = 20
 """Of EXPIRED_AT_ONCE in a row, before others get their turn."""
-NO_PERMIT = Permit(limit=0, read_at=0.0, lost=0)
-"""Before anything was read: older than all that others may have read."""
 
 
 class Upkeep:
@@ -58,7 +56,7 @@ class Upkeep:
         """First of all, what owners left that are proven gone: before we count, or what they lost would lower
         our limit until a second reading, though the first has no request of theirs."""
         if not self.options.observe:
-            self._tell(await self._access.ask(self._queue.sweep()))
+            self._tell(await self._access.ask("sweep", self._queue.sweep()))
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch, self._look_ahead]
@@ -76,7 +74,7 @@ class Upkeep:
         changed."""
         self._say(allowance)
         if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
-            self._permit = permit_of(allowance)
+            self._permit = permit_of(allowance, self.options)
         if overload is not None:
             self._overload = overload
         if overload is not None or allowance.read_at > self._read_at:
@@ -87,8 +85,10 @@ class Upkeep:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            permit, overload = self._permit or NO_PERMIT, self._overload
-            told = await self._access.ask(self._queue.share(permit, overload))
+            permit, overload = self._permit, self._overload
+            if permit is None:  # nothing was read yet: older than all that others may have read
+                permit = Permit(limit=0, read_at=0.0, lost=0, retry_after_max_s=self.options.retry.max_s)
+            told = await self._access.ask("share", self._queue.share(permit, overload))
             if told is None:
                 await asyncio.sleep(self._access.pause_s)
                 self._changed.set()
@@ -103,7 +103,7 @@ class Upkeep:
     async def _watch(self) -> None:
         """Count the queue; look at the gate, though no turn has come."""
         while True:
-            counts = await self._access.ask(self._queue.counts(), looks=True)
+            counts = await self._access.ask("counts", self._queue.counts())
             if counts is not None:
                 self._access.view.counts = counts
                 self._limiter.waiting(counts.pending, now())
@@ -130,7 +130,7 @@ class Upkeep:
         while True:
             rate, service_s = served.rate, served.service_s
             try:
-                line = await self._access.ask(self._queue.line(rate, service_s), looks=True)
+                line = await self._access.ask("line", self._queue.line(rate, service_s))
                 if line is not None:
                     self._access.view.outlook = look(line, rate, service_s)
                     served.observe(line)
@@ -148,7 +148,9 @@ class Upkeep:
                 async with asyncio.timeout(pause):
                     await robbed.wait()
             robbed.clear()
-            renewed = await self._access.ask(self._queue.renew([held.lease for held in self._holding]))
+            renewed = await self._access.ask(
+                "renew", self._queue.renew([held.lease for held in self._holding])
+            )
             if renewed is None:
                 pause = self._access.pause_s
                 continue
@@ -164,7 +166,7 @@ class Upkeep:
     async def _sweep(self) -> None:
         """What dead owners held, ran out or is due goes back to its place; what is past its deadline ends."""
         while True:
-            swept = await self._access.ask(self._queue.sweep())
+            swept = await self._access.ask("sweep", self._queue.sweep())
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
             pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
             self._tell(swept)
@@ -186,7 +188,7 @@ class Upkeep:
 
     async def _expire(self) -> None:
         for _ in range(EXPIRED_ROUNDS):
-            found = await self._access.ask(self._queue.expired(EXPIRED_AT_ONCE), looks=True) or ()
+            found = await self._access.ask("expired", self._queue.expired(EXPIRED_AT_ONCE)) or ()
             unix_now = self._queue.unix_now()
             parsed = [(one, parse(one.member)) for one in found]
             over = [
@@ -195,7 +197,7 @@ class Upkeep:
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]
             if over:
-                self._journal.expired(await self._access.ask(self._queue.expire(over)) or 0)
+                self._journal.expired(await self._access.ask("expire", self._queue.expire(over)) or 0)
             if len(found) < EXPIRED_AT_ONCE or not over:
                 return
 
@@ -217,7 +219,7 @@ class Upkeep:
 
     async def _listen(self) -> None:
         while True:
-            if await self._access.ask(self._work_came(), looks=True):
+            if await self._access.ask("work", self._work_came()):
                 self._access.found_work()
                 shared = self._access.view.shared
                 if shared is not None and shared.paused:
@@ -230,5 +232,5 @@ class Upkeep:
         return True
 
 
-def permit_of(allowance: Allowance) -> Permit:
-    return Permit(allowance.limit, allowance.read_at, allowance.lost)
+def permit_of(allowance: Allowance, options: Options) -> Permit:
+    return Permit(allowance.limit, allowance.read_at, allowance.lost, options.retry.max_s)

@@ -11,13 +11,17 @@ Query parameters: those of redis-py (`ssl_ca_certs`, `ssl_certfile`, `ssl_keyfil
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
+from redis import exceptions as errors
 from redis.asyncio import Redis, Sentinel
 from redis.asyncio.cluster import ClusterNode, RedisCluster
-from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.connection import URL_QUERY_ARGUMENT_PARSERS, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import SentinelConnectionPool
 from redis.backoff import NoBackoff
@@ -39,16 +43,49 @@ class _Target:
     sentinel: dict[str, Any]
 
 
+_UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(\w+)'")
 _PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 def connect(
-    url: str, *, connect_s: float = 1.5, answer_s: float = 3.0, **options: Any
+    url: str, *, connect_s: float = 1.5, answer_s: float = 60.0, **options: Any
 ) -> Redis | RedisCluster:
-    """A client for the URL. It connects when it is first used; retries are the caller's.
+    """A client for the URL. It connects when it is first used; retries are the caller's, and so is the time
+    of each call (scripts.py): `answer_s` only ends what nobody waits for any more.
 
-    Raises QueueUrlError for a URL that names no server.
+    Raises QueueUrlError for a URL that names no server, or an option that there is not.
     """
+    with _told(url):
+        client = _connect(url, connect_s, answer_s, options)
+        if isinstance(client, Redis):  # a Cluster has looked at its options already
+            pool = client.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # opens nothing: it looks at its options
+        return client
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Whatever is wrong with a URL as a QueueUrlError, without what may be its password."""
+    try:
+        yield
+    except QueueUrlError:
+        raise
+    except (TypeError, ValueError, AttributeError, errors.RedisError, OSError) as error:
+        raise QueueUrlError(f"queue.url: {_why(error, url)}") from None
+
+
+def _why(error: Exception, url: str) -> str:
+    words = str(error)
+    if (found := _UNKNOWN_OPTION.search(words)) is not None:
+        return f"{found[1]} is no option of a connection (known are those of redis-py, such as ssl_ca_certs)"
+    userinfo = url.partition("://")[2].rpartition("@")[0]
+    parts = [part for part in re.split(r"[:/?#@\[\]]", userinfo) if part]
+    if not words or any(part in words for part in parts):
+        return "it cannot be read: write special characters of a user or a password as %XX"
+    return words
+
+
+def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any]) -> Redis | RedisCluster:
     settings: dict[str, Any] = {
         "socket_connect_timeout": connect_s,
         "socket_timeout": answer_s,
@@ -57,14 +94,11 @@ def connect(
         "retry": Retry(NoBackoff(), 0),
         **options,
     }
-    scheme = urlsplit(url).scheme
+    scheme = _split(url).scheme
     if scheme in ("redis", "rediss", "unix"):
         if scheme == "unix":
             del settings["socket_keepalive"]  # a word of TCP
-        try:
-            return Redis.from_pool(ConnectionPool.from_url(url, **settings))
-        except ValueError as error:
-            raise QueueUrlError(f"queue.url: {error}") from error
+        return Redis.from_pool(ConnectionPool.from_url(url, **settings))
     target = _parse(url)
     settings |= target.options
     if target.kind == "cluster":
@@ -86,6 +120,32 @@ def connect(
     return Redis.from_pool(pool)
 
 
+def _split(url: str) -> SplitResult:
+    """The URL's parts, where it can be read in one way. What is refused is not repeated: it may be a password
+    that was not encoded."""
+    try:
+        parts = urlsplit(url)
+        if "+" not in parts.scheme:
+            _ = parts.port
+    except ValueError:
+        why = "a Port that is no number, or a [ that is no address"
+    else:
+        astray = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
+        if not astray:
+            return parts
+        why = "an @ after the host"
+    raise QueueUrlError(f"queue.url: holds {why}: percent-encode / ? # [ ] and @ in user and password")
+
+
+def _option(name: str, value: str) -> Any:
+    """As redis-py reads it in a URL of one server."""
+    read: Callable[[str], Any] | None = URL_QUERY_ARGUMENT_PARSERS.get(name)
+    try:
+        return value if read is None else read(value)
+    except ValueError as error:
+        raise QueueUrlError(f"queue.url: invalid value for {name}") from error
+
+
 def _parse(url: str) -> _Target:
     parts = urlsplit(url)
     security, _, kind = parts.scheme.partition("+")
@@ -103,7 +163,7 @@ def _parse(url: str) -> _Target:
         if not name or not port.isdigit():
             raise QueueUrlError(f"queue.url: {host!r} is no host:port")
         hosts.append((name.strip("[]"), int(port)))
-    options: dict[str, Any] = {key: values[-1] for key, values in parse_qs(parts.query).items()}
+    options = {key: _option(key, values[-1]) for key, values in parse_qs(parts.query).items()}
     sentinel = {
         key.removeprefix("sentinel_"): options.pop(key)
         for key in ("sentinel_username", "sentinel_password")

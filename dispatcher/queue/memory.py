@@ -133,10 +133,10 @@ class MemoryQueue:
             if known is not None:
                 newest = mine if mine.at >= known.at else known
                 mine = replace(newest, until=max(mine.until, known.until))
-            self.store._overload = mine
+            self.store._overload = replace(mine, until=mine.wait_until(permit.retry_after_max_s))
         return Renewed((), self._leases(now), self._shared())
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]:
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         self._begin()
         return self._settle_each([(each, None) for each in settlements])
 
@@ -160,7 +160,7 @@ class MemoryQueue:
             said.append(Settled.DONE)
         return said
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]:
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         self._begin()
         return self._settle_each([(each.settlement, each.reason) for each in burials])
 
@@ -306,7 +306,9 @@ class MemoryQueue:
             return 0
         shared = self._believe(permit)
         overload = store._overload
-        if overload is not None and (now < overload.until or self._theirs(permit.read_at) <= overload.at):
+        if overload is not None and (
+            now < overload.wait_until(permit.retry_after_max_s) or self._theirs(permit.read_at) <= overload.at
+        ):
             return 0
         limit = min(each.limit - (store._lost - each.lost) for each in (permit, shared))
         return limit - len(store._held)
@@ -344,15 +346,17 @@ class MemoryQueue:
         while nonces[oldest := next(iter(nonces))][0] < now - NONCE_TTL_S:
             del nonces[oldest]
 
-    def _settle_each(self, ends: Sequence[tuple[Settlement, str | None]]) -> Sequence[Settled]:
-        """One whose result has no place keeps its lease and its neighbours go on; then it is said."""
-        said, stuck = [], None
+    def _settle_each(self, ends: Sequence[tuple[Settlement, str | None]]) -> Sequence[Settled | None]:
+        """One whose result has no place keeps its lease, and its neighbours go on."""
+        said: list[Settled | None] = []
+        stuck = None
         for settlement, reason in ends:
             try:
                 said.append(self._settle(settlement, reason))
             except QueueUnavailableError as error:
                 stuck = error
-        if stuck is not None:
+                said.append(None)
+        if stuck is not None and not any(said):
             raise stuck
         return said
 

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from dispatcher.core.request import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.scripts import ForbiddenError, Scripts
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
@@ -42,6 +42,11 @@ class Outbox:
     def reaches(self, name: bytes) -> bool:
         """Whether there can be a marker in that list's slot: not with a stray brace in its name."""
         return key_slot(self._marker(name)) == key_slot(name)
+
+    @property
+    def waits(self) -> bool:
+        """A list is away, so that carrying means to pass over what waits for it: the sweep does, at times."""
+        return bool(self._away)
 
     async def carry(self) -> None:
         """Carry over what is there. A list whose node is away waits, alone; its results are safe here.
@@ -80,17 +85,11 @@ class Outbox:
 
     async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         pushes = [part for number, result, _ in results for part in (number, result)]
-        reply = await self._scripts.run(
-            "push", [name, self._marker(name)], [self._ttl_s, _MARKER_TTL_S, *pushes]
-        )
-        if reply.value == 0:
+        if not await self._push(name, self._marker(name), pushes):
             default = self._names.results.encode()
-            if name == default:
-                raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
             pushes = [part for number, result, _ in results for part in (number, _refused(name, result))]
             marker = self._marker(default, b":for:" + name)
-            reply = await self._scripts.run("push", [default, marker], [self._ttl_s, _MARKER_TTL_S, *pushes])
-            if reply.value == 0:
+            if name == default or not await self._push(default, marker, pushes):
                 raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
         elements = [element for _, _, element in results]
 
@@ -98,6 +97,26 @@ class Outbox:
             await self._scripts.client.zrem(self._names.outbox, *elements)
 
         await self._scripts.attempt(remove)
+
+    async def _push(self, name: bytes, marker: bytes, pushes: Sequence[bytes]) -> bool:
+        """False where the list cannot have them, ever: it is none, or this user may not touch it."""
+        size = sum(map(len, pushes))
+        try:
+            reply = await self._scripts.run(
+                "push", [name, marker], [self._ttl_s, _MARKER_TTL_S, *pushes], size=size
+            )
+        except ForbiddenError:
+            if await self._may_touch(name):
+                raise  # it is the marker, or a command: the operator's to mend
+            return False
+        return bool(reply.value)
+
+    async def _may_touch(self, name: bytes) -> bool:
+        try:
+            await self._scripts.attempt(lambda: self._scripts.client.type(name))
+        except ForbiddenError:
+            return False
+        return True
 
     def _marker(self, name: bytes, suffix: bytes = b"") -> bytes:
         own = b":posted:" + self._names.queue.encode().replace(b"{", b"").replace(b"}", b"") + suffix

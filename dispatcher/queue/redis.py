@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dispatcher.core.outlook import REPLICAS, Head, Line, Replica, Span
-from dispatcher.core.request import NO_LIST, decode_result, misdirected
+from dispatcher.core.outlook import REPLICAS, Line
+from dispatcher.core.request import NO_LIST, ErrorCode, decode_result, failed, misdirected
 from dispatcher.ports import (
     Burial,
     Claimed,
@@ -31,12 +32,13 @@ from dispatcher.ports import (
     Shared,
     Swept,
 )
-from dispatcher.queue.desk import REPLY_TTL_S, SUSPECT_DEATHS, RedisDesk
+from dispatcher.queue.desk import REPLY_TTL_S, RedisDesk
 from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.scripts import Argument, Client, Reply
+from dispatcher.queue.replies import leases_of, line_of
+from dispatcher.queue.scripts import Argument, BrokenCallError, Client, Reply
 from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry.events import Event, emit
 
@@ -45,8 +47,13 @@ _SCRIPT_BYTES = 2**20
 _CLAIM_MOST = 1000
 _STEP = 256
 _SWEEP_MOST = 500
-_STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST)
-_BAD_LIST, _STUCK = 2, 3
+_DONE, _LOST, _BAD_LIST, _STUCK, _TOO_LARGE = range(5)
+_STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST, None, Settled.TOO_LARGE)
+_WRITTEN = (_DONE, _BAD_LIST, _TOO_LARGE)
+_ALONE_BYTES = 65_536
+"""A larger result that the server does not take, while it answers, is taken to be too large for it."""
+_WRITES_S = 10.0
+"""A call begins to write no more large results after so long: claims wait for it."""
 _SPLITS = 200
 _HEAD_BYTES = 4096
 T = TypeVar("T")
@@ -59,8 +66,13 @@ class _Write:
     settlement: Settlement
     head: tuple[Argument, ...]
     tail: tuple[Argument, ...] = ()
-    bad_list: bool = False
-    """The result is the INVALID_REQUEST that stands for one whose list was refused."""
+    instead: int = _DONE
+    """What it comes to where the result stands for another one: INVALID_REQUEST for one whose list was
+    refused, TOO_LARGE for one that the server does not take."""
+
+    @property
+    def size(self) -> int:
+        return len(self.settlement.result) + sum(len(part) for part in self.head if isinstance(part, bytes))
 
 
 class RedisQueue(RedisDesk):
@@ -98,6 +110,8 @@ class RedisQueue(RedisDesk):
         self._outbox = Outbox(self._scripts, names, result_ttl_s)
         self._overdue: Overdue | None = None
         self._wake_ups = WakeUps(self._scripts, names, poll_s)
+        self._doubted: set[int] = set()
+        """Large results that the server, which is there, has not taken once: by the hash of what they end."""
 
     def __repr__(self) -> str:
         return f"<RedisQueue {self.names.queue} for {self.owner}>"
@@ -117,8 +131,7 @@ class RedisQueue(RedisDesk):
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         await self._learn_clock()
-        room: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, room)
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, self._belief(permit))
 
     async def probe(self, nonce: str) -> Claimed:
         return await self._claim(1, nonce, 1, ["probe"])
@@ -129,7 +142,7 @@ class RedisQueue(RedisDesk):
         reply = await self._run("claim", args, [self.names.reply(f"{self.owner}:{nonce}")])
         facts, waiting, flat = reply.value
         count, shared = self._facts(reply, facts)
-        leases = [_lease(*flat[at : at + 8]) for at in range(0, len(flat), 8)]
+        leases = leases_of(flat)
         return Claimed(leases, count, shared, waiting)
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
@@ -145,26 +158,29 @@ class RedisQueue(RedisDesk):
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
-        beliefs: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
+        beliefs = self._belief(permit)
         if overload is not None:
             beliefs += [self._server(overload.at), self._server(overload.until)]
             beliefs += [int(overload.capacity), overload.in_flight]
         return await self._renew(0, beliefs)
+
+    def _belief(self, permit: Permit) -> list[Argument]:
+        return [permit.limit, self._server(permit.read_at), permit.lost, permit.retry_after_max_s]
 
     async def _renew(self, count: int, rest: Sequence[Argument]) -> Renewed:
         reply = await self._run("renew", [*self._me, count, *rest])
         facts, lost = reply.value
         return Renewed(lost, *self._facts(reply, facts))
 
-    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled]:
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         return await self._end([_Write(each, _fence(each.lease), (0, "")) for each in settlements])
 
-    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled]:
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         return await self._end(
             [_Write(each.settlement, _fence(each.settlement.lease), (1, each.reason)) for each in burials]
         )
 
-    async def _end(self, writes: Sequence[_Write]) -> Sequence[Settled]:
+    async def _end(self, writes: Sequence[_Write]) -> Sequence[Settled | None]:
         """Write results and end leases, in this order of statuses."""
         return [_STATUSES[status] for status in await self._write("settle", writes)]
 
@@ -178,7 +194,7 @@ class RedisQueue(RedisDesk):
             reply = await self._run("release", args, [self._new_reply()])
             now, *statuses = reply.value
             self._saw(reply, now)
-            said += [_STATUSES[status] for status in statuses]
+            said += [Settled.LOST if status else Settled.DONE for status in statuses]
         return said
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
@@ -241,7 +257,7 @@ class RedisQueue(RedisDesk):
         writes = [_Write(settlement, (place_of(item), item.member)) for item, settlement in items]
         done = 0
         for (item, _), status in zip(items, await self._write("expire", writes), strict=True):
-            if status != 1:
+            if status in _WRITTEN:
                 done += 1
                 if self._overdue is not None:
                     self._overdue.removed(item)
@@ -250,43 +266,94 @@ class RedisQueue(RedisDesk):
     async def line(self, rate: float | None = None, service_s: float = 0.0) -> Line:
         args: list[Argument] = [self._timeout_s, repr(rate or 0.0), repr(service_s)]
         reply = await self._run("outlook", [*args, _SPLITS, _HEAD_BYTES, REPLICAS])
-        now, settled, leased, spans, heads, owners, replicas = reply.value
-        self._saw(reply, now)
-        return Line(
-            now=float(now),
-            spans=[_span(*spans[at : at + 3]) for at in range(0, len(spans), 3)],
-            heads=[_head(*heads[at : at + 2]) for at in range(0, len(heads), 2)],
-            settled=settled,
-            leased=leased,
-            replicas=[_replica(*replicas[at : at + 3]) for at in range(0, len(replicas), 3)],
-            owners=owners,
-        )
+        self._saw(reply, reply.value[0])
+        return line_of(reply.value)
 
     async def wait_for_work(self) -> None:
         await self._wake_ups.wait()
 
     async def _write(self, script: str, writes: Sequence[_Write]) -> list[int]:
-        """Run settle or expire, in steps of a megabyte; a refused list is answered on the default list."""
+        """Run settle or expire for all of them; a status for each, `_STUCK` where it stays as it is.
+
+        A refused list is answered on the default list. Raises where nothing could be written.
+        """
         checked = [self._checked(write) for write in writes]
-        statuses: list[int] = []
-        for batch in _by_size(checked, lambda write: len(write.settlement.result)):
-            statuses += await self._write_some(script, batch)
-        again = [at for at, status in enumerate(statuses) if status == _BAD_LIST]
+        statuses, failure = await self._write_apart(script, checked)
+        again = [at for at, status in enumerate(statuses) if status == _BAD_LIST and not checked[at].instead]
         if again:
-            refused = [_refused(checked[at]) for at in again]
-            for at, status in zip(again, await self._write_some(script, refused), strict=True):
-                statuses[at] = _BAD_LIST if status == 0 else status
-        for at, write in enumerate(checked):
-            if write.bad_list and statuses[at] == 0:
-                statuses[at] = _BAD_LIST
+            refused, failure = await self._write_apart(script, [_refused(checked[at]) for at in again])
+            for at, status in zip(again, refused, strict=True):
+                statuses[at] = status
         if self._scripts.is_cluster:
             with contextlib.suppress(QueueUnavailableError):
                 await self._clean_up(checked, statuses)
-        if _STUCK in statuses:
-            raise QueueUnavailableError(
+        if statuses and statuses.count(_STUCK) == len(statuses):
+            raise failure or QueueUnavailableError(
                 f"{self.names.results} is no list that this user may push to: results have no place to go"
             )
         return statuses
+
+    async def _write_apart(
+        self, script: str, writes: Sequence[_Write]
+    ) -> tuple[list[int], QueueUnavailableError | None]:
+        """In steps of a megabyte, large results last, and so that what cannot be written holds up nothing
+        else: a step that fails while the server answers is repeated write by write. And why any failed."""
+        clock = asyncio.get_running_loop().time
+        enough_at = clock() + _WRITES_S
+        statuses = [_STUCK] * len(writes)
+        order = sorted(range(len(writes)), key=lambda at: writes[at].size > _ALONE_BYTES)
+        steps = deque(_by_size(order, lambda at: writes[at].size))
+        failure: QueueUnavailableError | None = None
+        while steps:
+            step = steps.popleft()
+            some = [writes[at] for at in step]
+            large = some[-1].size > _ALONE_BYTES
+            if large and clock() > enough_at:
+                break
+            try:
+                for at, status in zip(step, await self._write_some(script, some), strict=True):
+                    statuses[at] = status
+                if self._doubted:
+                    self._doubted.difference_update(hash(write.head) for write in some)
+            except BrokenCallError as error:
+                alone, before, failure = len(step) == 1, failure, error
+                if alone and not large:
+                    if before is not None:
+                        break  # it is not this one
+                    continue
+                if not await self._scripts.answers(self.names.queue):
+                    break
+                if alone:
+                    statuses[step[0]] = await self._write_less(script, some[0], error)
+                else:
+                    steps.extendleft([at] for at in reversed(step))
+                    failure = None
+            except QueueUnavailableError as error:
+                failure = error
+                break
+        return statuses, failure
+
+    async def _write_less(self, script: str, write: _Write, why: QueueUnavailableError) -> int:
+        """A large result that the server did not take, though it is there: when that happens again, say
+        TOO_LARGE instead."""
+        known = hash(write.head)
+        if known not in self._doubted:
+            self._doubted.add(known)
+            return _STUCK
+        settlement = write.settlement
+        message = f"the result ({len(settlement.result)} bytes) cannot be written to the queue: {why}"
+        told = settlement.request_id or decode_result(settlement.result).id
+        short = replace(
+            settlement, result=failed(told, ErrorCode.TOO_LARGE, message, token=settlement.request_token)
+        )
+        try:
+            (status,) = await self._write_some(
+                script, [replace(write, settlement=short, instead=write.instead or _TOO_LARGE)]
+            )
+        except QueueUnavailableError:
+            return _STUCK
+        self._doubted.discard(known)
+        return status
 
     def refused_list(self, name: str) -> str | None:
         why = self.names.refused_list(name)
@@ -315,15 +382,19 @@ class RedisQueue(RedisDesk):
             token = _key("", settlement.request_token)
             request = _key("", settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
             args += [*write.head, how, name, settlement.result, request, token, *write.tail]
-        reply = await self._run(script, args, keys)
+        reply = await self._run(script, args, keys, size=sum(write.size for write in writes))
         if script == "expire":
-            return list(reply.value)
-        now, dropped, *statuses = reply.value
-        self._saw(reply, now)
-        if dropped:
-            emit(Event.DEAD_DROPPED, count=dropped, dead_max=self._dead_max)
-            self.dead_dropped += dropped
-        return list(statuses)
+            statuses = reply.value
+        else:
+            now, dropped, *statuses = reply.value
+            self._saw(reply, now)
+            if dropped:
+                emit(Event.DEAD_DROPPED, count=dropped, dead_max=self._dead_max)
+                self.dead_dropped += dropped
+        return [
+            status or write.instead  # done: what it stands for
+            for status, write in zip(statuses, writes, strict=True)
+        ]
 
     async def _clean_up(self, writes: Sequence[_Write], statuses: Sequence[int]) -> None:
         """On a Cluster: what the script could not reach, in other slots.
@@ -331,14 +402,14 @@ class RedisQueue(RedisDesk):
         Not to be told as a failure, for everything is settled: the sweep carries what stays in the outbox,
         and markers expire.
         """
-        if any(
+        if not self._outbox.waits and any(
             self._outbox.needs(_key("", each.settlement.results or self.names.results)) for each in writes
         ):
             await self._outbox.carry()
         done = [
             write.settlement
             for write, status in zip(writes, statuses, strict=True)
-            if status in (0, _BAD_LIST) and write.settlement.request_id and write.settlement.request_token
+            if status in _WRITTEN and write.settlement.request_id and write.settlement.request_token
         ]
         await asyncio.gather(
             *(
@@ -372,43 +443,6 @@ class RedisQueue(RedisDesk):
         )
 
 
-def _lease(
-    entry: int,
-    token: bytes,
-    member: bytes,
-    score: bytes,
-    deliveries: int,
-    attempts: int,
-    refusals: int,
-    deaths: int,
-) -> Lease:
-    return Lease(
-        entry,
-        token.decode(),
-        member,
-        float(score),
-        deliveries,
-        attempts,
-        refusals,
-        losses=max(0, deaths - SUSPECT_DEATHS),
-        suspect=deaths >= SUSPECT_DEATHS,
-    )
-
-
-def _span(low: int, high: int, count: int) -> Span:
-    return Span(count) if low < 0 else Span(count, low, high)
-
-
-def _head(deadline: bytes, start: bytes) -> Head:
-    return Head(start, None if deadline == b"-1" else float(deadline))
-
-
-def _replica(owner: bytes, leases: int, silent_s: bytes | None) -> Replica:
-    return Replica(
-        owner.decode(errors="replace"), leases, None if silent_s is None else round(float(silent_s), 3)
-    )
-
-
 def _fence(lease: Lease) -> tuple[int, str]:
     return lease.entry, lease.token
 
@@ -423,7 +457,7 @@ def _refused(write: _Write, why: str = NO_LIST) -> _Write:
     settlement = write.settlement
     told = settlement.request_id or decode_result(settlement.result).id
     result = misdirected(told, settlement.results, why, token=settlement.request_token)
-    return replace(write, settlement=replace(settlement, result=result, results=""), bad_list=True)
+    return replace(write, settlement=replace(settlement, result=result, results=""), instead=_BAD_LIST)
 
 
 def _by_size(items: Sequence[T], size_of: Any) -> list[list[T]]:

@@ -1,6 +1,8 @@
 """One server, seen through its scripts: run by SHA, loaded again when forgotten, bounded in time.
 
-The only place where Redis errors are translated. Each script's promise stands at the head of its file.
+The only place where Redis errors are translated, and nothing else comes out of here: what is not foreseen,
+be it a reply or a defect of the client library, is a sentence too. Each script's promise stands at the head
+of its file.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -58,6 +59,18 @@ _REFUSALS = {
     "BUSY": "is busy with a script that does not end",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
+_KINDS: dict[type[Exception], str] = {
+    errors.ReadOnlyError: "READONLY",
+    errors.OutOfMemoryError: "OOM",
+    errors.AuthenticationError: "WRONGPASS",
+    errors.BusyLoadingError: "LOADING",
+}
+"""redis-py keeps the code to itself where it knows it."""
+_CONNECTION = (errors.ConnectionError, errors.RedisClusterException, OSError, RuntimeError)
+"""RuntimeError: a transport that closed while something was written to it."""
+_MOST_WORDS = 300
+SLOWEST_BYTES_PER_S = 1_000_000
+"""Of a way to Redis that large values can be moved over."""
 _FORBIDDEN = re.compile(
     r"^(?:Error running script .*: )?The user executing the script can't|^ACL failure in script"
 )
@@ -67,14 +80,34 @@ _PLACE = re.compile(r"^Error running script .*: (?=The user)| script: (?:[0-9a-f
 
 
 _FOLDER = files("dispatcher.queue") / "lua"
+_LUA = {
+    file.name.removesuffix(".lua"): file.read_text(encoding="utf-8")
+    for file in _FOLDER.iterdir()
+    if file.name.endswith(".lua")
+}
+"""Read at the start: later the process may be short of descriptors, or the files be another version's."""
 
 
-@cache
 def source(name: str) -> tuple[str, str]:
     """The text of a script with the fragments it stands on, and its SHA."""
-    parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
-    text = "\n".join((_FOLDER / f"{part}.lua").read_text(encoding="utf-8") for part in parts)
+    return _SOURCES[name]
+
+
+def _whole(name: str) -> tuple[str, str]:
+    text = "\n".join(_LUA[part] for part in (*_FRAGMENTS.get(name, ("need", "common")), name))
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+
+_SOURCES = {name: _whole(name) for name in _LUA}
+
+
+class BrokenCallError(QueueUnavailableError):
+    """This call was broken off, not answered in time, or refused in a way that nobody foresaw. The server may
+    be there all the same, and take others."""
+
+
+class ForbiddenError(QueueUnavailableError):
+    """This user may not do that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +120,10 @@ class Reply:
 
 
 class Scripts:
-    """Calls to one server or cluster. Raises QueueUnavailableError for whatever may pass by itself."""
+    """Calls to one server or cluster. Raises QueueUnavailableError for all that can go wrong there.
+
+    `try_s`: how long one try may take, beside what large values take to transfer.
+    """
 
     def __init__(self, client: Client, *, try_s: float = 3.0) -> None:
         self.client: Any = client
@@ -95,8 +131,10 @@ class Scripts:
         self.is_cluster = isinstance(client, RedisCluster)
         self._try_s = try_s
 
-    async def run(self, name: str, keys: Sequence[Argument], args: Sequence[Argument]) -> Reply:
-        """Run a script. It may run twice when a reply is lost: every script bears that."""
+    async def run(
+        self, name: str, keys: Sequence[Argument], args: Sequence[Argument], *, size: int = 0
+    ) -> Reply:
+        """Run a script. It may run twice when a reply is lost: each bears that. `size`: see `attempt`."""
         text, sha = source(name)
         parameters = (len(keys), *keys, *args)
 
@@ -110,24 +148,30 @@ class Scripts:
                 value = await self.client.execute_command("EVAL", text, *parameters)
             return Reply(value, sent_at, clock())
 
-        return await self.attempt(once)
+        return await self.attempt(once, size=size)
 
-    async def attempt(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Do what can be repeated, within the time and the tries there are."""
+    async def attempt(self, act: Callable[[], Awaitable[T]], *, size: int = 0) -> T:
+        """Do what can be repeated, within the time and the tries there are. `size`: how many bytes it moves,
+        where they are many."""
         for number in range(len(_PAUSES_S) + 1):
             if number:
                 await asyncio.sleep(_PAUSES_S[number - 1])
             try:
-                async with asyncio.timeout(self._try_s):
+                async with asyncio.timeout(self._try_s + size / SLOWEST_BYTES_PER_S):
                     return await heeded(act)
-            except (errors.RedisError, errors.RedisClusterException, OSError) as error:  # of which time-outs
-                refusal = _refusal(error)
-                if refusal is None:
-                    raise
-                final = _is_forbidden(error) or isinstance(error, TimeoutError | errors.TimeoutError)
-                if final or number == len(_PAUSES_S):
-                    raise QueueUnavailableError(refusal) from error
+            except Exception as error:  # RuntimeErrors of a transport that has just closed are among them
+                late = isinstance(error, TimeoutError | errors.TimeoutError)
+                if late or _is_forbidden(error) or number == len(_PAUSES_S):
+                    raise _told(error) from error
         raise AssertionError("unreachable")
+
+    async def answers(self, key: str) -> bool:
+        """Whether the server answers a small call, after a larger one did not get through."""
+        try:
+            await self.attempt(lambda: self.client.exists(key))
+        except QueueUnavailableError:
+            return False
+        return True
 
 
 async def heeded(act: Callable[[], Awaitable[T]]) -> T:
@@ -149,24 +193,26 @@ def _is_forbidden(error: Exception) -> bool:
     return isinstance(error, errors.NoPermissionError) or _FORBIDDEN.search(str(error)) is not None
 
 
-def _refusal(error: Exception) -> str | None:
-    """The error as a sentence for an operator; None for one that is our own mistake."""
+def _told(error: Exception) -> QueueUnavailableError:
+    """The error as a sentence for an operator."""
     if isinstance(error, TimeoutError | errors.TimeoutError):
-        return "Redis did not answer in time"
+        return BrokenCallError("Redis did not answer in time")
     message = _PLACE.sub("", str(error))
+    if _is_forbidden(error):
+        return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")
     for code, meaning in _REFUSALS.items():
         if message.startswith(code) or f"{code} " in message:
-            return f"Redis {meaning}: {message}"
-    if isinstance(error, errors.ReadOnlyError):
-        return f"Redis {_REFUSALS['READONLY']}: {message}"
-    if isinstance(error, errors.OutOfMemoryError):
-        return f"Redis {_REFUSALS['OOM']}: {message}"
-    if _is_forbidden(error):
-        return f"Redis {_REFUSALS['NOPERM']}: {message}"
-    if isinstance(error, errors.AuthenticationError):
-        return f"Redis {_REFUSALS['WRONGPASS']}: {message}"
-    if isinstance(error, errors.BusyLoadingError):
-        return f"Redis {_REFUSALS['LOADING']}: {message}"
+            return QueueUnavailableError(f"Redis {meaning}: {message}")
+    for kind, code in _KINDS.items():
+        if isinstance(error, kind):
+            return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
     if isinstance(error, errors.ResponseError):
-        return None
-    return f"Redis cannot be reached: {message or type(error).__name__}"
+        return BrokenCallError(f"Redis refused a call in a way that was not foreseen: {_cut(message)}")
+    if isinstance(error, _CONNECTION):
+        return BrokenCallError(f"Redis cannot be reached: {message or type(error).__name__}")
+    return BrokenCallError(f"the answer of Redis was not understood: {_cut(repr(error))}")
+
+
+def _cut(words: str) -> str:
+    """A reply may repeat what was sent to it."""
+    return words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 1]}…"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from redis import exceptions as errors
 from redis.asyncio.client import PubSub
 
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import Scripts, heeded
 from dispatcher.telemetry.events import Event, emit
 
-_FAILURES = (errors.RedisError, errors.RedisClusterException, OSError)
 _RETRY_S = 1.0
 
 
@@ -43,7 +41,7 @@ class WakeUps:
     async def aclose(self) -> None:
         heard, self._heard = self._heard, None
         if heard is not None:
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(Exception):
                 await heard.aclose()  # type: ignore[no-untyped-call]
 
     async def _subscribe(self) -> bool:
@@ -53,10 +51,10 @@ class WakeUps:
             return False
         try:
             self._heard = await heeded(self._open)
-        except _FAILURES as error:
+        except Exception as error:  # whatever it is, looking alone does
             self._again_at = now + _RETRY_S
             if not self._gone:
-                emit(Event.WAKE_UPS_GONE, why=str(error), poll_s=self._poll_s)
+                emit(Event.WAKE_UPS_GONE, why=str(error) or type(error).__name__, poll_s=self._poll_s)
             self._gone = True
             return False
         if self._gone:
@@ -75,7 +73,7 @@ class WakeUps:
                 while confirmed is None or confirmed["type"] != "subscribe":
                     confirmed = await heard.get_message(timeout=_RETRY_S)
         except BaseException:
-            with contextlib.suppress(*_FAILURES):
+            with contextlib.suppress(Exception):
                 await heard.aclose()  # type: ignore[no-untyped-call]
             raise
         return heard
@@ -90,7 +88,7 @@ class WakeUps:
             woken = await heeded(lambda: _message(heard, self._poll_s))
             while woken and await heeded(lambda: _message(heard, 0.0)):
                 pass
-        except _FAILURES:
+        except Exception:
             await self.aclose()
             return False
         return woken

@@ -97,7 +97,8 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
         "tracing": {"endpoint": "http://collector:4318", "sample_ratio": 1e-7},
     }  # fmt: skip
     settings = render({**given, "config": config}).settings()
-    expected = parse(json.dumps({**given, **config}), {})
+    in_a_pod = {"admin": {**config["admin"], "host": "0.0.0.0"}}
+    expected = parse(json.dumps({**given, **config, **in_a_pod}), {})
     assert isinstance(expected, Settings)
     assert settings.model_dump() == expected.model_dump()
     named = {path for section in (given, config) for path in paths(section)}
@@ -118,7 +119,7 @@ def path_of(path: str) -> str:
 
 def test_no_setting_has_to_be_given() -> None:
     settings = render({}).settings()
-    assert settings.model_fields_set == {"pool", "gateway", "queue"}
+    assert settings.model_fields_set == {"pool", "gateway", "queue", "admin"}
     assert settings.queue.url.reveal() == "redis://night-batch-dispatcher-valkey.llm.svc:6379"
     assert settings.pool.namespace == "llm"
 

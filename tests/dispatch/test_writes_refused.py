@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
 from dispatcher.core.budget import Reason
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.memory import MemoryQueue
+from dispatcher.telemetry.events import Event
 from tests.dispatch.test_markers_away import Scene, perform
 
 WRITES = ("claim", "probe", "renew", "share", "settle", "bury", "release", "sweep", "expire")
@@ -43,5 +46,48 @@ def test_the_gate_stays_closed_as_long_as_writes_are_refused_and_it_is_told_once
         assert sorted(scene.gateway.sent) == ["a", "b"]
         assert scene.told() == ["queue-unreachable", "queue-back"]
         assert scene.dispatcher.view.problem is None
+
+    perform(scene_of)
+
+
+def test_results_that_find_no_place_keep_the_gate_closed_whatever_else_gets_through() -> None:
+    async def scene_of(scene: Scene) -> None:
+        async def refused(*_: Any) -> None:
+            raise QueueUnavailableError("batch:{pool}:results is no list")
+
+        settle, scene.queue.settle = scene.queue.settle, refused  # type: ignore[method-assign, assignment]
+        await scene.submit("a")
+        await asyncio.sleep(2)
+        await scene.submit("b")
+        for _ in range(round(REFUSED_S / 0.1)):
+            await asyncio.sleep(0.1)
+            assert scene.dispatcher.allowance().reason is Reason.QUEUE_UNREACHABLE
+        assert (scene.told(), scene.gateway.sent) == (["queue-unreachable"], ["a"])
+        scene.queue.settle = settle  # type: ignore[method-assign]
+        await asyncio.sleep(2.5)
+        assert (scene.told(), scene.gateway.sent) == (["queue-unreachable", "queue-back"], ["a", "b"])
+
+    perform(scene_of)
+
+
+@pytest.mark.parametrize("name", [*WRITES, "counts", "line", "expired", "cancelled", "wait_for_work"])
+def test_what_no_call_should_ever_raise_closes_the_gate_and_ends_nothing(name: str) -> None:
+    """A reply of another shape than ours, or a defect: told once, with its traceback."""
+
+    async def scene_of(scene: Scene) -> None:
+        async def fails(*_: Any, **__: Any) -> None:
+            raise TypeError("cannot unpack non-iterable NoneType object")
+
+        setattr(scene.queue, name, fails)
+        await scene.submit("a")
+        await asyncio.sleep(20)
+        called = name not in ("probe", "bury", "release", "expire")  # nothing here leads to these
+        surprises = [fields for event, fields in scene.events if event is Event.SURPRISE]
+        assert len(surprises) == scene.told().count("queue-unreachable") <= (10 if called else 0)
+        assert bool(surprises) == called
+        delattr(scene.queue, name)
+        await asyncio.sleep(12)
+        assert scene.dispatcher.view.problem is None
+        assert scene.gateway.sent == ["a"]
 
     perform(scene_of)

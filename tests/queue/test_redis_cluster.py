@@ -110,6 +110,27 @@ async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default
     await assert_drained(client, NAMES)
 
 
+@pytest.mark.parametrize("kind", ["list", "text"])
+async def test_a_key_in_the_place_of_a_marker_costs_the_results_of_that_list_alone(
+    queue, client, cluster, kind
+):
+    """A producer may have had a result put there, for it knows the name."""
+    (elsewhere,) = apart(cluster, 1)
+    marker = f"{{{elsewhere}}}:posted:{NAMES.queue.replace('{', '').replace('}', '')}"
+    await (client.rpush(marker, "x") if kind == "list" else client.set(marker, "x"))
+    await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
+    first, second, third = (await claim(queue)).leases
+    said = await queue.settle([answer(first, elsewhere), answer(second, "{other}-list"), answer(third)])
+    assert said == [Settled.DONE] * 3
+    await queue.sweep()
+    results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+    assert {one["id"]: one.get("error_code") for one in results} == {"r-1": "INVALID_REQUEST", "r-3": None}
+    assert await client.llen("{other}-list") == 1
+    assert await client.type(marker) == (b"list" if kind == "list" else b"string")
+    assert await client.ttl(marker) == -1
+    assert not await client.exists(NAMES.outbox)
+
+
 async def test_name_that_no_marker_can_join_is_refused(queue, client):
     """`a}b` has no hash tag, and no other key can be put into its slot by name."""
     await queue.submit([submission("r-1")])
@@ -170,6 +191,33 @@ async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(queu
         assert await client.zcard(NAMES.outbox) == 1
     await wait_until(lambda: carried(queue, client), 20)
     assert await client.llen(elsewhere) == 1
+
+
+async def test_what_waits_for_a_list_that_is_away_costs_the_others_nothing(queue, client, cluster):
+    """They leave it to the sweep to look whether that is back, and to pass over what waits for it."""
+    near, elsewhere = "{pool}-list", apart(cluster, 1)[0]
+    other = next(
+        name for name in apart(cluster, 50) if cluster.node_of(name) is not cluster.node_of(elsewhere)
+    )
+    await queue.submit([submission(f"r-{number}") for number in range(300)])
+    leases = (await claim(queue)).leases
+    reads, read = [], queue._scripts.client.zrangebyscore
+
+    async def counted(*args: object, **options: object) -> object:
+        reads.append(args)
+        return await read(*args, **options)
+
+    queue._scripts.client.zrangebyscore = counted
+    with cluster.node_of(elsewhere).frozen():
+        await queue.settle([answer(lease, elsewhere) for lease in leases[:290]])
+        reads.clear()
+        for lease in leases[290:]:
+            await queue.settle([answer(lease, other if lease is leases[-1] else near)])
+        assert len(reads) == 0
+        await queue.sweep()
+        assert await client.llen(other) == 1
+    await wait_until(lambda: carried(queue, client), 20)
+    assert await client.llen(elsewhere) == 290
 
 
 async def test_wake_up_is_heard_across_nodes(cluster, client):
@@ -270,6 +318,38 @@ async def test_the_rights_of_the_page_suffice_on_a_cluster(cluster, client):
             async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
                 tasks.create_task(queue.wait_for_work())
                 await producer.submit([submission("r-3")])
+    finally:
+        for node in cluster.nodes:
+            with node.client() as admin:
+                admin.acl_deluser("dispatcher")
+
+
+async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_list(cluster, client):
+    """In another slot, where the script that settles cannot see it."""
+    forbidden, allowed = apart(cluster, 2)
+    for node in cluster.nodes:
+        with node.client() as admin:
+            refusals = f"~{NAMES.results}:posted:*"
+            more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
+            grant(admin, "dispatcher", *more, tag="pool")
+    url = cluster.url.replace("://", f"://dispatcher:{PASSWORD}@", 1)
+    try:
+        async with queues(cluster.url, "p") as (producer,), queues(url, "a") as (queue,):
+            await producer.submit([submission("r-1"), submission("r-2"), submission("r-3")])
+            first, second, third = (await claim(queue)).leases
+            said = await queue.settle([answer(first, forbidden), answer(second, allowed), answer(third)])
+            assert said == [Settled.DONE] * 3
+            results = [msgspec.json.decode(one) for one in await client.lrange(NAMES.results, 0, -1)]
+            assert {one["id"]: one.get("error_code") for one in results} == {
+                "r-1": "INVALID_REQUEST",
+                "r-3": None,
+            }
+            assert await client.zcard(NAMES.outbox) == 1, "what the operator has forgotten is his to mend"
+            for node in cluster.nodes:
+                with node.client() as admin:
+                    grant(admin, "dispatcher", *more, f"~{{{allowed}}}:posted:*", tag="pool")
+            await wait_until(lambda: carried(queue, client), 20)
+            assert await client.llen(allowed) == 1
     finally:
         for node in cluster.nodes:
             with node.client() as admin:

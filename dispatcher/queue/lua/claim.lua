@@ -1,6 +1,7 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
--- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or limit, read_at, lost
+-- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or
+--        limit, read_at, lost, retry_after_max_s
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}
 -- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. A probe asks no limit, and only one runs at a time: until its lease ends, or its
@@ -25,7 +26,9 @@ local function room()
   if probing then return shared.probe and 0 or 1 end
   local limit, read_at, lost = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
   believe(shared, limit, read_at, lost)
-  if shared.overload_at and (now < shared.overload_until or read_at <= shared.overload_at) then return 0 end
+  if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[12])) or read_at <= shared.overload_at) then
+    return 0
+  end
   limit = math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
   return limit - call('ZCARD', LEASES)
 end

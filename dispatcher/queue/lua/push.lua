@@ -1,13 +1,14 @@
 -- Deliver results from the outbox into a list of another slot.
 -- KEYS   the list, its sequence marker (same slot)
 -- ARGV   ttl_s, marker_s, then number, result… in rising order
--- Returns 1, or 0 where the key is no list
+-- Returns 1, or 0 where the key is no list, or the marker none
 -- Keeps: each number is pushed at most once, however often it is delivered, for it is checked and set here.
 need('TYPE', 'EXPIRE', 'GET', 'LPUSH', 'SET')
 local found = redis.call('TYPE', KEYS[1]).ok
 if found ~= 'none' and found ~= 'list' then return 0 end
+local newest = redis.pcall('GET', KEYS[2]) or '0' -- whoever may name the list may name a key like its marker
+if type(newest) == 'table' or not tonumber(newest) then return 0 end
 redis.call('EXPIRE', KEYS[2], ARGV[2]) -- cannot grow, so that a full node takes the rest whole, too
-local newest = redis.call('GET', KEYS[2]) or '0'
 for at = 3, #ARGV, 2 do
   if tonumber(ARGV[at]) > tonumber(newest) then
     if type(redis.pcall('LPUSH', KEYS[1], ARGV[at + 1])) == 'table' then return 0 end

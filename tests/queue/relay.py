@@ -1,0 +1,75 @@
+"""A way to a server that can be made slow, broken or a liar, from one moment to the next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from tests.queue.servers import Server
+
+_CHUNK = 65_536
+
+
+@dataclass
+class Relay:
+    """Relays each connection, as its fields say at that moment."""
+
+    server: Server
+    port: int = 0
+    says: bytes | None = None
+    """Answers whatever comes with this, in place of the server; empty: closes the connection."""
+    bytes_per_s: float | None = None
+    swallows: int | None = None
+    """A connection that is sent so many bytes in one go, at most 65,536, goes silent for ever."""
+    answered: int = 0
+    """So often it has answered itself."""
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        back: asyncio.Task[None] | None = None
+        with suppress(OSError, asyncio.CancelledError):  # the test has ended
+            there_reader, there = await asyncio.open_connection("127.0.0.1", self.server.port, limit=2**24)
+            back = asyncio.create_task(self._back(there_reader, writer))
+            while chunk := await reader.read(_CHUNK):
+                if self.says is not None:
+                    self.answered += 1
+                    if not self.says:
+                        break
+                    writer.write(self.says)
+                    continue
+                if self.swallows is not None and len(chunk) >= self.swallows:
+                    await asyncio.Event().wait()  # until nobody is left who waits
+                await self._pass(chunk, there)
+        if back is not None:
+            back.cancel()
+            there.close()
+        writer.transport.abort()
+
+    async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            while chunk := await reader.read(_CHUNK):
+                await self._pass(chunk, writer)
+            writer.close()
+
+    async def _pass(self, chunk: bytes, writer: asyncio.StreamWriter) -> None:
+        if self.bytes_per_s is not None and len(chunk) > 1000:
+            await asyncio.sleep(len(chunk) / self.bytes_per_s)
+        writer.write(chunk)
+        await writer.drain()
+
+
+@asynccontextmanager
+async def relay(server: Server) -> AsyncIterator[Relay]:
+    """A relay on a port of its own."""
+    made = Relay(server)
+    listening = await asyncio.start_server(made.serve, "127.0.0.1", 0, limit=_CHUNK)
+    made.port = listening.sockets[0].getsockname()[1]
+    try:
+        yield made
+    finally:
+        listening.close()
