@@ -7,10 +7,8 @@ local OURS = string.sub(PAUSED, 1, -1 - #'paused')
 local function active_key(id) return OURS .. 'active:' .. id end
 local function cancel_key(id, token) return OURS .. 'cancel:' .. id .. ':' .. token end
 
-local function active(id)
-  local packed = call('GET', active_key(id))
-  return packed and cmsgpack.unpack(packed) or {}
-end
+local function unpacked(packed) return packed and cmsgpack.unpack(packed) or {} end
+local function active(id) return unpacked(call('GET', active_key(id))) end
 
 local function keep_active(id, tokens, now)
   local latest = 0
@@ -31,17 +29,19 @@ local function mark(id, token, deadline, now)
   keep_active(id, tokens, now)
 end
 
--- The markers of a finished request. `foreign`: those of llm-d's producers can be reached from here, too.
+-- The markers of a finished request. `foreign`: those of llm-d's producers can be reached from here, too, if this
+-- user may read them.
 local function forget_markers(item, foreign, now)
   local id, token = item.request, item.request_token
   if id == '' then return end
   local theirs = {'request-active:' .. id, 'request-cancel:' .. id}
-  local found = foreign and redis.pcall('MGET', theirs[1], theirs[2]) or {}
-  for number, value in ipairs(found) do
-    if value == token then redis.pcall('DEL', theirs[number]) end
+  local found = foreign and redis.pcall('MGET', active_key(id), theirs[1], theirs[2]) or {err = ''}
+  if found.err then found = {call('GET', active_key(id))} end
+  for number = 1, 2 do
+    if found[number + 1] == token then redis.pcall('DEL', theirs[number]) end
   end
   call('DEL', cancel_key(id, token))
-  local tokens = active(id)
+  local tokens = unpacked(found[1])
   if tokens[token] then
     tokens[token] = nil
     keep_active(id, tokens, now)
