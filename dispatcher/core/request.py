@@ -24,6 +24,8 @@ PRIORITY_STEP = 10**11
 PRIORITIES = range(10)
 MAX_ID_BYTES = 1024
 """An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
+MAX_HEADERS_CHARS = 16_384
+"""Of names and values of a request's own headers: gateways refuse longer heads, some close the connection."""
 
 NO_LIST = "is no list that results can go to"
 
@@ -255,6 +257,9 @@ def _with_lone_surrogates(member: bytes, error: msgspec.DecodeError) -> tuple[_M
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
+    size = sum(len(name) + len(value) for name, value in headers.items())
+    if size > MAX_HEADERS_CHARS:
+        raise _Invalid(f"data.headers: {size} characters, at most {MAX_HEADERS_CHARS} are accepted")
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise _Invalid(f"data.headers: {name!r} is no header name")

@@ -33,7 +33,7 @@ from dispatcher.ports import (
     Swept,
 )
 from dispatcher.queue.desk import REPLY_TTL_S, RedisDesk
-from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
@@ -199,7 +199,11 @@ class RedisQueue(RedisDesk):
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         client = self._scripts.client
-        keys = [_key(CANCEL, name) for name, _ in requests]
+        keys = [
+            _key("", key)
+            for request_id, token in requests
+            for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
+        ]
         if not keys:
             return []
 
@@ -210,8 +214,8 @@ class RedisQueue(RedisDesk):
 
         markers = await self._scripts.attempt(read)
         return [
-            token != "" and marker == token.encode(errors="surrogatepass")
-            for (_, token), marker in zip(requests, markers, strict=True)
+            token != "" and token.encode(errors="surrogatepass") in markers[2 * at : 2 * at + 2]
+            for at, (_, token) in enumerate(requests)
         ]
 
     async def sweep(self) -> Swept:
@@ -368,17 +372,16 @@ class RedisQueue(RedisDesk):
         default = _key("", self.names.results)
         # A default list in another slot must not be named to the script: the outbox stands in.
         keys = [self._new_reply(), self.names.outbox if self._outbox.needs(default) else default]
-        args: list[Argument] = [REPLY_TTL_S, self._ttl_s]
+        args: list[Argument] = [REPLY_TTL_S, self._ttl_s, int(not self._scripts.is_cluster)]
         if script == "settle":
             args.append(self._dead_max)
         for write in writes:
             settlement = write.settlement
             name = _key("", settlement.results or self.names.results)
             how = 0 if not settlement.result else 2 if self._outbox.needs(name) else 1
-            cleans = settlement.request_token and not self._scripts.is_cluster
-            request = _key("", settlement.request_id) if cleans else b""
-            args += [*write.head, how, name, settlement.result]
-            args += [request, _key("", settlement.request_token), *write.tail]
+            token = _key("", settlement.request_token)
+            request = _key("", settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
+            args += [*write.head, how, name, settlement.result, request, token, *write.tail]
         reply = await self._run(script, args, keys, size=sum(write.size for write in writes))
         if script == "expire":
             statuses = reply.value
@@ -394,7 +397,7 @@ class RedisQueue(RedisDesk):
         ]
 
     async def _clean_up(self, writes: Sequence[_Write], statuses: Sequence[int]) -> None:
-        """On a Cluster: what the script could not reach.
+        """On a Cluster: what the script could not reach, in other slots.
 
         Not to be told as a failure, for everything is settled: the sweep carries what stays in the outbox,
         and markers expire.

@@ -28,11 +28,14 @@ T = TypeVar("T")
 _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
-    "settle": (*_STEP, "keep", "results"),
-    "expire": (*_STEP, "keep", "results"),
+    "settle": (*_STEP, "markers", "keep", "results"),
+    "expire": (*_STEP, "markers", "keep", "results"),
     "release": _STEP,
     "renew": _STEP,
     "sweep": _STEP,
+    "submit": ("need", "common", "markers"),
+    "requeue": ("need", "common", "markers"),
+    "cancel": ("need", "common", "markers"),
     "peek": ("need", "common", "line"),
     "push": ("need", "keep"),
     "forget": (),

@@ -188,8 +188,13 @@ class MemoryStore:
         self._nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
         self._ids = itertools.count(1)
         self._grants = itertools.count(1)
-        self._active: dict[str, tuple[str, float]] = {}
+        self._active: dict[str, dict[str, float]] = {}
+        """By id: the tokens that can be cancelled under it, each until then."""
         self._cancel: dict[str, tuple[str, float]] = {}
+        """By id and token, `id:token`."""
+        self._foreign_active: dict[str, tuple[str, float]] = {}
+        self._foreign_cancel: dict[str, tuple[str, float]] = {}
+        """The markers of llm-d's producers, by id."""
         self._permit: Permit | None = None
         self._overload: Overload | None = None
         self._probe: int | None = None
@@ -229,20 +234,34 @@ class MemoryStore:
         new = 0
         for each in submissions:
             if each.request_id and each.request_token and each.deadline:
-                self._cancel.pop(each.request_id, None)
-                self._active[each.request_id] = (each.request_token, max(each.deadline, now + 1))
+                tokens = self._active.setdefault(each.request_id, {})
+                tokens[each.request_token] = max(each.deadline, now + 1)
             new += self.add(each.member, each.score)
         self._wake()
         return new
 
     async def cancel(self, request_id: str, request_token: str = "") -> bool:
         self._check_up()
-        active = self._value(self._active, request_id)
-        if active is None or request_token not in ("", active):
-            return False
-        self._cancel[request_id] = (active, self.unix_now() + CANCEL_TTL_S)
-        self._wake()
-        return True
+        now = self.unix_now()
+        tokens = dict(self._active.get(request_id, {}))
+        if (theirs := self._value(self._foreign_active, request_id)) is not None:
+            tokens.setdefault(theirs, now + CANCEL_TTL_S)
+        asked = {
+            f"{request_id}:{token}": (token, until)
+            for token, until in tokens.items()
+            if request_token in ("", token) and until > now
+        }
+        self._cancel |= asked
+        if asked:
+            self._wake()
+        return bool(asked)
+
+    def _is_cancelled(self, request_id: str, token: str) -> bool:
+        markers = (
+            self._value(self._cancel, f"{request_id}:{token}"),
+            self._value(self._foreign_cancel, request_id),
+        )
+        return token != "" and token in markers
 
     async def pause(self, by: str, why: str) -> None:
         self._check_up()
@@ -445,9 +464,14 @@ class MemoryStore:
             self.lists.setdefault(name, deque()).appendleft(result)
         request_id, token = settlement.request_id, settlement.request_token
         if request_id and token:
-            for keys in (self._active, self._cancel):
+            for keys in (self._foreign_active, self._foreign_cancel):
                 if self._value(keys, request_id) == token:
                     del keys[request_id]
+            self._cancel.pop(f"{request_id}:{token}", None)
+            tokens = self._active.get(request_id, {})
+            tokens.pop(token, None)
+            if not tokens:
+                self._active.pop(request_id, None)
         return said
 
     def _refused_list(self, name: str) -> str | None:
