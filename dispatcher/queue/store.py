@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.request import (
     PRIORITIES,
     PRIORITY_STEP,
@@ -154,6 +155,7 @@ class MemoryStore:
         name: str = "batch:{pool}:requests",
         results: str = "batch:{pool}:results",
         dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
     ) -> None:
         self.clock = clock
         self.unix_origin = unix_origin
@@ -161,6 +163,7 @@ class MemoryStore:
         self.names = Names(name, results)
         self.results = results
         self.dead_max = dead_max
+        self.largest = max_payload_bytes + ENVELOPE_BYTES
         self.down: str | None = None
         self.lists: dict[str, deque[bytes]] = {}
         """Result lists: pushed on the left, popped on the right."""
@@ -368,6 +371,8 @@ class MemoryStore:
     def _lease(self, entry: Entry, owner: str, now: float) -> Held:
         if entry.place is Place.PENDING:
             del self._pending[entry.member]
+            if len(entry.member) > self.largest:
+                entry.member = cut(entry.member)
         if entry.id == NEVER_CLAIMED:
             entry.id = next(self._ids)
             self._entries[entry.id] = entry
