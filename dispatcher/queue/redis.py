@@ -19,6 +19,7 @@ from dispatcher.core.oversize import ENVELOPE_BYTES
 from dispatcher.core.request import ErrorCode, decode_result, failed
 from dispatcher.ports import (
     Burial,
+    CallRefusedError,
     Claimed,
     Expired,
     Lease,
@@ -311,7 +312,7 @@ class RedisQueue(RedisDesk):
             with contextlib.suppress(QueueUnavailableError):
                 await self._clean_up(checked, statuses)
         if statuses and statuses.count(_STUCK) == len(statuses):
-            raise failure or QueueUnavailableError(
+            raise failure or CallRefusedError(
                 f"{self.names.results} is no list that this user may push to: results have no place to go"
             )
         return statuses

@@ -24,6 +24,7 @@ from dispatcher.core.request import (
     failed,
 )
 from dispatcher.ports import (
+    CallRefusedError,
     Counts,
     Dead,
     Lease,
@@ -445,7 +446,7 @@ class MemoryStore:
             name, result, said = self.results, failed(told, ErrorCode.INVALID_REQUEST, why), Settled.BAD_LIST
         if result:
             if name in self.not_lists:
-                raise QueueUnavailableError(f"{name} is no list: results have no place to go")
+                raise CallRefusedError(f"{name} is no list: results have no place to go")
             self.lists.setdefault(name, deque()).appendleft(result)
         request_id, token = settlement.request_id, settlement.request_token
         if request_id and token:
