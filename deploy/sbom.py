@@ -60,7 +60,7 @@ def bill(
                 "bom-ref": OURS,
                 "name": OURS,
                 "version": ours.version,
-                "licenses": _licences(ours),
+                "licenses": licences(ours),
             },
         },
         "components": python + debian,
@@ -87,14 +87,14 @@ def _python(name: str, package: Distribution, sha256: str) -> Component:
         "version": package.version,
         "purl": ref,
         "hashes": [{"alg": "SHA-256", "content": sha256}],
-        "licenses": _licences(package),
+        "licenses": licences(package),
     }
     if inside := list(_inside(package, ref)):
         component["components"] = inside
     return component
 
 
-def _licences(package: Distribution) -> list[dict[str, Any]]:
+def licences(package: Distribution) -> list[dict[str, Any]]:
     """As the package's metadata says it: an expression, else classifiers, else a name."""
     metadata = package.metadata
     if expression := metadata.get("License-Expression"):

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import msgspec
 from redis import exceptions as errors
@@ -31,9 +32,9 @@ class NoResultError(Exception):
     """No result came in time. The request may still be under way."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Ticket:
-    """A request that was submitted: what it takes to await or cancel it."""
+    """A request that was submitted: what it takes to await or cancel it. The token is a secret."""
 
     id: str
     token: str
@@ -49,7 +50,11 @@ class Client:
         self._desk = RedisDesk(redis, names)
         self._names = names
         self._results = f"batch-results:{secrets.token_hex(8)}"
-        self._arrived: dict[str, Result] = {}
+        self._tickets: WeakValueDictionary[str, Ticket] = WeakValueDictionary()
+        """By token: those that somebody may still await."""
+        self._arrived: WeakKeyDictionary[Ticket, Result] = WeakKeyDictionary()
+        self.passed_over = 0
+        """Elements of its list that were no result of a request whose ticket somebody holds."""
         self._submitting = asyncio.Semaphore(SUBMIT_AT_ONCE)
 
     async def submit(
@@ -98,22 +103,39 @@ class Client:
             )
             async with self._submitting:
                 await self._desk.submit([Submission(member, score, ticket.id, ticket.token, deadline)])
+        self._tickets[ticket.token] = ticket
         return ticket
 
     async def result(self, ticket: Ticket, *, timeout_s: float | None = None) -> Result:
         """Await the result of a request of this client. Raises NoResultError after `timeout_s`; None: some
-        seconds past its deadline, by when the dispatcher has answered if there is one."""
+        seconds past its deadline, by when the dispatcher has answered if there is one.
+
+        Others may write this client's list: what does not bear the ticket's token is not its result. Results
+        that came for other tickets are kept for as long as somebody holds those.
+        """
         within = ticket.deadline - time.time() + 10.0 if timeout_s is None else timeout_s
         ends = asyncio.get_running_loop().time() + within
-        while ticket.id not in self._arrived:
+        self._tickets[ticket.token] = ticket
+        while ticket not in self._arrived:
             left = ends - asyncio.get_running_loop().time()
             if left <= 0:
                 raise NoResultError(f"no result for {ticket.id} within {within:.0f} s")
             popped = await self._pop(max(0.05, min(WAIT_S, left)))
             if popped is not None:
-                result = decode_result(popped)
-                self._arrived[result.id] = result
-        return self._arrived.pop(ticket.id)
+                self._came(popped)
+        return self._arrived.pop(ticket)
+
+    def _came(self, popped: bytes) -> None:
+        try:
+            result = decode_result(popped)
+        except ValueError:
+            self.passed_over += 1
+            return
+        ticket = self._tickets.get(result.request_token or "")
+        if ticket is None or ticket.id != result.id:
+            self.passed_over += 1
+        else:
+            self._arrived[ticket] = result
 
     async def cancel(self, ticket: Ticket) -> bool:
         """Ask for it to be cancelled; False where it has ended."""

@@ -43,6 +43,10 @@ class Overload:
     in_flight: int
     """Our requests in flight, all replicas together, when it came."""
 
+    def wait_until(self, most_s: float) -> float:
+        """Until when it is waited for by whoever waits no longer than so long."""
+        return min(self.until, self.at + most_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Permit:
@@ -54,6 +58,8 @@ class Permit:
     """When the reading behind the limit was taken (the start of its window)."""
     lost: int
     """Leases lost so far, as known when the limit was computed; each further loss lowers it by one."""
+    retry_after_max_s: float = 60.0
+    """No refusal is waited for longer, whatever is stored of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,7 @@ class Settled(StrEnum):
     """The lease had ended by then, or is another's: nothing was written. A repetition after a lost reply says
     this too, unless the adapter remembers."""
     BAD_LIST = "bad-list"
-    """The named list has the wrong type, or is one of the queue's own keys: an INVALID_REQUEST result went
+    """The named list has the wrong type, or is one that no producer may name: an INVALID_REQUEST result went
     to the default list and the lease ended (a burial is dead all the same)."""
     TOO_LARGE = "too-large"
     """The queue takes no value as large as this result, though it takes others: a TOO_LARGE result went to
@@ -214,6 +220,11 @@ class Queue(Protocol):
 
     def unix_now(self) -> float:
         """Unix time by the queue's clock, without asking it."""
+        ...
+
+    def refused_list(self, name: str) -> str | None:
+        """Why no producer may have its result put into that list, as the end of a sentence ("is …"); None: it
+        may, as far as is known without asking. Whoever settles with such a list is told BAD_LIST."""
         ...
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:

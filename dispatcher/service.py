@@ -16,6 +16,7 @@ import errno
 import gc
 import hashlib
 import platform
+import resource
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -51,13 +52,15 @@ from dispatcher.signals.sources import sources
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry import logs, otlp
 from dispatcher.telemetry.events import Event, emit, heard_by
-from dispatcher.telemetry.metrics import Metrics
+from dispatcher.telemetry.metrics import PAGE_KEPT_S, Metrics
 from dispatcher.telemetry.status import Process, Status
 
 LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
 LARGE_BYTES = 262_144
 """Memory in pieces this large goes back to the system when it is free."""
+DESCRIPTORS_MOST = 1 << 20
+"""What Linux allows a process unless told otherwise."""
 _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 
@@ -77,7 +80,7 @@ class Service:
         self._started_at = time.time()
         self._queue = queue
         self._gateway = gateway
-        self.metrics = Metrics(settings.pool.name)
+        self.metrics = Metrics(settings.pool.name, kept_s=PAGE_KEPT_S)
         self.journal = Journal(self.metrics)
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
@@ -264,6 +267,7 @@ async def serve(
 ) -> None:
     """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
     logs.configure(settings.log.level, settings.log.format)
+    _take_descriptors()
     await _prepare(path, settings)
     async with AsyncExitStack() as stack:
         queue = await stack.enter_async_context(open_queue(settings))
@@ -335,7 +339,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
             url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir), fsync=wanted.fsync))
         queue = RedisQueue(
             connect(url),
-            Names(wanted.name, wanted.results),
+            Names(wanted.name, wanted.results, wanted.result_lists),
             present.owner,
             lease_s=wanted.lease_s,
             owner_timeout_s=wanted.timeout_s(),
@@ -384,6 +388,14 @@ class _Reloader:
         except OSError as error:
             return Refusal((f"{self._path.name}: {error}",))
         return None
+
+
+def _take_descriptors() -> None:
+    """As many as the system allows without being asked: each request in flight has a connection."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = DESCRIPTORS_MOST if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS_MOST)
+    with suppress(OSError, ValueError):  # a system that allows less than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _settle_memory() -> None:

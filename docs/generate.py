@@ -87,7 +87,7 @@ def _kind(info: FieldInfo) -> str:
     elif AUTO in info.metadata:
         text = f"`{AUTO}` or {_NAMES[choices[0]]}"
     elif type(None) in choices:
-        text = f"{_NAMES[choices[0]]} or null"
+        text = f"{_NAMES.get(choices[0], 'list')} or null"
     elif choices and all(isinstance(choice, str) for choice in choices):
         text = ", ".join(f"`{choice}`" for choice in choices)
     else:

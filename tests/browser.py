@@ -9,14 +9,14 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from tests.support import require_tool, running, wait_until
+from tests.support import require_tool, running, wait_until, wait_until_sync
 
 FLAGS = (
     "--headless=new",
@@ -102,7 +102,7 @@ class Page:
         return str(await self.ask(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''"))
 
     async def look(self, *, width: int = 1280, height: int = 900, dark: bool = False, **media: str) -> None:
-        """Be a window of this size, for somebody with these preferences."""
+        """Be a window of this size, for these preferences. Motion costs a core where no GPU draws."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -110,7 +110,8 @@ class Page:
             deviceScaleFactor=1,
             mobile=width < 600,
         )
-        wanted = {"prefers-color-scheme": "dark" if dark else "light", **media}
+        still = {"prefers-reduced-motion": "reduce"}
+        wanted = {"prefers-color-scheme": "dark" if dark else "light", **still, **media}
         features = [{"name": name, "value": value} for name, value in wanted.items()]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
@@ -137,46 +138,43 @@ class Page:
 
 
 class Browser:
-    """`async with chromium() as browser`: then `page()`, as often as wanted."""
+    """`with chromium() as browser`: then `page()`, as often as wanted, from any event loop."""
 
-    def __init__(self, port: int, session: aiohttp.ClientSession, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, port: int, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self._port = port
-        self._session = session
+        self._root = f"http://127.0.0.1:{port}/json"
 
     @asynccontextmanager
     async def page(self) -> AsyncIterator[Page]:
-        root = f"http://127.0.0.1:{self._port}/json"
-        async with self._session.put(f"{root}/new?about:blank") as answer:
-            target = await answer.json()
-        async with self._session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
-            page = Page(socket)
-            listening = asyncio.create_task(page.listen())
-            try:
-                for domain in ("Page", "Runtime", "Log"):
-                    await page.call(f"{domain}.enable")
-                await page.call("Emulation.setFocusEmulationEnabled", enabled=True)  # drawn behind others too
-                await page.look()
-                yield page
-            finally:
-                listening.cancel()
-                async with self._session.get(f"{root}/close/{target['id']}"):
-                    pass
+        async with aiohttp.ClientSession() as session:
+            async with session.put(f"{self._root}/new?about:blank") as answer:
+                target = await answer.json()
+            async with session.ws_connect(target["webSocketDebuggerUrl"], max_msg_size=0) as socket:
+                page = Page(socket)
+                listening = asyncio.create_task(page.listen())
+                try:
+                    for domain in ("Page", "Runtime", "Log"):
+                        await page.call(f"{domain}.enable")
+                    await page.call(
+                        "Emulation.setFocusEmulationEnabled", enabled=True
+                    )  # drawn behind others too
+                    await page.look()
+                    yield page
+                finally:
+                    listening.cancel()
+                    async with session.get(f"{self._root}/close/{target['id']}"):
+                        pass
 
 
-@asynccontextmanager
-async def chromium() -> AsyncIterator[Browser]:
+@contextmanager
+def chromium() -> Iterator[Browser]:
     """A browser with an empty profile. Not installed: the test is skipped, or fails where CI=true."""
     path = require_tool("chromium")
-    async with AsyncExitStack() as stack:
-        home = Path(stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
-        environ = {**os.environ, "HOME": str(home), "TZ": "UTC", "LANG": "C.UTF-8"}
-        process = stack.enter_context(
-            running(path, *FLAGS, f"--user-data-dir={home}/profile", "about:blank", env=environ)
-        )
-        told = home / "profile" / "DevToolsActivePort"
-        lines = await wait_until(
-            lambda: told.read_text().splitlines() if told.exists() else None, START_S, what="Chromium"
-        )
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        yield Browser(int(lines[0]), session, process)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as home:
+        environ = {**os.environ, "HOME": home, "TZ": "UTC", "LANG": "C.UTF-8"}
+        told = Path(home) / "profile" / "DevToolsActivePort"
+        with running(path, *FLAGS, f"--user-data-dir={home}/profile", "about:blank", env=environ) as process:
+            lines = wait_until_sync(
+                lambda: told.read_text().splitlines() if told.exists() else None, START_S, what="Chromium"
+            )
+            yield Browser(int(lines[0]), process)

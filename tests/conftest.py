@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.browser import Browser, chromium
 from tests.support import free_port, require_tool, running, wait_until, wait_until_sync
 
 __all__ = ["free_port", "require_tool", "running", "wait_until", "wait_until_sync"]
@@ -14,3 +17,10 @@ __all__ = ["free_port", "require_tool", "running", "wait_until", "wait_until_syn
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", parent=settings.get_profile("default"), max_examples=5_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One for all tests of a worker: a start costs seconds of CPU. Each test has its own tab and origin."""
+    with chromium() as browser:
+        yield browser

@@ -136,6 +136,23 @@ def test_dependencies_are_pinned_with_hashes_and_name_no_host() -> None:
     assert "://" not in text
 
 
+FLOORS = {
+    "aiohttp": (3, 14, 3),
+    "requests": (2, 33),
+    "urllib3": (2, 6, 3),
+    "grpcio": (1, 66, 2),
+    "PyYAML": (6,),
+}
+"""Below: published advisories against what we use."""
+
+
+def test_no_lower_bound_admits_a_release_with_a_known_advisory() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for name, floor in FLOORS.items():
+        (bound,) = re.findall(rf'^    "{name}>=([0-9.]+)', text, re.MULTILINE)
+        assert tuple(map(int, bound.split("."))) >= floor, name
+
+
 def test_every_declared_dependency_is_pinned() -> None:
     declared = re.findall(
         r'^    "([A-Za-z0-9_-]+)(?:\[[a-z,]+\])?>=', (ROOT / "pyproject.toml").read_text(), re.MULTILINE

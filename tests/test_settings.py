@@ -16,6 +16,7 @@ from dispatcher.core.budget import Policy
 from dispatcher.settings import Problem, SecretUrl, Settings, load, parse
 from dispatcher.settings.effective import as_json, lines
 from dispatcher.settings.load import key_paths
+from dispatcher.settings.values import secret_name
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
@@ -243,9 +244,9 @@ SECRETS = """
 pool: {name: a}
 gateway:
   url: https://user:sesame@gw/x
-  headers: {authorization: Bearer sesame, x-api-key: sesame, x-tenant: blue}
+  headers: {authorization: Bearer sesame, x-api-key: sesame, X-Tenant-Pw: sesame, X-Sig: sesame, x-tenant: blue}
 queue: {url: 'redis+sentinel://:sesame@h1:26379,h2:26379/primary/0?sentinel_password=sesame'}
-signals: {prometheus: {url: 'http://prom:sesame@prom', headers: {Cookie: sesame}}, epp: {urls: ['http://t:sesame@epp']}}
+signals: {prometheus: {url: 'http://prom:sesame@prom/?sig=sesame&x=1', headers: {Cookie: sesame}}, epp: {urls: ['http://t:sesame@epp']}}
 """
 
 
@@ -257,9 +258,23 @@ def test_secrets_never_show_but_where_they_are_asked_for() -> None:
     for text in shown:
         assert "sesame" not in text
     assert "https://user:***@gw/x" in shown[-1]
+    assert "sig=***&x=1" in shown[-1]
+    assert "blue" in shown[-1]
     assert settings.gateway.url.credentials == ("user", "sesame")
     assert settings.gateway.url.bare == "https://gw/x"
     assert settings.gateway.headers["x-api-key"] == "sesame"
+
+
+@pytest.mark.parametrize(
+    "name", ["X-Tenant-Pw", "x-sig", "SIG", "db_pwd", "pass", "X-Amz-Signature", "ssl_passphrase", "sid"]
+)
+def test_names_of_credentials_are_known(name: str) -> None:
+    assert secret_name(name)
+
+
+@pytest.mark.parametrize("name", ["X-Power", "x-design", "compass", "X-Scope-OrgID", "pwned-by", "outside"])
+def test_names_that_only_hold_the_letters_are_not(name: str) -> None:
+    assert not secret_name(name)
 
 
 def test_problems_never_repeat_what_may_be_secret() -> None:
@@ -340,6 +355,7 @@ def test_effective_configuration_marks_defaults() -> None:
     assert "  owner_timeout_s: null  # default: 5" in text
     short = good("gateway: {url: http://gw}\nqueue: {lease_s: 3}\n")
     assert "  owner_timeout_s: null  # default: 3" in map(str, lines(short))
+    assert "  result_lists: null  # default: batch-results:* batch:{default}:results:* *{default}*" in text
     assert '  name: "batch:{default}:requests"  # default' in text
     defaults = as_json(settings)["defaults"]
     assert "budget.upper" in defaults

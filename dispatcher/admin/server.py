@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import resource
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,9 @@ class Limits:
     """At one more, the one that has waited longest for a request is closed; none waits: the new one is."""
     head_s: float = 10.0
     """A connection that has not sent a whole request by then is closed, an idle one too."""
+    spare: int = 64
+    """Descriptors of the process that are left to Redis, the gateway and files: where no more are free, one
+    connection is closed for each new one."""
     heartbeat_s: float = 5.0
     """A stream without news says so this often, and its token is looked at again."""
     write_s: float = 10.0
@@ -151,11 +155,16 @@ class AdminServer:
         assert self._server is not None  # noqa: S101 -- nobody connects before it is there
         return _Connection(self._server, self._limits.head_s, self._make_room)
 
-    def _make_room(self) -> None:
+    def _make_room(self, new: web.RequestHandler) -> None:
         assert self._server is not None  # noqa: S101
         alive = [each for each in self._server.connections if each.transport is not None]
-        if len(alive) > self._limits.connections:
-            next((each for each in alive if each not in self._busy), alive[-1]).force_close()
+        if len(alive) > self._limits.connections or _descriptor(new) >= self._highest():
+            next((each for each in alive if each not in self._busy), new).force_close()
+
+    def _highest(self) -> float:
+        """The number that a descriptor of a connection stays below. A new one has the lowest that is free."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return float("inf") if soft == resource.RLIM_INFINITY else soft - self._limits.spare
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -230,11 +239,13 @@ class AdminServer:
 
 
 class _Connection(web.RequestHandler):
-    """One connection; `make_room` is called when it is there."""
+    """One connection; `make_room` is called with it when it is there."""
 
     __slots__ = ("_make_room",)
 
-    def __init__(self, server: web.Server, head_s: float, make_room: Callable[[], None]) -> None:
+    def __init__(
+        self, server: web.Server, head_s: float, make_room: Callable[[web.RequestHandler], None]
+    ) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -245,12 +256,19 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._make_room()
+        self._make_room(self)
 
     def log_exception(self, *args: Any, **more: Any) -> None:
         """A traceback only for a defect of ours, not for what is no HTTP."""
         if not isinstance(more.get("exc_info"), HttpProcessingError):
             super().log_exception(*args, **more)
+
+
+def _descriptor(connection: web.RequestHandler) -> int:
+    """Its number; -1: it is closed already."""
+    transport = connection.transport
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    return int(sock.fileno()) if sock is not None else -1
 
 
 def _asset(name: str, kind: str) -> Handler:

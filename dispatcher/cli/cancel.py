@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dispatcher.cli.screen import complain, say
 from dispatcher.cli.target import Config, QueueName, QueueUrl, ask, find
 
 
@@ -21,6 +22,6 @@ def cancel(
     """
     target = find(config, queue_url, queue)
     if not ask(target, lambda desk: desk.cancel(request_id)):
-        typer.secho(f"{request_id}: not active", err=True, fg=typer.colors.RED)
+        complain(f"{request_id}: not active")
         raise typer.Exit(1)
-    typer.echo(f"{request_id} is being cancelled")
+    say(f"{request_id} is being cancelled")

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli.probes import Finding, connections
+from dispatcher.cli.screen import complain, say
 from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines
@@ -48,13 +49,13 @@ def check(
         raise typer.Exit(2)
     if not json_output:
         for line in lines(found):
-            typer.secho(str(line), dim=line.default or None)
+            say(str(line), dim=line.default or None)
     told: list[Finding] = []
 
     def tell(finding: Finding) -> None:
         told.append(finding)
         if not json_output:
-            typer.secho(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
+            say(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
 
     for finding in (*_doubtful(found), *_files(found)):
         tell(finding)
@@ -64,7 +65,7 @@ def check(
     ok = not failed if strict else not any(where.endswith("_file") for where in failed)
     if json_output:
         answer = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
-        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(answer, indent=2))
     if not ok:
         raise typer.Exit(1)
 
@@ -72,10 +73,10 @@ def check(
 def _refuse(problems: list[Problem], json_output: bool) -> None:
     if json_output:
         answer = {"ok": False, "problems": [asdict(problem) for problem in problems]}
-        typer.echo(json.dumps(answer, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps(answer, indent=2))
         return
     for problem in problems:
-        typer.secho(str(problem), err=True, fg=typer.colors.RED)
+        complain(str(problem))
 
 
 def _doubtful(settings: Settings) -> Iterator[Finding]:

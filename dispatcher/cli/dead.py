@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, ask, find
+from dispatcher.cli.screen import complain, say
+from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Within, ask, find
 
 if TYPE_CHECKING:
     from dispatcher.ports import Dead
@@ -37,7 +38,7 @@ def list_(
         return
     for one in found:
         shown = _shown(one)
-        typer.echo(f"{one.entry}  {shown['died_at']}  {shown['id'] or '(unreadable)'}  {one.reason}")
+        say(f"{one.entry}  {shown['died_at']}  {shown['id'] or '(unreadable)'}  {one.reason}")
 
 
 @dead.command()
@@ -45,7 +46,7 @@ def show(entry: Entry, config: Config = None, queue_url: QueueUrl = "", queue: Q
     """Show one, whole, as JSON. Exit code 1: there is none of that number."""
     found = ask(find(config, queue_url, queue), lambda desk: desk.dead_list(1, entry - 1))
     if not found or found[0].entry != entry:
-        typer.secho(f"{entry}: not among the dead", err=True, fg=typer.colors.RED)
+        complain(f"{entry}: not among the dead")
         raise typer.Exit(1)
     member = found[0].member.decode(errors="replace")
     typer.echo(json.dumps({**_shown(found[0]), "member": member}, indent=2))
@@ -55,9 +56,7 @@ def show(entry: Entry, config: Config = None, queue_url: QueueUrl = "", queue: Q
 def requeue(
     entries: Entries = None,
     everything: Everything = False,
-    deadline: Annotated[
-        float, typer.Option(min=1, help="Seconds from now until it must be answered.")
-    ] = 3600.0,
+    deadline: Within = 3600.0,
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
@@ -73,7 +72,7 @@ def requeue(
         return await desk.dead_requeue(named, int(time.time() + deadline)), len(named)
 
     done, asked = ask(find(config, queue_url, queue), act)
-    typer.echo(f"{done} of {asked} are pending again; a second result may come for each")
+    say(f"{done} of {asked} are pending again; a second result may come for each")
     if done < asked:
         raise typer.Exit(1)
 
@@ -89,13 +88,13 @@ def purge(
     """Forget them."""
     wanted = _wanted(entries, everything)
     done = ask(find(config, queue_url, queue), lambda desk: desk.dead_purge(wanted))
-    typer.echo(f"{done} forgotten")
+    say(f"{done} forgotten")
 
 
 def _wanted(entries: list[int] | None, everything: bool) -> list[int] | None:
     """The entries that were named; None: all."""
     if bool(entries) == everything:
-        typer.secho("give numbers, or --all", err=True, fg=typer.colors.RED)
+        complain("give numbers, or --all")
         raise typer.Exit(2)
     return entries or None
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from dispatcher.cli.screen import say
 from dispatcher.cli.target import Config, QueueName, QueueUrl, ask, find
 
 
@@ -23,7 +24,7 @@ def pause(
     target = find(config, queue_url, queue)
     who = by or f"{_user()}@{socket.gethostname()}"
     ask(target, lambda desk: desk.pause(who, why))
-    typer.echo(f"{target.names.queue} is paused")
+    say(f"{target.names.queue} is paused")
 
 
 def _user() -> str:
@@ -37,4 +38,4 @@ def resume(config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "
     """Let the dispatchers send again."""
     target = find(config, queue_url, queue)
     ask(target, lambda desk: desk.resume())
-    typer.echo(f"{target.names.queue}: the dispatchers may send")
+    say(f"{target.names.queue}: the dispatchers may send")

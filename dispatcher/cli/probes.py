@@ -336,7 +336,13 @@ def _survey(where: str, url: str, settings: Settings) -> Probe:
 
     async def asked() -> Findings:
         try:
-            return list(told(await survey(url, Names(settings.queue.name, settings.queue.results))))
+            return list(
+                told(
+                    await survey(
+                        url, Names(settings.queue.name, settings.queue.results, settings.queue.result_lists)
+                    )
+                )
+            )
         except (QueueUnavailableError, QueueUrlError, QueueNameError) as error:
             return [Finding("failed", where, str(error))]
 

@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from dispatcher.cli.screen import complain
+
 
 def run(
     config: Annotated[
@@ -39,13 +41,13 @@ def run(
     found = [text] if isinstance(text, Problem) else parse(text, os.environ, name=config.name)
     if isinstance(text, Problem) or not isinstance(found, Settings):
         for problem in found if isinstance(found, list) else []:
-            typer.secho(str(problem), err=True, fg=typer.colors.RED)
+            complain(str(problem))
         raise typer.Exit(2)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(serve(found, text, config, os.environ, observe=observe))
     except (EmbeddedError, QueueNameError, QueueUrlError, OSError) as error:
-        typer.secho(f"cannot start: {error}", err=True, fg=typer.colors.RED)
+        complain(f"cannot start: {error}")
         raise typer.Exit(1) from error
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dispatcher.cli.screen import say
 from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Target, ask, find
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def status(
     target = find(config, queue_url, queue)
     while True:
         shown = ask(target, lambda desk: look(target, desk))
-        typer.echo(json.dumps(shown) if json_output else _text(shown))
+        say(*([json.dumps(shown)] if json_output else _lines(shown)))
         if not watch:
             return
         time.sleep(1.0)
@@ -46,7 +47,7 @@ def explain(
     target = find(config, queue_url, queue)
     shown = ask(target, lambda desk: look(target, desk))
     paragraph = _paragraph(shown)
-    typer.echo(json.dumps({"explanation": paragraph, **shown}) if json_output else paragraph)
+    say(json.dumps({"explanation": paragraph, **shown}) if json_output else paragraph)
 
 
 async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
@@ -187,34 +188,36 @@ def _per_endpoint(gate: dict[str, Any]) -> str:
             return ""
 
 
-def _text(shown: dict[str, Any]) -> str:
+def _lines(shown: dict[str, Any]) -> list[str]:
     counts = "  ".join(f"{name} {shown[name]}" for name in ("pending", "leased", "delayed", "dead"))
     lines = [f"{shown['queue']}: {counts}"]
     if shown["paused"]:
         lines.append(_paused(shown["paused"]))
     dispatcher = shown["dispatcher"]
     if not dispatcher:
-        return "\n".join([*lines, f"{_unheard(shown)}."])
+        return [*lines, f"{_unheard(shown)}."]
     if dispatcher["pool"] and shown["queue"] != dispatcher["queue"]:
         lines.append(f"the dispatcher that answers works on another queue, {dispatcher['queue']}:")
     lines.append(f"{dispatcher['reason']}: {dispatcher['explanation']}")
-    told = (_capacity, _problems, _readings, _deadlines, _price, _replicas)
-    return "\n".join([*lines, *filter(None, (part(dispatcher) for part in told))])
+    one_line = (_capacity(dispatcher), _deadlines(dispatcher), _price(dispatcher))
+    capacity, deadlines, price = ([line] if line else [] for line in one_line)
+    problems, readings, replicas = _problems(dispatcher), _readings(dispatcher), _replicas(dispatcher)
+    return [*lines, *capacity, *problems, *readings, *deadlines, *price, *replicas]
 
 
 # An older dispatcher may answer: what it does not tell is left out.
 
 
-def _problems(told: dict[str, Any]) -> str:
+def _problems(told: dict[str, Any]) -> list[str]:
     """What is wrong beside the reason that is shown."""
     found = [(_REFUSED, told.get("config_problem"))]
     found += [(f"The {part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
     found += [("The signals cannot be read", told.get("signals_problem"))]
     found += [("The Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
-    return "\n".join(f"{what}: {why}" for what, why in found if why and why not in told["explanation"])
+    return [f"{what}: {why}" for what, why in found if why and why not in told["explanation"]]
 
 
-def _readings(told: dict[str, Any]) -> str:
+def _readings(told: dict[str, Any]) -> list[str]:
     """How old each reading is, and the values of the series that they were made of."""
     readings = told.get("readings") or ()
     lines = [
@@ -225,7 +228,7 @@ def _readings(told: dict[str, Any]) -> str:
     series = {name: value for each in readings for name, value in each["raw"].items()}
     if series:
         lines.append(f"Made of: {', '.join(f'{name} {value:g}' for name, value in series.items())}")
-    return "\n".join(lines)
+    return lines
 
 
 def _deadlines(told: dict[str, Any]) -> str:
@@ -254,9 +257,9 @@ def _price(told: dict[str, Any]) -> str:
     return f"Price to realtime, last 5 minutes: {'; '.join(values)}; of {whose}{share}."
 
 
-def _replicas(told: dict[str, Any]) -> str:
-    return "\n".join(
+def _replicas(told: dict[str, Any]) -> list[str]:
+    return [
         f"Replica {each['owner']}{' (this one)' if each['owner'] == told['owner'] else ''}: "
         f"{each['leases']} in flight, last heard of {each['silent_s']:.1f} s ago"
         for each in told.get("replicas") or ()
-    )
+    ]

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-from dispatcher.cli.target import Config, QueueName, QueueUrl, find
+from dispatcher.cli.screen import complain, say
+from dispatcher.cli.target import Config, QueueName, QueueUrl, Within, find
+from dispatcher.core.plain import plain
 
 Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
 
@@ -19,7 +21,7 @@ def submit(
     queue: QueueName = "",
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
-    deadline: Annotated[float, typer.Option(help="Seconds until it must be answered.")] = 3600.0,
+    deadline: Within = 3600.0,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is served first.")] = None,
     header: Pairs = None,
     metadata: Pairs = None,
@@ -59,18 +61,20 @@ def submit(
     try:
         submitted, result = asyncio.run(go())
     except ValueError as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        complain(str(error))
         raise typer.Exit(2) from error
     except (NoResultError, QueueUnavailableError) as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
+        complain(str(error))
         raise typer.Exit(1) from error
     if result is None:
-        typer.echo(submitted)
+        say(submitted)
         return
-    typer.echo(msgspec.json.encode(result).decode() if json_output else result.payload)
+    told = msgspec.json.encode(result).decode() if json_output else result.payload
+    # A program wants it byte for byte, a terminal without what would steer it.
+    typer.echo(plain(told, keep="\n\t") if sys.stdout.isatty() else told)
     if result.status_code is None or result.status_code >= 400 or result.error_code is not None:
         why = result.error_code or f"status {result.status_code}"
-        typer.secho(f"{submitted}: {why}: {result.error_message or ''}".rstrip(": "), err=True)
+        complain(f"{submitted}: {why}: {result.error_message or ''}".rstrip(": "), fg=None)
         raise typer.Exit(1)
 
 
@@ -78,6 +82,6 @@ def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in given or ()]
     for name, equals, _ in pairs:
         if not name or not equals:
-            typer.secho(f"{option}: give name=value", err=True, fg=typer.colors.RED)
+            complain(f"{option}: give name=value")
             raise typer.Exit(2)
     return {name: value for name, _, value in pairs}

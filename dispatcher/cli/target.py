@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from dispatcher.cli.screen import complain
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names, QueueNameError
 from dispatcher.settings import Settings, load
@@ -26,6 +27,20 @@ QueueName = Annotated[
     typer.Option("--queue", help="The queue's name, with --queue-url. Default: that of the pool `default`."),
 ]
 
+SECONDS_MOST = 10 * 365 * 86_400
+"""Ten years."""
+
+
+def _within(seconds: float) -> float:
+    if not 1 <= seconds <= SECONDS_MOST:
+        raise typer.BadParameter(f"give seconds from now, 1 to {SECONDS_MOST} (ten years)")
+    return seconds
+
+
+Within = Annotated[
+    float,
+    typer.Option("--deadline", callback=_within, help="Seconds from now until it must be answered."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -43,7 +58,7 @@ def settings_of(config: Path) -> Settings:
     if isinstance(found, Settings):
         return found
     for problem in found:
-        typer.secho(str(problem), err=True, fg=typer.colors.RED)
+        complain(str(problem))
     raise typer.Exit(2)
 
 
@@ -56,7 +71,7 @@ def find(config: Path | None, url: str, queue: str) -> Target:
             name = queue or "batch:{default}:requests"
             return Target(url, Names(name, f"{name.removesuffix(':requests')}:results"))
         settings = settings_of(config)
-        names = Names(settings.queue.name, settings.queue.results)
+        names = Names(settings.queue.name, settings.queue.results, settings.queue.result_lists)
     except QueueNameError as error:
         raise _wrong(str(error)) from error
     if settings.queue.url:
@@ -92,8 +107,7 @@ def ask(target: Target, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     except QueueUrlError as error:
         raise _wrong(str(error)) from error
     except QueueUnavailableError as error:
-        typer.secho(str(error), err=True, fg=typer.colors.RED)
-        raise typer.Exit(1) from error
+        raise _exit(str(error), 1) from error
 
 
 def _wrong(what: str) -> typer.Exit:
@@ -101,5 +115,5 @@ def _wrong(what: str) -> typer.Exit:
 
 
 def _exit(what: str, code: int) -> typer.Exit:
-    typer.secho(what, err=True, fg=typer.colors.RED)
+    complain(what)
     return typer.Exit(code)

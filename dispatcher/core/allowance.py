@@ -15,7 +15,7 @@ class Allowance:
     """Of our requests in flight, all replicas together. 0 in every closed state."""
     reason: Reason
     because: str
-    """The reason's particulars in words; may be empty."""
+    """The reason's particulars in words; may be empty. Where it is `open`: why a claim got nothing."""
     signal: Signal | None
     """The signal whose limit is the smallest."""
     budget: Budget | None
@@ -53,6 +53,10 @@ def explain(allowance: Allowance, in_flight: int) -> str:
             told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
         case Reason.IDLE:
             told = f"nothing waits to be sent, {in_flight} in flight under a {limited}"
+        case _ if allowance.because:
+            told = (
+                f"{in_flight} in flight under a {limited}, and the queue gives no more: {allowance.because}"
+            )
         case _:
             told = f"{in_flight} in flight under a {limited}: sending {allowance.limit - in_flight} more"
     return f"{told[0].upper()}{told[1:]}{terms}."

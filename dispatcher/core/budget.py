@@ -18,6 +18,10 @@ MOST_IN_FLIGHT = 1_000_000
 Redis."""
 
 
+PLAUSIBLE_MOST = 1e9
+"""Requests. A capacity or a load beyond it is a mistake of what shows it: no pool has so many."""
+
+
 class Signal(StrEnum):
     """What a reading measures."""
 
@@ -155,6 +159,9 @@ def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> B
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a capacity that is not a number")
     if f_sys < 0 or f_epp < 0 or max_sys < 0:
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, "a negative load or capacity")
+    if max(max_sys, reading.load) > PLAUSIBLE_MOST:
+        why = f"a capacity of {max_sys:.3g} and a load of {reading.load:.3g} requests: no pool has so many"
+        return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)
     if capacity is not None and capacity < max_sys:
         if capacity > 0:
             f_sys, f_epp = f_sys * max_sys / capacity, f_epp * max_sys / capacity

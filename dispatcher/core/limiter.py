@@ -26,6 +26,7 @@ from dispatcher.core.ceiling import Ceiling
 from dispatcher.core.held import DELTA_S, Held, Interval
 from dispatcher.core.losses import Losses
 from dispatcher.core.reach import Reach
+from dispatcher.core.refusals import HEARD_SLOP_S, Refusals
 
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
@@ -33,8 +34,6 @@ ONE_WAITS = 0.5
 """Requests in the picker's queue from which on somebody waits; several samples' mean need not be whole."""
 KEPT_READINGS = 16
 REALTIME = "requests that are not ours, or of a dispatcher that died, take all but the reserve"
-HEARD_SLOP_S = 0.05
-"""How far apart two replicas' ideas of one moment may lie, by the queue's clock."""
 DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
 
@@ -73,11 +72,11 @@ class Limiter:
         self._losses = Losses()
         self._shared = (float("-inf"), 0)
         self._waiting: int | None = None
+        self._withheld = ""
         self._failure: tuple[Reason, str, float] | None = None
         self._draining = self._paused = False
         self._queue_problem: str | None = None
-        self._overload_at: float | None = None
-        self._overload_until = 0.0
+        self._refusals = Refusals()
         self._reach = Reach()
         self._newest_sample_at = float("-inf")
         self._standing: Allowance | None = None
@@ -171,6 +170,10 @@ class Limiter:
         """How many requests could be claimed now."""
         self._waiting = count
 
+    def withheld(self, why: str) -> None:
+        """Why the newest claim got nothing though something waits; empty: it got some, or nothing waits."""
+        self._withheld = why
+
     # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
 
     def overloaded(
@@ -178,20 +181,12 @@ class Limiter:
     ) -> None:
         """The gateway refused a request at `now`; closed until a reading taken after that and until `until`.
 
-        `heard`: told by another replica, through a clock that is known to HEARD_SLOP_S only; the same
-        refusal is told again and again.
+        `heard`: another replica's, told again and again (`Refusals.refused`).
         """
-        slop = HEARD_SLOP_S if heard else 0.0
-        # Every refusal's Retry-After counts, the newest's alone would not do: the queue tells the newest
-        # refusal with the longest wait of all. What is heard again must not prolong it by the clock's error.
-        wait_until = min(until, now + self._policy.retry_after_max_s)
-        if wait_until - slop > self._overload_until:
-            self._overload_until = wait_until
-            self._standing = None
-        known = self._overload_at is not None and now <= self._overload_at + slop
+        until = min(until, now + self._policy.retry_after_max_s)
+        known = self._refusals.refused(now, until, heard=heard)
         if capacity:
             self._ceiling.refused(in_flight, self._policy.overload_backoff, known=known)
-        self._overload_at = self._overload_at if known else now
         self._standing = None
 
     def nobody_home(self, now: float, sent_at: float, why: str, connected: Iterable[float] = ()) -> bool:
@@ -297,8 +292,9 @@ class Limiter:
         if standing.reason.closed:
             return standing
         reason = self._open_reason(standing)
-        if reason is not standing.reason:
-            standing = self._standing = replace(standing, reason=reason)
+        because = self._withheld if reason is Reason.OPEN else ""
+        if reason is not standing.reason or because != standing.because:
+            standing = self._standing = replace(standing, reason=reason, because=because)
         return standing
 
     def _decide(self, now: float) -> Allowance:
@@ -387,14 +383,10 @@ class Limiter:
         return None, False
 
     def _refused(self, now: float, read_at: float, checks: list[float]) -> tuple[Reason, str] | None:
-        if self._overload_at is None:
-            return None
-        if now < self._overload_until:
-            checks.append(self._overload_until)
-            return Reason.BACKPRESSURE, f"asked to wait another {self._overload_until - now:.1f} s"
-        if read_at <= self._overload_at:
-            return Reason.BACKPRESSURE, "refused; waiting for a reading taken after that"
-        return None
+        why = self._refusals.closed(now, read_at)
+        if now < self._refusals.until:
+            checks.append(self._refusals.until)
+        return (Reason.BACKPRESSURE, why) if why else None
 
     def _open_reason(self, standing: Allowance) -> Reason:
         in_flight = self.in_flight
@@ -479,7 +471,7 @@ class Limiter:
             track.limit = min(limit, self._policy.most(budget.max_sys))
 
     def _teach_ceiling(self) -> None:
-        if self._overload_at is None or self._read_at() > self._overload_at:
+        if self._read_at() > self._refusals.at:
             budgets = [
                 t.budget for t in self._tracks.values() if t.budget is not None and t.budget.fault is None
             ]

@@ -28,8 +28,11 @@ PRIORITIES = range(10)
 MAX_ID_BYTES = 1024
 """An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
 
+NO_LIST = "is no list that results can go to"
+
 _MAX_TOKENS = 50_000
 _MESSAGE_CHARS = 200
+_LIST_CHARS = 100
 
 
 class ErrorCode(StrEnum):
@@ -97,6 +100,8 @@ class Result(msgspec.Struct, frozen=True, omit_defaults=True):
     error_message: str | None = None
     payload_note: str | None = None
     """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
+    request_token: str | None = None
+    """The request's token, where it has one: who else may write the list cannot know it."""
 
 
 class _Internal(msgspec.Struct):
@@ -231,8 +236,7 @@ def _parse(member: bytes) -> Request:
 
 
 def _measured(member: bytes) -> bytes | None:
-    """Refuse a long envelope before it is decoded, which is what costs; the member without surrogates, where
-    that had to be made."""
+    """Refuse a long envelope, undecoded, for that costs; the member without surrogates if that was made."""
     masked = None
     try:
         payload = _decode_outline(member).data.payload
@@ -240,11 +244,8 @@ def _measured(member: bytes) -> bytes | None:
         payload = msgspec.Raw()
     except msgspec.DecodeError:
         masked = without_surrogates(member)
-        if masked == member:
-            raise
         payload = _decode_outline(masked).data.payload
-    size = len(member) - len(bytes(payload))
-    if size > ENVELOPE_BYTES:
+    if (size := len(member) - len(bytes(payload))) > ENVELOPE_BYTES:
         raise _TooLong(f"member: {size} bytes beside its payload, at most {ENVELOPE_BYTES} are accepted")
     return masked
 
@@ -257,9 +258,7 @@ def _without_payload(member: bytes, payload: bytes) -> bytes:
     return member[:start] + member[start + len(payload) :]
 
 
-def _with_surrogates(
-    member: bytes, masked: bytes, error: msgspec.DecodeError
-) -> tuple[_Member, bytes, bytes]:
+def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
     """Decode a member whose payload holds `\\ud800` alone: the grammar allows it, the decoder does not.
 
     `masked`: the member without surrogates. It is as long, so the payload can be cut from the original.
@@ -273,9 +272,9 @@ def _with_surrogates(
     envelope = _without_payload(readable, payload)
     try:
         decoded = _decode(readable)
-    except msgspec.DecodeError as again:
-        if isinstance(again, msgspec.ValidationError):
-            raise
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
         raise _Invalid("a lone surrogate outside data.payload") from None
     if bytes(decoded.data.payload) != payload or envelope != member[:start] + member[end:]:
         raise _Invalid("a lone surrogate outside data.payload")
@@ -429,25 +428,40 @@ def encode_member(
     return member
 
 
-def answered(request_id: str, status: int, body: bytes) -> bytes:
-    """The result of a request that the gateway answered: the body as a string.
+def answered(request_id: str, status: int, body: bytes, *, token: str = "") -> bytes:
+    """The result of a request that the gateway answered: the body as a string, and the request's token.
 
     A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
     a field that other consumers ignore, says so.
     """
     text, note = _text(body)
-    return _encode(Result(request_id, text, status, payload_note=note))
+    return _encode(Result(request_id, text, status, payload_note=note, request_token=token or None))
 
 
 def failed(
-    request_id: str, code: ErrorCode, message: str, status: int | None = None, body: bytes | None = None
+    request_id: str,
+    code: ErrorCode,
+    message: str,
+    status: int | None = None,
+    body: bytes | None = None,
+    *,
+    token: str = "",
 ) -> bytes:
     """The result of a request without a final answer; with the last status and body where there were any."""
     if body:
         text, note = _text(body)
     else:
         text, note = _encode({"error": message}).decode(), None
-    return _encode(Result(request_id, text, status, code, message, note))
+    return _encode(Result(request_id, text, status, code, message, note, token or None))
+
+
+def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
+    """The result of a request whose result list, `results`, cannot be had."""
+    shown = results if len(results) <= _LIST_CHARS else results[: _LIST_CHARS - 1] + "…"
+    shown = shown.encode(errors="replace").decode()
+    return failed(
+        request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
+    )
 
 
 def _text(body: bytes) -> tuple[str, str | None]:
@@ -459,7 +473,10 @@ def _text(body: bytes) -> tuple[str, str | None]:
 
 def decode_result(result: bytes) -> Result:
     """A result as popped from its list. Raises ValueError on anything else."""
-    return _decode_result(result)
+    try:
+        return _decode_result(result)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"no result: {error}") from error
 
 
 def score_of(deadline: int, priority: int | None = None) -> float:

@@ -17,6 +17,7 @@ from dispatcher.ports import (
     Claimed,
     Counts,
     Overload,
+    Permit,
     Queue,
     QueueUnavailableError,
     Renewed,
@@ -211,6 +212,22 @@ class Access:
             self.blind.set()
             self._failed()
             return None
+
+
+def withheld(claimed: Claimed, permit: Permit) -> str:
+    """Why a claim by this permit got nothing of what waits: what other dispatchers know, in words.
+    Empty: it got some, or there is nothing of which this process does not know by now."""
+    if claimed.leases or not claimed.waiting:
+        return ""
+    shared, count = claimed.shared, claimed.count
+    overload = shared.overload
+    if overload is not None and count.at < (until := overload.wait_until(permit.retry_after_max_s)):
+        return f"the gateway asked a dispatcher to wait another {until - count.at:.1f} s"
+    if overload is not None and permit.read_at <= overload.at:
+        return "a dispatcher was refused after the newest reading here"
+    if shared.limit is not None and shared.limit < permit.limit and shared.limit <= count.live:
+        return f"a newer reading of another dispatcher leaves a limit of {shared.limit}"
+    return ""
 
 
 def now() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dispatcher.core.outcome import Bury, Decision, Finish, Retry
-from dispatcher.core.request import ErrorCode, Rejection, Request, answered, failed
+from dispatcher.core.request import ErrorCode, Rejection, Request, answered, failed, misdirected
 from dispatcher.ports import Burial, Lease, Release, Settlement
 
 Ending = Settlement | Release | Burial
@@ -19,7 +19,13 @@ def lease_of(ending: Ending) -> Lease:
 
 def error(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
     """The request ends with an error of ours as its result."""
-    return _settlement(lease, request, failed(request.id, code, message), code)
+    return _settlement(lease, request, failed(request.id, code, message, token=request.token), code)
+
+
+def unlisted(lease: Lease, request: Request, why: str) -> Settlement:
+    """Not sent, for its result may not go where it asks: it says so on the default list."""
+    result = misdirected(request.id, request.results, why, token=request.token)
+    return Settlement(lease, result, "", request.id, request.token, ErrorCode.INVALID_REQUEST)
 
 
 def expired(lease: Lease, request: Request) -> Settlement:
@@ -42,7 +48,7 @@ def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
         return Burial(nowhere, f"{rejection.code}: {rejection.message}")
     return Settlement(
         lease=lease,
-        result=failed(rejection.id, rejection.code, rejection.message),
+        result=failed(rejection.id, rejection.code, rejection.message, token=rejection.token),
         results=rejection.results,
         request_id=rejection.id,
         request_token=rejection.token,
@@ -69,16 +75,17 @@ def decided(lease: Lease, request: Request, decision: Decision) -> Ending:
         case Bury():
             return _burial(lease, request, decision)
         case Finish(code=None, status=int(status)):
-            return _settlement(
-                lease, request, answered(request.id, status, decision.body), f"{status // 100}xx"
-            )
+            result = answered(request.id, status, decision.body, token=request.token)
+            return _settlement(lease, request, result, f"{status // 100}xx")
         case Finish():
             code = decision.code or ErrorCode.INFERENCE_ERROR
             return error(lease, request, code, decision.message)
 
 
 def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:
-    result = failed(request.id, verdict.code, verdict.message, verdict.status, verdict.body)
+    result = failed(
+        request.id, verdict.code, verdict.message, verdict.status, verdict.body, token=request.token
+    )
     return Burial(_settlement(lease, request, result, verdict.code), verdict.message)
 
 

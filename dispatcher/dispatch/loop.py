@@ -42,7 +42,7 @@ from dispatcher.core.outcome import (
 from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.tenants import Tenants
 from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import Access, View, now
+from dispatcher.dispatch.access import Access, View, now, withheld
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import Cut, Held, Holding
 from dispatcher.dispatch.journal import Journal
@@ -226,12 +226,14 @@ class Dispatcher:
             suspects = self._suspects.room(self._holding.suspects, now())
             self._nonce = self._nonce or secrets.token_hex(8)
             asked_at = now()
-            claim = self._queue.claim(free, self._nonce, permit_of(allowance), suspects=suspects)
+            permit = permit_of(allowance, self._options)
+            claim = self._queue.claim(free, self._nonce, permit, suspects=suspects)
             claimed = await self._access.ask("claim", claim)
             if claimed is None:
                 return
             self._nonce = ""
             self._access.learn(claimed)
+            self.limiter.withheld(withheld(claimed, permit))
             self._others_wait = claimed.waiting > 0
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
@@ -275,6 +277,8 @@ class Dispatcher:
                 self._finish(endings.deadly(lease, parsed, verdict))
             elif parsed.deadline <= self._queue.unix_now():
                 self._finish(endings.expired(lease, parsed))
+            elif parsed.results and (why := self._queue.refused_list(parsed.results)) is not None:
+                self._finish(endings.unlisted(lease, parsed, why))
             else:
                 if len(lease.member) > LARGE_BYTES:
                     held.lease = replace(lease, member=b"")
@@ -350,7 +354,7 @@ class Dispatcher:
                 self._refused = (read_at, max(before, limiter.in_flight + 1))
                 overload = Overload(
                     at=at,
-                    until=at + (outcome.retry_after_s or 0.0),
+                    until=at + min(outcome.retry_after_s or 0.0, self._options.retry.max_s),
                     capacity=outcome.capacity and teaches,
                     in_flight=self._refused[1],
                 )

@@ -28,8 +28,6 @@ or the queue takes each for the first after an outage."""
 EXPIRED_AT_ONCE = 256
 EXPIRED_ROUNDS = 20
 """Of EXPIRED_AT_ONCE in a row, before others get their turn."""
-NO_PERMIT = Permit(limit=0, read_at=0.0, lost=0)
-"""Before anything was read: older than all that others may have read."""
 
 
 class Upkeep:
@@ -76,7 +74,7 @@ class Upkeep:
         changed."""
         self._say(allowance)
         if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
-            self._permit = permit_of(allowance)
+            self._permit = permit_of(allowance, self.options)
         if overload is not None:
             self._overload = overload
         if overload is not None or allowance.read_at > self._read_at:
@@ -87,7 +85,9 @@ class Upkeep:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            permit, overload = self._permit or NO_PERMIT, self._overload
+            permit, overload = self._permit, self._overload
+            if permit is None:  # nothing was read yet: older than all that others may have read
+                permit = Permit(limit=0, read_at=0.0, lost=0, retry_after_max_s=self.options.retry.max_s)
             told = await self._access.ask("share", self._queue.share(permit, overload))
             if told is None:
                 await asyncio.sleep(self._access.pause_s)
@@ -232,5 +232,5 @@ class Upkeep:
         return True
 
 
-def permit_of(allowance: Allowance) -> Permit:
-    return Permit(allowance.limit, allowance.read_at, allowance.lost)
+def permit_of(allowance: Allowance, options: Options) -> Permit:
+    return Permit(allowance.limit, allowance.read_at, allowance.lost, options.retry.max_s)

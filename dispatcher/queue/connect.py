@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import SplitResult, parse_qs, unquote, urlsplit
 
 from redis import exceptions as errors
 from redis.asyncio import Redis, Sentinel
@@ -94,7 +94,7 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
         "retry": Retry(NoBackoff(), 0),
         **options,
     }
-    scheme = urlsplit(url).scheme
+    scheme = _split(url).scheme
     if scheme in ("redis", "rediss", "unix"):
         if scheme == "unix":
             del settings["socket_keepalive"]  # a word of TCP
@@ -120,6 +120,23 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
     return Redis.from_pool(pool)
 
 
+def _split(url: str) -> SplitResult:
+    """The URL's parts, where it can be read in one way. What is refused is not repeated: it may be a password
+    that was not encoded."""
+    try:
+        parts = urlsplit(url)
+        if "+" not in parts.scheme:
+            _ = parts.port
+    except ValueError:
+        why = "a Port that is no number, or a [ that is no address"
+    else:
+        astray = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
+        if not astray:
+            return parts
+        why = "an @ after the host"
+    raise QueueUrlError(f"queue.url: holds {why}: percent-encode / ? # [ ] and @ in user and password")
+
+
 def _option(name: str, value: str) -> Any:
     """As redis-py reads it in a URL of one server."""
     read: Callable[[str], Any] | None = URL_QUERY_ARGUMENT_PARSERS.get(name)
@@ -134,17 +151,17 @@ def _parse(url: str) -> _Target:
     security, _, kind = parts.scheme.partition("+")
     if security not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
         raise QueueUrlError(
-            f"queue.url: unknown scheme {parts.scheme!r}: redis, rediss, unix, redis+sentinel, redis+cluster"
+            "queue.url: unknown scheme: redis, rediss, unix, redis+sentinel, redis+cluster are known"
         )
     userinfo, _, hostlist = parts.netloc.rpartition("@")
     username, _, password = userinfo.partition(":")
     hosts = []
-    for host in hostlist.split(","):
+    for number, host in enumerate(hostlist.split(","), start=1):
         name, colon, port = host.rpartition(":")
         if not colon or host.endswith("]"):
             name, port = host, str(_PORTS[kind])
         if not name or not port.isdigit():
-            raise QueueUrlError(f"queue.url: {host!r} is no host:port")
+            raise QueueUrlError(f"queue.url: host {number} is no host:port")  # it may be a password
         hosts.append((name.strip("[]"), int(port)))
     options = {key: _option(key, values[-1]) for key, values in parse_qs(parts.query).items()}
     sentinel = {

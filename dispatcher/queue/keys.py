@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+from dispatcher.core import lists
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
@@ -25,6 +28,13 @@ _DERIVED = (
     "beats",
 )
 """In the order in which every script gets them, after the queue itself: lua/common.lua names them again."""
+_PASSING = ("reply", "posted")
+"""Keys that expire have more behind these."""
+_OF_A_QUEUE = re.compile(
+    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_DERIVED)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
+    re.DOTALL,
+)
+"""What may be a key of any queue: all bear a hash tag, but for a queue itself that its operator named."""
 
 
 class QueueNameError(ValueError):
@@ -41,6 +51,8 @@ class Names:
 
     queue: str
     results: str
+    lists: tuple[str, ...] | None = None
+    """Patterns of the lists that producers may name beside `results`. None: those of `lists.usual`."""
 
     def __post_init__(self) -> None:
         if not self.queue:
@@ -92,10 +104,17 @@ class Names:
         """A key of the queue itself, or one that could become one."""
         return name in (self.queue, self.prefix) or name.startswith(f"{self.prefix}:")
 
-    def takes_results(self, name: str) -> bool:
-        """Whether a producer may have its result put there."""
+    def refused_list(self, name: str) -> str | None:
+        """Why no producer may have its result put there, as the end of a sentence; None: it may."""
+        if name == self.results:
+            return None
         try:
-            short = len(name.encode()) <= MAX_LIST_NAME_BYTES
+            size = len(name.encode())
         except UnicodeEncodeError:  # a lone surrogate: no consumer could name that list
-            return False
-        return short and not self.is_own(name) and not name.startswith((ACTIVE, CANCEL))
+            return "holds a lone surrogate"
+        if size > MAX_LIST_NAME_BYTES:
+            return f"is longer than {MAX_LIST_NAME_BYTES} bytes"
+        if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
+            return "may be a key of a queue"
+        allowed = lists.usual(self.queue, self.results) if self.lists is None else self.lists
+        return None if lists.any_fits(allowed, name) else "is not among queue.result_lists"

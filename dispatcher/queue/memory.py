@@ -81,6 +81,9 @@ class MemoryQueue:
     def unix_now(self) -> float:
         return self.store.unix_now()
 
+    def refused_list(self, name: str) -> str | None:
+        return self.store.names.refused_list(name)
+
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         now = self._begin()
         held = self._claimed_before(nonce)
@@ -130,7 +133,7 @@ class MemoryQueue:
             if known is not None:
                 newest = mine if mine.at >= known.at else known
                 mine = replace(newest, until=max(mine.until, known.until))
-            self.store._overload = mine
+            self.store._overload = replace(mine, until=mine.wait_until(permit.retry_after_max_s))
         return Renewed((), self._leases(now), self._shared())
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
@@ -305,7 +308,9 @@ class MemoryQueue:
             return 0
         shared = self._believe(permit)
         overload = store._overload
-        if overload is not None and (now < overload.until or self._theirs(permit.read_at) <= overload.at):
+        if overload is not None and (
+            now < overload.wait_until(permit.retry_after_max_s) or self._theirs(permit.read_at) <= overload.at
+        ):
             return 0
         limit = min(each.limit - (store._lost - each.lost) for each in (permit, shared))
         return limit - len(store._held)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from redis.crc import key_slot
 
-from dispatcher.core.request import ErrorCode, decode_result, failed
+from dispatcher.core.request import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.scripts import ForbiddenError, Scripts
@@ -130,8 +130,5 @@ def _parse(element: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _refused(name: bytes, result: bytes) -> bytes:
-    return failed(
-        decode_result(result).id,
-        ErrorCode.INVALID_REQUEST,
-        f"internal.result_queue_name: {name.decode(errors='replace')} is no list that results can go to",
-    )
+    told = decode_result(result)
+    return misdirected(told.id, name.decode(errors="replace"), token=told.request_token or "")

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from dispatcher.core.outlook import REPLICAS, Line
 from dispatcher.core.oversize import ENVELOPE_BYTES
-from dispatcher.core.request import ErrorCode, decode_result, failed
+from dispatcher.core.request import NO_LIST, ErrorCode, decode_result, failed, misdirected
 from dispatcher.ports import (
     Burial,
     CallRefusedError,
@@ -140,8 +140,7 @@ class RedisQueue(RedisDesk):
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         await self._learn_clock()
-        room: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, room)
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, self._belief(permit))
 
     async def probe(self, nonce: str) -> Claimed:
         return await self._claim(1, nonce, 1, ["probe"])
@@ -185,11 +184,14 @@ class RedisQueue(RedisDesk):
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
-        beliefs: list[Argument] = [permit.limit, self._server(permit.read_at), permit.lost]
+        beliefs = self._belief(permit)
         if overload is not None:
             beliefs += [self._server(overload.at), self._server(overload.until)]
             beliefs += [int(overload.capacity), overload.in_flight]
         return await self._renew(0, beliefs)
+
+    def _belief(self, permit: Permit) -> list[Argument]:
+        return [permit.limit, self._server(permit.read_at), permit.lost, permit.retry_after_max_s]
 
     async def _renew(self, count: int, rest: Sequence[Argument]) -> Renewed:
         reply = await self._run("renew", [*self._me, count, *rest])
@@ -367,7 +369,9 @@ class RedisQueue(RedisDesk):
         settlement = write.settlement
         message = f"the result ({len(settlement.result)} bytes) cannot be written to the queue: {why}"
         told = settlement.request_id or decode_result(settlement.result).id
-        short = replace(settlement, result=failed(told, ErrorCode.TOO_LARGE, message))
+        short = replace(
+            settlement, result=failed(told, ErrorCode.TOO_LARGE, message, token=settlement.request_token)
+        )
         try:
             (status,) = await self._write_some(
                 script, [replace(write, settlement=short, instead=write.instead or _TOO_LARGE)]
@@ -377,16 +381,18 @@ class RedisQueue(RedisDesk):
         self._doubted.discard(known)
         return status
 
+    def refused_list(self, name: str) -> str | None:
+        why = self.names.refused_list(name)
+        if why is None and self._scripts.is_cluster:
+            encoded = _key("", name)
+            if self._outbox.needs(encoded) and not self._outbox.reaches(encoded):
+                return NO_LIST
+        return why
+
     def _checked(self, write: _Write) -> _Write:
         name = write.settlement.results
-        if not name:
-            return write
-        encoded = _key("", name)
-        if not self.names.takes_results(name) or (
-            self._outbox.needs(encoded) and not self._outbox.reaches(encoded)
-        ):
-            return _refused(write)
-        return write
+        why = self.refused_list(name) if name else None
+        return write if why is None else _refused(write, why)
 
     async def _write_some(self, script: str, writes: Sequence[_Write]) -> list[int]:
         default = _key("", self.names.results)
@@ -473,14 +479,11 @@ def _key(prefix: str, name: str) -> bytes:
     return (prefix + name).encode(errors="surrogatepass")
 
 
-def _refused(write: _Write) -> _Write:
+def _refused(write: _Write, why: str = NO_LIST) -> _Write:
     """The same with INVALID_REQUEST to the default list."""
     settlement = write.settlement
-    shown = settlement.results if len(settlement.results) <= 100 else settlement.results[:99] + "…"
-    shown = shown.encode(errors="replace").decode()
-    why = f"internal.result_queue_name: {shown} is no list that results can go to"
     told = settlement.request_id or decode_result(settlement.result).id
-    result = failed(told, ErrorCode.INVALID_REQUEST, why)
+    result = misdirected(told, settlement.results, why, token=settlement.request_token)
     return replace(write, settlement=replace(settlement, result=result, results=""), instead=_BAD_LIST)
 
 

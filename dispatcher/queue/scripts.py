@@ -28,13 +28,13 @@ T = TypeVar("T")
 _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
-    "settle": (*_STEP, "results"),
-    "expire": (*_STEP, "results"),
+    "settle": (*_STEP, "keep", "results"),
+    "expire": (*_STEP, "keep", "results"),
     "release": _STEP,
     "renew": _STEP,
     "sweep": _STEP,
     "peek": ("need", "common", "line"),
-    "push": ("need",),
+    "push": ("need", "keep"),
     "forget": (),
     "permits": (),
 }

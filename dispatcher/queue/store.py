@@ -16,12 +16,12 @@ from enum import Enum
 
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.request import (
+    NO_LIST,
     PRIORITIES,
     PRIORITY_STEP,
-    ErrorCode,
     deadline_of_score,
     decode_result,
-    failed,
+    misdirected,
 )
 from dispatcher.ports import (
     CallRefusedError,
@@ -155,13 +155,14 @@ class MemoryStore:
         lease_s: float = 30.0,
         name: str = "batch:{pool}:requests",
         results: str = "batch:{pool}:results",
+        lists: tuple[str, ...] | None = None,
         dead_max: int = 100_000,
         max_payload_bytes: int = 16 << 20,
     ) -> None:
         self.clock = clock
         self.unix_origin = unix_origin
         self.lease_s = lease_s
-        self.names = Names(name, results)
+        self.names = Names(name, results, lists)
         self.results = results
         self.dead_max = dead_max
         self.largest = max_payload_bytes + ENVELOPE_BYTES
@@ -440,10 +441,10 @@ class MemoryStore:
         """Push a result and forget the request's token; raises, with nothing done, where it has no place."""
         name, result = settlement.results or self.results, settlement.result
         said = Settled.DONE
-        if result and name != self.results and not self._takes_results(name):
-            why = f"internal.result_queue_name: {name} is no list that results can go to"
+        if result and name != self.results and (why := self._refused_list(name)) is not None:
             told = settlement.request_id or decode_result(result).id
-            name, result, said = self.results, failed(told, ErrorCode.INVALID_REQUEST, why), Settled.BAD_LIST
+            result = misdirected(told, name, why, token=settlement.request_token)
+            name, said = self.results, Settled.BAD_LIST
         if result:
             if name in self.not_lists:
                 raise CallRefusedError(f"{name} is no list: results have no place to go")
@@ -455,8 +456,8 @@ class MemoryStore:
                     del keys[request_id]
         return said
 
-    def _takes_results(self, name: str) -> bool:
-        return name not in self.not_lists and self.names.takes_results(name)
+    def _refused_list(self, name: str) -> str | None:
+        return NO_LIST if name in self.not_lists else self.names.refused_list(name)
 
     def _bury(self, entry: Entry, reason: str) -> None:
         self._move(entry, Place.DEAD)

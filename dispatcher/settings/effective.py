@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from dispatcher.core.lists import usual
 from dispatcher.settings.load import key_paths
 from dispatcher.settings.model import Settings
 from dispatcher.settings.source import resolve
@@ -86,6 +87,8 @@ def _notes(settings: Settings) -> dict[str, str]:
     if budget.max_sys is None:
         slots = "per_endpoint" if budget.per_endpoint is None else f"{budget.per_endpoint:g}"
         notes["budget.max_sys"] = f"ready endpoints × {slots}"
+    if queue.result_lists is None:
+        notes["queue.result_lists"] = " ".join(usual(queue.name, queue.results))
     if not queue.url:
         notes["queue.url"] = "embedded Valkey in queue.data_dir"
     if queue.owner_timeout_s is None:

@@ -322,7 +322,12 @@ class Shutdown(Section):
 class Admin(Section):
     """The port with health, metrics, status and the live page."""
 
-    host: Text = Field("0.0.0.0", min_length=1, description="Address to listen on.")  # noqa: S104 -- probes and scrapes come from outside the pod
+    host: Text = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="Address to listen on. In a pod `0.0.0.0`, for probes and scrapes come from outside (the "
+        "chart says so); elsewhere with `admin.token_file` alone.",
+    )
     port: int = Field(
         8080, ge=0, le=65535, description="Port to listen on. 0: any free one, logged at the start."
     )

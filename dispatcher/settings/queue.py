@@ -27,9 +27,11 @@ class Queue(Section):
     )
     data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
     fsync: Literal["everysec", "always"] = Field(
-        "everysec",
-        description="When the embedded Valkey's file is forced to the disk. A crash of the machine, not of "
-        "the process, loses up to a second with `everysec`, nothing with `always`, which costs throughput.",
+        "always",
+        description="When the embedded Valkey's file is forced to the disk. With `always` nothing that was "
+        "acknowledged is lost, at about a millisecond a step (docs/operations.md). With `everysec` a crash "
+        "of the machine, or a kill of Valkey alone while the disk is slow, loses the last second or two: "
+        "accepted requests are gone without a word, results that were told may come again.",
     )
     name: Key = Field(
         "",
@@ -38,6 +40,12 @@ class Queue(Section):
     )
     results: Key = Field(
         "", description="Result list of a request that names none. Empty: `batch:{<pool>}:results`."
+    )
+    result_lists: Annotated[tuple[Key, ...] | None, Field(strict=False)] = Field(
+        None,
+        description="Patterns of the lists that a request may name for its result, beside `results`; `*` "
+        "stands for any characters. Others end as INVALID_REQUEST, unsent, and so do keys of any queue. "
+        "null: `batch-results:*`, `<results>:*`, and names with the queue's own `{tag}`.",
     )
     lease_s: float = Field(
         30.0,

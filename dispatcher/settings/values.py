@@ -38,7 +38,12 @@ _URL = re.compile(
     re.DOTALL,
 )
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?")
-_SECRET_NAME = re.compile(r"auth|token|key|secret|cookie|passw|credential", re.IGNORECASE)
+SECRET_NAME = re.compile(
+    r"auth|token|key|secret|cookie|passw|passphrase|credential|signature|session|jwt"
+    r"|(?:^|[^a-z0-9])(?:pwd?|pass|sig|sas|sid)(?:$|[^a-z0-9])",
+    re.IGNORECASE,
+)
+"""The short ones are whole words: `X-Tenant-Pw`, and not `X-Power`."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -51,7 +56,7 @@ def refuse(why: str) -> PydanticCustomError:
 
 def secret_name(name: str) -> bool:
     """Is what goes by this name (a header, a query parameter) likely a credential?"""
-    return _SECRET_NAME.search(name) is not None
+    return SECRET_NAME.search(name) is not None
 
 
 class SecretUrl:

@@ -276,6 +276,8 @@ async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[b
     decoder = zlib.decompressobj(wbits=31)
     try:
         async for chunk in body:
+            if decoder.eof:
+                raise MalformedPageError("something follows the end of the compressed page")
             while chunk:
                 yield decoder.decompress(chunk, SLICE_BYTES)
                 chunk = decoder.unconsumed_tail

@@ -280,9 +280,11 @@ class Poller:
         except Exception as error:  # of ours; it is of no weight
             self._prices[name] = now, Price(why_not=_defect(f"signals.{name}", error).why)
         try:
-            verdict = self._judge(name, seen, now)
+            self._take(name, self._judge(name, seen, now), now)
         except Exception as error:  # of ours, on what a picker shows: it closes the gate, and ends nothing
-            verdict = self._judge(name, _defect(f"signals.{name}", error), now)
+            self._take(name, self._judge(name, _defect(f"signals.{name}", error), now), now)
+
+    def _take(self, name: SourceName, verdict: Verdict, now: float) -> None:
         # No endpoint is a fact about the pool, not a failure of the source that tells it.
         self._failures[name] = tuple(
             each for each in verdict.unread if each.reason is not Reason.NO_ENDPOINTS

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +25,7 @@ from dispatcher.core.price import Histograms
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
+from dispatcher.signals.instant import QueryError, document, vector
 from dispatcher.signals.series import Family, Unread, View, smallest, view
 
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
@@ -58,14 +58,6 @@ class Access:
     cert_file: str = ""
     key_file: str = ""
     insecure_skip_verify: bool = False
-
-
-class QueryError(Exception):
-    """The server refused a query or gave no usable answer; the message is a sentence."""
-
-    def __init__(self, why: str, hint: str = "") -> None:
-        super().__init__(why)
-        self.hint = hint
 
 
 class PrometheusSource:
@@ -148,7 +140,7 @@ class PrometheusSource:
             self._latency_client = self._connect(self._latency_session)
         self._latency_client.headers = self._headers()
         params = {"timeout": f"{LATENCY_TIMEOUT_S:g}", "partial_response": "false"}
-        return latency.grown(_decode(self._latency_client.custom_query(self._latency_query, params=params)))
+        return latency.grown(vector(self._latency_client.custom_query(self._latency_query, params=params)))
 
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
         """Run the queries; in the errand's thread."""
@@ -170,7 +162,7 @@ class PrometheusSource:
     def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
         # Thanos answers with what it could get unless told that a part is no use.
         params = {"timeout": f"{self._timeout_s:g}", "partial_response": "false", **options}
-        return _decode(self._client.custom_query(query, params=params))
+        return vector(self._client.custom_query(query, params=params))
 
     def _headers(self) -> dict[str, str]:
         headers = dict(self._access.headers)
@@ -291,7 +283,7 @@ class _Replica:
         return any(
             row.labels.get(label, "") == pool
             for row in self.rows
-            if _VALUE in row.labels and (label := Family[row.labels[_VALUE]].pool_label) is not None
+            if (family := _family(row)) is not None and (label := family.pool_label) is not None
         )
 
     @property
@@ -307,14 +299,19 @@ class _Replica:
             if _AGE in row.labels:
                 ages.append(row.value)
                 continue
-            # An aggregation has dropped the name; the family's newest one stands for it.
-            name = row.labels.get("__name__", Family[row.labels[_VALUE]].value[0])
-            samples.append(Sample(name, row.labels, row.value))
+            if (family := _family(row)) is not None:
+                # An aggregation has dropped the name; the family's newest one stands for it.
+                samples.append(Sample(row.name or family.value[0], row.labels, row.value))
         if not ages or not all(math.isfinite(age) for age in ages):
             return Unread(Reason.UNREADABLE, "the age of the samples is not known")
         # A scrape is dated by its start, by the server's clock: below 0 is a rounding.
         opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages))
         return view(samples, pool, opened_at, closed_at)
+
+
+def _family(row: Sample) -> Family | None:
+    """What the row is a value of; None: of nothing that was asked for."""
+    return Family.__members__.get(row.labels.get(_VALUE, ""))
 
 
 def pool_query(pool: str, namespace: str) -> str:
@@ -350,21 +347,6 @@ def _literal(text: str) -> str:
     """A text as it stands within a PromQL regular expression in double quotes."""
     escaped = "".join(f"\\{char}" if char in r"\.+*?()|[]{}^$" else char for char in text)
     return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _decode(result: Any) -> list[Sample]:
-    """The samples of an instant vector. Raises QueryError for any other shape."""
-    if not isinstance(result, list):
-        raise QueryError("the answer is not a list of samples")
-    rows: list[Sample] = []
-    for each in result:
-        try:
-            labels, (_, value) = each["metric"], each["value"]
-            rows.append(Sample(labels.get("__name__", ""), dict(labels), float(value)))
-        except (TypeError, ValueError, KeyError, AttributeError, IndexError):
-            shown = json.dumps(each)[:120]
-            raise QueryError(f"not an instant vector: {shown}", "signals.prometheus.queries") from None
-    return rows
 
 
 class _Session:
@@ -405,7 +387,7 @@ class _Session:
                     "not a URL", "signals.prometheus.url"
                 ) from None  # its words hold the secrets
             raise QueryError(_words(error)) from None
-        return _Answer(status, _parsed(status, redirect, body))
+        return _Answer(status, document(status, redirect, body))
 
     def close(self) -> None:
         if self._session is not None:
@@ -432,38 +414,6 @@ def _read(raw: Any, give_up_at: float) -> bytes:
         if time.monotonic() > give_up_at:
             raise QueryError("the answer did not end in time", "signals.interval_s allows more time")
     return bytes(body)
-
-
-def _parsed(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
-    """The answer's JSON, where it is a whole and good one. Raises QueryError where not."""
-    if redirect:
-        raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
-    try:
-        document = json.loads(body)
-    except ValueError:
-        document = None
-    if status != 200:
-        why = document.get("error") if isinstance(document, dict) else None
-        raise QueryError(f"HTTP {status}" + (f": {str(why)[:300]}" if why else ""), _hint(status))
-    if not isinstance(document, dict) or document.get("status") != "success":
-        raise QueryError("the answer is not Prometheus' JSON", "signals.prometheus.url")
-    if document.get("warnings"):
-        raise QueryError(f"the answer may be partial: {str(document['warnings'][0])[:300]}")
-    data = document.get("data")
-    if not isinstance(data, dict) or data.get("resultType") != "vector":
-        kind = data.get("resultType") if isinstance(data, dict) else "nothing"
-        raise QueryError(f"the answer is {kind}, not an instant vector", "signals.prometheus.queries")
-    return document
-
-
-def _hint(status: int) -> str:
-    if status in (401, 403):
-        return "signals.prometheus.token_file or signals.prometheus.headers (X-Scope-OrgID for a tenant)"
-    if status in (404, 405):
-        return "signals.prometheus.url: the address before /api/v1/query"
-    if status in (400, 422):
-        return "signals.prometheus.queries: each must be an instant vector; a number is vector(…)"
-    return ""
 
 
 def _words(error: BaseException) -> str:

@@ -61,7 +61,7 @@ class Unread:
     """Why a signal (or, without one, the whole source) could not be read, and what mends it."""
 
     reason: Reason
-    """UNREADABLE, STALE or NO_ENDPOINTS."""
+    """UNREADABLE, STALE, NO_ENDPOINTS or IMPLAUSIBLE."""
     why: str
     hint: str = ""
     """The setting or label that mends it; empty where only time or a repair does."""
@@ -339,7 +339,11 @@ def _capacity(
             f"the number of ready endpoints ({' or '.join(Family.READY.value)}) is not there",
             "budget.max_sys says the capacity without it",
         )
-    return smallest(ready) * per_endpoint
+    capacity = smallest(ready) * per_endpoint
+    if capacity == 0:  # both are more, and their product is less than all numbers
+        why = f"{smallest(ready):g} ready endpoints of {per_endpoint:g} requests are no capacity"
+        return Unread(Reason.IMPLAUSIBLE, why, "budget.per_endpoint")
+    return capacity
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import structlog
 
+from dispatcher.core.plain import plain
 from dispatcher.telemetry import events
 from dispatcher.telemetry.events import Event
 
@@ -164,11 +165,19 @@ class _Libraries(logging.Handler):
 _libraries = _Libraries(logging.WARNING)
 
 
+def _printable(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """Nothing that others have named steers the terminal; JSON escapes it by itself."""
+    return {
+        name: plain(value, keep="\n" if name == "exception" else "") if isinstance(value, str) else value
+        for name, value in line.items()
+    }
+
+
 def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
     """Set up logging for the process: console on a terminal, one JSON object a line otherwise."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
-    renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if console else structlog.processors.JSONRenderer()
+    rendering: tuple[structlog.typing.Processor, ...] = (
+        (_printable, structlog.dev.ConsoleRenderer()) if console else (structlog.processors.JSONRenderer(),)
     )
     events.detail(level == "debug")
     if _libraries not in logging.getLogger().handlers:
@@ -179,7 +188,7 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
             _counting,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            *rendering,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()]),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),

@@ -6,6 +6,7 @@ Nothing of a library lies on the hot path: a count is a sum in a dict. The page 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from itertools import accumulate, product
@@ -26,12 +27,21 @@ from dispatcher.telemetry.catalogue import CATALOGUE, EVENTS, OTHER, PREFIX, Kin
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import Status
 
+PAGE_KEPT_S = 0.5
+"""However many ask, a page is made so often at the most: it costs as much as several requests."""
+
 
 class Metrics:
     """Counters and histograms of one process, and the page with them and the gauges of its status."""
 
-    def __init__(self, pool: str = "") -> None:
+    def __init__(
+        self, pool: str = "", *, kept_s: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pool = pool
+        self._kept_s = kept_s
+        self._clock = clock
+        self._pages: dict[str, tuple[float, bytes]] = {}
+        """By content type: when it was made, and the page."""
         self._counts: dict[Series, dict[tuple[str, ...], float]] = {}
         self._seconds: dict[Series, _Seconds] = {}
         self._status: Callable[[], Status] | None = None
@@ -80,9 +90,15 @@ class Metrics:
         self._status = status
 
     def page(self, accept: str = "") -> tuple[bytes, str]:
-        """The /metrics page in the format that `accept` (HTTP's header) asks for, and its content type."""
+        """The /metrics page in the format that `accept` (HTTP's header) asks for, and its content type. At
+        most `kept_s` old."""
         encoder, kind = choose_encoder(accept)
-        return encoder(self._registry), kind
+        now = self._clock()
+        made_at, page = self._pages.get(kind, (-math.inf, b""))
+        if now - made_at >= self._kept_s:
+            page = encoder(self._registry)
+            self._pages[kind] = now, page
+        return page, kind
 
     def _families(self) -> Iterator[Metric]:
         status = self._status() if self._status is not None else None

@@ -24,7 +24,7 @@ STATES = {"open": "open", "closed": "no-room", "disconnected": "full"}
 
 
 async def main(folder: Path) -> None:
-    async with chromium() as browser:
+    with chromium() as browser:
         for state, reason in STATES.items():
             stage = Stage(
                 dead=[
@@ -45,9 +45,7 @@ async def main(folder: Path) -> None:
                 for size, (width, height) in SIZES.items():
                     for dark in (False, True):
                         name = f"{state}-{size}-{'dark' if dark else 'light'}.png"
-                        await page.look(
-                            width=width, height=height, dark=dark, **{"prefers-reduced-motion": "reduce"}
-                        )
+                        await page.look(width=width, height=height, dark=dark)
                         await page.ask("render(), new Promise(done => setTimeout(done, 300))")
                         keep(await page.picture(whole=False), folder / name)
 

@@ -15,10 +15,16 @@ import pytest
 
 from dispatcher.telemetry.events import Event
 from tests.admin.stage import Stage, configured, dead_request, quarter_of_an_hour, status, write_token
-from tests.browser import Page, chromium
+from tests.browser import Browser, Page
 from tests.support import wait_until
 
-LOOKS = [(width, dark) for width in (1280, 390) for dark in (False, True)]
+LOOKS = [
+    (1280, False),
+    (390, True),
+    pytest.param(1280, True, marks=pytest.mark.long),
+    pytest.param(390, False, marks=pytest.mark.long),
+]
+"""Each width and each theme; all of both in the long form."""
 
 
 async def soon(condition: Callable[[], Any], what: str = "") -> None:
@@ -27,8 +33,8 @@ async def soon(condition: Callable[[], Any], what: str = "") -> None:
 
 
 @pytest.fixture
-async def page() -> AsyncIterator[Page]:
-    async with chromium() as browser, browser.page() as page:
+async def page(browser: Browser) -> AsyncIterator[Page]:
+    async with browser.page() as page:
         yield page
 
 
@@ -258,11 +264,14 @@ async def test_phone_scrolls_one_way_only_and_motion_can_be_turned_off(page: Pag
         dead=[dead_request(7, "RETRIES_EXHAUSTED: " + "very " * 50 + "x" * 200)], told=status(dead=1)
     )
     quarter_of_an_hour(stage, "no-room")
-    await page.look(width=390, height=844, **{"prefers-reduced-motion": "reduce"})
+    moving = "getComputedStyle(document.querySelector('.dot')).animationName"
+    await page.look(width=390, height=844, **{"prefers-reduced-motion": "no-preference"})
     async with shown(stage, page):
         await soon(lambda: says(page, "#dead", "RETRIES"), what="the dead")
         assert await page.ask("document.documentElement.scrollWidth") == 390
-        assert await page.ask("getComputedStyle(document.querySelector('.dot')).animationName") == "none"
+        assert await page.ask(moving) == "breathe"
+        await page.look(width=390, height=844)
+        assert await page.ask(moving) == "none"
         await quiet(page)
 
 
@@ -275,7 +284,7 @@ async def test_axe_finds_nothing_serious(page: Page, tmp_path: Path, width: int,
     )
     quarter_of_an_hour(stage, "no-room")
     stage.told |= {"config_problem": "config.yaml: budget.reserv: unknown key", "watch_problems": ["401"]}
-    await page.look(width=width, dark=dark, **{"prefers-reduced-motion": "reduce"})
+    await page.look(width=width, dark=dark)
     async with stage.open(ticking=True) as url:
         await page.open(url)
         await page.ask(axe)

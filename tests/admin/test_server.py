@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import resource
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -288,6 +291,30 @@ async def test_half_requests_hold_no_place() -> None:
         async with asyncio.timeout(5):
             assert await reader.read() == b""
         writer.close()
+
+
+async def test_last_descriptors_are_not_given_to_strangers(http: aiohttp.ClientSession) -> None:
+    """Each stranger costs this process two, its own and the server's."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with Stage(limits=Limits(spare=40)).open() as url:
+        assert (await http.get(f"{url}/livez")).status == 200
+        with socket.socket() as lowest:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest.fileno() + 80, before[1]))
+        try:
+            strangers = [
+                await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2])) for _ in range(30)
+            ]
+            await wait_until(
+                lambda: sum(reader.at_eof() for reader, _ in strangers) >= 10, what="some to be closed"
+            )
+            with contextlib.ExitStack() as files:
+                for _ in range(20):
+                    files.enter_context(socket.socket())
+            for _, writer in strangers:
+                writer.close()
+            assert (await http.get(f"{url}/livez")).status == 200
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 async def test_connections_are_bounded_and_those_that_say_nothing_go_first(

@@ -70,6 +70,9 @@ SHALLOW, DEEP = (
 )
 
 
+@pytest.mark.parametrize(
+    "own_server", [pytest.param("redis", marks=pytest.mark.long), "valkey"], indirect=True
+)
 async def test_claim_costs_the_same_with_a_million_pending(own_server):
     """The same commands, and no more than 1.5 times the server's CPU. Two queues on one server are claimed
     from in turn: what a claim takes changes by half from one second to the next, for both alike."""

@@ -19,7 +19,9 @@ import pytest
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
 
+from dispatcher.cli import app
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.connect import connect
@@ -300,3 +302,49 @@ def test_neither_or_both_ways_to_name_the_queue_is_wrong_usage(tmp_path: Path) -
         told = warm_run("status", *arguments)
         assert told.returncode == 2, arguments
         assert "either --config or --queue-url" in told.stderr
+
+
+HOSTILE = "\x1b]0;pwned\x07\x1b[31mRED\n3  2026-01-01  forged\u202e\x9b"
+
+
+async def test_nothing_that_others_named_steers_a_terminal(queue_server: Server, configured: Ask) -> None:
+    await buried(queue_server, HOSTILE)
+    assert verb(queue_server, "pause", "--by", HOSTILE, "--why", HOSTILE).returncode == 0
+    printed = [verb(queue_server, "dead", "list"), verb(queue_server, "explain")]
+    gate = dispatchers() | {
+        "explanation": f"Prometheus says {HOSTILE}",
+        "gateway_problem": HOSTILE,
+        "watch_problems": [HOSTILE],
+        "readings": [{**dispatchers()["readings"][0], "raw": {HOSTILE: 1.0}}],
+    }
+    async with told(json.dumps(gate)) as port:
+        printed += [await asyncio.to_thread(configured, each, port) for each in ("status", "explain")]
+    for found in printed:
+        assert found.returncode == 0, found.stderr
+        assert "pwned" in found.stdout
+        assert all(line.isprintable() for line in found.stdout.split("\n"))
+        assert not [line for line in found.stdout.splitlines() if line.startswith("3 ")]
+    assert len(printed[0].stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seconds", ["inf", "-inf", "nan", "1e12", "0", "-5"])
+@pytest.mark.parametrize("arguments", [("submit", "{}"), ("dead", "requeue", "--all")])
+def test_deadline_that_is_no_time_is_wrong_usage(arguments: tuple[str, ...], seconds: str) -> None:
+    """Refused before anybody is asked: nobody listens on that port."""
+    asked = [*arguments, f"--deadline={seconds}", "--queue-url", "redis://127.0.0.1:1"]
+    found = CliRunner().invoke(app, asked, terminal_width=200)
+    assert (found.exit_code, type(found.exception)) == (2, SystemExit)
+    assert "1 to 315360000" in found.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:s3cret/x@h", "redis://:s3cret#x@h", "redis://:s3[cret@h", "http://h"]
+)
+@pytest.mark.parametrize("arguments", [("status",), ("submit", "{}")])
+def test_queue_url_that_cannot_be_read_is_wrong_usage_and_not_repeated(
+    arguments: tuple[str, ...], url: str
+) -> None:
+    found = CliRunner().invoke(app, [*arguments, "--queue-url", url])
+    assert (found.exit_code, type(found.exception), found.stdout) == (2, SystemExit, "")
+    assert "s3" not in found.stderr
+    assert "queue.url" in found.stderr

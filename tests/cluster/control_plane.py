@@ -1,7 +1,7 @@
-"""A real Kubernetes API server on loopback, with etcd.
+"""A real Kubernetes control plane on loopback: etcd, kube-apiserver and kube-controller-manager.
 
 Authorization is RBAC, nobody is anonymous, service accounts have tokens, and every request is in the audit
-log. There are no controllers and no nodes: what is asked for is accepted or refused, and stays as it is.
+log. There are no nodes: tests/cluster/kubelet.py stands for one.
 """
 
 from __future__ import annotations
@@ -36,6 +36,22 @@ _AUDIT = {
     "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata"}],
 }
+_CONTROLLERS = (
+    "deployment-controller",
+    "disruption-controller",
+    "endpointslice-controller",
+    "garbage-collector-controller",
+    "job-controller",
+    "namespace-controller",
+    "persistentvolumeclaim-protection-controller",
+    "replicaset-controller",
+    "root-ca-certificate-publisher-controller",
+    "serviceaccount-controller",
+    "serviceaccount-token-controller",
+    "statefulset-controller",
+)
+"""None that looks for nodes: it would take the pods from a node that never says that it lives."""
+_LISTENERS = ("etcd", "etcd-peer", "api", "controllers")
 _CHANGING = {"events", "leases", "componentstatuses"}
 
 
@@ -90,6 +106,18 @@ class ControlPlane:
         assert answer.is_success, f"{path}: {answer.text}"
         return list(answer.json()["items"])
 
+    def create(self, manifest: Object) -> Object:
+        """As `kubectl create` finds the path: by kind and namespace."""
+        group, kind, of = manifest["apiVersion"], manifest["kind"], manifest["metadata"]
+        root = f"/api/{group}" if group == "v1" else f"/apis/{group}"
+        (plural,) = (
+            each["name"]
+            for each in self.ask("GET", root)["resources"]
+            if each["kind"] == kind and "/" not in each["name"]
+        )
+        inside = f"/namespaces/{of['namespace']}" if "namespace" in of else ""
+        return self.apply(f"{root}{inside}/{plural}", manifest)
+
     def patch(self, path: str, change: Mapping[str, Any]) -> Object:
         kind = {"Content-Type": "application/merge-patch+json"}
         answer = self.admin.patch(path, content=json.dumps(change), headers=kind)
@@ -99,15 +127,15 @@ class ControlPlane:
     def apply(self, path: str, manifest: Mapping[str, Any]) -> Object:
         return self.ask("POST", path, dict(manifest))
 
-    def namespace(self, name: str) -> str:
+    def namespace(self, kind: str) -> str:
         """A new one that admits only what meets the standard `restricted`."""
         labels = {"pod-security.kubernetes.io/enforce": "restricted"}
-        self.apply(
-            "/api/v1/namespaces",
-            {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}},
-        )
-        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "default"}}
-        self.apply(f"/api/v1/namespaces/{name}/serviceaccounts", account)  # a controller's work
+        of = {"generateName": f"{kind}-", "labels": labels}
+        asked = {"apiVersion": "v1", "kind": "Namespace", "metadata": of}
+        name = str(self.apply("/api/v1/namespaces", asked)["metadata"]["name"])
+        for made in ("serviceaccounts/default", "configmaps/kube-root-ca.crt"):
+            path = f"/api/v1/namespaces/{name}/{made}"
+            wait_until_sync(partial(self.get, path), 30, what=path, every_s=0.05)
         return name
 
     def define(self, manifest: Object) -> None:
@@ -143,6 +171,22 @@ class ControlPlane:
                     found[f"{group}/{name} {of.get('namespace', '')}/{of['name']}"] = of
         return found
 
+    def version(self, path: str) -> str:
+        """Of a list of objects, now: `since` tells what came after."""
+        return str(self.ask("GET", path)["metadata"]["resourceVersion"])
+
+    def since(self, version: str, path: str, until: str) -> Iterator[tuple[str, Object]]:
+        """Every change of these objects since then, in order, before the one of this name was made."""
+        query = {"watch": "true", "resourceVersion": version, "timeoutSeconds": "60"}
+        with self.admin.stream("GET", path, params=query, timeout=70) as answer:
+            assert answer.is_success, f"{path}: {answer.read().decode()}"
+            for line in answer.iter_lines():
+                event = json.loads(line)
+                if event["object"]["metadata"]["name"] == until:
+                    return
+                yield event["type"], event["object"]
+        pytest.fail(f"{path}: {until} was never seen")
+
     def audited(self, user: str) -> list[Object]:
         """What the audit log has of a user's requests, each once for each stage."""
         with (self.directory / "audit.log").open() as log:
@@ -156,11 +200,11 @@ class ControlPlane:
 
 @contextmanager
 def control_plane(directory: Path) -> Iterator[ControlPlane]:
-    """Start one, and stop it by its own processes."""
+    """Start one that serves the definitions of `make cluster-test`, and stop it by its own processes."""
     etcd = require_tool("etcd")
-    program = BUILT / "kube-apiserver"
-    if not program.exists():
-        pytest.fail(f"{program} is missing: `make cluster-test` builds it")
+    for program in ("kube-apiserver", "kube-controller-manager"):
+        if not (BUILT / program).exists():
+            pytest.fail(f"{BUILT / program} is missing: `make cluster-test` builds it")
     authority = trustme.CA()
     authority.cert_pem.write_to_path(directory / "ca.crt")
     server, signer = authority.issue_cert(HOST), authority.issue_cert("tokens.invalid")
@@ -170,7 +214,9 @@ def control_plane(directory: Path) -> Iterator[ControlPlane]:
     signer.private_key_pem.write_to_path(directory / "tokens.key")
     (directory / "tokens.csv").write_text(f'{ADMIN},admin,admin,"system:masters"\n')
     (directory / "audit.yaml").write_text(yaml.safe_dump(_AUDIT))
-    ports = {name: free_port() for name in ("etcd", "etcd-peer", "api")}
+    ports: dict[str, int] = {}
+    while len(ports) < len(_LISTENERS):  # none twice
+        ports = dict(zip(_LISTENERS, {free_port() for _ in _LISTENERS}, strict=False))
     store, peer = (f"http://{HOST}:{ports[name]}" for name in ("etcd", "etcd-peer"))
     url = f"https://{HOST}:{ports['api']}"
     with ExitStack() as stack:
@@ -192,7 +238,7 @@ def control_plane(directory: Path) -> Iterator[ControlPlane]:
         )
         api = start(
             "api",
-            program,
+            BUILT / "kube-apiserver",
             f"--etcd-servers={store}",
             f"--bind-address={HOST}",
             f"--advertise-address={OWN_ADDRESS}",
@@ -233,4 +279,20 @@ def control_plane(directory: Path) -> Iterator[ControlPlane]:
         # The last that it makes by itself, a while after it is ready.
         for own in ("/api/v1/namespaces/default/services/kubernetes", "/api/v1/namespaces/kube-node-lease"):
             wait_until_sync(partial(made.get, own), READY_S, what=own, every_s=0.1)
+        for path in sorted((BUILT / "crds").glob("*.yaml")):
+            made.define(yaml.safe_load(path.read_text()))
+        start(
+            "controllers",
+            BUILT / "kube-controller-manager",
+            f"--kubeconfig={made.kubeconfig('controllers', ADMIN)}",
+            f"--controllers={','.join(_CONTROLLERS)}",
+            "--leader-elect=false",
+            f"--bind-address={HOST}",
+            f"--secure-port={ports['controllers']}",
+            f"--cert-dir={directory / 'certificates'}",
+            "--service-account-private-key-file=tokens.key",
+            "--root-ca-file=ca.crt",
+            "--kube-api-qps=200",
+            "--kube-api-burst=400",
+        )
         yield made

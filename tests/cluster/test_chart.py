@@ -1,11 +1,13 @@
-"""The chart on a real API server, and the dispatcher beside it with no rights but the release's."""
+"""The chart on a real control plane, and the dispatcher beside it with no rights but the release's."""
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,9 @@ from dispatcher import __version__
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
-from tests.cluster.pods import NODE, path_of, status
+from tests.cluster.kubelet import NODE, Kubelet, is_ready, path_of, status
+from tests.deploy.release import ROOT
+from tests.kubelet import mount, swap
 from tests.support import free_port, running, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -31,6 +35,8 @@ PICKER, OTHER_PICKER = "192.0.2.10", "192.0.2.11"
 RELEASE = "night-batch-dispatcher"
 FOLLOWED_S = 60.0
 """Within this the dispatcher shows what changed in the cluster."""
+STARTED_S = 180.0
+"""Within this it has started, on a busy machine too."""
 
 
 def values(pool: str = "qwen", **more: Any) -> dict[str, Any]:
@@ -41,108 +47,196 @@ WHOLE = values(
     replicas=2,
     networkPolicy={"enabled": True},
     inferenceObjective={"create": True, "apiVersion": "inference.networking.x-k8s.io/v1alpha2"},
-    podDisruptionBudget={"enabled": True},
+    checkHook={"enabled": True},
 )
-"""Every object that needs no operator."""
+"""Every object that needs no operator, and every hook."""
 
 
-def templates(plane: ControlPlane, namespace: str) -> dict[str, Object]:
-    """The pods that controllers would make, by the object that asks for them."""
-    found: dict[str, Object] = {}
-    for kind in ("deployments", "statefulsets"):
-        for each in plane.items(f"/apis/apps/v1/namespaces/{namespace}/{kind}"):
-            name, spec = each["metadata"]["name"], each["spec"]
-            for claim in (of["metadata"]["name"] for of in spec.get("volumeClaimTemplates", ())):
-                volume = {"name": claim, "persistentVolumeClaim": {"claimName": f"{claim}-{name}-0"}}
-                spec["template"]["spec"].setdefault("volumes", []).append(volume)
-            found[f"{kind} {name}"] = spec["template"]
-    return found
+def pods(namespace: str) -> str:
+    return f"/api/v1/namespaces/{namespace}/pods"
 
 
-def refusal(plane: ControlPlane, namespace: str, template: Object) -> str:
-    """Why a pod of it is not admitted; empty: it is."""
-    manifest = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {**template["metadata"], "name": "asked"},
-        "spec": template["spec"],
-    }
-    answer = plane.admin.post(f"/api/v1/namespaces/{namespace}/pods?dryRun=All", json=manifest)
-    return "" if answer.is_success else str(answer.json()["message"])
+def ours(plane: ControlPlane, namespace: str, component: str = "dispatcher") -> list[Object]:
+    """The release's pods that are not about to end."""
+    labels = f"app.kubernetes.io/component={component},app.kubernetes.io/instance=night"
+    found = plane.items(pods(namespace), labelSelector=labels)
+    return [each for each in found if "deletionTimestamp" not in each["metadata"]]
 
 
-def test_all_of_it_is_admitted_where_the_standard_restricted_is_enforced(
-    plane: ControlPlane, helm: Helm
+def uids(of: list[Object]) -> set[str]:
+    return {str(each["metadata"]["uid"]) for each in of}
+
+
+def complaints(plane: ControlPlane, namespace: str) -> list[str]:
+    """What controllers could not do: a pod that is not admitted is a warning of the ReplicaSet."""
+    found = plane.items(f"/api/v1/namespaces/{namespace}/events")
+    return [f"{each['reason']}: {each['message']}" for each in found if each["type"] != "Normal"]
+
+
+def test_all_of_it_runs_where_the_standard_restricted_is_enforced(
+    plane: ControlPlane, helm: Helm, node: Kubelet
 ) -> None:
+    """helm waits for pods that controllers made of the release, and for its hooks."""
+    done: list[str] = []
+    node.work = lambda pod: done.append(pod["metadata"]["labels"]["app.kubernetes.io/component"]) or 0
     namespace = plane.namespace("restricted")
-    said = helm.install("night", namespace, {**WHOLE, "checkHook": {"enabled": True}}, "--no-hooks")
+    said = helm.install("night", namespace, WHOLE)
     assert "violate" not in said, "the API server warned of a Deployment whose pods it would refuse"
-    pods = templates(plane, namespace)
-    for hook in yaml.safe_load_all(helm("get", "hooks", "night", "--namespace", namespace)):
-        of_job = hook["kind"] == "Job"
-        pods[f"{hook['kind']} {hook['metadata']['name']}"] = hook["spec"]["template"] if of_job else hook
-    assert sorted(pods) == [
-        f"Job {RELEASE}-check",
-        f"Pod {RELEASE}-test",
-        f"deployments {RELEASE}",
-        f"statefulsets {RELEASE}-valkey",
-    ]
-    assert {name: refusal(plane, namespace, pod) for name, pod in pods.items()} == dict.fromkeys(pods, "")
-    bad = pods[f"deployments {RELEASE}"]
-    bad["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
-    assert 'violates PodSecurity "restricted' in refusal(plane, namespace, bad), "or this would prove nothing"
+    assert len(ours(plane, namespace)) == 2
+    assert len(ours(plane, namespace, "valkey")) == 1
+    helm("test", "night", "--namespace", namespace)
+    assert done == ["check", "test"]
+    assert complaints(plane, namespace) == []
+
+    (bad, *_) = ours(plane, namespace)
+    manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "bad"}, "spec": bad["spec"]}
+    manifest["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
+    answer = plane.admin.post(pods(namespace), json=manifest)
+    assert answer.status_code == 403, "or this would prove nothing"
+    assert 'violates PodSecurity "restricted' in answer.json()["message"]
 
 
 def test_a_threshold_restarts_nothing_and_what_is_bound_at_the_start_does(
     plane: ControlPlane, helm: Helm
 ) -> None:
-    """A Deployment replaces its pods when their template changes, and only then."""
     namespace = plane.namespace("upgraded")
     config = f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}"
 
     def text() -> str:
         return str(plane.ask("GET", config)["data"]["config.yaml"])
 
-    helm.install("night", namespace, values(config={"budget": {"reserve": 0.1}}))
-    first, first_text = templates(plane, namespace), text()
-    helm.upgrade("night", namespace, values(config={"budget": {"reserve": 0.2}}))
+    helm.install("night", namespace, values(replicas=2, config={"budget": {"reserve": 0.1}}))
+    first, first_text = uids(ours(plane, namespace)), text()
+    queue = uids(ours(plane, namespace, "valkey"))
+    helm.upgrade("night", namespace, values(replicas=2, config={"budget": {"reserve": 0.2}}))
     assert "reserve: 0.2" in text()
-    assert templates(plane, namespace) == first
-    helm.upgrade("night", namespace, values(config={"queue": {"name": "other"}}))
-    changed = {name for name, template in templates(plane, namespace).items() if template != first[name]}
-    assert changed == {f"deployments {RELEASE}"}, "and not the queue's server"
-    helm("rollback", "night", "1", "--namespace", namespace)
-    assert (templates(plane, namespace), text()) == (first, first_text)
+    assert uids(ours(plane, namespace)) == first, "a changed reserve restarts no pod"
+
+    # What cannot change in a running dispatcher replaces all, one more before one less.
+    start = plane.version(pods(namespace))
+    helm.upgrade("night", namespace, values(replicas=2, config={"queue": {"name": "other"}}))
+    second = uids(ours(plane, namespace))
+    assert (len(second), second & first) == (2, set())
+    plane.apply(pods(namespace), model_server("marker"))
+    ready, there = set(first), set(first)
+    fewest = most = 2
+    for change, pod in plane.since(start, pods(namespace), "marker"):
+        uid = pod["metadata"]["uid"]
+        if pod["metadata"]["labels"]["app.kubernetes.io/component"] != "dispatcher":
+            continue
+        going = change == "DELETED" or "deletionTimestamp" in pod["metadata"]
+        (there.discard if going else there.add)(uid)
+        (ready.add if is_ready(pod) and not going else ready.discard)(uid)
+        fewest, most = min(fewest, len(ready)), max(most, len(there))
+    assert (ready, fewest, most) == (second, 2, 3)
+
+    helm.rollback("night", namespace, 1)
+    assert text() == first_text
+    assert not uids(ours(plane, namespace)) & second
+    assert uids(ours(plane, namespace, "valkey")) == queue, "the queue's server is never restarted"
+    assert complaints(plane, namespace) == []
 
 
-def test_what_is_uninstalled_leaves_nothing(plane: ControlPlane, helm: Helm) -> None:
+def test_a_drained_node_takes_one_replica_at_a_time(plane: ControlPlane, helm: Helm, node: Kubelet) -> None:
+    namespace = plane.namespace("drained")
+    helm.install("night", namespace, values(replicas=2))
+    first, second = ours(plane, namespace)
+
+    def evict(pod: Object) -> httpx.Response:
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod["metadata"]["name"]},
+        }
+        return plane.admin.post(f"{path_of(pod)}/eviction", json=eviction)
+
+    node.readies = False
+    wait_until_sync(lambda: evict(first).status_code == 201, 30, what="the first may go", every_s=0.2)
+    refused = evict(second)
+    assert refused.status_code == 429
+    assert "violate the pod's disruption budget" in refused.json()["message"]
+
+    # One that is not ready holds up nobody.
+    ready = uids([second])
+    (unready,) = wait_until_sync(
+        lambda: [each for each in ours(plane, namespace) if not uids([each]) & (ready | uids([first]))],
+        30,
+        what="the one that comes for the first",
+    )
+    assert evict(unready).status_code == 201
+    node.readies = True
+    wait_until_sync(lambda: evict(second).status_code == 201, 30, what="the second may go", every_s=0.2)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_uninstalled_leaves_its_queue_s_volume_or_nothing(
+    plane: ControlPlane, helm: Helm, keep: bool
+) -> None:
     namespace = plane.namespace("left")
     before = plane.everything().keys()
-    helm.install("night", namespace, WHOLE)
-    helm.upgrade("night", namespace, {**WHOLE, "networkPolicy": {"enabled": False}})
-    helm("rollback", "night", "1", "--namespace", namespace)
-    assert len(plane.everything().keys() - before) > 15
+    given = {**WHOLE, "valkey": {"persistence": {"keep": keep}}}
+    helm.install("night", namespace, given)
+    helm.upgrade("night", namespace, {**given, "networkPolicy": {"enabled": False}})
+    helm.rollback("night", namespace, 1)
+    assert len(plane.everything().keys() - before) > 20
     helm.uninstall("night", namespace)
-    assert plane.everything().keys() - before == set()
+    kept = {f"/api/v1/persistentvolumeclaims {namespace}/data-{RELEASE}-valkey-0"} if keep else set()
+
+    def left() -> set[str]:
+        return set(plane.everything().keys() - before)
+
+    with suppress(pytest.fail.Exception):
+        wait_until_sync(lambda: left() == kept, 60, every_s=0.5)
+    assert left() == kept
 
 
 def test_two_releases_of_a_namespace_do_not_touch_each_other(plane: ControlPlane, helm: Helm) -> None:
     namespace = plane.namespace("shared")
     before = plane.everything().keys()
     helm.install("day", namespace, {**WHOLE, **values("llama")})
-    day = versions(plane, before)
+    day = settled(plane, before)
     helm.install("night", namespace, WHOLE)
-    assert len(versions(plane, before)) == 2 * len(day), "each has objects of its own"
+    assert len(settled(plane, before)) == 2 * len(day), "each has objects of its own"
     helm.upgrade("night", namespace, {**WHOLE, "replicas": 3})
-    helm("rollback", "night", "1", "--namespace", namespace)
+    helm.rollback("night", namespace, 1)
     helm.uninstall("night", namespace)
-    assert versions(plane, before) == day, "nothing of the other was ever changed"
+    volume = f"/api/v1/persistentvolumeclaims {namespace}/data-{RELEASE}-valkey-0"
+    left = settled(plane, before)
+    assert left.pop(volume)
+    assert left == day, "nothing of the other was ever changed"
 
 
-def versions(plane: ControlPlane, before: Any) -> dict[str, str]:
+def settled(plane: ControlPlane, before: Any) -> dict[str, str]:
     """Everything that was not there before, each with the version that any change changes."""
-    found = plane.everything()
-    return {where: found[where]["resourceVersion"] for where in found.keys() - before}
+    last: dict[str, str] = {}
+
+    def stays() -> bool:
+        nonlocal last
+        found = plane.everything()
+        seen, last = last, {where: found[where]["resourceVersion"] for where in found.keys() - before}
+        return seen == last
+
+    wait_until_sync(stays, 60, what="the controllers have done what there was to do", every_s=1)
+    return last
+
+
+def test_token_of_the_guide_may_read_metrics_and_nothing_else(plane: ControlPlane) -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    (text,) = re.findall(r"<!-- picker token -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    namespace = plane.namespace("token")
+    for each in yaml.safe_load_all(text.replace("namespace: llm", f"namespace: {namespace}")):
+        plane.create(each)
+    path = f"/api/v1/namespaces/{namespace}/secrets/picker-metrics"
+    secret = wait_until_sync(
+        lambda: (found := plane.ask("GET", path)) and found.get("data", {}).get("token"),
+        30,
+        what="Kubernetes puts the token into it",
+        every_s=0.1,
+    )
+    user = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
+    assert plane.admin.get("/metrics", headers=user).status_code == 200
+    for refused in ("/logs", f"/api/v1/namespaces/{namespace}/pods"):
+        assert plane.admin.get(refused, headers=user).status_code == 403
 
 
 # The dispatcher beside it.
@@ -177,8 +271,10 @@ class Cluster:
     plane: ControlPlane
     namespace: str
 
-    def start(self, name: str, address: str) -> None:
-        self.plane.apply(f"/api/v1/namespaces/{self.namespace}/pods", model_server(name))
+    def start(self, name: str, address: str, *, app: str = "vllm") -> None:
+        manifest = model_server(name)
+        manifest["metadata"]["labels"] = {"app": app}
+        self.plane.apply(pods(self.namespace), manifest)
         self.turn(name, address, ready=True)
 
     def turn(self, name: str, address: str, *, ready: bool) -> None:
@@ -188,6 +284,12 @@ class Cluster:
     def end(self, name: str, *, grace_s: int = 30) -> None:
         """With a grace it only begins to end, as a pod that drains."""
         self.plane.ask("DELETE", self._path(name), {"gracePeriodSeconds": grace_s})
+
+    def make_pool(self) -> None:
+        self.plane.apply(POOLS.format(self.namespace), new_pool())
+
+    def make_picker(self) -> None:
+        self.plane.apply(f"/api/v1/namespaces/{self.namespace}/services", picker_service())
 
     def _path(self, name: str) -> str:
         return path_of({"metadata": {"namespace": self.namespace, "name": name}})
@@ -219,22 +321,12 @@ def old_pool() -> Object:
     }
 
 
-def picker_slice(*addresses: str) -> Object:
-    """Where the picker's Service leads, as the endpoint slice controller says it."""
+def picker_service() -> Object:
     return {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {"name": "qwen-epp-1", "labels": {"kubernetes.io/service-name": "qwen-epp"}},
-        "addressType": "IPv4",
-        "ports": [{"port": 9002, "protocol": "TCP"}],
-        "endpoints": [
-            {
-                "addresses": [address],
-                "conditions": {"ready": True, "serving": True, "terminating": False},
-                "targetRef": {"kind": "Pod", "name": f"picker-{number}"},
-            }
-            for number, address in enumerate(addresses)
-        ],
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "qwen-epp"},
+        "spec": {"selector": {"app": "qwen-epp"}, "ports": [{"port": 9002}]},
     }
 
 
@@ -242,9 +334,16 @@ def picker_slice(*addresses: str) -> Object:
 class Beside:
     """A dispatcher of this checkout with the file, and the token, that a pod of the release would have."""
 
+    values: Mapping[str, Any]
+    text: Callable[[], str]
+    """Of the release's ConfigMap, with the one address changed."""
     config: Path
     environ: Mapping[str, str]
     http: httpx.Client
+
+    def sync(self) -> None:
+        """Bring the ConfigMap as it is now, as a kubelet does each minute."""
+        swap(self.config.parent, self.text())
 
     def status(self) -> Object:
         with suppress(httpx.TransportError):
@@ -266,10 +365,11 @@ class Beside:
             pytest.fail(f"{wanted} wanted, seen at last: {shown}")
         return seen
 
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
+        """Another command with the same file; a pod that mounts no token has none here."""
         return subprocess.run(
             [sys.executable, "-m", "dispatcher", *arguments, "--config", str(self.config)],
-            env=dict(self.environ),
+            env={name: value for name, value in self.environ.items() if token or name != "KUBECONFIG"},
             capture_output=True,
             text=True,
             check=False,
@@ -300,11 +400,14 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         },
     )
     helm.install("night", namespace, given)
-    text = plane.ask("GET", f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}")["data"]["config.yaml"]
     host = f"{RELEASE}-valkey.{namespace}.svc:6379"
-    assert host in text
-    config = tmp_path / "config.yaml"
-    config.write_text(text.replace(host, f"127.0.0.1:{queue}"))
+
+    def text() -> str:
+        found = plane.ask("GET", f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}")
+        assert host in found["data"]["config.yaml"]
+        return str(found["data"]["config.yaml"]).replace(host, f"127.0.0.1:{queue}")
+
+    config = mount(tmp_path / "config", text())
     kubeconfig = plane.kubeconfig("release", plane.token(namespace, RELEASE), namespace)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")}
     environ = {**clean, "KUBECONFIG": str(kubeconfig), "HOME": str(tmp_path)}
@@ -318,15 +421,16 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         run = (sys.executable, "-m", "dispatcher", "run", "--config", config)
         stack.enter_context(running(*run, env=environ, stdout=log, stderr=log, stop_s=30))
         client = httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5, trust_env=False)
-        yield Beside(config, environ, stack.enter_context(client))
+        made = Beside(given, text, config, environ, stack.enter_context(client))
+        wait_until_sync(made.status, STARTED_S, what="the dispatcher answers /status", every_s=0.2)
+        yield made
 
 
 def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_each_of_them(
     cluster: Cluster, beside: Beside
 ) -> None:
     plane, namespace = cluster.plane, cluster.namespace
-    slices = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-    plane.apply(slices, picker_slice())
+    cluster.make_picker()
     missing = f"InferencePool {namespace}/qwen does not exist (look at: pool.name, pool.namespace)"
     beside.wait_for(watch_endpoints=0, watch_problems=[missing])
 
@@ -337,12 +441,12 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     why = "has no ready endpoint: no endpoint picker runs (look at: the picker's pods)"
     alone = f"Service {namespace}/qwen-epp {why}"
     beside.wait_for(watch_endpoints=3, watch_problems=[alone])
-    plane.apply(POOLS.format(namespace), new_pool())
+    cluster.make_pool()
     plane.ask("DELETE", f"{OLD_POOLS.format(namespace)}/qwen")
     beside.wait_for(watch_endpoints=3, watch_problems=[alone])
 
     # Without a picker nothing is sent; with one, requests are answered.
-    plane.patch(f"{slices}/qwen-epp-1", picker_slice(PICKER))
+    cluster.start("picker", PICKER, app="qwen-epp")
     beside.wait_for(max_sys=12, max_sys_by="watch", watch_problems=[])
     answered = beside.run("submit", '{"model": "qwen", "prompt": "hi", "max_tokens": 1}', "--deadline", "30")
     assert answered.returncode == 0, answered.stderr
@@ -365,16 +469,57 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     beside.wait_for(watch_endpoints=5, max_sys=20)
 
     # So do the picker's replicas: one that does not answer hides its queue, and that closes the gate.
-    plane.patch(f"{slices}/qwen-epp-1", picker_slice(PICKER, OTHER_PICKER))
+    cluster.start("other-picker", OTHER_PICKER, app="qwen-epp")
     seen = beside.wait_for(reason="unreadable")
     assert OTHER_PICKER in seen["explanation"]
-    plane.patch(f"{slices}/qwen-epp-1", picker_slice(PICKER))
+    cluster.end("other-picker", grace_s=0)
     beside.wait_for(max_sys=20, signals_problem=None)
 
     checked = beside.run("check")
     assert PICKER in checked.stdout + checked.stderr
 
     judge(plane, namespace)
+
+
+def test_an_upgrade_reaches_what_runs_and_the_hooks_answer_is_helm_s(
+    cluster: Cluster, beside: Beside, helm: Helm, node: Kubelet
+) -> None:
+    """`helm test` and the check after an upgrade: pods that were admitted, their commands run for real."""
+    namespace, ran = cluster.namespace, []
+
+    def run(pod: Object) -> int:
+        (container,) = pod["spec"]["containers"]
+        words = list(container["args"])
+        at = words.index("--config")
+        del words[at : at + 2]
+        token = any(each["mountPath"].endswith("/serviceaccount") for each in container["volumeMounts"])
+        status = beside.run(*words, token=token).returncode
+        ran.append((words[0], token, status))
+        return status
+
+    node.work = run
+    cluster.make_picker()
+    cluster.make_pool()
+    cluster.start("picker", PICKER, app="qwen-epp")
+    cluster.start("server", "192.0.2.20")
+    beside.wait_for(max_sys=4)
+    helm("test", "night", "--namespace", namespace)
+    before = uids(ours(cluster.plane, namespace))
+    changed = {**beside.values["config"], "budget": {"per_endpoint": 4, "reserve": 0.5}}
+    hooked = {"config": changed, "checkHook": {"enabled": True}, "test": {"deadline": 2}}
+    helm.upgrade("night", namespace, {**beside.values, **hooked})
+    assert ran == [("submit", False, 0), ("check", True, 0)]
+    assert uids(ours(cluster.plane, namespace)) == before
+    beside.sync()
+    beside.wait_for(reserve=0.5, limit=2, config_problem=None)
+
+    # A pool that nobody serves: no answer, and helm says so.
+    cluster.plane.ask("DELETE", f"{POOLS.format(namespace)}/qwen")
+    beside.wait_for(max_sys=0)
+    assert helm.tried("test", "night", "--namespace", namespace).returncode != 0
+    verb, _, status = ran[-1]
+    assert verb == "submit"
+    assert status != 0
 
 
 def judge(plane: ControlPlane, namespace: str) -> None:

@@ -112,6 +112,32 @@ async def test_retry_after_holds_whatever_a_reading_says(world: World) -> None:
     assert now() > at + 0.4
 
 
+@pytest.mark.parametrize("told_most_s", [0.4, 86400.0])
+async def test_stored_retry_after_is_kept_to_for_no_longer_than_whoever_claims_would(
+    world: World, told_most_s: float
+) -> None:
+    """Whoever stored it may have had another retry.max_s, or be of a version that cut nothing."""
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    overload = Overload(at, at + 80_000, capacity=True, in_flight=7)
+    kept = (await first.share(Permit(10, at, 0, retry_after_max_s=told_most_s), overload)).shared.overload
+    assert kept is not None
+    assert kept.until == pytest.approx(at + min(told_most_s, 80_000), abs=0.25)
+
+    async def claimed() -> int:
+        permit = Permit(10, now() + 1, 0, retry_after_max_s=0.4)
+        return len((await second.claim(100, f"n-{now()}", permit)).leases)
+
+    assert await claimed() == 0
+
+    async def open_again() -> bool:
+        return await claimed() == 10
+
+    await wait_until(open_again)
+    assert now() > at + 0.3
+
+
 async def test_newest_overload_stays_and_its_until_never_moves_back(world: World) -> None:
     owner = world.owner()
     at = now()

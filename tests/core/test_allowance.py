@@ -40,6 +40,14 @@ def test_open_states_say_what_is_sent_and_why_not_more(reason: Reason, in_flight
     assert explain(allowance(reason), in_flight) == f"{sentence}{TERMS}."
 
 
+def test_claim_that_got_nothing_is_told() -> None:
+    open_ = allowance(Reason.OPEN, because="the gateway asked a dispatcher to wait another 9.0 s")
+    sentence = (
+        "5 in flight under a limit 17, and the queue gives no more: the gateway asked a dispatcher to wait"
+    )
+    assert explain(open_, 5).startswith(sentence)
+
+
 def test_closed_state_says_why_nothing_is_sent() -> None:
     closed = allowance(Reason.NO_ROOM, limit=0, because="others take all but the reserve")
     assert explain(closed, 3) == f"Nothing is sent: no-room, others take all but the reserve{TERMS}."

@@ -74,6 +74,14 @@ def test_negative_value_is_implausible(name: str) -> None:
     assert (budget.fault, budget.because) == (Reason.IMPLAUSIBLE, "a negative load or capacity")
 
 
+@pytest.mark.parametrize(("f_sys", "f_epp", "max_sys"), [(0.0, 0.0, 1.1e9), (0.0, 1e8, 50), (1e300, 0.0, 50)])
+def test_what_no_pool_has_is_implausible(f_sys: float, f_epp: float, max_sys: float) -> None:
+    budget = assess(reading(f_sys, f_epp, max_sys), POLICY)
+    assert (budget.fault, budget.headroom) == (Reason.IMPLAUSIBLE, 0)
+    assert "no pool has so many" in budget.because
+    assert assess(reading(0.5, 0.0, 1e9), POLICY).fault is None
+
+
 def test_no_capacity_means_no_endpoints() -> None:
     assert assess(reading(max_sys=0), POLICY).fault is Reason.NO_ENDPOINTS
     assert assess(reading(), POLICY, capacity=0).fault is Reason.NO_ENDPOINTS

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from dispatcher.core.allowance import Allowance, explain
-from dispatcher.core.budget import MOST_IN_FLIGHT, Policy, Reading, Reason, Signal
+from dispatcher.core.budget import MOST_IN_FLIGHT, PLAUSIBLE_MOST, Policy, Reading, Reason, Signal
 from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import HEARD_SLOP_S, KEPT_READINGS, Limiter
 from dispatcher.core.reach import NOBODY_HOME
@@ -63,10 +63,10 @@ def open_pool(policy: Policy = POLICY) -> Pool:
 
 def test_limit_is_never_more_than_can_be_in_flight_whatever_the_page_says() -> None:
     pool = Pool(Policy())
-    pool.reading(Reading(SATURATION, T0, T0, 0.0, 0.0, 2.0**53 * 100), T0)
+    pool.reading(Reading(SATURATION, T0, T0, 0.0, 0.0, PLAUSIBLE_MOST), T0)
     assert pool.allowance(T0 + 1).limit == MOST_IN_FLIGHT
     pool.shared(2**62, T0 + 2)
-    pool.reading(Reading(SATURATION, T0 + 2, T0 + 2, 0.0, 0.0, 2.0**53 * 100), T0 + 2)
+    pool.reading(Reading(SATURATION, T0 + 2, T0 + 2, 0.0, 0.0, PLAUSIBLE_MOST), T0 + 2)
     assert pool.allowance(T0 + 3).limit == MOST_IN_FLIGHT
 
 

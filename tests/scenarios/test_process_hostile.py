@@ -10,7 +10,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.forward.test_documented import rows
-from tests.scenarios.processes import Producer, Stage
+from tests.scenarios.processes import POOL, Producer, Stage
 from tests.support import wait_until_sync
 
 
@@ -22,21 +22,21 @@ class Crowd:
         self.expected: dict[str, str] = {}
         self.unreadable = 0
         self._members: dict[bytes, float] = {}
-        self._deadline = int(time.time()) + 600
+        self.deadline = int(time.time()) + 600
 
     def add(self, id_: str, expected: str, **data: Any) -> None:
         """A request whose result is to be this status, or this error code."""
         internal = data.pop("internal", {})
-        data = {"id": id_, "deadline": self._deadline, "payload": {"prompt": "hi"}} | data
+        data = {"id": id_, "deadline": self.deadline, "payload": {"prompt": "hi"}} | data
         member = {"request_kind": "plain", "internal": internal, "data": data}
         self.add_raw(json.dumps(member).encode())
         self.expected[id_] = expected
 
     def add_raw(self, member: bytes) -> None:
         neighbour = f"neighbour-{len(self._members)}"
-        plain = {"id": neighbour, "deadline": self._deadline, "payload": {"prompt": "hi"}}
+        plain = {"id": neighbour, "deadline": self.deadline, "payload": {"prompt": "hi"}}
         for one in (member, json.dumps({"request_kind": "plain", "data": plain}).encode()):
-            self._members[one] = self._deadline + len(self._members)
+            self._members[one] = self.deadline + len(self._members)
         self.expected[neighbour] = "200"
 
     def add_unreadable(self, member: bytes) -> None:
@@ -61,7 +61,7 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
         stage.settings(
             world,
             gateway={"max_response_bytes": 100_000, "timeout_s": 2},
-            queue={"max_payload_bytes": 50_000},
+            queue={"max_payload_bytes": 50_000, "result_lists": ["own:*", f"*{{{POOL}}}*"]},
             retry={"base_s": 0.05, "max_s": 0.1, "max_attempts": 3},
         )
     )
@@ -95,11 +95,23 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
     crowd.add("payload-too-large", "TOO_LARGE", payload={"prompt": "x" * 50_000})
     crowd.add("deadline-of-text", "INVALID_REQUEST", deadline="soon")
     crowd.add("deadline-past", "DEADLINE_EXCEEDED", deadline=int(time.time()) - 5)
-    crowd.add(
-        "own-key-as-list", "INVALID_REQUEST", internal={"result_queue_name": stage.producer.names.queue}
-    )
-    stage.producer.client.set("a-string", "x")
-    crowd.add("list-of-wrong-type", "INVALID_REQUEST", internal={"result_queue_name": "a-string"})
+    wrong_type = f"a-string:{{{POOL}}}"
+    stage.producer.client.set(wrong_type, "x")
+    crowd.add("list-of-wrong-type", "INVALID_REQUEST", internal={"result_queue_name": wrong_type})
+    stage.producer.client.lpush("celery", "a task")
+    others = [
+        "batch:{other}:requests",
+        "batch:{other}:requests:paused",
+        "own:{other}:leases",
+        "batch-results:1",
+    ]
+    for number, name in enumerate((stage.producer.names.queue, "celery", *others)):
+        crowd.add(f"list-of-another-{number}", "INVALID_REQUEST", internal={"result_queue_name": name})
+
+    to_its_own = {"id": "to-its-own", "deadline": crowd.deadline, "payload": {"prompt": "hi"}}
+    internal = {"result_queue_name": "own:list", "request_token": "0f"}
+    member = {"request_kind": "plain", "internal": internal, "data": to_its_own}
+    crowd.add_raw(json.dumps(member).encode())
 
     def answered(id_: str, expected: str, **how: Any) -> None:
         crowd.add(id_, expected, payload={"sim": how})
@@ -136,7 +148,12 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
     assert all(entry.batch for entry in log), "nobody chose an objective"
     never_sent = {id_ for id_, fate in crowd.expected.items() if fate == "INVALID_REQUEST"}
     sent = {entry.id for entry in log}
-    assert not sent & (never_sent - {"own-key-as-list", "list-of-wrong-type"})
+    assert not sent & (never_sent - {"list-of-wrong-type"})
+    (own,) = map(json.loads, stage.producer.client.lrange("own:list", 0, -1))
+    assert (own["id"], own["status_code"], own["request_token"]) == ("to-its-own", 200, "0f")
+    assert not stage.producer.client.exists(*others), "nothing was written for another pool"
+    assert stage.producer.client.lrange("celery", 0, -1) == [b"a task"]
+    assert stage.producer.client.ttl("celery") == -1
     assert "another" not in sent
     assert all(entry.id.isprintable() and entry.tenant.isprintable() for entry in log)
     assert "evil id\r\nx-evil: 1" in map(unquote, sent)

@@ -13,7 +13,7 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.browser import Page, chromium
+from tests.browser import Browser, Page, chromium
 from tests.scenarios.processes import Dispatcher, Stage
 from tests.support import wait_until
 
@@ -31,10 +31,10 @@ async def shows(page: Page, reason: str) -> bool:
     return (await page.text("#badge")).startswith(reason)
 
 
-async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage) -> None:
+async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, browser: Browser) -> None:
     world = stage.world(slots=32, seconds=0.2)
     one = stage.dispatcher(stage.settings(world))
-    async with chromium() as browser, browser.page() as page:
+    async with browser.page() as page:
         await page.open(url_of(one))
         await wait_until(lambda: shows(page, "idle"), 20)
         stage.producer.submit(600)
@@ -100,21 +100,25 @@ async def cpu_over(process: psutil.Process, seconds: float) -> float:
     return (used() - before) / (time.monotonic() - began)
 
 
+def connections(process: psutil.Process, port: int) -> int:
+    """How many of its sockets are a client's of this port, and not the listener's."""
+    sockets = process.net_connections("tcp")
+    return sum(one.laddr.port == port and one.status != psutil.CONN_LISTEN for one in sockets)
+
+
 async def test_open_pages_cost_next_to_nothing_and_leave_nothing_behind(stage: Stage) -> None:
     world = stage.world(slots=32, seconds=0.2)
     one = stage.dispatcher(stage.settings(world))
     process = psutil.Process(one.child.pid)
     url = url_of(one)
-    async with readers(url, PAGES):
-        pass
-    files = process.num_fds()
     more = []
     for _ in range(3):
         async with readers(url, PAGES):
+            assert connections(process, one.admin_port) == PAGES
             with_pages = await cpu_over(process, 2.0)
         more.append(with_pages - await cpu_over(process, 2.0))
     assert sorted(more)[1] < CORE_SHARE, more
-    await wait_until(lambda: process.num_fds() <= files, what="every connection to be closed")
+    await wait_until(lambda: not connections(process, one.admin_port), what="every connection to be closed")
 
 
 @pytest.mark.long
@@ -128,7 +132,7 @@ async def test_ten_pages_open_for_ten_minutes(stage: Stage) -> None:
     async with AsyncExitStack() as stack:
         pages: list[Page] = []
         for _ in range(2):  # a browser opens six connections to one server at most
-            browser = await stack.enter_async_context(chromium())
+            browser = stack.enter_context(chromium())
             for _ in range(PAGES // 2):
                 page = await stack.enter_async_context(browser.page())
                 await page.open(url_of(one))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Outcome, Overloaded, classify
+from dispatcher.core.outcome import Outcome, Overloaded, RetryPolicy, classify
 from dispatcher.core.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
@@ -53,6 +53,23 @@ async def test_after_a_refusal_nobody_sends_until_a_newer_reading(stage: Stage, 
     assert not stage.sent(refused_at + TOLD_S, newer_at), "nothing on the old reading"
     assert stage.sent(newer_at, newer_at + 0.5), "and again after the new one"
     assert len(refusals(stage)) == 1
+    assert set(stage.statuses()) == {200}
+
+
+@pytest.mark.parametrize("retry_after", ["86400", "99999999999999999999"])
+@scenario(replicas=2, retry=RetryPolicy(max_s=3.0))
+async def test_one_answer_that_asks_for_a_day_stops_nobody_for_longer_than_retry_max_s(
+    stage: Stage, retry_after: str
+) -> None:
+    await stage.submit(200)
+    refuse(stage, 1, retry_after=retry_after)
+    await stage.until(lambda: refusals(stage), 5)
+    refused_at = refusals(stage)[0]
+    await asyncio.sleep(2.5)
+    stage.kill(0)
+    stage.start(0)  # nor does a restart wait longer: what is told through the queue is cut as well
+    await stage.until_answered(15)
+    assert not stage.sent(refused_at + TOLD_S, refused_at + 3.0 - TOLD_S), "so long it is waited for"
     assert set(stage.statuses()) == {200}
 
 

@@ -72,7 +72,12 @@ class Setting:
 
     @property
     def policy(self) -> Policy:
-        return Policy(reserve=0.05, per_endpoint=self.slots, max_age_s=self.max_age_s)
+        return Policy(
+            reserve=0.05,
+            per_endpoint=self.slots,
+            max_age_s=self.max_age_s,
+            retry_after_max_s=self.retry.max_s,
+        )
 
     @property
     def options(self) -> Options:

@@ -404,6 +404,10 @@ ROW_FAULTS: dict[str, tuple[dict[str, float], float, Reason]] = {
     "no running requests": ({k: v for k, v in GOOD.items() if k != "RUNNING"}, 1, Reason.UNREADABLE),
     "no ready endpoints": ({k: v for k, v in GOOD.items() if k != "READY"}, 1, Reason.UNREADABLE),
     "zero ready endpoints": (GOOD | {"READY": 0.0}, 1, Reason.NO_ENDPOINTS),
+    "a queue beyond any pool": (GOOD | {"QUEUED": 1e308}, 1, Reason.IMPLAUSIBLE),
+    "a capacity beyond any pool": (GOOD | {"READY": 1e300}, 1, Reason.IMPLAUSIBLE),
+    "running requests beyond any pool": (GOOD | {"RUNNING": 1e16}, 1, Reason.IMPLAUSIBLE),
+    "a capacity below all numbers": (GOOD | {"READY": 5e-324}, 1, Reason.IMPLAUSIBLE),
     "unknown age": (GOOD, float("nan"), Reason.UNREADABLE),
 }
 
@@ -490,3 +494,48 @@ async def test_a_defect_in_a_source_closes_the_gate_and_ends_nothing() -> None:
         (unread,) = poll.unread
         assert unread.reason is Reason.UNREADABLE
         assert "half a package" in unread.why
+
+
+ABSURD: dict[str, dict[str, float]] = {
+    "two queues whose sum is beyond all numbers": {"queued": 1.7e308},
+    "averages beyond all numbers": {"running": 1.7e308, "waiting": 1.7e308, "ready": 1e10},
+    "a capacity below all numbers": {"ready": 5e-324},
+    "a saturation beyond all numbers": {"saturation": 1e308, "ready": 1e308, "in_flight": 1e308},
+}
+
+
+@pytest.mark.parametrize("values", ABSURD.values(), ids=ABSURD)
+async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, float]) -> None:
+    """Of two replicas, with the law behind it: a value is refused, and nothing ends."""
+    two = tuple(healthy(**values) for _ in range(2))
+    policy = Policy(per_endpoint=0.4)
+    limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
+    told: list[Poll] = []
+
+    def hear(poll: Poll) -> None:
+        tell(limiter, poll)
+        told.append(poll)
+
+    poller = Poller([Scripted("epp", two)], Signals(interval_s=0.1), policy, hear)
+    task = asyncio.create_task(poller.run())
+    await wait_until(lambda: len(told) >= 2 or task.done())
+    assert not task.done(), task.exception()
+    task.cancel()
+    assert limiter.allowance(told[-1].at).limit == 0
+    assert not [unread.why for poll in told for unread in poll.unread if "failed" in unread.why]
+
+
+async def test_a_defect_in_what_hears_of_a_poll_ends_nothing() -> None:
+    told: list[Poll] = []
+
+    def hear(poll: Poll) -> None:
+        told.append(poll)
+        if poll.readings:
+            raise ZeroDivisionError("of ours")
+
+    poller = Poller([Scripted("epp")], Signals(interval_s=0.1), Policy(), hear)
+    task = asyncio.create_task(poller.run())
+    await wait_until(lambda: len(told) >= 4 or task.done())
+    assert not task.done(), task.exception()
+    task.cancel()
+    assert ["of ours" in each.unread[0].why for each in told if each.unread] == [True] * (len(told) // 2)

@@ -268,6 +268,11 @@ async def test_an_own_capacity_of_zero_is_no_endpoint(prometheus: FakePrometheus
 
 JSON = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 
+
+def whole_json(body: bytes) -> bytes:
+    return JSON + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "reset": (fakes.resetting, "", ""),
     "hanging": (fakes.hanging, "", ""),
@@ -286,6 +291,58 @@ BROKEN: dict[str, tuple[Any, str, str]] = {
     ),
     "not a list": (answering(json_answer(vector({}))), "not a list", ""),  # type: ignore[arg-type]
     "not samples": (answering(json_answer(vector([{"metric": {}}]))), "not an instant vector", ""),
+    "no result": (
+        answering(json_answer({"status": "success", "data": {"resultType": "vector"}})),
+        "list",
+        "",
+    ),
+    "warnings that are a number": (
+        answering(json_answer({**vector([]), "warnings": 5})),
+        "not Prometheus' JSON (Expected `array | null`, got `int` - at `$.warnings`)",
+        "url",
+    ),
+    "an error that is a list": (answering(json_answer({"error": [1]}, 503)), "HTTP 503", ""),
+    "nested deeply": (answering(whole_json(b"[" * 5_000)), "not Prometheus' JSON", "url"),
+    "nested deeply inside": (
+        answering(whole_json(b'{"status":"success","x":' + b"[" * 100_000)),
+        "not Prometheus' JSON",
+        "url",
+    ),
+    "a result nested deeply": (
+        answering(
+            whole_json(
+                b'{"status":"success","data":{"resultType":"vector","result":[{"metric":'
+                + b'{"a":' * 5_000
+                + b"1"
+                + b"}" * 5_000
+                + b"}]}}"
+            )
+        ),
+        "not Prometheus' JSON",
+        "url",
+    ),
+    "labels that are lists": (
+        answering(json_answer(vector([{"metric": {"pod": ["a"]}, "value": [1, "1"]}]))),
+        "not an instant vector",
+        "queries",
+    ),
+    "values that are numbers": (
+        answering(json_answer(vector([{"metric": {}, "value": [1, 1]}]))),
+        "not an instant vector",
+        "queries",
+    ),
+    "numbers as Python has them": (
+        answering(json_answer(vector([{"metric": {}, "value": [1, "1_0"]}]))),
+        "not an instant vector",
+        "queries",
+    ),
+    "series that nobody asked for": (
+        answering(
+            json_answer(vector([{"metric": {"dispatcher_value": "NOTHING"}, "value": [1, "1"]}])),
+        ),
+        "no series",
+        "pool.name",
+    ),
     "not numbers": (
         answering(json_answer(vector([{"metric": {}, "value": [1, "x"]}]))),
         "not an instant",
@@ -324,7 +381,7 @@ async def test_every_fault_of_a_server_is_a_sentence(fault: str) -> None:
     talk, why, hint = BROKEN[fault]
     async with raw_server(talk) as port:
         seen = await unread(f"http://127.0.0.1:{port}", timeout_s=fakes.patience_s(fault))
-    assert len(seen.why) > len("127.0.0.1: ")
+    assert len("127.0.0.1: ") < len(seen.why) < 400
     assert why in seen.why
     assert hint in seen.hint
 

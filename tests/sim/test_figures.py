@@ -66,7 +66,13 @@ def test_law_harvests_nearly_everything_and_keeps_the_reserve(
     assert row.over_less_all_knowing <= over
 
 
-@by_age(0.94, 0.93, 0.90)
+@pytest.mark.parametrize(
+    ("age", "promised"),
+    [
+        pytest.param(age, promised, marks=() if age == AGES[-1] else pytest.mark.long)
+        for age, promised in zip(AGES, (0.94, 0.93, 0.90), strict=True)
+    ],
+)
 def test_law_harvests_from_averages_that_are_flushed_every_5_seconds(
     age: tuple[float, float], promised: float
 ) -> None:
@@ -76,7 +82,9 @@ def test_law_harvests_from_averages_that_are_flushed_every_5_seconds(
     assert row.over_less_all_knowing <= 6.0
 
 
-@pytest.mark.parametrize(("age", "harvest"), list(zip(AGES[:2], (0.97, 0.96), strict=True)))
+@pytest.mark.parametrize(
+    ("age", "harvest"), [pytest.param(AGES[0], 0.97, marks=pytest.mark.long), (AGES[1], 0.96)]
+)
 def test_late_averages_cost_nothing_where_the_picker_shows_what_it_sent(
     age: tuple[float, float], harvest: float
 ) -> None:
@@ -161,13 +169,14 @@ def test_pool_of_a_third_of_its_configuration_is_learned_from_refusals() -> None
         assert other.realtime_refused > 3 * row.realtime_refused
 
 
-def test_ceiling_costs_a_rightly_sized_pool_little() -> None:
-    for scrape_s, lag_s in AGES[:2]:
-        free = law(scrape_s=scrape_s, lag_s=lag_s)
-        limited = law(scrape_s=scrape_s, lag_s=lag_s, queue_limit=8)
-        assert free.harvest is not None
-        assert limited.harvest is not None
-        assert limited.harvest >= free.harvest - 0.03
+@pytest.mark.parametrize("age", [pytest.param(AGES[0], marks=pytest.mark.long), AGES[1]])
+def test_ceiling_costs_a_rightly_sized_pool_little(age: tuple[float, float]) -> None:
+    scrape_s, lag_s = age
+    free = law(scrape_s=scrape_s, lag_s=lag_s)
+    limited = law(scrape_s=scrape_s, lag_s=lag_s, queue_limit=8)
+    assert free.harvest is not None
+    assert limited.harvest is not None
+    assert limited.harvest >= free.harvest - 0.03
 
 
 def swings(comparison: Comparison) -> float:

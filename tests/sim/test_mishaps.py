@@ -66,7 +66,7 @@ def test_pool_without_pods_is_closed_and_recovers() -> None:
     assert mean_load(between(run, 160, 300)) > 50
 
 
-@pytest.mark.parametrize(("scrape_s", "lag_s"), [(1.0, 0.05), (5.0, 1.0)])
+@pytest.mark.parametrize(("scrape_s", "lag_s"), [pytest.param(1.0, 0.05, marks=pytest.mark.long), (5.0, 1.0)])
 def test_dying_replicas_do_not_lift_the_peak(scrape_s: float, lag_s: float) -> None:
     calm = play(replicas=3, scrape_s=scrape_s, lag_s=lag_s)
     deadly = play(replicas=3, scrape_s=scrape_s, lag_s=lag_s, deaths=[60, 61, 62, 120, 150, 180, 181, 240])

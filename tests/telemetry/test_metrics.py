@@ -194,3 +194,27 @@ async def test_page_costs_little_more_than_its_lines() -> None:
     cost = await beside(cpu_of(metrics.page), cpu_of(lambda: generate_latest(registry)))
     print(f"{cost.ours * 1e3:.2f} ms, {len(lines)} lines, {cost.ratio:.2f} of plain ones")
     assert cost.ratio < 2
+
+
+def test_page_is_made_again_only_when_it_is_old() -> None:
+    now, asked = 100.0, 0
+    metrics = Metrics("qwen", kept_s=0.5, clock=lambda: now)
+
+    def status() -> Status:
+        nonlocal asked
+        asked += 1
+        return STATUS
+
+    metrics.show(status)
+    first, kind = metrics.page()
+    metrics.count(series.EXPIRED)
+    now += 0.49
+    assert [metrics.page() for _ in range(50)] == [(first, kind)] * 50
+    assert asked == 1
+    assert metrics.page("application/openmetrics-text; version=1.0.0")[0].endswith(b"# EOF\n")
+    assert asked == 2, "each format is a page of its own"
+    for number in range(50):
+        metrics.page(f"application/x-{number}")
+    assert asked == 2, "and no other is one"
+    now += 0.01
+    assert metrics.page()[0] != first

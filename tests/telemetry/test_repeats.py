@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -188,3 +189,24 @@ def test_a_sink_that_raises_ends_nothing_and_the_others_hear() -> None:
     with heard_by(broken), heard_by(lambda event, _: heard.append(event)):
         emit(Event.STARTED)
     assert heard == [Event.STARTED]
+
+
+CONSOLE = r"""
+from dispatcher.telemetry import logs
+from dispatcher.telemetry.events import Event, emit
+
+logs.configure("info", "console")
+emit(Event.SIGNALS_UNREADABLE, why="it says \x1b]0;pwned\x07\nforged", hint="\x9b31m")
+try:
+    raise ValueError("\x1b]0;pwned\x07")
+except ValueError as error:
+    emit(Event.SURPRISE, where="here", error=repr(error))
+"""
+
+
+def test_log_on_a_console_shows_controls_as_escapes() -> None:
+    done = subprocess.run([sys.executable, "-c", CONSOLE], capture_output=True, text=True, timeout=60)
+    told = re.sub(r"\x1b\[[0-9]*m", "", done.stderr)  # our own colours
+    assert r"\x1b]0;pwned" in told
+    assert all(line.isprintable() for line in told.split("\n"))
+    assert "Traceback" in told

@@ -1,7 +1,7 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
--- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or limit, read_at, lost;
---        last of all the bytes of the largest member that is moved
+-- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or
+--        limit, read_at, lost, retry_after_max_s; last of all the bytes of the largest member that is moved
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}; in place of a member
 --        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
 -- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
@@ -29,7 +29,9 @@ local function room()
   if probing then return shared.probe and 0 or 1 end
   local limit, read_at, lost = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
   believe(shared, limit, read_at, lost)
-  if shared.overload_at and (now < shared.overload_until or read_at <= shared.overload_at) then return 0 end
+  if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[12])) or read_at <= shared.overload_at) then
+    return 0
+  end
   limit = math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
   return limit - call('ZCARD', LEASES)
 end

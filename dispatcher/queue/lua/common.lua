@@ -123,6 +123,10 @@ local function believe(shared, limit, read_at, lost)
   call('HSET', CONTROL, 'limit', limit, 'read_at', text(newest), 'limit_lost', lost)
 end
 
+-- Until when the gateway asked to wait. Owners with another retry.max_s, or of versions that cut nothing, may have
+-- stored more than this one keeps to.
+local function wait_until(shared, most_s) return math.min(shared.overload_until, shared.overload_at + most_s) end
+
 -- What every owner's call tells: the counts of leases and the shared beliefs. A lease is live until it is
 -- ended by name or reclaimed, however long its time has run out, so that no claim ever passes the limit.
 local function facts(shared, now, me, lease_s)

@@ -16,5 +16,5 @@ for at = 3, #ARGV, 2 do
   end
 end
 redis.call('SET', KEYS[2], newest, 'EX', ARGV[2])
-if tonumber(ARGV[1]) > 0 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
+keep(KEYS[1], found == 'none', tonumber(ARGV[1]))
 return 1

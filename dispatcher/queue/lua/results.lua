@@ -4,7 +4,6 @@ local DONE, LOST, BAD_LIST, STUCK = 0, 1, 2, 3
 -- STUCK: the default list itself cannot be pushed to: the request stays as it is, for a result that is
 -- thrown away would break the one promise there is.
 
-
 -- Lists and tokens that a producer names come as arguments, not as KEYS: were one of KEYS forbidden to this user,
 -- Redis would refuse the whole call, and one request would hold up all others for ever.
 local DEFAULT = KEYS[OWN + 2]
@@ -15,7 +14,7 @@ local function push(list, results, ttl_s)
   if found.err or found.ok ~= 'none' and found.ok ~= 'list' then return refusal end
   local pushed = redis.pcall('LPUSH', list, unpack(results))
   if type(pushed) == 'table' and pushed.err then return refusal end
-  if ttl_s > 0 then call('EXPIRE', list, ttl_s) end
+  keep(list, found.ok == 'none', ttl_s)
   return DONE
 end
 

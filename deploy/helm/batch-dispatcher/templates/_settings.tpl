@@ -43,6 +43,8 @@
 {{- if .Values.inferenceObjective.create -}}
 {{- $_ := set $settings.gateway "objective" (include "batch-dispatcher.objective" .) -}}
 {{- end -}}
+{{- /* probes and scrapes come from outside the pod */}}
+{{- include "batch-dispatcher.put" (list $settings "admin.host" "0.0.0.0") -}}
 {{- if and (include "batch-dispatcher.ownQueue" .) (not .Values.valkey.existingSecret.name) -}}
 {{- include "batch-dispatcher.put" (list $settings "queue.url" (printf "redis://%s:6379" (include "batch-dispatcher.ownQueueHost" .))) -}}
 {{- end -}}

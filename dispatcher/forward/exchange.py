@@ -1,0 +1,123 @@
+"""One exchange: a request sent, its answer read and unpacked, and what came of it. HTTP's errors end in that.
+
+A kept-alive connection that breaks before an answer says nothing but that the server had closed it, and such
+a request goes out once more on a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+import zlib
+from collections.abc import AsyncIterable, Iterable, Mapping
+
+import aiohttp
+
+from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, classify
+from dispatcher.forward.line import Line, Prepared, Try
+from dispatcher.peer import reason
+
+ERRORS = (aiohttp.ClientError, OSError)
+"""All that a network or a server can do to us."""
+_CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
+
+
+async def exchange(line: Line, request: Prepared, current: Try, limit_bytes: int) -> Outcome:
+    """Send and read the answer. The time limit is the caller's."""
+    while True:
+        try:
+            response = await line.send(request)
+            break
+        except ERRORS as error:
+            if current.reused and isinstance(error, _CLOSED_BY_PEER):
+                current.fresh, current.reused, current.connected_at = True, False, None
+                continue
+            if current.connected_at is None:
+                line.connector.close_idle(0)  # they lead to what is not there any more
+            if current.connected_at is None or _is_tls(error):
+                return Unreachable(f"no connection: {_words(error)}")
+            return Failed(f"no answer: {_words(error)}")
+    stream, headers = response.body, _plain(response.raw_headers)
+    try:
+        body = await read(headers, stream, limit_bytes)
+    except ERRORS as error:
+        return Failed(f"the answer ({response.status_code}) broke off: {_words(error)}")
+    finally:
+        await stream.aclose()
+    if body is None:
+        return TooLarge(response.status_code, limit_bytes)
+    return classify(response.status_code, headers, body, time.time())
+
+
+def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Names in lower case."""
+    plain: dict[str, str] = {}
+    for raw_name, raw_value in headers:
+        name, value = raw_name.lower().decode("latin-1"), raw_value.decode("latin-1")
+        plain[name] = f"{plain[name]}, {value}" if name in plain else value
+    return plain
+
+
+async def read(headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_bytes: int) -> bytes | None:
+    """The body, decoded; None when it is larger than the limit."""
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > limit_bytes:
+        return None
+    chunks, size = [], 0
+    async for chunk in stream:
+        size += len(chunk)
+        if size > limit_bytes:
+            return None
+        chunks.append(chunk)
+    body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    if encodings := headers.get("content-encoding"):
+        # We ask for none; who sends one nevertheless may send a bomb, hence not on the loop's time.
+        for encoding in reversed(encodings.lower().split(",")):
+            decoded = await asyncio.to_thread(_decoded, body, encoding.strip(), limit_bytes)
+            if decoded is None:
+                return None
+            body = decoded
+    return body
+
+
+def _decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes | None:
+    """Undo one content coding; None when the result is too large. Raises OSError when it cannot be."""
+    if encoding in ("identity", "") or not body:
+        return body
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise OSError(f"content-encoding {encoding[:40]!r}, which we did not ask for")
+    # "deflate" means zlib's format, but some send the bare one.
+    wbits = -15 if encoding == "deflate" and body[0] & 0x0F != 8 else 47
+    parts, size = [], 0
+    while body:
+        inflate = zlib.decompressobj(wbits)
+        try:
+            part = inflate.decompress(body, limit_bytes - size + 1)
+        except zlib.error as error:
+            raise OSError(f"content-encoding {encoding}: {error}") from error
+        parts.append(part)
+        size += len(part)
+        if size > limit_bytes:
+            return None
+        if not inflate.eof:
+            raise OSError(f"content-encoding {encoding}: cut short")
+        body = inflate.unused_data
+    return b"".join(parts)
+
+
+def _is_tls(error: BaseException | None) -> bool:
+    """A refusal by TLS that comes after the connection, as TLS 1.3 has it for client certificates."""
+    seen = 0
+    while error is not None and seen < 5:
+        if isinstance(error, ssl.SSLError):
+            return True
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return False
+
+
+def _words(error: BaseException) -> str:
+    """One line that names the error, with no bytes of the peer's beyond 200."""
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")

@@ -1,0 +1,225 @@
+"""`ports.Gateway` over HTTP: each try by the settings of the moment, its credentials and its limits of time.
+
+A try that ends without an answer may be the request's fault or the gateway's, which took all that it was
+running with it. So the gateway is asked for a connection then: where it gives none, there is no gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+import ssl
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Generic, TypeVar
+from urllib.parse import urlsplit
+
+import dispatcher
+from dispatcher.core.outcome import Expired, Failed, Refused, Unreachable
+from dispatcher.core.request import Request
+from dispatcher.core.routing import Route
+from dispatcher.forward.exchange import exchange
+from dispatcher.forward.line import CONNECT_S, Line, Prepared, Try, running
+from dispatcher.peer import reason
+from dispatcher.ports import Forwarded
+from dispatcher.settings import Gateway, Tls
+from dispatcher.telemetry.tracing import going_to
+
+WATCH_S = 1.0
+"""Token and certificate files are looked at no more often."""
+
+_VISIBLE = re.compile(r"[!-~]+")
+
+T = TypeVar("T")
+
+
+class _Watched(Generic[T]):
+    """What is made of files that others replace under us: made again when one has changed.
+
+    A change that cannot be read leaves the old value in force, and is tried again.
+    """
+
+    def __init__(self, paths: Sequence[str], make: Callable[[], T]) -> None:
+        self.paths = tuple(paths)
+        self.value: T | None = None
+        self.fault = ""
+        self._make = make
+        self._look_at = float("-inf")
+        self._seen: object = None
+
+    def refresh(self, now: float) -> bool:
+        """Look at the files, at most every WATCH_S; whether the value was made anew."""
+        if now < self._look_at:
+            return False
+        self._look_at = now + WATCH_S
+        seen = [_identity(Path(path)) for path in self.paths if path]
+        if seen == self._seen and not self.fault:
+            return False
+        try:
+            self.value = self._make()
+        except (OSError, ValueError) as error:
+            self.fault = str(error)
+            return False
+        self._seen, self.fault = seen, ""
+        return True
+
+
+def _identity(path: Path) -> object:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
+
+
+class _Plan:
+    """Options prepared for use: everything that is the same for all requests."""
+
+    def __init__(self, options: Gateway) -> None:
+        self.secure = options.url.scheme == "https"
+        self.timeout_s = options.timeout_s
+        self.max_response_bytes = options.max_response_bytes
+        self.route = Route(options, user_agent=f"batch-dispatcher/{dispatcher.__version__}")
+        self.basic = ""
+        if options.url.credentials:
+            self.basic = "Basic " + base64.b64encode(":".join(options.url.credentials).encode()).decode()
+        self._base = options.url.bare.rstrip("/")
+        address = urlsplit(self._base)
+        self.host, self.port = address.hostname or "", address.port or (443 if self.secure else 80)
+
+    def url(self, endpoint: str) -> str | Refused:
+        path = self.route.path(endpoint)
+        return path if isinstance(path, Refused) else self._base + path
+
+
+class HttpGateway:
+    """`ports.Gateway` over HTTP/1.1.
+
+    Options may change at any time: running tries end as they began, the next one uses the new. Connections
+    are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
+    """
+
+    def __init__(self, options: Gateway) -> None:
+        self._line: Line | None = None
+        self._retired: list[Line] = []
+        self._tries: dict[int, Try] = {}
+        self._options: Gateway | None = None
+        self.reconfigure(options)
+
+    def reconfigure(self, options: Gateway) -> None:
+        """Use these options from the next request on."""
+        self._plan = _Plan(options)
+        before, self._options = self._options, options
+        if before is None or before.token_file != options.token_file:
+            self._bearer = _Watched([options.token_file], lambda: _bearer(options.token_file))
+        if before is None or (before.tls, before.url) != (options.tls, options.url):
+            tls, secure = options.tls, self._plan.secure
+            files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
+            self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
+
+    def prepare(self) -> None:
+        """Build what the first request would else wait for."""
+        self._refresh(asyncio.get_running_loop().time())
+
+    def resize(self, limit: int) -> None:
+        """Keep no more connections than `limit` requests can use at once."""
+        if self._line is not None:
+            self._line.connector.close_idle(max(0, limit - self._line.running))
+
+    def connected(self, request: Request) -> float | None:
+        """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
+        current = self._tries.get(id(request))
+        return None if current is None else current.connected_at
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        lines, self._line = [*self._retired, *([self._line] if self._line else [])], None
+        self._retired = []
+        for line in lines:
+            await line.aclose()
+
+    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+        """Try once, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
+        now = asyncio.get_running_loop().time
+        started = now()
+        if deadline <= started:
+            return Forwarded(Expired(), started, started)
+        plan = self._plan
+        url = plan.url(request.endpoint)
+        if isinstance(url, Refused):
+            return Forwarded(url, started, started)
+        line = self._refresh(started)
+        if isinstance(line, Unreachable):
+            return Forwarded(line, started, started)
+        headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
+        prepared = Prepared(url, headers, request.payload)
+        ends = min(deadline, started + plan.timeout_s)
+        current = self._tries[id(request)] = Try()
+        running.set(current)
+        line.running += 1
+        try:
+            async with asyncio.timeout_at(ends):
+                outcome = await exchange(line, prepared, current, plan.max_response_bytes)
+        except TimeoutError:
+            outcome = Expired() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
+        finally:
+            line.running -= 1
+            self._tries.pop(id(request), None)
+        if self._retired:
+            await self._close_retired()
+        ended = now()
+        if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
+            why = await _knock(line, plan)
+            outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
+        return Forwarded(outcome, ended if current.connected_at is None else current.connected_at, ended)
+
+    def _refresh(self, now: float) -> Line | Unreachable:
+        """The line to use, after a look at the files that rotate: certificates and token."""
+        if self._tls.refresh(now) and self._tls.value is not None:
+            if self._line is not None:
+                self._retired.append(self._line)
+            self._line = Line(self._tls.value)
+        self._bearer.refresh(now)
+        if self._line is None or self._tls.value is None:
+            return Unreachable(f"gateway.tls: {self._tls.fault}")
+        if self._bearer.value is None:
+            return Unreachable(f"gateway.token_file: {self._bearer.fault}")
+        return self._line
+
+    async def _close_retired(self) -> None:
+        done = [line for line in self._retired if not line.running]
+        self._retired = [line for line in self._retired if line.running]
+        for line in done:
+            await line.aclose()
+
+
+async def _knock(line: Line, plan: _Plan) -> str:
+    """Connect to the gateway and hang up; why that cannot be done, or nothing."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(
+                plan.host, plan.port, ssl=line.tls if plan.secure else None
+            )
+    except TimeoutError:
+        return f"no connection within {CONNECT_S:g} s"
+    except OSError as error:
+        return f"no connection: {plan.host}:{plan.port}: {reason(error)}"
+    writer.transport.abort()
+    return ""
+
+
+def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
+    if not secure:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
+    return options.context()
+
+
+def _bearer(token_file: str) -> str:
+    """The Authorization header of a token file; empty without one."""
+    if not token_file:
+        return ""
+    token = Path(token_file).read_text().strip()
+    if not _VISIBLE.fullmatch(token):
+        raise ValueError(f"{token_file} is empty, or holds more than a token")
+    return f"Bearer {token}"

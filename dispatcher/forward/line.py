@@ -1,0 +1,173 @@
+"""The wire to the gateway: connections, one request written, one answer as it comes.
+
+A prepared httpx.Request goes straight to the aiohttp transport; the client in between (redirects, cookies,
+proxies of the environment, decoding) is neither wanted nor free. Below it lies a connector of ours that
+knows, for each try, since when it holds a connection and whether that had been used before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+from multidict import CIMultiDict
+
+CONNECT_S = 1.5
+"""From looking the name up to the end of the TLS handshake."""
+KEPT_ALIVE_S = 30.0
+"""An idle connection is closed after this."""
+UNACKNOWLEDGED_S = 10.0
+"""A peer that acknowledges nothing for so long is gone (TCP_USER_TIMEOUT, where the system has it)."""
+STREAMED_BYTES = 262_144
+"""Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
+
+_TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
+
+
+@dataclass(slots=True)
+class Try:
+    """What is known of a running try beside its outcome."""
+
+    connected_at: float | None = None
+    reused: bool = False
+    """The connection had carried a request before."""
+    fresh: bool = False
+    """Only a new connection will do."""
+
+
+running: ContextVar[Try] = ContextVar("try")
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Connections without a bound (the limit on requests is the bound), and each try told which it got."""
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        # Two addresses of one name are tried 0.25 s apart, well within CONNECT_S.
+        super().__init__(limit=0, ssl=tls, keepalive_timeout=KEPT_ALIVE_S, ttl_dns_cache=10)
+        self._used: WeakSet[Any] = WeakSet()
+
+    async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
+        current = running.get()
+        if current.fresh:
+            self.close_idle(0)
+        connection = await super().connect(req, traces, timeout)
+        protocol = connection.protocol
+        current.reused = protocol in self._used
+        if not current.reused:
+            self._used.add(protocol)
+            _detect_dead_peer(connection.transport)
+        current.connected_at = self._loop.time()
+        return connection
+
+    def close_idle(self, keep: int) -> None:
+        """Close idle connections, the longest idle first, but for `keep` of them."""
+        idle = [protocol for kept in self._conns.values() for protocol, _ in kept]
+        for protocol in idle[: max(0, len(idle) - keep)]:
+            protocol.close()
+
+
+def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
+    """Have the system notice a peer that vanished, for which TCP alone waits a quarter of an hour."""
+    sock: socket.socket | None = transport.get_extra_info("socket") if transport is not None else None
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", 15),
+        ("TCP_KEEPINTVL", 5),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", int(UNACKNOWLEDGED_S * 1000)),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+class _Pieces(httpx.AsyncByteStream):
+    """A large payload, written in pieces; can be read again for a second send."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for start in range(0, len(self._payload), STREAMED_BYTES):
+            yield self._payload[start : start + STREAMED_BYTES]
+
+
+class Prepared(httpx.Request):
+    """A POST that holds just what the transport reads. Building a plain one costs a third of an exchange."""
+
+    def __init__(self, url: str, headers: dict[str, str], payload: bytes) -> None:
+        self.url = url  # type: ignore[assignment] # the transport wants its text
+        self.headers = CIMultiDict(headers)  # type: ignore[assignment]
+        self.data: bytes | _Pieces = payload
+        if len(payload) > STREAMED_BYTES:
+            self.headers["content-length"] = str(len(payload))
+            self.data = _Pieces(payload)
+
+
+class _Body(httpx.AsyncByteStream):
+    """An answer's body as it comes."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._answer.content.iter_any().__aiter__()
+
+    async def aclose(self) -> None:
+        await self._answer.__aexit__(None, None, None)
+
+
+class _Answer(httpx.Response):
+    """What is read of an answer; building a whole one costs a tenth of an exchange."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self.status_code = answer.status
+        self.raw_headers = answer.raw_headers
+        self.body = _Body(answer)
+
+
+class _Transport(AiohttpTransport):
+    """httpx's transport over aiohttp, for prepared requests. aiohttp's errors come as they are: their
+    translation to httpx's is lossy (a reset becomes a connect time-out)."""
+
+    def __init__(self, session: aiohttp.ClientSession, tls: ssl.SSLContext) -> None:
+        super().__init__(verify=tls, trust_env=False, client=session)
+        self._session = session
+
+    async def handle_async_request(self, request: httpx.Request) -> _Answer:
+        assert isinstance(request, Prepared)  # noqa: S101 - nobody else has this transport
+        answer = await self._session.request(
+            "POST",
+            str(request.url),
+            headers=request.headers,
+            data=request.data,
+            allow_redirects=False,
+            auto_decompress=False,
+            timeout=_TIMEOUT,
+        )
+        return _Answer(answer)
+
+
+class Line:
+    """A transport and its connections; replaced as a whole when TLS changes."""
+
+    def __init__(self, tls: ssl.SSLContext) -> None:
+        self.tls = tls
+        self.connector = _Connector(tls)
+        session = aiohttp.ClientSession(connector=self.connector, cookie_jar=aiohttp.DummyCookieJar())
+        self._transport = _Transport(session, tls)
+        self.send = self._transport.handle_async_request
+        self.running = 0
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()

@@ -1,0 +1,316 @@
+"""Whatever bytes come in, from whomever: a value or a typed refusal, at a bounded price, and no surprise.
+
+The short form takes the same few hundred inputs each time; `make fuzz` new ones, for FUZZ_S seconds each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from dispatcher.admin import Limits
+from dispatcher.core.budget import Policy
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import RETRY_AFTER_CAP_S, classify
+from dispatcher.core.price import Growth
+from dispatcher.core.request import Rejection, answered, decode_result, encode_member, parse
+from dispatcher.core.usage import tokens
+from dispatcher.queue.connect import QueueUrlError, connect
+from dispatcher.queue.requeue import accept_anew
+from dispatcher.settings import SecretUrl, Settings
+from dispatcher.settings.effective import as_json
+from dispatcher.settings.load import parse as parse_settings
+from dispatcher.signals import latency
+from dispatcher.signals.exposition import MalformedPageError, Page, Sample
+from dispatcher.signals.instant import QueryError, document, vector
+from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.series import NAMES, Lessons, Unread, View, at_most, judge, view
+from tests.admin.stage import Stage, write_token
+from tests.fuzz.engine import MB, cases, flaw
+from tests.signals.fakes import PAGES, row
+from tests.signals.fakes import vector as answer_of
+
+FUZZ_S = float(os.environ.get("FUZZ_S", "600"))
+MEMBER = encode_member(
+    "id-1",
+    b'{"model":"m","prompt":"\\u00e9 x"}',
+    2_000_000_000,
+    created=1_900_000_000,
+    endpoint="/v1/completions",
+    headers={"x-a": "b"},
+    metadata={"userid": "u"},
+    token="t",
+    results="batch-results:a",
+    labels={"a": "b"},
+)
+LONG_AGO = 1_900_000_000.0
+
+
+def refusal(kind: type[Exception], act: Callable[[], object]) -> str | None:
+    """The words it was refused in; None: it was not."""
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def member(data: bytes) -> None:
+    parsed = parse(data, max_payload_bytes=MB)
+    if not isinstance(parsed, Rejection):
+        assert parsed.deadline > 0
+        assert accept_anew(data, 5.0, 2_000_000_000) is not None
+
+
+def law(views: Sequence[View]) -> None:
+    """What the dispatcher makes of views."""
+    for policy in (Policy(), Policy(per_endpoint=0.4), Policy(max_sys=50.0)):
+        lessons = Lessons()
+        lessons.learn(views)
+        verdict = judge(views, "both", policy, "epp", lessons)
+        judge(views, "auto", policy, "epp", lessons)
+        limiter = Limiter(policy, at_most("both"))
+        for reading in verdict.readings:
+            limiter.reading(reading, 2.0)
+        for unread in verdict.unread:
+            limiter.reading_failed(unread.reason, unread.why, 2.0)
+        allowance = limiter.allowance(2.0)
+        assert 0 <= allowance.limit <= 1_000_000
+
+
+def page(data: bytes) -> None:
+    taken = Page(NAMES, also=latency.NAMES, also_most=latency.SERIES_MOST)
+
+    def read() -> None:
+        for at in range(0, len(data), 65_536):
+            taken.feed(data[at : at + 65_536])
+        taken.close()
+
+    if (why := refusal(MalformedPageError, read)) is not None:
+        assert len(why) < 700
+        return
+    seen = view(taken.samples, "qwen", 1.0, 1.5)
+    if isinstance(seen, View):
+        law([seen])
+        law([seen, seen])
+    growth = Growth()
+    growth.saw(1.0, [latency.histograms(taken.also, "a", marked=True, spoiled=taken.spoiled)])
+    growth.price(None, "epp")
+
+
+SOURCE = PrometheusSource(Access("http://prometheus"), "qwen", "default", timeout_s=1, max_age_s=60)
+
+
+def prometheus(data: bytes) -> None:
+    rows: list[Sample] = []
+    why = refusal(QueryError, lambda: rows.extend(vector(document(200, False, data)["data"]["result"])))
+    assert len(why or "") < 700
+    if why is None:
+        latency.grown(rows)
+        seen = SOURCE._views(rows, [], 1.0, 1.5)
+        if not isinstance(seen, Unread):
+            law(seen)
+    for status in (400, 503):
+        assert refusal(QueryError, lambda status=status: document(status, False, data))
+
+
+def configuration(data: bytes) -> None:
+    text = data.decode(errors="replace")
+    for found in (
+        parse_settings(text, {}),
+        parse_settings("gateway: {url: http://g}", {"BATCH_DISPATCHER__GATEWAY__HEADERS": text}),
+    ):
+        if isinstance(found, Settings):
+            json.dumps(as_json(found))
+        else:
+            assert found
+            assert all(str(problem) for problem in found)
+
+
+def url(data: bytes) -> None:
+    text = data.decode(errors="replace")
+    secret = SecretUrl(text)
+    head, at, tail = text.rpartition("@")
+    begins = re.match(r"(?:redis|https)(?:\+[a-z]+)?://(?:user)?:[^@:/?#]*hunter2", head)
+    hidden = bool(begins and at) and head.count("hunter2") == 1 and "hunter2" not in tail
+    assert not hidden or "hunter2" not in str(secret)
+    assert isinstance((secret.hosts, secret.credentials, secret.bare), tuple)
+    quoted = json.dumps(text)
+    parse_settings(f'{{"gateway": {{"url": {quoted}}}, "queue": {{"url": {quoted}}}}}', {})
+    told = refusal(QueueUrlError, lambda: connect(text))
+    assert not hidden or "hunter2" not in (told or "")
+
+
+def retry_after(data: bytes) -> None:
+    text = data.decode("latin-1")
+    for headers in (
+        {"retry-after": text},
+        {"retry-after": "5", "date": text},
+        {"retry-after": text, "date": text},
+    ):
+        for status in (429, 503, 200):
+            outcome = classify(status, headers, b"", LONG_AGO)
+            waits_s = getattr(outcome, "retry_after_s", None)
+            assert waits_s is None or 0 <= waits_s <= RETRY_AFTER_CAP_S
+
+
+def result(data: bytes) -> None:
+    refusal(ValueError, lambda: decode_result(data))
+    assert decode_result(answered("id", 200, data)).id == "id"
+    tokens(data)
+    for status in (200, 400, 404, 429, 500):
+        classify(status, {}, data, LONG_AGO)
+
+
+GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
+    "member": (
+        member,
+        1500,
+        [MEMBER, MEMBER.replace(b"plain", b"redis"), b'{"data":{"id":"a","deadline":5}}'],
+    ),
+    "page": (page, 120, [path.read_bytes() for path in sorted(PAGES.glob("*.txt"))[::4]]),
+    "prometheus": (
+        prometheus,
+        400,
+        [
+            json.dumps(
+                answer_of(
+                    [
+                        *(
+                            row(value, {"dispatcher_value": family})
+                            for family, value in (("SATURATION", 0.4), ("READY", 4.0), ("QUEUED", 2.0))
+                        ),
+                        row(1.5, {"dispatcher_age": "SATURATION"}),
+                    ]
+                )
+            ).encode(),
+            b'{"status":"success","data":{"resultType":"vector","result":[{"metric":{},"value":[1.5,"1"]}]}}',
+        ],
+    ),
+    "configuration": (
+        configuration,
+        100,
+        [
+            b"pool: {name: qwen}\ngateway:\n  url: http://g:8000\n  headers: {x-a: b}\nbudget: {upper: 1}\n",
+            b"gateway: {url: 'http://u:p@g'}\nqueue:\n  url: redis://:x@h/0\nsignals: {epp: {urls: [http://a]}}\n",
+        ],
+    ),
+    "url": (
+        url,
+        250,
+        [
+            b"redis://user:hunter2@host:6379/0",
+            b"redis+sentinel://:hunter2@h1:26379,h2/name/0?sentinel_password=hunter2",
+            b"redis+cluster://:hunter2@h1,[::1]:7000",
+            b"https://user:hunter2@gateway:8443/v1?sig=1",
+            b"unix:///tmp/x.sock?db=1",
+        ],
+    ),
+    "retry-after": (
+        retry_after,
+        1500,
+        [
+            b"120",
+            b"Sun, 06 Nov 1994 08:49:37 GMT",
+            b"Sunday, 06-Nov-94 08:49:37 GMT",
+            b"Sun Nov  6 08:49:37 1994",
+        ],
+    ),
+    "result": (
+        result,
+        600,
+        [
+            answered("a", 200, b'{"usage":{"prompt_tokens":1,"completion_tokens":2}}'),
+            b'{"id":"a","payload":"x"}',
+        ],
+    ),
+}
+"""What bytes come in, by whom they are taken, how many of the short form, and good ones to begin with."""
+
+
+@pytest.mark.parametrize("what", GOOD)
+def test_no_bytes_are_a_surprise_or_cost_too_much(what: str) -> None:
+    act, count, good = GOOD[what]
+    for data in good:
+        assert not flaw(act, data)
+    for data in cases(1, count, 0, good, MB // 4):
+        assert not (why := flaw(act, data)), f"{why}: {data[:300]!r}"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(FUZZ_S + 300)
+@pytest.mark.parametrize("what", GOOD)
+def test_no_bytes_are_a_surprise_or_cost_too_much_for_long(what: str, tmp_path: Path) -> None:
+    act, _, good = GOOD[what]
+    seed, done = secrets.randbits(32), 0
+    for data in cases(seed, None, FUZZ_S, good, 4 * MB):
+        if why := flaw(act, data):
+            (tmp_path / "case").write_bytes(data)
+            pytest.fail(f"{why}: {data[:300]!r}, seed {seed}, whole in {tmp_path / 'case'}")
+        done += 1
+    print(f"{what}: {done} inputs, seed {seed}")
+
+
+REQUESTS = [
+    b"GET /status HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer s3cret\r\nConnection: close\r\n\r\n",
+    b"GET /metrics HTTP/1.1\r\nHost: a\r\nAccept: application/openmetrics-text\r\nConnection: close\r\n\r\n",
+    b"GET /livez HTTP/1.0\r\n\r\n",
+    b"POST /readyz HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
+    b"HEAD /events HTTP/1.1\r\nHost: a\r\nLast-Event-ID: 5\r\nContent-Length: 2\r\n\r\n{}",
+]
+
+
+async def answers(port: int, request: bytes) -> bytes:
+    """The first line of what the port says to these bytes; empty: it only closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        async with asyncio.timeout(30):
+            return await reader.readline()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.transport.abort()
+
+
+async def ask(tmp_path: Path, caplog: pytest.LogCaptureFixture, seed: int, count: int | None) -> int:
+    """Bent requests at a real port, then a good one; how many were answered."""
+    done = 0
+    limits = Limits(head_s=0.2)
+    async with Stage(token_file=write_token(tmp_path, "s3cret"), limits=limits).open() as url:
+        port = int(url.rpartition(":")[2])
+        with caplog.at_level(logging.WARNING):
+            bent = cases(seed, count, FUZZ_S, REQUESTS, MB // 4)
+            while requests := list(islice(bent, 32)):
+                lines = await asyncio.gather(*(answers(port, request) for request in requests))
+                for line, request in zip(lines, requests, strict=True):
+                    status = line.split()[1:2]
+                    assert not status or status[0][:1] in b"24", f"{line!r}: {request[:300]!r}"
+                    done += bool(status)
+        assert b" 200 " in await answers(port, REQUESTS[0])
+    assert [record.getMessage() for record in caplog.records] == []
+    return done
+
+
+async def test_no_request_to_the_admin_port_is_a_surprise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await ask(tmp_path, caplog, 1, 96) > 40
+
+
+@pytest.mark.long
+@pytest.mark.timeout(FUZZ_S + 300)
+async def test_no_request_to_the_admin_port_is_a_surprise_for_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seed = secrets.randbits(32)
+    print(f"admin: {await ask(tmp_path, caplog, seed, None)} requests, seed {seed}")
