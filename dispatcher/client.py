@@ -160,7 +160,7 @@ class Client:
     async def _reached(self, command: Any) -> Any:
         try:
             return await command
-        except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
+        except (errors.ConnectionError, errors.TimeoutError, OSError, RuntimeError) as error:
             raise QueueUnavailableError(f"the queue cannot be reached: {error}") from error
         except errors.NoPermissionError as error:
             told = f"Redis does not permit this user to read results (docs/security.md): {error}"

@@ -26,6 +26,10 @@ class QueueUnavailableError(Exception):
     """
 
 
+class CallRefusedError(QueueUnavailableError):
+    """This very call was refused, or its answer not understood. That others get through shows nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Overload:
     """The newest refusal for overload that any replica saw."""

@@ -19,6 +19,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
+from dispatcher.core.surrogates import without_surrogates
+
 PRIORITY_STEP = 10**11
 """Score = priority × this + deadline, so that score mod this is the deadline."""
 PRIORITIES = range(10)
@@ -143,6 +146,10 @@ class _Invalid(Exception):  # noqa: N818 - never leaves this module
     """The member is refused; the message says why."""
 
 
+class _TooLong(_Invalid):
+    """The member is refused before it is decoded."""
+
+
 _NONE = _Internal()
 _EMPTY: Mapping[str, str] = {}
 _decode = msgspec.json.Decoder(_Member).decode
@@ -160,17 +167,16 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
 """A string, or one structural character; a lone quote is a string that never ends."""
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
-)
-"""An escape; group 1 holds where it is a surrogate without its other half."""
 
 
 def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
     """The request in a queue member, or why it is none. Never raises."""
+    if (whole := bytes_before_cut(member)) is not None:
+        return _reject(member, f"member: {whole} bytes are too many to be moved", ErrorCode.TOO_LARGE)
     try:
         request = _parse(member)
+    except _TooLong as error:
+        return _reject(member, str(error), ErrorCode.TOO_LARGE)
     except _Invalid as error:
         return _reject(member, str(error))
     except msgspec.ValidationError as error:
@@ -190,6 +196,7 @@ def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | R
 def _parse(member: bytes) -> Request:
     if not member.isascii():
         member.decode()  # msgspec leaves the inside of a Raw unchecked
+    masked = _measured(member) if len(member) > ENVELOPE_BYTES else None
     try:
         decoded = _decode(member)
         payload = bytes(decoded.data.payload)
@@ -197,7 +204,7 @@ def _parse(member: bytes) -> Request:
     except msgspec.DecodeError as error:
         if isinstance(error, msgspec.ValidationError):
             raise
-        decoded, payload, envelope = _with_lone_surrogates(member, error)
+        decoded, payload, envelope = _with_surrogates(member, masked or without_surrogates(member), error)
     if b"\\" in envelope or _may_repeat(envelope):
         _refuse_duplicates(member, payload)
     data, internal = decoded.data, decoded.internal or _NONE
@@ -230,6 +237,21 @@ def _parse(member: bytes) -> Request:
     )
 
 
+def _measured(member: bytes) -> bytes | None:
+    """Refuse a long envelope, undecoded, for that costs; the member without surrogates if that was made."""
+    masked = None
+    try:
+        payload = _decode_outline(member).data.payload
+    except msgspec.ValidationError:
+        payload = msgspec.Raw()
+    except msgspec.DecodeError:
+        masked = without_surrogates(member)
+        payload = _decode_outline(masked).data.payload
+    if (size := len(member) - len(bytes(payload))) > ENVELOPE_BYTES:
+        raise _TooLong(f"member: {size} bytes beside its payload, at most {ENVELOPE_BYTES} are accepted")
+    return masked
+
+
 def _without_payload(member: bytes, payload: bytes) -> bytes:
     """The member less the text of its payload (where that stands elsewhere too, less that): to count in."""
     start = member.find(b"{", member.find(b'"payload"') + 9)
@@ -238,22 +260,27 @@ def _without_payload(member: bytes, payload: bytes) -> bytes:
     return member[:start] + member[start + len(payload) :]
 
 
-def _with_lone_surrogates(member: bytes, error: msgspec.DecodeError) -> tuple[_Member, bytes, bytes]:
+def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
     """Decode a member whose payload holds `\\ud800` alone: the grammar allows it, the decoder does not.
 
-    They are masked by an escape of the same length, so that the payload can be cut from the original.
+    `masked`: the member without surrogates. It is as long, so the payload can be cut from the original.
     """
-    masked = _ESCAPE.sub(lambda escape: b"\\ufffd" if escape[1] else escape[0], member)
     if masked == member:
         raise error
-    decoded = _decode(masked)
-    payload = bytes(decoded.data.payload)
-    envelope = _without_payload(masked, payload)
+    payload = bytes(_decode_outline(masked).data.payload)
     start = masked.find(payload)
-    original = member[start : start + len(payload)]
-    if member[:start] + member[start + len(payload) :] != envelope:
+    end = start + len(payload)
+    readable = member[:start] + payload + member[end:]
+    envelope = _without_payload(readable, payload)
+    try:
+        decoded = _decode(readable)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        raise _Invalid("a lone surrogate outside data.payload") from None
+    if bytes(decoded.data.payload) != payload or envelope != member[:start] + member[end:]:
         raise _Invalid("a lone surrogate outside data.payload")
-    return decoded, original, envelope
+    return decoded, member[start:end], envelope
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
@@ -325,8 +352,8 @@ def _string(token: bytes) -> str | None:
         return None
 
 
-def _reject(member: bytes, why: str) -> Rejection:
-    """INVALID_REQUEST, with id, token and result list as far as each can be read beyond doubt."""
+def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
+    """With id, token and result list as far as each can be read beyond doubt."""
     try:
         payload = bytes(_decode_outline(member).data.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -338,7 +365,7 @@ def _reject(member: bytes, why: str) -> Rejection:
         return (values[0] or "") if len(set(values)) == 1 else ""
 
     return Rejection(
-        ErrorCode.INVALID_REQUEST,
+        code,
         why if len(why) <= _MESSAGE_CHARS else why[: _MESSAGE_CHARS - 1] + "…",
         read("data", "id") or None,
         read("internal", "request_token"),

@@ -219,6 +219,8 @@ class MemoryQueue:
             moves, entry = store._overdue.popleft()
             if entry.moves == moves:
                 store._overdue.append((moves, entry))
+                if len(entry.member) > store.largest:
+                    continue
                 found.append(Expired(entry.where, entry.member))
         return found
 

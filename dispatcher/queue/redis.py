@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dispatcher.core.outlook import REPLICAS, Line
+from dispatcher.core.oversize import ENVELOPE_BYTES
 from dispatcher.core.request import NO_LIST, ErrorCode, decode_result, failed, misdirected
 from dispatcher.ports import (
     Burial,
+    CallRefusedError,
     Claimed,
     Expired,
     Lease,
@@ -37,7 +39,7 @@ from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.replies import leases_of, line_of
+from dispatcher.queue.replies import leases_of, line_of, untold_bytes
 from dispatcher.queue.scripts import Argument, BrokenCallError, Client, Reply
 from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry.events import Event, emit
@@ -46,6 +48,7 @@ CLAIM_BYTES = 2**20
 _SCRIPT_BYTES = 2**20
 _CLAIM_MOST = 1000
 _STEP = 256
+_MOVES = 3
 _SWEEP_MOST = 500
 _DONE, _LOST, _BAD_LIST, _STUCK, _TOO_LARGE = range(5)
 _STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST, None, Settled.TOO_LARGE)
@@ -81,7 +84,9 @@ class RedisQueue(RedisDesk):
     `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
     them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
     `prover`: knows which owners have ended, so that nobody waits for their silence.
-    `result_ttl_s`: 0 keeps result lists for ever. A call takes a few seconds at most, retries included.
+    `result_ttl_s`: 0 keeps result lists for ever. `max_payload_bytes`: where a member is too long to have a
+    smaller payload, its head alone is moved (core/oversize.py). A call takes a few seconds at most, retries
+    included, but for large values.
     """
 
     def __init__(
@@ -96,10 +101,14 @@ class RedisQueue(RedisDesk):
         poll_s: float = 0.2,
         result_ttl_s: int = 604_800,
         dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
         try_s: float = 3.0,
     ) -> None:
         super().__init__(client, names, try_s=try_s)
         self.owner = owner
+        self._largest = max_payload_bytes + ENVELOPE_BYTES
+        self._unmoved: Counter[int] = Counter()
+        """How often a large member did not get through, by its entry."""
         self.dead_dropped = 0
         """The dead that went because there were more than dead_max, as far as this owner buried them."""
         self._lease_s = lease_s
@@ -138,12 +147,29 @@ class RedisQueue(RedisDesk):
 
     async def _claim(self, most: int, nonce: str, suspects: int, room: Sequence[Argument]) -> Claimed:
         base = secrets.token_hex(16)
-        args = [*self._me, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room]
+        args = [*self._me, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room, self._largest]
         reply = await self._run("claim", args, [self.names.reply(f"{self.owner}:{nonce}")])
         facts, waiting, flat = reply.value
         count, shared = self._facts(reply, facts)
         leases = leases_of(flat)
+        if size := untold_bytes(flat):
+            leases = await self._with_member(leases[0], size)
         return Claimed(leases, count, shared, waiting)
+
+    async def _with_member(self, lease: Lease, size: int) -> list[Lease]:
+        """A lease with its large member; none where it is another's by now. One that did not get through
+        three times is given up: its head says that it is too large."""
+        key = f"{self.names.prefix}:members"
+        client = self._scripts.client
+        try:
+            member = await self._scripts.attempt(lambda: client.hget(key, lease.entry), size=size)
+        except BrokenCallError:
+            self._unmoved[lease.entry] += 1
+            if self._unmoved[lease.entry] < _MOVES:
+                raise
+            member = (await self._run("shorten", [lease.entry, lease.token])).value
+        del self._unmoved[lease.entry]
+        return [] if member is None else [replace(lease, member=member)]
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         lost: list[int] = []
@@ -246,8 +272,12 @@ class RedisQueue(RedisDesk):
         overdue = self._overdue = self._overdue or Overdue(self.unix_now())
         for _ in range(2):
             walk = overdue.next()
-            args: list[Argument] = [walk.after, walk.until, walk.range, walk.offset, most, _SCRIPT_BYTES]
-            until, next_range, next_offset, *rows = (await self._run("overdue", args)).value
+            at: list[Argument] = [walk.after, walk.until, walk.range, walk.offset, most]
+            told = (await self._run("overdue", [*at, _SCRIPT_BYTES, self._largest])).value
+            if told[3:] and isinstance(size := told[3][2], int):
+                walk.offset += 1  # should it not get through, it waits for its turn in the line
+                told = (await self._run("overdue", [*at, size, self._largest], size=size)).value
+            until, next_range, next_offset, *rows = told
             walk.moved(until, next_range, next_offset)
             if rows:
                 return overdue.found(walk, rows)
@@ -288,7 +318,7 @@ class RedisQueue(RedisDesk):
             with contextlib.suppress(QueueUnavailableError):
                 await self._clean_up(checked, statuses)
         if statuses and statuses.count(_STUCK) == len(statuses):
-            raise failure or QueueUnavailableError(
+            raise failure or CallRefusedError(
                 f"{self.names.results} is no list that this user may push to: results have no place to go"
             )
         return statuses

@@ -19,7 +19,7 @@ from redis import exceptions as errors
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.ports import CallRefusedError, QueueUnavailableError
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
@@ -106,7 +106,11 @@ class BrokenCallError(QueueUnavailableError):
     be there all the same, and take others."""
 
 
-class ForbiddenError(QueueUnavailableError):
+class OddReplyError(BrokenCallError, CallRefusedError):
+    """Nobody foresaw what came in reply."""
+
+
+class ForbiddenError(CallRefusedError):
     """This user may not do that."""
 
 
@@ -207,10 +211,10 @@ def _told(error: Exception) -> QueueUnavailableError:
         if isinstance(error, kind):
             return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
     if isinstance(error, errors.ResponseError):
-        return BrokenCallError(f"Redis refused a call in a way that was not foreseen: {_cut(message)}")
+        return OddReplyError(f"Redis refused a call in a way that was not foreseen: {_cut(message)}")
     if isinstance(error, _CONNECTION):
         return BrokenCallError(f"Redis cannot be reached: {message or type(error).__name__}")
-    return BrokenCallError(f"the answer of Redis was not understood: {_cut(repr(error))}")
+    return OddReplyError(f"the answer of Redis was not understood: {_cut(repr(error))}")
 
 
 def _cut(words: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.request import (
     NO_LIST,
     PRIORITIES,
@@ -23,6 +24,7 @@ from dispatcher.core.request import (
     misdirected,
 )
 from dispatcher.ports import (
+    CallRefusedError,
     Counts,
     Dead,
     Lease,
@@ -155,6 +157,7 @@ class MemoryStore:
         results: str = "batch:{pool}:results",
         lists: tuple[str, ...] | None = None,
         dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
     ) -> None:
         self.clock = clock
         self.unix_origin = unix_origin
@@ -162,6 +165,7 @@ class MemoryStore:
         self.names = Names(name, results, lists)
         self.results = results
         self.dead_max = dead_max
+        self.largest = max_payload_bytes + ENVELOPE_BYTES
         self.down: str | None = None
         self.lists: dict[str, deque[bytes]] = {}
         """Result lists: pushed on the left, popped on the right."""
@@ -388,6 +392,8 @@ class MemoryStore:
     def _lease(self, entry: Entry, owner: str, now: float) -> Held:
         if entry.place is Place.PENDING:
             del self._pending[entry.member]
+            if len(entry.member) > self.largest:
+                entry.member = cut(entry.member)
         if entry.id == NEVER_CLAIMED:
             entry.id = next(self._ids)
             self._entries[entry.id] = entry
@@ -460,7 +466,7 @@ class MemoryStore:
             name, said = self.results, Settled.BAD_LIST
         if result:
             if name in self.not_lists:
-                raise QueueUnavailableError(f"{name} is no list: results have no place to go")
+                raise CallRefusedError(f"{name} is no list: results have no place to go")
             self.lists.setdefault(name, deque()).appendleft(result)
         request_id, token = settlement.request_id, settlement.request_token
         if request_id and token:
