@@ -158,11 +158,12 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
 """A string, or one structural character; a lone quote is a string that never ends."""
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+_TO_LONE = re.compile(
+    rb"(?:[^\\]++|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    rb"|\\(?!u[dD][89a-fA-F][0-9a-fA-F]{2}).)*+\\u[dD][89a-fA-F][0-9a-fA-F]{2}",
     re.DOTALL,
 )
-"""An escape; group 1 holds where it is a surrogate without its other half."""
+"""As far as the next escape that is a surrogate without its other half, that one included."""
 
 
 def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
@@ -241,9 +242,14 @@ def _with_lone_surrogates(member: bytes, error: msgspec.DecodeError) -> tuple[_M
 
     They are masked by an escape of the same length, so that the payload can be cut from the original.
     """
-    masked = _ESCAPE.sub(lambda escape: b"\\ufffd" if escape[1] else escape[0], member)
-    if masked == member:
+    pieces: list[bytes] = []
+    at = 0
+    while (match := _TO_LONE.match(member, at)) is not None:
+        pieces += member[at : match.end() - 6], b"\\ufffd"
+        at = match.end()
+    if not pieces:
         raise error
+    masked = b"".join((*pieces, member[at:]))
     decoded = _decode(masked)
     payload = bytes(decoded.data.payload)
     envelope = _without_payload(masked, payload)
