@@ -22,7 +22,7 @@ from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART, key_paths
 from dispatcher.settings.model import HttpUrl
 from dispatcher.settings.queue import QueueUrl
-from dispatcher.settings.values import AUTO, Label, UrlPath
+from dispatcher.settings.values import AUTO, SECRET_NAME, Label, UrlPath
 
 CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 
@@ -110,7 +110,8 @@ def settings_facts() -> str:
         for name in path.split("."):
             value = getattr(value, name)
         defaults[path] = value
-    return json.dumps({"restart": list(NEEDS_RESTART), "defaults": defaults}, indent=1) + "\n"
+    facts = {"restart": list(NEEDS_RESTART), "secret_name": SECRET_NAME.pattern, "defaults": defaults}
+    return json.dumps(facts, indent=1) + "\n"
 
 
 # ── the chart's own part ──
@@ -126,6 +127,14 @@ _SECRET_KEY = {
     "additionalProperties": False,
     "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
 }
+_NAMED = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "required": ["name"],
+        "properties": {"name": {"type": "string", "minLength": 1}},
+    },
+}
 _OR_NOTHING = {"type": ["boolean", "null"]}
 _INTERVAL = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
 _IMAGE = {
@@ -139,6 +148,12 @@ OWN: Mapping[str, dict[str, Any]] = {
     "gateway.url": {"type": "string", "pattern": "^$|^https?://"},
     "valkey.enabled": _OR_NOTHING,
     "valkey.existingSecret": _SECRET_KEY,
+    "test.existingSecret": _SECRET_KEY,
+    "imagePullSecrets": {
+        "type": "array",
+        "items": {**_NAMED["items"], "additionalProperties": False},
+    },
+    **dict.fromkeys(("extraEnv", "extraVolumes", "extraVolumeMounts", "extraContainers"), _NAMED),
     "valkey.maxmemory": {"type": "string", "pattern": "^[0-9]+([kmg]b?)?$"},
     "replicas": {"type": "integer", "minimum": 0},
     "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
@@ -218,11 +233,12 @@ def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[
             found["description"] = keys[here].about
         properties[name] = found
     # All are in values.yaml: a missing one was taken out by a null, which only lists and free maps bear.
-    free = ({"type": "array"}, {"type": "object"})
     there = [
         name
         for name, rule in properties.items()
-        if values[name] is not None and {key: rule[key] for key in rule if key != "description"} not in free
+        if values[name] is not None
+        and rule.get("type") != "array"
+        and {key: rule[key] for key in rule if key != "description"} != {"type": "object"}
     ]
     return {"type": "object", "additionalProperties": False, "required": there, "properties": properties}
 

@@ -38,7 +38,7 @@ _URL = re.compile(
     re.DOTALL,
 )
 _HOST = re.compile(r"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?")
-_SECRET_NAME = re.compile(
+SECRET_NAME = re.compile(
     r"auth|token|key|secret|cookie|passw|passphrase|credential|signature|session|jwt"
     r"|(?:^|[^a-z0-9])(?:pwd?|pass|sig|sas|sid)(?:$|[^a-z0-9])",
     re.IGNORECASE,
@@ -56,7 +56,7 @@ def refuse(why: str) -> PydanticCustomError:
 
 def secret_name(name: str) -> bool:
     """Is what goes by this name (a header, a query parameter) likely a credential?"""
-    return _SECRET_NAME.search(name) is not None
+    return SECRET_NAME.search(name) is not None
 
 
 class SecretUrl:

@@ -47,6 +47,7 @@ _CONTROLLERS = (
     "replicaset-controller",
     "root-ca-certificate-publisher-controller",
     "serviceaccount-controller",
+    "serviceaccount-token-controller",
     "statefulset-controller",
 )
 """None that looks for nodes: it would take the pods from a node that never says that it lives."""
@@ -104,6 +105,18 @@ class ControlPlane:
         answer = self.admin.get(path, params=query)
         assert answer.is_success, f"{path}: {answer.text}"
         return list(answer.json()["items"])
+
+    def create(self, manifest: Object) -> Object:
+        """As `kubectl create` finds the path: by kind and namespace."""
+        group, kind, of = manifest["apiVersion"], manifest["kind"], manifest["metadata"]
+        root = f"/api/{group}" if group == "v1" else f"/apis/{group}"
+        (plural,) = (
+            each["name"]
+            for each in self.ask("GET", root)["resources"]
+            if each["kind"] == kind and "/" not in each["name"]
+        )
+        inside = f"/namespaces/{of['namespace']}" if "namespace" in of else ""
+        return self.apply(f"{root}{inside}/{plural}", manifest)
 
     def patch(self, path: str, change: Mapping[str, Any]) -> Object:
         kind = {"Content-Type": "application/merge-patch+json"}

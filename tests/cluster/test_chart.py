@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +15,15 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from dispatcher import __version__
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from tests.cluster.conftest import Helm
 from tests.cluster.control_plane import ControlPlane, Object
 from tests.cluster.kubelet import NODE, Kubelet, is_ready, path_of, status
+from tests.deploy.release import ROOT
+from tests.kubelet import mount, swap
 from tests.support import free_port, running, wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -215,6 +220,25 @@ def settled(plane: ControlPlane, before: Any) -> dict[str, str]:
     return last
 
 
+def test_token_of_the_guide_may_read_metrics_and_nothing_else(plane: ControlPlane) -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    (text,) = re.findall(r"<!-- picker token -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    namespace = plane.namespace("token")
+    for each in yaml.safe_load_all(text.replace("namespace: llm", f"namespace: {namespace}")):
+        plane.create(each)
+    path = f"/api/v1/namespaces/{namespace}/secrets/picker-metrics"
+    secret = wait_until_sync(
+        lambda: (found := plane.ask("GET", path)) and found.get("data", {}).get("token"),
+        30,
+        what="Kubernetes puts the token into it",
+        every_s=0.1,
+    )
+    user = {"Authorization": f"Bearer {base64.b64decode(secret).decode()}"}
+    assert plane.admin.get("/metrics", headers=user).status_code == 200
+    for refused in ("/logs", f"/api/v1/namespaces/{namespace}/pods"):
+        assert plane.admin.get(refused, headers=user).status_code == 403
+
+
 # The dispatcher beside it.
 
 
@@ -311,9 +335,15 @@ class Beside:
     """A dispatcher of this checkout with the file, and the token, that a pod of the release would have."""
 
     values: Mapping[str, Any]
+    text: Callable[[], str]
+    """Of the release's ConfigMap, with the one address changed."""
     config: Path
     environ: Mapping[str, str]
     http: httpx.Client
+
+    def sync(self) -> None:
+        """Bring the ConfigMap as it is now, as a kubelet does each minute."""
+        swap(self.config.parent, self.text())
 
     def status(self) -> Object:
         with suppress(httpx.TransportError):
@@ -370,11 +400,14 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         },
     )
     helm.install("night", namespace, given)
-    text = plane.ask("GET", f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}")["data"]["config.yaml"]
     host = f"{RELEASE}-valkey.{namespace}.svc:6379"
-    assert host in text
-    config = tmp_path / "config.yaml"
-    config.write_text(text.replace(host, f"127.0.0.1:{queue}"))
+
+    def text() -> str:
+        found = plane.ask("GET", f"/api/v1/namespaces/{namespace}/configmaps/{RELEASE}")
+        assert host in found["data"]["config.yaml"]
+        return str(found["data"]["config.yaml"]).replace(host, f"127.0.0.1:{queue}")
+
+    config = mount(tmp_path / "config", text())
     kubeconfig = plane.kubeconfig("release", plane.token(namespace, RELEASE), namespace)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")}
     environ = {**clean, "KUBECONFIG": str(kubeconfig), "HOME": str(tmp_path)}
@@ -388,7 +421,7 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         run = (sys.executable, "-m", "dispatcher", "run", "--config", config)
         stack.enter_context(running(*run, env=environ, stdout=log, stderr=log, stop_s=30))
         client = httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5, trust_env=False)
-        made = Beside(given, config, environ, stack.enter_context(client))
+        made = Beside(given, text, config, environ, stack.enter_context(client))
         wait_until_sync(made.status, STARTED_S, what="the dispatcher answers /status", every_s=0.2)
         yield made
 
@@ -448,7 +481,7 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     judge(plane, namespace)
 
 
-def test_hooks_ask_through_the_release_and_their_answer_is_helm_s(
+def test_an_upgrade_reaches_what_runs_and_the_hooks_answer_is_helm_s(
     cluster: Cluster, beside: Beside, helm: Helm, node: Kubelet
 ) -> None:
     """`helm test` and the check after an upgrade: pods that were admitted, their commands run for real."""
@@ -471,9 +504,14 @@ def test_hooks_ask_through_the_release_and_their_answer_is_helm_s(
     cluster.start("server", "192.0.2.20")
     beside.wait_for(max_sys=4)
     helm("test", "night", "--namespace", namespace)
-    hooked = {**beside.values, "checkHook": {"enabled": True}, "test": {"deadline": 2}}
-    helm.upgrade("night", namespace, hooked)
+    before = uids(ours(cluster.plane, namespace))
+    changed = {**beside.values["config"], "budget": {"per_endpoint": 4, "reserve": 0.5}}
+    hooked = {"config": changed, "checkHook": {"enabled": True}, "test": {"deadline": 2}}
+    helm.upgrade("night", namespace, {**beside.values, **hooked})
     assert ran == [("submit", False, 0), ("check", True, 0)]
+    assert uids(ours(cluster.plane, namespace)) == before
+    beside.sync()
+    beside.wait_for(reserve=0.5, limit=2, config_problem=None)
 
     # A pool that nobody serves: no answer, and helm says so.
     cluster.plane.ask("DELETE", f"{POOLS.format(namespace)}/qwen")

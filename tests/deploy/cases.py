@@ -67,7 +67,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "observing": {"observe": True, "config": {"log": {"level": "debug"}}},
     "pods-scraped": {
         "monitoring": {
-            "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "30s"}
+            "podMonitor": {
+                "enabled": True,
+                "labels": {"release": "prometheus"},
+                "interval": "30s",
+                "relabelings": [{"targetLabel": "cluster", "replacement": "east"}],
+            }
         },
         "secretFiles": {"admin.token_file": {"secret": "admin", "key": "token"}},
         "config": {"admin": {"port": 9000}},
@@ -79,7 +84,12 @@ CASES: Mapping[str, Mapping[str, Any]] = {
                 "metricRelabelings": [{"action": "labeldrop", "regex": "endpoint"}],
             }
         },
-        "service": {"type": "LoadBalancer", "port": 80, "annotations": {"internal": "true"}},
+        "service": {
+            "type": "LoadBalancer",
+            "port": 80,
+            "labels": {"team": "ml"},
+            "annotations": {"internal": "true"},
+        },
     },
     "rules": {
         "monitoring": {
@@ -147,9 +157,23 @@ CASES: Mapping[str, Mapping[str, Any]] = {
                 "data": {"pool": "{{ .Values.pool.name }}"},
             }
         ],
+        "extraContainers": [
+            {
+                "name": "beside",
+                "image": "beside:1",
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "resources": {"requests": {"memory": "16Mi"}},
+            }
+        ],
         "podAnnotations": {"note": "1"},
         "podLabels": {"team": "ml"},
         "commonLabels": {"cost-center": "a1"},
+        "commonAnnotations": {"owner": "ml"},
+        "test": {"existingSecret": {"name": "producer"}},
         "terminationGracePeriodSeconds": 600,
         "checkHook": {"enabled": True},
         "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
@@ -247,8 +271,19 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     ),
     (
         {"gateway": {"url": "http://a", "headers": {"Authorization": "Bearer x"}}},
-        "gateway.headers: Authorization is a",
+        "give a bearer token by secretFiles (gateway.token_file), else all headers by extraEnv from a Secret",
     ),
+    (
+        {"gateway": {"url": "http://a", "headers": {"X-Api-Key": "x"}}},
+        "gateway.headers: X-Api-Key looks like a secret, which a ConfigMap must not hold: give all headers",
+    ),
+    (
+        {"config": {"signals": {"prometheus": {"url": "http://a", "headers": {"Cookie": "x"}}}}},
+        "(BATCH_DISPATCHER__SIGNALS__PROMETHEUS__HEADERS, a JSON object)",
+    ),
+    ({"imagePullSecrets": ["pull"]}, "/imagePullSecrets/0"),
+    ({"imagePullSecrets": [{"nam": "pull"}]}, "additional properties 'nam'"),
+    ({"extraEnv": ["A=b"]}, "/extraEnv/0"),
     ({"inferenceObjective": {"create": True, "priority": 5}}, "/inferenceObjective/priority"),
     (
         {"gateway": {"url": "http://a", "objective": "batch"}, "inferenceObjective": {"create": True}},
@@ -268,6 +303,10 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     (
         {**CASES["sidecar"], "networkPolicy": {"enabled": True}},
         "networkPolicy.enabled: cannot be had with sidecar",
+    ),
+    (
+        {**CASES["sidecar"], "extraContainers": [{"name": "a"}]},
+        "extraContainers: cannot be had with sidecar",
     ),
     (
         {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},

@@ -35,6 +35,14 @@ COMPONENTS: Mapping[str, Mapping[str, Any]] = {
         "keda": {"enabled": True, "redis": {"address": "redis:6379"}},
         "podDisruptionBudget": {"enabled": False},
     },
+    "keda-password": {
+        "keda": {
+            "enabled": True,
+            "redis": {"address": "redis:6379", "existingSecret": {"name": "batch-dispatcher-queue"}},
+        },
+        "podDisruptionBudget": {"enabled": False},
+    },
+    "objective": {"inferenceObjective": {"create": True, "name": "batch"}},
     "sidecar": {
         "sidecar": {
             "enabled": True,
@@ -45,6 +53,8 @@ COMPONENTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Component → what it is in the chart's values, over BASE."""
+UPON: Mapping[str, str] = {"keda-password": "keda"}
+"""Component → the one that it adds to."""
 
 
 def release(component: str = "", namespace: str = NAMESPACE) -> Release:
@@ -57,9 +67,10 @@ def files() -> Iterator[tuple[str, str]]:
     base = release()
     yield "base/config.yaml", _HEAD + base.config_text()
     yield "base/objects.yaml", _HEAD + "---\n".join(_objects(base, {"ConfigMap"}))
-    ours = {f"{each['kind']} {each['metadata']['name']}" for each in base.objects}
     for component in COMPONENTS:
         made = release(component)
+        below = release(UPON[component]) if component in UPON else base
+        ours = {f"{each['kind']} {each['metadata']['name']}" for each in below.objects}
         if component == "sidecar":
             yield "components/sidecar/config.yaml", _HEAD + made.config_text()
             yield "components/sidecar/patch.yaml", _HEAD + _bare(made.patch())

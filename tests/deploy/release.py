@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "batch-dispatcher"
 KUBERNETES = "1.34.0"
 NAMESPACE = "llm"
-SECRET_URL = "redis://:secret@redis"
-"""What the Secrets of value sets hold."""
+SECRETS = {"__URL": "redis://:secret@redis", "__HEADERS": '{"X-Api-Key": "secret"}', "": "password"}
+"""What the Secrets of value sets hold, by the end of the variable's name."""
 BRIEF = {**os.environ, "GOGC": "off"}
 """For Go programs that end at once: a tenth of their time is the collector's."""
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -65,7 +65,7 @@ class Release:
 
     @property
     def container(self) -> dict[str, Any]:
-        (found,) = self.pod["containers"]
+        (found,) = (each for each in self.pod["containers"] if each["name"] == "dispatcher")
         return dict(found)
 
     def pods(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -98,7 +98,7 @@ def environment(container: Mapping[str, Any]) -> dict[str, str]:
         if "value" in each:
             known[each["name"]] = re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], each["value"])
         else:
-            known[each["name"]] = SECRET_URL if each["name"].endswith("__URL") else "password"
+            known[each["name"]] = next(text for end, text in SECRETS.items() if each["name"].endswith(end))
     return known
 
 

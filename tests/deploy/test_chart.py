@@ -209,6 +209,41 @@ def test_secret_of_the_queue_is_named_and_not_held() -> None:
         assert case(name).all("Secret") == []
 
 
+def test_helm_test_can_be_another_user_of_the_queue() -> None:
+    url = {"name": "BATCH_DISPATCHER__QUEUE__URL"}
+    of_producer = url | {"valueFrom": {"secretKeyRef": {"name": "producer", "key": "url"}}}
+    given = {**CASES["queue-by-secret"], "test": {"existingSecret": {"name": "producer"}}}
+    by_variable = {
+        "config": {"queue": {"url": "redis://redis"}},
+        "extraEnv": [{"name": "A", "value": "b"}, {**url, "value": "redis://:$(A)@redis"}],
+        "test": given["test"],
+    }
+    for values, others in ((given, []), (by_variable, [{"name": "A", "value": "b"}])):
+        release = render(values)
+        (asks,) = release.one("Pod")["spec"]["containers"]
+        assert asks["env"] == [of_producer, *others], "each variable once"
+        assert of_producer not in release.container["env"]
+
+
+def test_labels_and_annotations_of_all_are_on_every_object() -> None:
+    given = {name: {"owner": "ml", "note": "all"} for name in ("commonLabels", "commonAnnotations")}
+    own = {"labels": {"note": "own"}, "annotations": {"note": "own"}}
+    everything: dict[str, Any] = {"monitoring": {"podMonitor": {"enabled": True}}}
+    for name in ("fenced", "rules", "scaled", "objective", "more-of-everything"):
+        everything = {**everything, **CASES[name]}
+    everything["monitoring"]["dashboard"] = {"enabled": True, **own}
+    release = render({**everything, **given, "service": own, "extraObjects": []})
+    assert {"Job", "Pod", "NetworkPolicy", "PrometheusRule", "ScaledObject"} < set(release.kinds)
+    assert "helm.sh/hook" in release.one("Job")["metadata"]["annotations"]
+    for each in release.objects:
+        of, mine = each["metadata"], each["metadata"]["name"].endswith("-dashboard") or (
+            each["kind"] == "Service" and not each["metadata"]["name"].endswith("-valkey")
+        )  # fmt: skip
+        for place in ("labels", "annotations"):
+            assert of[place].items() >= {"owner": "ml", "note": "own" if mine else "all"}.items(), each
+    assert release.text.count("owner: ml") == 2 * len(release.objects) + len(list(release.pods())) - 1
+
+
 # ── what it names exists in the program ──
 
 
@@ -256,7 +291,7 @@ def test_commands_that_pods_run_exist() -> None:
     for name in EVERY:
         for where, pod in case(name).pods():
             for each in pod["spec"]["containers"]:
-                if each["name"] == "valkey":
+                if each["name"] in {"valkey", "beside"}:
                     continue
                 verb, *rest = each["args"]
                 ran.add(verb)
@@ -572,6 +607,45 @@ def test_rules_are_otherwise_those_of_the_files() -> None:
     assert (refusals["for"], refusals["labels"]) == ("10m", {"severity": "info"})
     assert refusals["annotations"]["runbook_url"] == "https://wiki/runbook.md#batchdispatcherrefusals"
     assert "[2d]" in found["BatchDispatcherDown"]["expr"]
+
+
+def test_plain_scrape_of_the_guide_takes_the_dispatcher_s_port_and_no_other(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    (text,) = re.findall(r"<!-- scrape -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    shutil.copy(FILES / "rules.yaml", tmp_path / "batch-dispatcher-rules.yaml")
+    found = "kubernetes_sd_configs: [{role: pod}]"  # Debian's is built without
+    assert found in text
+    (tmp_path / "prometheus.yaml").write_text(text.replace(found, "static_configs: []"))
+    check = [require_tool("promtool"), "check", "config", tmp_path / "prometheus.yaml"]
+    done = subprocess.run(check, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (job,) = yaml.safe_load(text)["scrape_configs"]
+    asked = re.findall(r'job=~"(.+?)"', (FILES / "rules.yaml").read_text())
+    assert asked
+    assert all(re.fullmatch(each, job["job_name"]) for each in asked)
+    taken = [
+        (where, found["namespace"])
+        for name in ("more-of-everything", "pods-scraped", "queue-of-ours")
+        for where, pod in case(name).pods()
+        for container in pod["spec"]["containers"]
+        for port in container.get("ports", [{"name": ""}])
+        if (found := scraped(job, pod["metadata"]["labels"], port["name"]))
+    ]
+    assert taken == [("Deployment night-batch-dispatcher", "llm")] * 3
+
+
+def scraped(job: Mapping[str, Any], labels: Mapping[str, str], port: str) -> dict[str, str]:
+    """The labels of the target that a port of a pod becomes; none where it is left out."""
+    found = {"__meta_kubernetes_namespace": "llm", "__meta_kubernetes_pod_name": "a"}
+    found |= {"__meta_kubernetes_pod_container_port_name": port}
+    found |= {f"__meta_kubernetes_pod_label_{re.sub('[^a-zA-Z0-9_]', '_', of)}": labels[of] for of in labels}
+    for rule in job["relabel_configs"]:
+        value = ";".join(found.get(each, "") for each in rule["source_labels"])
+        if rule.get("action", "replace") == "replace":
+            found[rule["target_label"]] = value
+        elif not re.fullmatch(rule["regex"], value):
+            return {}
+    return found
 
 
 def test_dashboard_leads_to_the_same_runbook() -> None:

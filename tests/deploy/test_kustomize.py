@@ -16,7 +16,7 @@ import yaml
 
 from dispatcher import __version__
 from tests.deploy.conformity import KUBERNETES, faults
-from tests.deploy.kustomization import COMPONENTS, KUSTOMIZE, NAME, files
+from tests.deploy.kustomization import COMPONENTS, KUSTOMIZE, NAME, UPON, files
 from tests.deploy.kustomization import release as of_chart
 from tests.deploy.release import ROOT, Release
 from tests.deploy.test_chart import PICKER
@@ -63,11 +63,12 @@ def test_files_are_what_the_chart_makes_of_them() -> None:
 
 @pytest.mark.parametrize("component", ["", *(name for name in COMPONENTS if name != "sidecar")])
 def test_build_is_the_chart_s(component: str, tmp_path: Path) -> None:
-    built = assembled(tmp_path, *filter(None, [component]))
+    built = assembled(tmp_path, *filter(None, [UPON.get(component), component]))
     chart = of_chart(component, NAMESPACE)
     assert same(built) == same(chart)
     ours, theirs = built.settings(), chart.settings()
-    assert ours.model_copy(update={"pool": theirs.pool, "queue": theirs.queue}) == theirs
+    of_chart_alone = {"pool", "queue"} | ({"gateway"} if component == "objective" else set())
+    assert ours.model_copy(update={name: getattr(theirs, name) for name in of_chart_alone}) == theirs
     assert ours.queue.url.reveal() == theirs.queue.url.reveal().replace(f".{NAMESPACE}.svc", "")
     assert ours.pool.name == theirs.pool.name
 
@@ -112,7 +113,8 @@ def labels_of(spec: Any) -> Iterator[dict[str, Any]]:
 
 def test_every_build_is_valid_for_the_oldest_and_the_newest_kubernetes(tmp_path: Path, schemas: Path) -> None:
     texts = [overlay(each).text for each in ("dev", "production")]
-    texts.append(assembled(tmp_path, "valkey", "monitoring", "network-policy", "keda").text)
+    every = (name for name in COMPONENTS if name != "sidecar")
+    texts.append(assembled(tmp_path, *every).text)
     text = "\n---\n".join(texts)
     assert [
         fault for version in (KUBERNETES[0], KUBERNETES[-1]) for fault in faults(text, version, schemas)
@@ -139,18 +141,26 @@ def test_overlays_are_what_they_say() -> None:
     assert production.deployment["spec"]["replicas"] == 2
     assert production.container["image"] == f"registry.example/batch-dispatcher:{__version__}"
     assert {"NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "PrometheusRule"} < set(production.kinds)
+    objective, settings = production.one("InferenceObjective"), production.settings()
+    assert objective["metadata"]["name"] == settings.gateway.objective
+    assert objective["metadata"]["namespace"] == settings.pool.namespace
+    assert objective["spec"]["poolRef"]["name"] == settings.pool.name
+    assert objective["spec"]["priority"] < 0
 
 
 def test_second_pool_of_a_namespace_has_names_and_pods_of_its_own(tmp_path: Path) -> None:
     pair = {"app.kubernetes.io/instance": "qwen"}
     fields = [{"kind": "PodMonitor", "path": "spec/selector/matchLabels", "create": True}]
-    everything = ("valkey", "monitoring", "network-policy", "keda")
+    everything = [name for name in COMPONENTS if name != "sidecar"]
     labels = [{"pairs": pair, "includeSelectors": True, "fields": fields}]
     release = assembled(tmp_path, *everything, nameSuffix="-qwen", labels=labels)
     assert {each["metadata"]["name"].endswith("-qwen") for each in release.objects} == {True}
     assert release.settings().queue.url.reveal() == "redis://batch-dispatcher-valkey-qwen:6379"
     assert release.pod["serviceAccountName"] == "batch-dispatcher-qwen"
-    assert release.one("ScaledObject")["spec"]["scaleTargetRef"]["name"] == "batch-dispatcher-qwen"
+    scaled = release.one("ScaledObject")["spec"]
+    assert scaled["scaleTargetRef"]["name"] == "batch-dispatcher-qwen"
+    named = {each["authenticationRef"]["name"] for each in scaled["triggers"]}
+    assert named == {release.one("TriggerAuthentication")["metadata"]["name"]}
     for each in release.objects:
         for selector in filter(None, (each.get("spec", {}).get(key) for key in ("selector", "podSelector"))):
             assert selector.get("matchLabels", selector).items() >= pair.items(), each["kind"]

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from dispatcher.queue.connect import connect
 from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths, parse
+from dispatcher.settings.values import secret_name
 from tests.deploy.cases import BASIC, CASES, REFUSED
 from tests.deploy.release import CHART, ROOT, helm, render
 from tests.support import require_tool
@@ -45,6 +47,29 @@ def test_everything_wrong_is_said_at_once() -> None:
         "- config.retry.max_s",
         "- config.budget.upper",
     ]
+
+
+def test_lint_says_what_is_wrong_once() -> None:
+    told = helm("lint").stderr
+    assert [told.count(each) for each in ("- pool.name: is required", "- gateway.url: is required")] == [1, 1]
+
+
+def test_header_that_the_program_would_mask_comes_from_a_secret_or_not_at_all() -> None:
+    secret = ("Authorization", "Proxy-Authorization", "Cookie", "api-key", "ApiKey", "X-Auth-Token",
+              "Ocp-Apim-Subscription-Key", "X-Client-Secret", "x_password")  # fmt: skip
+    others = ("Host", "X-Route", "X-Scope-OrgID")
+    assert {name for name in (*secret, *others) if secret_name(name)} == set(secret)
+    for names, wanted in (((*secret, *others), set(secret)), (others, set())):
+        gateway = {"url": "http://gateway", "headers": dict.fromkeys(names, "hunter2")}
+        told = helm("template", "night", values={**BASIC, "gateway": gateway}).stderr
+        assert set(re.findall(r"gateway\.headers: (\S+) looks like a secret", told)) == wanted
+        assert "hunter2" not in told
+
+
+def test_headers_from_a_secret_reach_the_program() -> None:
+    variable = {"name": "BATCH_DISPATCHER__GATEWAY__HEADERS", "value": '{"X-Api-Key": "hunter2"}'}
+    release = render({"gateway": {"url": "http://a", "headers": {"X-Odd": "1"}}, "extraEnv": [variable]})
+    assert release.settings().gateway.headers == {"X-Api-Key": "hunter2"}, "all of them, or none"
 
 
 def test_a_secret_in_the_wrong_place_is_not_repeated() -> None:
@@ -137,7 +162,7 @@ def test_lists_and_maps_can_be_taken_out() -> None:
         "podLabels",
         "strategy",
     )
-    lists = ("tolerations", "extraEnv", "extraVolumes", "extraObjects", "imagePullSecrets")
+    lists = ("tolerations", "extraEnv", "extraVolumes", "extraObjects", "extraContainers", "imagePullSecrets")
     release = render(dict.fromkeys((*maps, *lists)) | {"podSecurityContext": {"runAsUser": None}})
     assert release.settings() == render({}).settings()
     assert "runAsUser" not in release.pod["securityContext"]
@@ -168,9 +193,20 @@ def upward(path: str) -> Iterator[str]:
 def test_value_sets_of_the_guide_render() -> None:
     page = (ROOT / "docs" / "install.md").read_text()
     found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(found) == page.count("<!-- values -->") == 9
+    assert len(found) == page.count("<!-- values -->") == 11
     for text in found:
         assert render(yaml.safe_load(text)).settings()
+
+
+def test_urls_of_the_guide_are_the_program_s() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    urls = re.findall(r"`(rediss?(?:\+\w+)?://USER:PASSWORD@[^`]+)`", page)
+    assert {url.partition(":")[0] for url in urls} == {"rediss", "redis+sentinel", "redis+cluster"}
+    for url in urls:
+        found = parse(json.dumps(BASIC), {"BATCH_DISPATCHER__QUEUE__URL": url})
+        assert isinstance(found, Settings), found
+        assert found.queue.url.credentials == ("USER", "PASSWORD")
+        assert connect(url), "a client, which connects when it is first used"
 
 
 def test_values_that_the_guide_names_exist() -> None:

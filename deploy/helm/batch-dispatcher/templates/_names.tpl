@@ -62,15 +62,21 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- end }}
 {{- end -}}
 
-{{- define "batch-dispatcher.labels" -}}
+{{/* list: the root, the component, labels and annotations of its own. What every object has in its metadata. */}}
+{{- define "batch-dispatcher.about" -}}
 {{- $root := index . 0 -}}
-helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 }}
-{{ include "batch-dispatcher.selector" . }}
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-app.kubernetes.io/part-of: batch-dispatcher
-{{- with $root.Values.commonLabels }}
-{{ toYaml . }}
+{{- $own := concat . (list dict dict) -}}
+labels:
+  helm.sh/chart: {{ printf "%s-%s" $root.Chart.Name $root.Chart.Version | replace "+" "_" | trunc 63 }}
+  {{- include "batch-dispatcher.selector" . | nindent 2 }}
+  app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+  app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+  app.kubernetes.io/part-of: batch-dispatcher
+  {{- with mergeOverwrite dict (default dict $root.Values.commonLabels) (default dict (index $own 2)) }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- with mergeOverwrite dict (default dict $root.Values.commonAnnotations) (default dict (index $own 3)) }}
+annotations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end -}}
 

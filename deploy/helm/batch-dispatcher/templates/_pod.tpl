@@ -1,20 +1,31 @@
 {{/* What every pod that runs our program has: environment, files, rights. */}}
 
+{{/* list: the root, a Secret with another URL of the queue */}}
 {{- define "batch-dispatcher.env" -}}
-{{- if .Values.redis.existingSecret.name }}
-- name: BATCH_DISPATCHER__QUEUE__URL
+{{- $queue := "BATCH_DISPATCHER__QUEUE__URL" -}}
+{{- $other := index (append . dict) 1 -}}
+{{- with index . 0 -}}
+{{- if $other.name }}
+- name: {{ $queue }}
+  valueFrom:
+    secretKeyRef: {{ dict "name" $other.name "key" $other.key | toJson }}
+{{- else if .Values.redis.existingSecret.name }}
+- name: {{ $queue }}
   valueFrom:
     secretKeyRef: {{ dict "name" .Values.redis.existingSecret.name "key" .Values.redis.existingSecret.key | toJson }}
 {{- else if and (include "batch-dispatcher.ownQueue" .) .Values.valkey.existingSecret.name }}
 - name: VALKEY_PASSWORD
   valueFrom:
     secretKeyRef: {{ dict "name" .Values.valkey.existingSecret.name "key" .Values.valkey.existingSecret.key | toJson }}
-- name: BATCH_DISPATCHER__QUEUE__URL
+- name: {{ $queue }}
   value: redis://:$(VALKEY_PASSWORD)@{{ include "batch-dispatcher.ownQueueHost" . }}:6379
 {{- end }}
-{{- with .Values.extraEnv }}
-{{ toYaml . }}
+{{- range .Values.extraEnv }}
+{{- if not (and $other.name (eq .name $queue)) }}
+{{ list . | toYaml }}
 {{- end }}
+{{- end }}
+{{- end -}}
 {{- end -}}
 
 {{/* Directories, never subPath: only there does the kubelet put what has changed. */}}
@@ -59,7 +70,7 @@
 {{/* The dispatcher's container, but for readiness, which is the pod's affair. */}}
 {{- define "batch-dispatcher.dispatcher" -}}
 name: dispatcher
-{{ include "batch-dispatcher.container" . }}
+{{ include "batch-dispatcher.container" (list .) }}
 args: [run, --config, /etc/batch-dispatcher/config/config.yaml{{ if .Values.observe }}, --observe{{ end }}]
 ports:
   - name: admin
@@ -76,17 +87,20 @@ resources: {{- toYaml .Values.resources | nindent 2 }}
 {{- else -}}{{ .Values.terminationGracePeriodSeconds }}{{- end -}}
 {{- end -}}
 
-{{/* Of a container: image, environment, mounts. */}}
+{{/* list: as of env. Of a container: image, environment, mounts. */}}
 {{- define "batch-dispatcher.container" -}}
+{{- $env := include "batch-dispatcher.env" . | trim -}}
+{{- with index . 0 -}}
 image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- /* in another's pod nothing of the pod's own context is ours */}}
 {{- $ofPod := ternary (omit (default dict .Values.podSecurityContext) "fsGroup") dict .Values.sidecar.enabled }}
 securityContext: {{- merge (deepCopy (default dict .Values.securityContext)) $ofPod | toYaml | nindent 2 }}
-{{- with include "batch-dispatcher.env" . | trim }}
+{{- with $env }}
 env: {{- . | nindent 2 }}
 {{- end }}
 volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
+{{- end -}}
 {{- end -}}
 
 {{/* list: the root, whether it asks Kubernetes. Of a pod, beside its containers. */}}

@@ -1,8 +1,12 @@
-{{/* What no schema can say: all of it at once, each a sentence that says what to do. */}}
+{{/* What no schema can say: all of it at once, each a sentence that says what to do. Whoever comes first tells it:
+     `helm lint` goes on after a failure, and would tell it once for each template. */}}
 {{- define "batch-dispatcher.validate" -}}
+{{- if not (hasKey . "Judged") -}}
+{{- $_ := set . "Judged" true -}}
 {{- $wrong := list -}}
 {{- $config := .Values.config -}}
-{{- $defaults := (.Files.Get "files/settings.json" | fromJson).defaults -}}
+{{- $facts := .Files.Get "files/settings.json" | fromJson -}}
+{{- $defaults := $facts.defaults -}}
 {{- if not .Values.pool.name -}}
 {{- $wrong = append $wrong "pool.name: is required: the name of your InferencePool (--set pool.name=NAME)" -}}
 {{- end -}}
@@ -59,8 +63,10 @@
 {{- end -}}
 {{- range $where, $headers := dict "gateway" (default dict .Values.gateway.headers) "config.signals.prometheus" (dig "signals" "prometheus" "headers" dict $config) -}}
 {{- range $name, $_ := $headers -}}
-{{- if has (lower $name) (list "authorization" "cookie" "proxy-authorization") -}}
-{{- $wrong = append $wrong (printf "%s.headers: %s is a secret, which a ConfigMap must not hold: use secretFiles (%s.token_file)" $where $name (trimPrefix "config." $where)) -}}
+{{- if regexMatch (printf "(?i:%s)" $facts.secret_name) $name -}}
+{{- $setting := trimPrefix "config." $where -}}
+{{- $file := ternary (printf "a bearer token by secretFiles (%s.token_file), else " $setting) "" (eq (lower $name) "authorization") -}}
+{{- $wrong = append $wrong (printf "%s.headers: %s looks like a secret, which a ConfigMap must not hold: give %sall headers by extraEnv from a Secret (BATCH_DISPATCHER__%s__HEADERS, a JSON object)" $where $name $file ($setting | upper | replace "." "__")) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -145,8 +151,12 @@
 {{- $wrong = append $wrong (printf "%s.enabled: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- if .Values.extraContainers -}}
+{{- $wrong = append $wrong "extraContainers: cannot be had with sidecar.enabled: the pods are the endpoint picker's" -}}
+{{- end -}}
 {{- end -}}
 {{- if $wrong -}}
 {{- fail (printf "the values are wrong:\n- %s\n" (join "\n- " $wrong)) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
