@@ -8,7 +8,7 @@ idea of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -412,8 +412,11 @@ class Forwarded:
 class Gateway(Protocol):
     """The inference gateway: one try of one request."""
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
-        """Try once. `deadline`: loop time at which the try ends, whatever happens.
+    async def forward(
+        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = ...
+    ) -> Forwarded:
+        """Try once. `deadline`: loop time at which the try ends, whatever happens. `may_send`: asked right
+        before the first byte of each sending leaves, for it may be long until then; else it is Unsent.
 
         Never raises for what a network or a server can do: that is an Outcome. Cancelling it closes the
         connection, which is the gateway's cue to stop.

@@ -65,6 +65,11 @@ _M_MMAP_THRESHOLD = -3
 """Of glibc's malloc.h."""
 
 
+def _seconds_since_boot() -> float:
+    """Those that the machine slept included, where the system counts them."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 class Service:
     """One dispatcher process for one pool."""
 
@@ -84,7 +89,10 @@ class Service:
         self.journal = Journal(self.metrics)
         self._poll: Poll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
-        self.dispatcher = Dispatcher(queue, gateway, self.limiter, _options(settings, observe), self.journal)
+        options = _options(settings, observe)
+        self.dispatcher = Dispatcher(
+            queue, gateway, self.limiter, options, self.journal, clock=_seconds_since_boot
+        )
         self.poller = Poller(
             sources(settings),
             settings.signals,
@@ -435,6 +443,7 @@ def _options(settings: Settings, observe: bool) -> Options:
         lease_s=settings.queue.lease_s,
         owner_timeout_s=settings.queue.timeout_s(),
         max_payload_bytes=settings.queue.max_payload_bytes,
+        gateway=f"{settings.gateway.url.bare}{settings.gateway.path}",
         tenant_from=settings.gateway.fairness_from,
         observe=observe,
     )

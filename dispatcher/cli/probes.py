@@ -207,7 +207,7 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
     try:
         async with asyncio.timeout(ANSWER_S):
             writer.write(_get(settings, f"{host}:{port}" if parts.port else host, path))
-            status, start = await _answer(reader)
+            status, start, allow = await _answer(reader)
     except TimeoutError:
         what = f"{host}:{port} accepted the connection; GET {path} was not answered within {ANSWER_S:g} s"
         return [Slow("warning", where, what, "gateway.url: its port, and http or https; else it is slow")]
@@ -218,11 +218,14 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
         writer.transport.abort()
     kind = "TCP" if tls is None else "TLS"
     what = f"connected ({kind}); GET {path} was answered {status}"
-    return [_judged(where, what, status, start, plain=tls is None)]
+    return [_judged(where, what, status, start, allow, plain=tls is None)]
 
 
-def _judged(where: str, what: str, status: int, start: bytes, *, plain: bool) -> Finding:
-    """The dispatcher takes these for an unreachable gateway; anything else shows that a route is there."""
+def _judged(where: str, what: str, status: int, start: bytes, allow: str, *, plain: bool) -> Finding:
+    """The dispatcher takes these for an unreachable gateway; anything else shows that a route is there.
+
+    A 405 does too, for who takes POST alone answers a GET so; unless it says that it takes no POST.
+    """
     if status in (401, 403, 407):
         return Finding("failed", where, f"{what}: it does not accept our credentials", "gateway.token_file")
     if status == 400 and plain and b"HTTPS" in start.upper():  # as nginx and Go's servers put it
@@ -233,6 +236,10 @@ def _judged(where: str, what: str, status: int, start: bytes, *, plain: bool) ->
     if status == 404 and not start:
         hint = "gateway.path, the HTTPRoute, or a Host in gateway.headers"
         return Finding("failed", where, f"{what} with an empty body: it has no such route", hint)
+    if status == 404 or (status == 405 and allow and "POST" not in allow.upper()):
+        took = "has nothing at this path" if status == 404 else f"takes {allow[:40]!r} there, and no POST"
+        hint = "gateway.url, gateway.path"
+        return Finding("failed", where, f"{what}: it {took}, and may be no inference gateway", hint)
     if 300 <= status < 400:
         return Finding("warning", where, f"{what}: redirects are not followed", where)
     if status >= 500:
@@ -255,17 +262,19 @@ def _get(settings: Settings, host: str, path: str) -> bytes:
     return "\r\n".join(lines).encode("latin-1")
 
 
-async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """The status, and how the body begins. Raises ValueError for what is not HTTP."""
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, bytes, str]:
+    """Status, how the body begins, the methods that are allowed. Raises ValueError for what is not HTTP."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     match = re.match(r"HTTP/1\.[01] (\d{3})\b", head)
     if match is None:
         raise ValueError("its first line is none of HTTP/1")
+    allowed = re.search(r"^allow: *(.*?) *\r?$", head, re.IGNORECASE | re.MULTILINE)
+    status, allow = int(match[1]), "" if allowed is None else allowed[1]
     length = re.search(r"^content-length: *(\d+)", head, re.IGNORECASE | re.MULTILINE)
     if length is not None:
-        return int(match[1]), await reader.read(min(int(length[1]), BEGINNING_BYTES))
+        return status, await reader.read(min(int(length[1]), BEGINNING_BYTES)), allow
     start = await reader.read(BEGINNING_BYTES)
-    return int(match[1]), b"" if start.startswith(b"0\r\n") else start  # the empty last chunk
+    return status, b"" if start.startswith(b"0\r\n") else start, allow  # the empty last chunk
 
 
 # The queue.

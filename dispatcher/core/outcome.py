@@ -86,7 +86,12 @@ class Expired:
     """The deadline passed before or during the try."""
 
 
-Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | Expired
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Its lease may be another's by now: nothing was sent, or not again."""
+
+
+Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | Expired | Unsent
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +189,8 @@ def after(
             retry = Retry(_again(refusals, policy), refusal=True)
         case Unreachable():
             retry = Retry(outcome.rest_s, undelivered=True)
+        case Unsent():
+            retry = Retry(undelivered=True)
         case _:
             assert_never(outcome)
     left = deadline - now

@@ -41,6 +41,8 @@ PREFIXES_NOT_PASSED_ON = (
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_ID = "x-llm-d-inference-fairness-id"
 
+ENDPOINT_MOST = 2048
+
 _PATH = re.compile(r"(?:/[A-Za-z0-9\-._~!$&'()*+,=:]+)+/?")
 _VISIBLE = re.compile(r"[!-~]+")
 _TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
@@ -67,7 +69,7 @@ class Route:
 
     def __init__(self, options: RouteOptions, *, user_agent: str) -> None:
         self._path = options.path
-        self._allowed = re.compile("|".join(map(_pattern, options.allowed_paths)) or r"(?!)")
+        self._allowed = [tuple(path.split("*")) for path in options.allowed_paths]
         self._fairness_from = options.fairness_from
         chosen = {name.lower(): value for name, value in options.headers.items()}
         if options.objective:
@@ -89,9 +91,11 @@ class Route:
         """
         if not endpoint or endpoint == self._path:
             return self._path
+        if len(endpoint) > ENDPOINT_MOST:
+            return Refused(f"data.endpoint: longer than {ENDPOINT_MOST} characters")
         if not _PATH.fullmatch(endpoint) or not {".", ".."}.isdisjoint(endpoint.split("/")):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not a plain path")
-        if not self._allowed.fullmatch(endpoint):
+        if not any(_fits(endpoint, pattern) for pattern in self._allowed):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not among gateway.allowed_paths")
         return endpoint
 
@@ -142,9 +146,24 @@ def trace_of(request: Request) -> tuple[str, str]:
     return trace, state if _TRACESTATE.fullmatch(state) else ""
 
 
-def _pattern(path: str) -> str:
-    """`*` stands for any characters, all else for itself."""
-    return ".*".join(map(re.escape, path.split("*")))
+def _fits(path: str, pattern: Sequence[str]) -> bool:
+    """Whether a path is these texts in this order, with any characters between them.
+
+    Each text is taken where it is found first: a later place would leave less room for those that follow. So
+    each character is looked at once, however many `*` there are.
+    """
+    if len(pattern) == 1:
+        return path == pattern[0]
+    first, *between, last = pattern
+    at, end = len(first), len(path) - len(last)
+    if at > end or not path.startswith(first) or not path.endswith(last):
+        return False
+    for text in between:
+        found = path.find(text, at, end)
+        if found < 0:
+            return False
+        at = found + len(text)
+    return True
 
 
 def _header_safe(value: str) -> str:

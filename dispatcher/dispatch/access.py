@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
+from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch.holding import Held
 from dispatcher.ports import Claimed, Counts, Overload, Permit, Queue, QueueUnavailableError, Renewed, Shared
 from dispatcher.telemetry.events import Event, emit
@@ -44,8 +45,11 @@ class Access:
     markers cannot be read.
     """
 
-    def __init__(self, queue: Queue, limiter: Limiter) -> None:
+    def __init__(self, queue: Queue, limiter: Limiter, tenure: Tenure, clock: Callable[[], float]) -> None:
         self.queue = queue
+        self.tenure = tenure
+        self.clock = clock
+        """The clock of `tenure`, which goes on while the machine sleeps."""
         self.view = View()
         self.wake = asyncio.Event()
         self.robbed = asyncio.Event()
@@ -123,6 +127,14 @@ class Access:
     def _tell_problem(self) -> None:
         self.view.problem = self._problem
         self._limiter.queue(self.view.problem, now())
+
+    def heard(self, asked_at: float) -> None:
+        """A call that shows that we live, asked at `asked_at`, has just been answered."""
+        self.tenure.heard(asked_at, self.clock())
+
+    def ours(self, held: Held) -> bool:
+        """Whether its lease is surely still ours, so that its request may be sent."""
+        return self.tenure.holds(held.confirmed_at, self.clock())
 
     def found_work(self) -> None:
         self.work = True

@@ -31,6 +31,8 @@ class Held:
     answered_at: float | None = None
     """When its try ended; None: it was not tried, or its try was cut."""
     claimed_at: float = 0.0
+    confirmed_at: float = 0.0
+    """When the newest call was asked that told it to be ours, by the clock of `Tenure`."""
     trail: Trail | None = None
     """What is traced of it; None: nothing."""
 
@@ -61,8 +63,9 @@ class Holding:
     def at_gateway(self) -> list[Held]:
         return list(self._running.values())
 
-    def add(self, lease: Lease, *, probe: bool) -> Held:
-        held = self._by_token[lease.token] = Held(lease, probe, claimed_at=asyncio.get_running_loop().time())
+    def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> Held:
+        held = self._by_token[lease.token] = Held(lease, probe, confirmed_at=confirmed_at)
+        held.claimed_at = asyncio.get_running_loop().time()
         return held
 
     def started(self, held: Held, task: asyncio.Task[None]) -> None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +40,9 @@ from dispatcher.core.outcome import (
     after_losses,
 )
 from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
+from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, View, now, withheld
 from dispatcher.dispatch.endings import Ending
@@ -87,7 +89,9 @@ class Dispatcher:
         options: Options,
         journal: Journal,
         rand: random.Random | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """`clock`: seconds that go on while the machine sleeps; without one, those of the loop."""
         self.limiter = limiter
         self.turned_at = 0.0
         """When the loop last turned."""
@@ -98,9 +102,12 @@ class Dispatcher:
         self._random = rand or random.Random()
         self._tenants = Tenants()
         self._bounces = Bounces()
+        self._stranger = Stranger()
         self._suspects = Suspects()
         self._holding = Holding()
-        self._access = Access(queue, limiter)
+        self._tenure = Tenure(options.lease_s, options.owner_timeout_s)
+        self._clock = clock or now
+        self._access = Access(queue, limiter, self._tenure, self._clock)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
@@ -110,6 +117,8 @@ class Dispatcher:
         """The reading and the limit by which it was free: while the gate is open it changes with either."""
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
+        self._asked_at = self._probe_asked_at = 0.0
+        """When it was asked for the first time."""
         self._others_wait = False
         """The newest claim or probe left some to be claimed."""
         self._stop = asyncio.Event()
@@ -146,7 +155,10 @@ class Dispatcher:
         self._holding.stir()
 
     def reconfigure(self, options: Options) -> None:
+        if options.gateway != self._options.gateway:
+            self._stranger = Stranger()
         self._options = self._upkeep.options = options
+        self._tenure.lease_s, self._tenure.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
     def poke(self) -> None:
         """Something that the allowance depends on has changed."""
@@ -224,21 +236,22 @@ class Dispatcher:
             if free <= 0 or not self._access.work:
                 return
             suspects = self._suspects.room(self._holding.suspects, now())
-            self._nonce = self._nonce or secrets.token_hex(8)
-            asked_at = now()
+            if not self._nonce:
+                self._nonce, self._asked_at = secrets.token_hex(8), self._clock()
             permit = permit_of(allowance, self._options)
             claim = self._queue.claim(free, self._nonce, permit, suspects=suspects)
             claimed = await self._access.ask("claim", claim)
             if claimed is None:
                 return
             self._nonce = ""
+            self._access.heard(self._asked_at)
             self._access.learn(claimed)
             self.limiter.withheld(withheld(claimed, permit))
             self._others_wait = claimed.waiting > 0
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
-                await self._start(claimed.leases, asked_at)
+                await self._start(claimed.leases, self._asked_at)
             elif not again:
                 return
 
@@ -246,18 +259,20 @@ class Dispatcher:
         """One request to see whether the gateway is back; no other replica probes meanwhile."""
         if any(held.probe for held in self._holding):
             return
-        self._probe_nonce = self._probe_nonce or secrets.token_hex(8)
-        asked_at = now()
+        if not self._probe_nonce:
+            self._probe_nonce, self._probe_asked_at = secrets.token_hex(8), self._clock()
+        asked_at = self._probe_asked_at
         claimed = await self._access.ask("probe", self._queue.probe(self._probe_nonce))
         if claimed is not None:
             self._probe_nonce = ""
+            self._access.heard(asked_at)
             self._access.learn(claimed)
             self._others_wait = claimed.waiting > 0
             if self._others_wait and claimed.leases:
                 (lease,) = claimed.leases
                 rest_s = self._bounces.rest_s(lease.entry, now())
                 if rest_s > 0:  # it has probed before: let another one, at once
-                    self._holding.add(lease, probe=True)
+                    self._holding.add(lease, asked_at, probe=True)
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
             await self._start(claimed.leases, asked_at, probe=True)
@@ -267,7 +282,7 @@ class Dispatcher:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
         ready: list[tuple[Held, Request]] = []
         for lease in leases:
-            held = self._holding.add(lease, probe=probe)
+            held = self._holding.add(lease, asked_at, probe=probe)
             parsed = parse(lease.member, max_payload_bytes=self._options.max_payload_bytes)
             if isinstance(parsed, Rejection):
                 self._finish(endings.rejected(lease, parsed))
@@ -284,14 +299,12 @@ class Dispatcher:
                     held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
         cancelled = await self._access.cancelled([held for held, _ in ready])
-        # What happened meanwhile counts: a refusal since the claim closes the gate for these too, and if we
-        # stood still for so long that we may have been taken for dead, they may be another's.
-        is_ours = now() - asked_at < self._options.owner_timeout_s
-        is_open = (probe or not self.allowance().reason.closed) and is_ours and not self._stop.is_set()
+        # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
+        is_open = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
         for (held, request), gone in zip(ready, cancelled, strict=True):
             if gone:
                 self._finish(endings.cancelled(held.lease, request))
-            elif gone is None or not is_open:
+            elif gone is None or not is_open or not self._access.ours(held):
                 self._finish(endings.returned(held.lease))
             elif (rest_s := self._tenants.rest_s(self._tenant(request), now())) > 0:
                 self._finish(endings.returned(held.lease, after_s=rest_s))
@@ -309,7 +322,8 @@ class Dispatcher:
         self._journal.sent(held, request, self._queue.unix_now())
         try:
             deadline = started + request.deadline - self._queue.unix_now()
-            forwarded = await self._gateway.forward(request, deadline=deadline)
+            ours = partial(self._access.ours, held)
+            forwarded = await self._gateway.forward(request, deadline=deadline, may_send=ours)
         except asyncio.CancelledError:
             self.limiter.answered(lease.token, now())
             if held.cut is None:
@@ -342,7 +356,7 @@ class Dispatcher:
 
     def _gateway_seen(self, entry: int, request: Request, forwarded: Forwarded) -> Outcome:
         """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
-        outcome, at, sent_at = forwarded.outcome, forwarded.ended_at, forwarded.sent_at
+        outcome, at, sent_at = self._stranger.judged(forwarded.outcome), forwarded.ended_at, forwarded.sent_at
         limiter, tenant = self.limiter, self._tenant(request)
         match outcome:
             case Overloaded():
@@ -380,7 +394,7 @@ class Dispatcher:
                 limiter.unreachable(at, outcome.why)
                 self._without_gateway()
             case _:
-                pass  # no answer: it says nothing of the gateway
+                pass  # not sent, or no answer: it says nothing of the gateway
         self._tenants.ended(tenant)
         return outcome
 

@@ -15,6 +15,8 @@ class Options:
     lease_s: float = 30.0
     owner_timeout_s: float = 5.0
     max_payload_bytes: int = 16 << 20
+    gateway: str = ""
+    """Where requests go; at another address a stranger answers."""
     tenant_from: str = ""
     """The metadata attribute that names a request's tenant."""
     observe: bool = False

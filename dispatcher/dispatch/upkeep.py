@@ -56,7 +56,7 @@ class Upkeep:
         """First of all, what owners left that are proven gone: before we count, or what they lost would lower
         our limit until a second reading, though the first has no request of theirs."""
         if not self.options.observe:
-            self._tell(await self._access.ask("sweep", self._queue.sweep()))
+            self._tell(await self._swept())
 
     def start(self, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
         duties = [self._watch, self._look_ahead]
@@ -88,6 +88,7 @@ class Upkeep:
             permit, overload = self._permit, self._overload
             if permit is None:  # nothing was read yet: older than all that others may have read
                 permit = Permit(limit=0, read_at=0.0, lost=0, retry_after_max_s=self.options.retry.max_s)
+            asked_at = self._access.clock()
             told = await self._access.ask("share", self._queue.share(permit, overload))
             if told is None:
                 await asyncio.sleep(self._access.pause_s)
@@ -97,6 +98,7 @@ class Upkeep:
                 self._overload = None
             else:
                 self._changed.set()
+            self._access.heard(asked_at)
             self._access.learn(told)
             self._access.wake.set()
 
@@ -148,15 +150,18 @@ class Upkeep:
                 async with asyncio.timeout(pause):
                     await robbed.wait()
             robbed.clear()
-            renewed = await self._access.ask(
-                "renew", self._queue.renew([held.lease for held in self._holding])
-            )
+            held_now, asked_at = list(self._holding), self._access.clock()
+            renewed = await self._access.ask("renew", self._queue.renew([held.lease for held in held_now]))
             if renewed is None:
                 pause = self._access.pause_s
                 continue
             pause = self.options.lease_s / 3
+            self._access.heard(asked_at)
             self._access.learn(renewed)
             gone = set(renewed.lost)
+            for held in held_now:
+                if held.lease.entry not in gone:
+                    held.confirmed_at = asked_at
             for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
                 if held.lease.entry in gone:
                     self._journal.lost(held)
@@ -166,7 +171,7 @@ class Upkeep:
     async def _sweep(self) -> None:
         """What dead owners held, ran out or is due goes back to its place; what is past its deadline ends."""
         while True:
-            swept = await self._access.ask("sweep", self._queue.sweep())
+            swept = await self._swept()
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
             pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
             self._tell(swept)
@@ -180,6 +185,13 @@ class Upkeep:
                 if swept.next_due_at is not None:
                     pause = min(pause, max(0.01, swept.next_due_at - now()))
             await asyncio.sleep(pause)
+
+    async def _swept(self) -> Swept | None:
+        asked_at = self._access.clock()
+        swept = await self._access.ask("sweep", self._queue.sweep())
+        if swept is not None:
+            self._access.heard(asked_at)
+        return swept
 
     def _tell(self, swept: Swept | None) -> None:
         if swept is not None and swept.reclaimed:

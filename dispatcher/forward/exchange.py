@@ -1,4 +1,4 @@
-"""One exchange: a request sent, its answer read and unpacked, and what came of it. HTTP's errors end in that.
+"""One exchange: a request sent, its answer read and unpacked, and what came of it, HTTP's errors included.
 
 A kept-alive connection that breaks before an answer says nothing but that the server had closed it, and such
 a request goes out once more on a new one.
@@ -6,16 +6,15 @@ a request goes out once more on a new one.
 
 from __future__ import annotations
 
-import asyncio
 import ssl
 import time
-import zlib
 from collections.abc import AsyncIterable, Iterable, Mapping
 
 import aiohttp
 
-from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, classify
+from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, Unsent, classify
 from dispatcher.forward.line import Line, Prepared, Try
+from dispatcher.forward.unpack import unpacked
 from dispatcher.peer import reason
 
 ERRORS = (aiohttp.ClientError, OSError)
@@ -30,6 +29,8 @@ async def exchange(line: Line, request: Prepared, current: Try, limit_bytes: int
             response = await line.send(request)
             break
         except ERRORS as error:
+            if current.unsent:
+                return Unsent()
             if current.reused and isinstance(error, _CLOSED_BY_PEER):
                 current.fresh, current.reused, current.connected_at = True, False, None
                 continue
@@ -71,39 +72,9 @@ async def read(headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_b
             return None
         chunks.append(chunk)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-    if encodings := headers.get("content-encoding"):
-        # We ask for none; who sends one nevertheless may send a bomb, hence not on the loop's time.
-        for encoding in reversed(encodings.lower().split(",")):
-            decoded = await asyncio.to_thread(_decoded, body, encoding.strip(), limit_bytes)
-            if decoded is None:
-                return None
-            body = decoded
+    if content_encoding := headers.get("content-encoding"):
+        return await unpacked(body, content_encoding, limit_bytes)
     return body
-
-
-def _decoded(body: bytes, encoding: str, limit_bytes: int) -> bytes | None:
-    """Undo one content coding; None when the result is too large. Raises OSError when it cannot be."""
-    if encoding in ("identity", "") or not body:
-        return body
-    if encoding not in ("gzip", "x-gzip", "deflate"):
-        raise OSError(f"content-encoding {encoding[:40]!r}, which we did not ask for")
-    # "deflate" means zlib's format, but some send the bare one.
-    wbits = -15 if encoding == "deflate" and body[0] & 0x0F != 8 else 47
-    parts, size = [], 0
-    while body:
-        inflate = zlib.decompressobj(wbits)
-        try:
-            part = inflate.decompress(body, limit_bytes - size + 1)
-        except zlib.error as error:
-            raise OSError(f"content-encoding {encoding}: {error}") from error
-        parts.append(part)
-        size += len(part)
-        if size > limit_bytes:
-            return None
-        if not inflate.eof:
-            raise OSError(f"content-encoding {encoding}: cut short")
-        body = inflate.unused_data
-    return b"".join(parts)
 
 
 def _is_tls(error: BaseException | None) -> bool:

@@ -139,7 +139,9 @@ class HttpGateway:
         for line in lines:
             await line.aclose()
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(
+        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
+    ) -> Forwarded:
         """Try once, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
         now = asyncio.get_running_loop().time
         started = now()
@@ -153,9 +155,9 @@ class HttpGateway:
         if isinstance(line, Unreachable):
             return Forwarded(line, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
-        prepared = Prepared(url, headers, request.payload)
         ends = min(deadline, started + plan.timeout_s)
-        current = self._tries[id(request)] = Try()
+        current = self._tries[id(request)] = Try(may_send=may_send)
+        prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
         line.running += 1
         try:

@@ -8,9 +8,10 @@ knows, for each try, since when it holds a connection and whether that had been 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from weakref import WeakSet
 
 import aiohttp
 import httpx
+from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 from multidict import CIMultiDict
 
@@ -30,7 +32,14 @@ UNACKNOWLEDGED_S = 10.0
 STREAMED_BYTES = 262_144
 """Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
 
+INTERIM_MOST = 8
+"""So many 1xx may come before an answer."""
+
 _TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
+
+
+class _UnsentError(Exception):
+    """Comes out of the transport as some error of aiohttp's."""
 
 
 @dataclass(slots=True)
@@ -42,9 +51,46 @@ class Try:
     """The connection had carried a request before."""
     fresh: bool = False
     """Only a new connection will do."""
+    may_send: Callable[[], bool] = lambda: True
+    unsent: bool = False
+    """It might not be sent when it came to that."""
+
+    def check(self) -> None:
+        """To be asked right before the first byte leaves. Raises what is to end the try."""
+        if not self.may_send():
+            self.unsent = True
+            raise _UnsentError
 
 
 running: ContextVar[Try] = ContextVar("try")
+
+
+class _Protocol(ResponseHandler):
+    """An answer as it arrives; not with interim ones before it without end, each of which costs a parse."""
+
+    _interim = 0
+    _flood: aiohttp.ClientError | None = None
+
+    def set_response_params(self, **params: Any) -> None:
+        self._interim = 0
+        super().set_response_params(**params)
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        if self._flood is not None:
+            return
+        if 100 <= data[0].code < 200:
+            self._interim += 1
+        if self._interim <= INTERIM_MOST:
+            super().feed_data(data, size)
+            return
+        self._flood = aiohttp.ClientPayloadError(f"more than {INTERIM_MOST} interim answers (1xx)")
+        self.set_exception(self._flood)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def set_exception(self, exc: Any, *cause: Any) -> None:
+        """That the connection is lost by then is no news."""
+        super().set_exception(self._flood or exc, *cause)
 
 
 class _Connector(aiohttp.TCPConnector):
@@ -53,6 +99,7 @@ class _Connector(aiohttp.TCPConnector):
     def __init__(self, tls: ssl.SSLContext) -> None:
         # Two addresses of one name are tried 0.25 s apart, well within CONNECT_S.
         super().__init__(limit=0, ssl=tls, keepalive_timeout=KEPT_ALIVE_S, ttl_dns_cache=10)
+        self._factory = functools.partial(_Protocol, loop=self._loop)  # type: ignore[assignment] # its own
         self._used: WeakSet[Any] = WeakSet()
 
     async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
@@ -94,24 +141,40 @@ def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
 class _Pieces(httpx.AsyncByteStream):
     """A large payload, written in pieces; can be read again for a second send."""
 
-    def __init__(self, payload: bytes) -> None:
+    def __init__(self, payload: bytes, current: Try) -> None:
         self._payload = payload
+        self._try = current
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        self._try.check()  # the head waits for the first piece
         for start in range(0, len(self._payload), STREAMED_BYTES):
             yield self._payload[start : start + STREAMED_BYTES]
+
+
+class _Whole(aiohttp.BytesPayload):
+    """A payload written in one piece, together with the head."""
+
+    def __init__(self, payload: bytes, current: Try) -> None:
+        super().__init__(payload)
+        self._try = current
+
+    async def write_with_length(self, writer: Any, content_length: int | None) -> None:
+        self._try.check()
+        await super().write_with_length(writer, content_length)
 
 
 class Prepared(httpx.Request):
     """A POST that holds just what the transport reads. Building a plain one costs a third of an exchange."""
 
-    def __init__(self, url: str, headers: dict[str, str], payload: bytes) -> None:
+    def __init__(self, url: str, headers: dict[str, str], payload: bytes, current: Try) -> None:
         self.url = url  # type: ignore[assignment] # the transport wants its text
         self.headers = CIMultiDict(headers)  # type: ignore[assignment]
-        self.data: bytes | _Pieces = payload
+        self.data: _Whole | _Pieces
         if len(payload) > STREAMED_BYTES:
             self.headers["content-length"] = str(len(payload))
-            self.data = _Pieces(payload)
+            self.data = _Pieces(payload, current)
+        else:
+            self.data = _Whole(payload, current)
 
 
 class _Body(httpx.AsyncByteStream):

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from math import inf, isnan
 
-from dispatcher.core.outcome import Delivered, Expired, Outcome, Overloaded, Unreachable
+from dispatcher.core.outcome import Delivered, Expired, Outcome, Overloaded, Unreachable, Unsent
 from dispatcher.core.request import Request
 from dispatcher.ports import Forwarded
 from dispatcher.sim.world import Arrival, Job, World
@@ -138,9 +138,13 @@ class RoadGateway:
         self._job_of = job_of
         self._jobs: dict[int, Job] = {}
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(
+        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
+    ) -> Forwarded:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
+        if not may_send():
+            return Forwarded(Unsent(), sent_at, sent_at)
         job = self._jobs[id(request)] = self._job_of(request)
         ended: asyncio.Future[End] = loop.create_future()
         self.road.send(job, ended.set_result)

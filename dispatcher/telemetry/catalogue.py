@@ -22,6 +22,7 @@ from dispatcher.core.outcome import (
     Refused,
     TooLarge,
     Unreachable,
+    Unsent,
 )
 from dispatcher.core.request import ErrorCode
 from dispatcher.ports import Burial, Release, Settled, Settlement
@@ -119,6 +120,7 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     TooLarge: "toolarge",
     Refused: "refused",
     Expired: "expired",
+    Unsent: "unsent",
 }
 STATUSES = ("none", "2xx", "3xx", "4xx", "5xx")
 """`none`: no whole answer came."""

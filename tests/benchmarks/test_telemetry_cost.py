@@ -50,7 +50,7 @@ class Mute(Journal):
 
 
 class AtOnce:
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0)
         return Forwarded(ANSWER, now, now)

@@ -80,7 +80,9 @@ async def gateway(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIter
     [
         (b"HTTP/1.1 405 Method Not Allowed\r\ncontent-length: 2\r\n\r\n{}", "ok", "was answered 405", ""),
         (NO_CONTENT, "ok", "was answered 204", ""),
-        (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}", "ok", "was answered 404", ""),
+        (b"HTTP/1.1 405 No\r\nAllow: POST, OPTIONS\r\ncontent-length: 0\r\n\r\n", "ok", "405", ""),
+        (b"HTTP/1.1 405 No\r\nAllow: GET, HEAD\r\n\r\n", "failed", "no inference gateway", "gateway.url"),
+        (b"HTTP/1.1 404 Not Found\r\n\r\n<html>", "failed", "no inference gateway", "gateway.path"),
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n", "failed", "no such route", "HTTPRoute"),
         (b"HTTP/1.1 404 Not Found\r\n\r\n", "failed", "no such route", "HTTPRoute"),
         (

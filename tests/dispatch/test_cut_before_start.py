@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, RetryPolicy
+from dispatcher.core.outcome import Delivered, RetryPolicy, Unsent
 from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.holding import Cut
@@ -23,7 +23,7 @@ from dispatcher.telemetry.metrics import Metrics
 class NeverReached:
     """A gateway that nothing must come to."""
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
         raise AssertionError(f"{request.id} was sent")
 
     def connected(self, request: Request) -> float | None:
@@ -59,27 +59,43 @@ def test_request_cut_before_its_first_step_leaves_nothing_behind(why: Cut, hande
 
 
 class StandsStill(MemoryQueue):
-    """Its owner stops right after a claim, for so long."""
+    """Its owner stops right after a claim, or its machine sleeps, for so long."""
 
-    still_s = 0.0
+    still_s = asleep_s = slept_s = 0.0
+
+    def clock(self) -> float:
+        return asyncio.get_running_loop().time() + self.slept_s
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         await asyncio.sleep(self.still_s)
+        self.slept_s = self.asleep_s
         return await super().cancelled(requests)
 
 
 class Answers(NeverReached):
+    """`slow_s`: until the request can be written; that it may be is asked then."""
+
+    slow_s = 0.0
+
     def __init__(self) -> None:
         self.sent: list[float] = []
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(self, request: Request, *, deadline: float, may_send: Callable[[], bool]) -> Forwarded:
+        await asyncio.sleep(self.slow_s)
         now = asyncio.get_running_loop().time()
+        if not may_send():
+            return Forwarded(Unsent(), now, now)
         self.sent.append(now)
         return Forwarded(Delivered(200, b"{}"), now, now)
 
 
-@pytest.mark.parametrize(("still_s", "sent"), [(4.9, 1), (5.1, 0)])
-def test_request_claimed_before_we_stood_still_is_not_sent_after_it(still_s: float, sent: int) -> None:
+@pytest.mark.parametrize(
+    ("still_s", "asleep_s", "slow_s", "sent"),
+    [(4.9, 0, 0, 1), (5.1, 0, 0, 0), (0, 4.9, 0, 1), (0, 5.1, 0, 0), (0, 0, 4.9, 1), (0, 0, 5.1, 0)],
+)
+def test_request_claimed_before_we_stood_still_is_not_sent_after_it(
+    still_s: float, asleep_s: float, slow_s: float, sent: int
+) -> None:
     """By then we may have been taken for dead, and it may run elsewhere: it is given back, if it is ours."""
 
     async def main() -> None:
@@ -90,8 +106,10 @@ def test_request_claimed_before_we_stood_still_is_not_sent_after_it(still_s: flo
         limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
         limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
         queue, gateway = StandsStill(store, "a"), Answers()
-        queue.still_s = still_s
-        dispatcher = Dispatcher(queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()))
+        queue.still_s, queue.asleep_s, gateway.slow_s = still_s, asleep_s, slow_s
+        dispatcher = Dispatcher(
+            queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()), clock=queue.clock
+        )
         async with asyncio.TaskGroup() as tasks:
             dispatcher._tasks = tasks
             await dispatcher._take()

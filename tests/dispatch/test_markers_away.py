@@ -48,7 +48,7 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
         began = asyncio.get_running_loop().time()
         self.sent.append(request.id)
         await asyncio.sleep(self.takes_s)

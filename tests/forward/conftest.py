@@ -143,13 +143,13 @@ def a_request(payload: bytes = b'{"prompt":"hi"}', **more: Any) -> Request:
 
 
 async def forward(
-    gateway: HttpGateway, request: Request | None = None, *, within_s: float = GENEROUS_S
+    gateway: HttpGateway, request: Request | None = None, *, within_s: float = GENEROUS_S, **more: Any
 ) -> Forwarded:
     deadline = asyncio.get_running_loop().time() + within_s
-    return await gateway.forward(request or a_request(), deadline=deadline)
+    return await gateway.forward(request or a_request(), deadline=deadline, **more)
 
 
-async def outcome(gateway: HttpGateway, request: Request | None = None, **more: float) -> Outcome:
+async def outcome(gateway: HttpGateway, request: Request | None = None, **more: Any) -> Outcome:
     return (await forward(gateway, request, **more)).outcome
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dispatcher import __version__
-from dispatcher.core.outcome import Delivered, Refused, Unreachable
+from dispatcher.core.outcome import Delivered, Refused, Unreachable, Unsent
 from dispatcher.core.routing import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
 from tests.forward.conftest import Connection, a_request, always, forward, options, outcome, serving
@@ -35,6 +35,37 @@ async def test_a_plain_request_goes_out_with_exactly_these_headers(gateway_to: M
         "user-agent": f"batch-dispatcher/{__version__}",
         "x-request-id": "r-1",
     }
+
+
+@pytest.mark.parametrize("size", [15, 3 * STREAMED_BYTES])
+async def test_what_may_not_be_sent_when_it_comes_to_that_is_not(gateway_to: MakeGateway, size: int) -> None:
+    """The name is looked up, the connection made: by then the lease may be another's."""
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url)
+        assert await outcome(gateway, a_request(b"x" * size)) == Delivered(200, b"{}")
+        assert await outcome(gateway, a_request(b"x" * size), may_send=lambda: False) == Unsent()
+        assert await outcome(gateway, a_request(b"x" * size)) == Delivered(200, b"{}")
+    assert len(server.received) == 2
+
+
+async def test_a_second_sending_over_a_new_connection_asks_again(gateway_to: MakeGateway) -> None:
+    asked: list[bool] = []
+
+    def once() -> bool:
+        asked.append(not asked)
+        return asked[-1]
+
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        await connection.answer()
+        await connection.receive()
+        connection.reset()
+
+    async with serving(script) as server:
+        gateway = gateway_to(server.url)
+        assert await outcome(gateway) == Delivered(200, b"{}")
+        assert await outcome(gateway, may_send=once) == Unsent()
+    assert (len(server.received), asked) == (2, [True, False])
 
 
 async def test_objective_fairness_trace_and_the_operators_headers_are_added(gateway_to: MakeGateway) -> None:

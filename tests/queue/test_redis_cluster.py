@@ -253,7 +253,7 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
         now = asyncio.get_running_loop().time()
         self.sent.append(request.id)
         return Forwarded(Delivered(200, b"{}"), now, now)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -9,11 +10,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import redis
 
 from dispatcher.queue.embedded import running_url
-from tests.scenarios.processes import Dispatcher, Producer, Stage, World, hold
+from tests.scenarios.processes import START_S, Dispatcher, Producer, Stage, World, hold, merged
 from tests.support import require_tool, wait_until_sync
 
 SLOTS = 32
@@ -197,6 +199,58 @@ def test_stalled_replica_s_requests_count_while_they_run_and_it_cuts_them_when_i
     stage.producer.wait_for_all(timeout_s=100)
     assert world.observed()["gateway"]["batch"]["peak"] == cap
     assert_each_answered_once(stage.producer)
+
+
+def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
+    stage: Stage, tmp_path: Path
+) -> None:
+    """Stopped between claim and send: reading a token file that is a pipe waits for whoever writes it."""
+    world = stage.world(slots=SLOTS, seconds=0.2)
+    token = tmp_path / "token"
+    token.write_text("t")
+    plain = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
+    stopped = stage.dispatcher(merged(plain, {"gateway": {"token_file": str(token)}}))
+    stage.producer.submit(3)
+    stage.producer.wait_for_all()
+    pipe, other_name = tmp_path / "pipe", tmp_path / "other-name"
+    os.mkfifo(pipe)
+    other_name.hardlink_to(pipe)
+    other_name.replace(token)
+    until = time.monotonic() + 1.2  # token files are looked at each second
+    wait_until_sync(lambda: time.monotonic() > until, 5)
+    world.control(seconds=3.0)
+    stage.producer.submit(2 * LIMIT)
+    wait_until_sync(lambda: stage.producer.counts()["leased"] == LIMIT, 10, what="the claim")
+    wait_until_sync(lambda: not answers(stopped), 10, what="it to come to the pipe")
+    stopped.send(signal.SIGSTOP)
+    other = stage.dispatcher(plain)
+    wait_until_sync(lambda: world.in_flight() == LIMIT, START_S, what="another to run what it had")
+    stopped.send(signal.SIGCONT)
+    other_name.write_text("t")
+    other_name.replace(token)
+    writer = os.open(pipe, os.O_RDWR)
+    os.write(writer, b"t")
+    os.close(writer)
+
+    def kept_back() -> int:
+        """Not sent when it came to that, or cut while it still had no connection."""
+        return int(stopped.tries("unsent") + stopped.metrics()["leases_lost_total"])
+
+    wait_until_sync(lambda: kept_back() == LIMIT, 20, what="it to send nothing of what it had claimed")
+    stage.producer.wait_for_all(timeout_s=60)
+    peak = world.observed()["gateway"]["batch"]["peak"]
+    print(f"peak {peak} under a limit of {LIMIT}; {stopped.tries('unsent'):.0f} of {LIMIT} had a connection")
+    assert stopped.tries("unsent") >= 3, "over the connections that were kept"
+    assert peak <= LIMIT
+    assert other.tries("delivered") >= LIMIT
+    assert_each_answered_once(stage.producer)
+
+
+def answers(dispatcher: Dispatcher) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{dispatcher.admin_port}/livez", timeout=0.5).is_success
+    except httpx.TimeoutException:
+        return False
 
 
 def assert_each_answered_once(producer: Producer, count: int | None = None) -> None:

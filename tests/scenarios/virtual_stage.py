@@ -115,14 +115,16 @@ class Gateway(RoadGateway):
         self._stage = stage
         self._replica = replica
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(
+        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
+    ) -> Forwarded:
         stage = self._stage
         one = Try(request.id, self._replica, stage.now)
         stage.tries.append(one)
         try:
             outcome = None if stage.fault is None else await stage.fault(request)
             if outcome is None:
-                forwarded = await super().forward(request, deadline=deadline)
+                forwarded = await super().forward(request, deadline=deadline, may_send=may_send)
             else:
                 sent_at = stage.now if isinstance(outcome, Unreachable) else one.began_at
                 forwarded = Forwarded(outcome, sent_at, stage.now)

@@ -175,10 +175,10 @@ async def test_tries_of_a_request_without_a_producers_span_are_in_one_trace() ->
 
 
 async def test_a_failed_request_says_so_and_holds_nothing_of_what_it_carried() -> None:
-    spans, _ = await spans_of(answers(*["307 Elsewhere"] * 9), metadata={"traceparent": PARENT})
+    spans, _ = await spans_of(answers(*["500 Elsewhere"] * 9), metadata={"traceparent": PARENT})
     tries, processes = named(spans, "POST"), named(spans, f"process {QUEUE}")
     assert [span.attributes.get("http.request.resend_count") for span in tries] == [None, 1, 2]
-    assert {span.attributes["error.type"] for span in tries} == {"failed"}
+    assert {span.attributes["error.type"] for span in tries} == {"500"}
     assert processes[-1].attributes["error.type"] == ErrorCode.RETRIES_EXHAUSTED
     assert len(named(spans, f"bury {QUEUE}")) == 1
     text = " ".join(span.to_json() for span in spans)

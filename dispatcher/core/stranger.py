@@ -1,0 +1,41 @@
+"""Whether what answers at gateway.url has shown that it is an inference gateway. Pure.
+
+Any web server answers something. Until one request was answered as only a gateway does (2xx, or a refusal
+with a drop reason), "there is no such thing here" is taken for what it looks like at a wrong address: no
+gateway, and no request's fault. Once one was, such an answer is that request's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge
+
+NOT_HERE = (403, 404, 405, 501)
+"""What a server answers, beside redirects, that has nothing at this path, or takes no POST there."""
+_DOUBT = (
+    ", and none of our requests with 2xx yet: it may be no inference gateway; look at gateway.url and "
+    "gateway.path, or at the model that the requests name"
+)
+
+
+class Stranger:
+    """One address, from the first request on."""
+
+    def __init__(self) -> None:
+        self.known = False
+
+    def judged(self, outcome: Outcome) -> Outcome:
+        """The outcome as it counts, by what is known of who gave it."""
+        match outcome:
+            case Delivered(status=status) | TooLarge(status=status) if 200 <= status < 300:
+                self.known = True
+            case Overloaded(reason=str(reason)) if reason:
+                self.known = True
+            case Failed(nobody_home=True):
+                pass  # it says that itself
+            case Delivered(status=status, body=body) if not self.known and status in NOT_HERE:
+                return Failed(f"a server answered {status}{_DOUBT}", status, body, nobody_home=True)
+            case Failed(status=int(status)) if not self.known and (status in NOT_HERE or status < 400):
+                return replace(outcome, why=outcome.why + _DOUBT, nobody_home=True)
+        return outcome

@@ -1,0 +1,161 @@
+"""One answer can hurt only its request: not the others by the work that it makes, nor the process's end."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import threading
+import zlib
+from collections.abc import Callable
+
+import pytest
+
+from dispatcher.core.outcome import Delivered, Failed, TooLarge
+from dispatcher.forward import HttpGateway
+from dispatcher.forward.line import INTERIM_MOST
+from dispatcher.forward.unpack import CODINGS_MOST, MEMBERS_MOST, OUT_BYTES, unpacked
+from tests.forward.conftest import Connection, always, outcome, serving
+
+MakeGateway = Callable[..., HttpGateway]
+EMPTY = gzip.compress(b"", mtime=0)
+MB = 2**20
+
+
+class Turns:
+    """Counts the turns of the loop for the length of a block."""
+
+    async def __aenter__(self) -> Turns:
+        self.count = 0
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.count += 1
+
+
+def stored(body: bytes) -> bytes:
+    packer = zlib.compressobj(0, wbits=31)
+    return packer.compress(body) + packer.flush()
+
+
+@pytest.mark.parametrize(
+    ("members", "fits"), [(MEMBERS_MOST, True), (MEMBERS_MOST + 1, False), (100_000, False)]
+)
+async def test_members_of_a_packed_body_are_bounded(
+    gateway_to: MakeGateway, members: int, fits: bool
+) -> None:
+    """Each may be empty, and cost a copy of all that follow."""
+    body = gzip.compress(b"{}", mtime=0) + EMPTY * (members - 1)
+    async with serving(always(body=body, headers="content-encoding: gzip\r\n")) as server:
+        found = await outcome(gateway_to(server.url))
+    if fits:
+        assert found == Delivered(200, b"{}")
+    else:
+        assert isinstance(found, Failed)
+        assert f"more than {MEMBERS_MOST} members" in found.why
+
+
+@pytest.mark.parametrize(("layers", "fits"), [(CODINGS_MOST, True), (CODINGS_MOST + 1, False), (20, False)])
+async def test_codings_over_each_other_are_bounded(gateway_to: MakeGateway, layers: int, fits: bool) -> None:
+    body = b"{}"
+    for _ in range(layers):
+        body = stored(body)
+    header = f"content-encoding: identity, {', '.join(['gzip'] * layers)}\r\n"
+    async with serving(always(body=body, headers=header)) as server:
+        found = await outcome(gateway_to(server.url))
+    if fits:
+        assert found == Delivered(200, b"{}")
+    else:
+        assert isinstance(found, Failed)
+        assert f"{layers} codings" in found.why
+
+
+@pytest.mark.parametrize(
+    "packed", [gzip.compress(bytes(8 * MB)), stored(bytes(8 * MB))], ids=["bomb", "plain"]
+)
+async def test_others_have_their_turns_while_a_large_body_is_unpacked(packed: bytes) -> None:
+    async with Turns() as turns:
+        assert await unpacked(packed, "gzip", 16 * MB) == bytes(8 * MB)
+    assert turns.count >= 8 * MB // OUT_BYTES - 2
+
+
+async def test_a_body_larger_than_the_limit_is_unpacked_no_further() -> None:
+    packed = gzip.compress(bytes(64 * MB), 1)
+    async with Turns() as turns:
+        assert await unpacked(packed, "gzip", MB) is None
+    assert turns.count <= MB // OUT_BYTES + 2
+
+
+async def test_no_thread_works_on_an_answer_and_it_ends_with_its_try(gateway_to: MakeGateway) -> None:
+    """What is left to a thread goes on after its try, and holds up the end of the process."""
+    threads = threading.active_count()
+    body = gzip.compress(bytes(8 * MB), 1)
+    async with serving(always(body=body, headers="content-encoding: gzip\r\n")) as server:
+        gateway = gateway_to(server.url, max_response_bytes=MB)
+        assert await outcome(gateway) == TooLarge(200, MB)
+        assert threading.active_count() == threads
+    unpacking = asyncio.create_task(unpacked(body, "gzip", 16 * MB))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    unpacking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await unpacking
+
+
+def interim(count: int, status: str = "102 Processing") -> Callable[[Connection], object]:
+    """So many interim answers before the answer."""
+
+    async def script(connection: Connection) -> None:
+        while True:
+            await connection.receive()
+            for _ in range(count):
+                connection.writer.write(f"HTTP/1.1 {status}\r\n\r\n".encode())
+            await connection.answer()
+
+    return script
+
+
+@pytest.mark.parametrize("status", ["100 Continue", "102 Processing", "103 Early Hints", "199 Own"])
+async def test_a_few_interim_answers_are_passed_over(gateway_to: MakeGateway, status: str) -> None:
+    async with serving(interim(INTERIM_MOST, status)) as server:  # type: ignore[arg-type]
+        gateway = gateway_to(server.url)
+        for _ in range(3):
+            assert await outcome(gateway) == Delivered(200, b"{}")
+    assert len(server.connections) == 1, "each answer is counted anew"
+
+
+@pytest.mark.parametrize("count", [INTERIM_MOST + 1, 3000])
+async def test_more_of_them_are_a_failure_and_end_the_connection(gateway_to: MakeGateway, count: int) -> None:
+    async with serving(interim(count)) as server:  # type: ignore[arg-type]
+        gateway = gateway_to(server.url)
+        for number in (1, 2):
+            found = await outcome(gateway)
+            assert isinstance(found, Failed)
+            assert f"more than {INTERIM_MOST} interim answers" in found.why
+            assert len({each.number for each in server.connections}) >= number
+
+
+async def test_a_flood_of_them_is_read_no_further(gateway_to: MakeGateway) -> None:
+    """Each costs a parse on the loop, and waits in memory: a second of them held it up for two."""
+    written = 0
+
+    async def script(connection: Connection) -> None:
+        nonlocal written
+        await connection.receive()
+        flood = b"HTTP/1.1 102 Processing\r\n\r\n" * 1000
+        while written < 64 * MB:
+            connection.writer.write(flood)
+            await connection.writer.drain()
+            written += len(flood)
+
+    async with serving(script) as server:
+        found = await outcome(gateway_to(server.url))
+        assert isinstance(found, Failed)
+        assert "interim" in found.why
+    print(f"{written / MB:.1f} MB were written before it noticed")
+    assert written < 16 * MB, "what the sockets hold"
