@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import msgspec
 from redis import exceptions as errors
 
-from dispatcher.core.request import Result, decode_result, encode_member, score_of
+from dispatcher.core.request import Result, decode_result, encode_member
+from dispatcher.core.score import score_of
 from dispatcher.ports import QueueUnavailableError, Submission
 from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk

@@ -11,7 +11,6 @@ request must not be cancelled under one id and answered under another. Inside `h
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,11 +19,9 @@ from typing import Any, Literal
 import msgspec
 
 from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
+from dispatcher.core.score import PRIORITY_STEP
 from dispatcher.core.surrogates import without_surrogates
 
-PRIORITY_STEP = 10**11
-"""Score = priority × this + deadline, so that score mod this is the deadline."""
-PRIORITIES = range(10)
 MAX_ID_BYTES = 1024
 """An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
 MAX_HEADERS_CHARS = 16_384
@@ -482,23 +479,3 @@ def decode_result(result: bytes) -> Result:
         return _decode_result(result)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no result: {error}") from error
-
-
-def score_of(deadline: int, priority: int | None = None) -> float:
-    """The score our producers give: the deadline, after all more urgent priorities (0 first, to 9).
-
-    Raises ValueError for another priority.
-    """
-    if priority is None:
-        return float(deadline)
-    if priority not in PRIORITIES:
-        raise ValueError(f"priority {priority}: must be 0 (first) to 9")
-    return float(priority * PRIORITY_STEP + deadline)
-
-
-def deadline_of_score(score: float) -> int:
-    """The deadline that a score tells where its producer kept to `score_of`; 0 where it cannot tell any.
-
-    Foreign producers may use any number: read the member before acting on it.
-    """
-    return int(score % PRIORITY_STEP) if 0 <= score < math.inf else 0

@@ -36,7 +36,6 @@ from dispatcher.core.outcome import (
     Overloaded,
     TooLarge,
     Unreachable,
-    after,
     after_losses,
 )
 from dispatcher.core.request import Rejection, Request, parse
@@ -425,16 +424,8 @@ class Dispatcher:
         return request.metadata.get(self._options.tenant_from, "")
 
     def _decide(self, lease: Lease, request: Request, outcome: Outcome) -> Ending:
-        decision = after(
-            outcome,
-            attempts=lease.attempts,
-            refusals=lease.refusals,
-            deadline=request.deadline,
-            now=self._queue.unix_now(),
-            policy=self._options.retry,
-            rand=self._random.random(),
-        )
-        return endings.decided(lease, request, decision)
+        policy, at = self._options.retry, self._queue.unix_now()
+        return endings.after_try(lease, request, outcome, at, policy, self._random.random())
 
     def _look(self) -> None:
         """While there is no gateway: see whether a probe, or who was sent along with the first that failed,

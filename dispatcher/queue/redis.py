@@ -40,14 +40,20 @@ from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
 from dispatcher.queue.replies import leases_of, line_of, untold_bytes
-from dispatcher.queue.scripts import Argument, BrokenCallError, Client, Reply
+from dispatcher.queue.scripts import (
+    SCRIPT_BYTES,
+    SCRIPT_ITEMS,
+    Argument,
+    BrokenCallError,
+    Client,
+    Reply,
+    in_steps,
+)
 from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry.events import Event, emit
 
 CLAIM_BYTES = 2**20
-_SCRIPT_BYTES = 2**20
 _CLAIM_MOST = 1000
-_STEP = 256
 _MOVES = 3
 _SWEEP_MOST = 500
 _DONE, _LOST, _BAD_LIST, _STUCK, _TOO_LARGE = range(5)
@@ -175,10 +181,10 @@ class RedisQueue(RedisDesk):
         lost: list[int] = []
         at = 0
         while True:
-            step = leases[at : at + _STEP]
+            step = leases[at : at + SCRIPT_ITEMS]
             renewed = await self._renew(len(step), [part for lease in step for part in _fence(lease)])
             lost += renewed.lost
-            at += _STEP
+            at += SCRIPT_ITEMS
             if at >= len(leases):
                 return replace(renewed, lost=lost)
 
@@ -212,7 +218,7 @@ class RedisQueue(RedisDesk):
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         said: list[Settled] = []
-        for batch in _by_size(releases, lambda _: 0):
+        for batch in in_steps(releases, lambda _: 0):
             args: list[Argument] = [REPLY_TTL_S]
             for each in batch:
                 flags = (int(each.attempt), int(each.refusal), int(each.undelivered))
@@ -273,7 +279,7 @@ class RedisQueue(RedisDesk):
         for _ in range(2):
             walk = overdue.next()
             at: list[Argument] = [walk.after, walk.until, walk.range, walk.offset, most]
-            told = (await self._run("overdue", [*at, _SCRIPT_BYTES, self._largest])).value
+            told = (await self._run("overdue", [*at, SCRIPT_BYTES, self._largest])).value
             if told[3:] and isinstance(size := told[3][2], int):
                 walk.offset += 1  # should it not get through, it waits for its turn in the line
                 told = (await self._run("overdue", [*at, size, self._largest], size=size)).value
@@ -332,7 +338,7 @@ class RedisQueue(RedisDesk):
         enough_at = clock() + _WRITES_S
         statuses = [_STUCK] * len(writes)
         order = sorted(range(len(writes)), key=lambda at: writes[at].size > _ALONE_BYTES)
-        steps = deque(_by_size(order, lambda at: writes[at].size))
+        steps = deque(in_steps(order, lambda at: writes[at].size))
         failure: QueueUnavailableError | None = None
         while steps:
             step = steps.popleft()
@@ -488,16 +494,3 @@ def _refused(write: _Write, why: str = NO_LIST) -> _Write:
     told = settlement.request_id or decode_result(settlement.result).id
     result = misdirected(told, settlement.results, why, token=settlement.request_token)
     return replace(write, settlement=replace(settlement, result=result, results=""), instead=_BAD_LIST)
-
-
-def _by_size(items: Sequence[T], size_of: Any) -> list[list[T]]:
-    """Steps of at most a megabyte and 256 items, so that no script blocks Redis for long."""
-    steps: list[list[T]] = []
-    size = 0
-    for item in items:
-        size += size_of(item)
-        if not steps or size > _SCRIPT_BYTES or len(steps[-1]) == _STEP:
-            steps.append([])
-            size = size_of(item)
-        steps[-1].append(item)
-    return steps

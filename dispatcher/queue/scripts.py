@@ -25,6 +25,9 @@ Client = Redis | RedisCluster
 Argument = str | bytes | int | float
 T = TypeVar("T")
 
+SCRIPT_BYTES = 2**20
+SCRIPT_ITEMS = 256
+"""No script is given more at once."""
 _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
@@ -220,3 +223,16 @@ def _told(error: Exception) -> QueueUnavailableError:
 def _cut(words: str) -> str:
     """A reply may repeat what was sent to it."""
     return words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 1]}…"
+
+
+def in_steps(items: Sequence[T], size_of: Any) -> list[list[T]]:
+    """Steps of at most a megabyte and 256 items, so that no script blocks Redis for long."""
+    steps: list[list[T]] = []
+    size = 0
+    for item in items:
+        size += size_of(item)
+        if not steps or size > SCRIPT_BYTES or len(steps[-1]) == SCRIPT_ITEMS:
+            steps.append([])
+            size = size_of(item)
+        steps[-1].append(item)
+    return steps

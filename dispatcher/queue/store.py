@@ -15,14 +15,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
-from dispatcher.core.request import (
-    NO_LIST,
-    PRIORITIES,
-    PRIORITY_STEP,
-    deadline_of_score,
-    decode_result,
-    misdirected,
-)
+from dispatcher.core.request import NO_LIST, decode_result, misdirected
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.ports import (
     CallRefusedError,
     Counts,
@@ -492,14 +486,5 @@ class MemoryStore:
 
 
 def _dead(entry: Entry, reason: str, died_at: float) -> Dead:
-    return Dead(
-        entry.id,
-        entry.member,
-        entry.score,
-        reason,
-        died_at,
-        entry.deliveries,
-        entry.attempts,
-        entry.refusals,
-        entry.losses,
-    )
+    counts = entry.deliveries, entry.attempts, entry.refusals, entry.losses
+    return Dead(entry.id, entry.member, entry.score, reason, died_at, *counts)
