@@ -248,13 +248,12 @@ def _judged(where: str, what: str, status: int, start: bytes, allow: str, *, pla
 def _get(settings: Settings, host: str, path: str) -> bytes:
     gateway = settings.gateway
     headers = {"host": host, "user-agent": f"batch-dispatcher/{dispatcher.__version__}", "accept": "*/*"}
-    headers |= {name.lower(): value for name, value in gateway.headers.items()}
+    headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
     if gateway.token_file and (token := _text(gateway.token_file)):
         headers["authorization"] = f"Bearer {token}"
     elif gateway.url.credentials:
         given = base64.b64encode(":".join(gateway.url.credentials).encode()).decode()
         headers["authorization"] = f"Basic {given}"
-    headers["connection"] = "close"
     lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     return "\r\n".join(lines).encode("latin-1")
 

@@ -13,13 +13,12 @@ from dispatcher.core.request import (
     Rejection,
     Request,
     answered,
-    deadline_of_score,
     decode_result,
     encode_member,
     failed,
     parse,
-    score_of,
 )
+from dispatcher.core.score import deadline_of_score, score_of
 
 INTERNAL = b'"internal":{"request_token":"tok","result_queue_name":"list"}'
 

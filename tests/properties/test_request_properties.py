@@ -9,18 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.request import (
-    PRIORITY_STEP,
     ErrorCode,
     Rejection,
     Request,
     answered,
-    deadline_of_score,
     decode_result,
     encode_member,
     failed,
     parse,
-    score_of,
 )
+from dispatcher.core.score import PRIORITY_STEP, deadline_of_score, score_of
 
 text = st.text(st.characters(codec="utf-8"))
 ids = st.text(st.characters(codec="utf-8"), min_size=1, max_size=200)
