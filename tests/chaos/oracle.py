@@ -32,6 +32,8 @@ _REFUSED = 0.05
 _FAILING = 0.05
 _CANCELLED = 0.02
 CALLERS = 5
+_AGAIN_S = 0.5
+"""After a submission that was refused, or not answered."""
 
 _ENDS: Mapping[Kind, frozenset[str]] = {
     # Resets and refusals of a bad day may use up the tries of any request.
@@ -187,11 +189,20 @@ class Caller:
     async def call(
         self, count: int, allowed: Callable[[], float], longest_s: float, refused_for_s: float
     ) -> None:
-        """So many requests, as many of them at a time as `allowed` (a share) says by then."""
+        """Until so many are accepted, as many of them at a time as `allowed` (a share) says by then."""
+        accepted = 0
+
+        def now() -> bool:
+            return accepted <= count * allowed()
+
         async with asyncio.TaskGroup() as tasks:
-            for number in range(count):
-                await wait_until(lambda many=number: many <= count * allowed(), 1200, every_s=0.05)
-                ticket = await self.submit(longest_s, refused_for_s, early=number < count / 10)
+            while accepted < count:
+                await wait_until(now, 1200, every_s=0.05)
+                ticket = await self.submit(longest_s, refused_for_s, early=accepted < count / 10)
+                if next(reversed(self.book.values())).certain:
+                    accepted += 1
+                else:
+                    await asyncio.sleep(_AGAIN_S)
                 if ticket is not None:
                     tasks.create_task(self.cancel(ticket, self._chance.uniform(0.0, 2.0)))
 
