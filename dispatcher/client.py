@@ -14,7 +14,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import msgspec
 from redis import exceptions as errors
 
-from dispatcher.core.request import Result, decode_result, encode_member, score_of
+from dispatcher.core.request import Result, decode_result, encode_member
+from dispatcher.core.score import score_of
 from dispatcher.ports import QueueUnavailableError, Submission
 from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk
@@ -160,7 +161,7 @@ class Client:
     async def _reached(self, command: Any) -> Any:
         try:
             return await command
-        except (errors.ConnectionError, errors.TimeoutError, OSError) as error:
+        except (errors.ConnectionError, errors.TimeoutError, OSError, RuntimeError) as error:
             raise QueueUnavailableError(f"the queue cannot be reached: {error}") from error
         except errors.NoPermissionError as error:
             told = f"Redis does not permit this user to read results (docs/security.md): {error}"

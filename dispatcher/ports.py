@@ -26,6 +26,10 @@ class QueueUnavailableError(Exception):
     """
 
 
+class CallRefusedError(QueueUnavailableError):
+    """This very call was refused, or its answer not understood. That others get through shows nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Overload:
     """The newest refusal for overload that any replica saw."""
@@ -129,7 +133,7 @@ class Settlement:
     """The result list; empty: the queue's default."""
     request_id: str = ""
     request_token: str = ""
-    """Both given: request-active/request-cancel of the id are deleted later where they hold this token."""
+    """Both given: the markers of the request are deleted, those under its id where they hold this token."""
     code: str = ""
     """What the result is counted as: the class of the gateway's answer (`2xx`) or an error code."""
 
@@ -278,7 +282,8 @@ class Queue(Protocol):
         ...
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
-        """For each (request id, its token): does its cancel marker equal the token?"""
+        """For each (request id, its token): was it cancelled, by its token or by a marker under its id that
+        equals the token?"""
         ...
 
     async def sweep(self) -> Swept:
@@ -338,7 +343,7 @@ class Submission:
     request_id: str = ""
     request_token: str = ""
     deadline: int = 0
-    """Unix seconds. All three given: the request can be cancelled (request-active is set until then)."""
+    """Unix seconds. All three given: the request can be cancelled until then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +370,8 @@ class Desk(Protocol):
         ...
 
     async def cancel(self, request_id: str, request_token: str = "") -> bool:
-        """Set the cancel marker; False where the id is not active (or not with that token)."""
+        """Have those cancelled that are active under the id, or the one with that token; False where there is
+        none."""
         ...
 
     async def pause(self, by: str, why: str) -> None: ...

@@ -355,6 +355,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
             poll_s=wanted.poll_s,
             result_ttl_s=round(wanted.result_ttl_s),
             dead_max=wanted.dead_max,
+            max_payload_bytes=wanted.max_payload_bytes,
         )
         stack.push_async_callback(queue.aclose)
         yield queue

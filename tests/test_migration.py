@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.request import Rejection, Request, deadline_of_score, parse
+from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.score import deadline_of_score
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "migration.md").read_text()

@@ -216,16 +216,13 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
         return [Finding("failed", where, what, "gateway.url: its port, and http or https")]
     finally:
         writer.transport.abort()
-    kind = "TCP" if tls is None else "TLS"
-    what = f"connected ({kind}); GET {path} was answered {status}"
+    what = f"connected ({'TCP' if tls is None else 'TLS'}); GET {path} was answered {status}"
     return [_judged(where, what, status, start, allow, plain=tls is None)]
 
 
 def _judged(where: str, what: str, status: int, start: bytes, allow: str, *, plain: bool) -> Finding:
-    """The dispatcher takes these for an unreachable gateway; anything else shows that a route is there.
-
-    A 405 does too, for who takes POST alone answers a GET so; unless it says that it takes no POST.
-    """
+    """The dispatcher takes these for an unreachable gateway; anything else shows that a route is there. A 405
+    does too, for who takes POST alone answers a GET so; unless it says that it takes no POST."""
     if status in (401, 403, 407):
         return Finding("failed", where, f"{what}: it does not accept our credentials", "gateway.token_file")
     if status == 400 and plain and b"HTTPS" in start.upper():  # as nginx and Go's servers put it

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dispatcher.core.request import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 
 TOLD_FROM = 10**9
 """A remainder below this is no deadline of anybody's: foreign producers may use any scores."""

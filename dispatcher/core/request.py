@@ -11,7 +11,6 @@ request must not be cancelled under one id and answered under another. Inside `h
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -19,11 +18,14 @@ from typing import Any, Literal
 
 import msgspec
 
-PRIORITY_STEP = 10**11
-"""Score = priority × this + deadline, so that score mod this is the deadline."""
-PRIORITIES = range(10)
+from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
+from dispatcher.core.score import PRIORITY_STEP
+from dispatcher.core.surrogates import without_surrogates
+
 MAX_ID_BYTES = 1024
 """An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
+MAX_HEADERS_CHARS = 16_384
+"""Of names and values of a request's own headers: gateways refuse longer heads, some close the connection."""
 
 NO_LIST = "is no list that results can go to"
 
@@ -141,6 +143,10 @@ class _Invalid(Exception):  # noqa: N818 - never leaves this module
     """The member is refused; the message says why."""
 
 
+class _TooLong(_Invalid):
+    """The member is refused before it is decoded."""
+
+
 _NONE = _Internal()
 _EMPTY: Mapping[str, str] = {}
 _decode = msgspec.json.Decoder(_Member).decode
@@ -158,17 +164,16 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
 """A string, or one structural character; a lone quote is a string that never ends."""
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
-    re.DOTALL,
-)
-"""An escape; group 1 holds where it is a surrogate without its other half."""
 
 
 def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
     """The request in a queue member, or why it is none. Never raises."""
+    if (whole := bytes_before_cut(member)) is not None:
+        return _reject(member, f"member: {whole} bytes are too many to be moved", ErrorCode.TOO_LARGE)
     try:
         request = _parse(member)
+    except _TooLong as error:
+        return _reject(member, str(error), ErrorCode.TOO_LARGE)
     except _Invalid as error:
         return _reject(member, str(error))
     except msgspec.ValidationError as error:
@@ -188,6 +193,7 @@ def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | R
 def _parse(member: bytes) -> Request:
     if not member.isascii():
         member.decode()  # msgspec leaves the inside of a Raw unchecked
+    masked = _measured(member) if len(member) > ENVELOPE_BYTES else None
     try:
         decoded = _decode(member)
         payload = bytes(decoded.data.payload)
@@ -195,7 +201,7 @@ def _parse(member: bytes) -> Request:
     except msgspec.DecodeError as error:
         if isinstance(error, msgspec.ValidationError):
             raise
-        decoded, payload, envelope = _with_lone_surrogates(member, error)
+        decoded, payload, envelope = _with_surrogates(member, masked or without_surrogates(member), error)
     if b"\\" in envelope or _may_repeat(envelope):
         _refuse_duplicates(member, payload)
     data, internal = decoded.data, decoded.internal or _NONE
@@ -228,6 +234,21 @@ def _parse(member: bytes) -> Request:
     )
 
 
+def _measured(member: bytes) -> bytes | None:
+    """Refuse a long envelope, undecoded, for that costs; the member without surrogates if that was made."""
+    masked = None
+    try:
+        payload = _decode_outline(member).data.payload
+    except msgspec.ValidationError:
+        payload = msgspec.Raw()
+    except msgspec.DecodeError:
+        masked = without_surrogates(member)
+        payload = _decode_outline(masked).data.payload
+    if (size := len(member) - len(bytes(payload))) > ENVELOPE_BYTES:
+        raise _TooLong(f"member: {size} bytes beside its payload, at most {ENVELOPE_BYTES} are accepted")
+    return masked
+
+
 def _without_payload(member: bytes, payload: bytes) -> bytes:
     """The member less the text of its payload (where that stands elsewhere too, less that): to count in."""
     start = member.find(b"{", member.find(b'"payload"') + 9)
@@ -236,25 +257,33 @@ def _without_payload(member: bytes, payload: bytes) -> bytes:
     return member[:start] + member[start + len(payload) :]
 
 
-def _with_lone_surrogates(member: bytes, error: msgspec.DecodeError) -> tuple[_Member, bytes, bytes]:
+def _with_surrogates(member: bytes, masked: bytes, error: Exception) -> tuple[_Member, bytes, bytes]:
     """Decode a member whose payload holds `\\ud800` alone: the grammar allows it, the decoder does not.
 
-    They are masked by an escape of the same length, so that the payload can be cut from the original.
+    `masked`: the member without surrogates. It is as long, so the payload can be cut from the original.
     """
-    masked = _ESCAPE.sub(lambda escape: b"\\ufffd" if escape[1] else escape[0], member)
     if masked == member:
         raise error
-    decoded = _decode(masked)
-    payload = bytes(decoded.data.payload)
-    envelope = _without_payload(masked, payload)
+    payload = bytes(_decode_outline(masked).data.payload)
     start = masked.find(payload)
-    original = member[start : start + len(payload)]
-    if member[:start] + member[start + len(payload) :] != envelope:
+    end = start + len(payload)
+    readable = member[:start] + payload + member[end:]
+    envelope = _without_payload(readable, payload)
+    try:
+        decoded = _decode(readable)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        raise _Invalid("a lone surrogate outside data.payload") from None
+    if bytes(decoded.data.payload) != payload or envelope != member[:start] + member[end:]:
         raise _Invalid("a lone surrogate outside data.payload")
-    return decoded, original, envelope
+    return decoded, member[start:end], envelope
 
 
 def _check_headers(headers: Mapping[str, str]) -> None:
+    size = sum(len(name) + len(value) for name, value in headers.items())
+    if size > MAX_HEADERS_CHARS:
+        raise _Invalid(f"data.headers: {size} characters, at most {MAX_HEADERS_CHARS} are accepted")
     for name, value in headers.items():
         if not _HEADER_NAME.fullmatch(name):
             raise _Invalid(f"data.headers: {name!r} is no header name")
@@ -320,8 +349,8 @@ def _string(token: bytes) -> str | None:
         return None
 
 
-def _reject(member: bytes, why: str) -> Rejection:
-    """INVALID_REQUEST, with id, token and result list as far as each can be read beyond doubt."""
+def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
+    """With id, token and result list as far as each can be read beyond doubt."""
     try:
         payload = bytes(_decode_outline(member).data.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -333,7 +362,7 @@ def _reject(member: bytes, why: str) -> Rejection:
         return (values[0] or "") if len(set(values)) == 1 else ""
 
     return Rejection(
-        ErrorCode.INVALID_REQUEST,
+        code,
         why if len(why) <= _MESSAGE_CHARS else why[: _MESSAGE_CHARS - 1] + "…",
         read("data", "id") or None,
         read("internal", "request_token"),
@@ -450,23 +479,3 @@ def decode_result(result: bytes) -> Result:
         return _decode_result(result)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"no result: {error}") from error
-
-
-def score_of(deadline: int, priority: int | None = None) -> float:
-    """The score our producers give: the deadline, after all more urgent priorities (0 first, to 9).
-
-    Raises ValueError for another priority.
-    """
-    if priority is None:
-        return float(deadline)
-    if priority not in PRIORITIES:
-        raise ValueError(f"priority {priority}: must be 0 (first) to 9")
-    return float(priority * PRIORITY_STEP + deadline)
-
-
-def deadline_of_score(score: float) -> int:
-    """The deadline that a score tells where its producer kept to `score_of`; 0 where it cannot tell any.
-
-    Foreign producers may use any number: read the member before acting on it.
-    """
-    return int(score % PRIORITY_STEP) if 0 <= score < math.inf else 0

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 from urllib.parse import quote
 
+from dispatcher.core.lists import any_fits
 from dispatcher.core.outcome import Refused
 from dispatcher.core.request import Request
 
@@ -38,6 +39,24 @@ PREFIXES_NOT_PASSED_ON = (
     "x-llm-d-",
     "x-prefiller-",
 )
+# Left out unless `gateway.allowed_headers` names them: programs behind a gateway may take them for its own
+# words on who the caller is, or what he is after.
+DOUBTFUL = frozenset(
+    {
+        *("api-key", "x-api-key", "x-session-token", "x-scope-orgid", "x-tenant-id", "x-user-id"),
+        *("true-client-ip", "x-client-ip", "x-real-ip", "x-http-method", "x-http-method-override"),
+        *("x-method-override", "x-authenticated-user", "x-ms-client-principal"),
+    }
+)
+DOUBTFUL_PREFIXES = (
+    "test-epp-",
+    "x-auth-",
+    "x-goog-authenticated-",
+    "x-original-",
+    "x-remote-",
+    "x-rewrite-",
+    "x-slo-",
+)
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_ID = "x-llm-d-inference-fairness-id"
 
@@ -57,6 +76,8 @@ class RouteOptions(Protocol):
     @property
     def allowed_paths(self) -> Sequence[str]: ...
     @property
+    def allowed_headers(self) -> Sequence[str] | None: ...
+    @property
     def objective(self) -> str: ...
     @property
     def fairness_from(self) -> str: ...
@@ -70,6 +91,9 @@ class Route:
     def __init__(self, options: RouteOptions, *, user_agent: str) -> None:
         self._path = options.path
         self._allowed = [tuple(path.split("*")) for path in options.allowed_paths]
+        allowed = options.allowed_headers
+        self._passing = None if allowed is None else [_plain(pattern) for pattern in allowed]
+        """Patterns of the callers' headers that pass; None: all but the doubtful."""
         self._fairness_from = options.fairness_from
         chosen = {name.lower(): value for name, value in options.headers.items()}
         if options.objective:
@@ -128,12 +152,17 @@ class Route:
         return {
             name: value
             for name, value in lowered.items()
-            # An underscore is a hyphen to some of the programs behind the gateway.
-            if (plain := name.replace("_", "-")) not in NOT_PASSED_ON
+            if (plain := _plain(name)) not in NOT_PASSED_ON
             and not plain.startswith(PREFIXES_NOT_PASSED_ON)
             and plain not in self._chosen
             and name not in named
+            and self._passes(plain)
         }
+
+    def _passes(self, plain: str) -> bool:
+        if self._passing is not None:
+            return any_fits(self._passing, plain)
+        return plain not in DOUBTFUL and not plain.startswith(DOUBTFUL_PREFIXES)
 
 
 def trace_of(request: Request) -> tuple[str, str]:
@@ -164,6 +193,11 @@ def _fits(path: str, pattern: Sequence[str]) -> bool:
             return False
         at = found + len(text)
     return True
+
+
+def _plain(name: str) -> str:
+    """As some of the programs behind the gateway read it: to them an underscore is a hyphen."""
+    return name.lower().replace("_", "-")
 
 
 def _header_safe(value: str) -> str:

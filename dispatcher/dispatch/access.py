@@ -13,7 +13,17 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
 from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch.holding import Held
-from dispatcher.ports import Claimed, Counts, Overload, Permit, Queue, QueueUnavailableError, Renewed, Shared
+from dispatcher.ports import (
+    CallRefusedError,
+    Claimed,
+    Counts,
+    Overload,
+    Permit,
+    Queue,
+    QueueUnavailableError,
+    Renewed,
+    Shared,
+)
 from dispatcher.telemetry.events import Event, emit
 
 PAUSE_S = (0.1, 1.0)
@@ -69,9 +79,9 @@ class Access:
     async def ask(self, what: str, call: Awaitable[T]) -> T | None:
         """The call's answer; None where the queue cannot be reached, and then the gate is closed.
 
-        It stays closed until that very call gets through: a server may refuse writes alone, or results. Any
-        write stands for a look, and for a call that nobody makes while the gate is closed: later, the more
-        often that failed. Whatever goes wrong here ends nothing.
+        Where that very call was refused it stays closed until it gets through; or for a while that grows,
+        where nobody makes it while the gate is closed. Otherwise any write shows that the queue is back, and
+        a look that it can be looked at. Whatever goes wrong here ends nothing.
         """
         try:
             answer = await call
@@ -81,7 +91,8 @@ class Access:
             if what in LOOKS and times > 1 and what not in self._away:
                 return None  # writes got through since it began to fail
             rest_s = min(RESTS_S[0] * 2.0 ** min(times - 1, 10), RESTS_S[1])
-            sticks_s = 0.0 if what in LOOKS else rest_s if what in PASSING else math.inf
+            alone = isinstance(error, CallRefusedError) or not isinstance(error, QueueUnavailableError)
+            sticks_s = 0.0 if what in LOOKS or not alone else rest_s if what in PASSING else math.inf
             self._away[what] = self._told(error), now() + sticks_s
             self._failed()
             return None
@@ -93,9 +104,12 @@ class Access:
         del self._in_a_row[what]
         was_away = bool(self._away)
         self._away.pop(what, None)
-        if what not in LOOKS:
-            at = now()
-            self._away = {other: (why, until) for other, (why, until) in self._away.items() if until > at}
+        at = now()
+        self._away = {
+            other: (why, until)
+            for other, (why, until) in self._away.items()
+            if until > at or (what in LOOKS and other not in LOOKS)
+        }
         if was_away and not self._away:
             self._mended()
 

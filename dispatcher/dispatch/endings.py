@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dispatcher.core.outcome import Bury, Decision, Finish, Retry
+from dispatcher.core.outcome import Bury, Finish, Outcome, Retry, RetryPolicy, after
 from dispatcher.core.request import ErrorCode, Rejection, Request, answered, failed, misdirected
 from dispatcher.ports import Burial, Lease, Release, Settlement
 
@@ -61,8 +61,12 @@ def deadly(lease: Lease, request: Request, verdict: Bury) -> Burial:
     return _burial(lease, request, verdict)
 
 
-def decided(lease: Lease, request: Request, decision: Decision) -> Ending:
-    """What a decision on an outcome hands in."""
+def after_try(
+    lease: Lease, request: Request, outcome: Outcome, now: float, policy: RetryPolicy, rand: float
+) -> Ending:
+    """What is decided on an outcome. `now` in Unix time, `rand` in [0, 1)."""
+    counted = {"attempts": lease.attempts, "refusals": lease.refusals}
+    decision = after(outcome, **counted, deadline=request.deadline, now=now, policy=policy, rand=rand)
     match decision:
         case Retry():
             return Release(

@@ -36,7 +36,6 @@ from dispatcher.core.outcome import (
     Overloaded,
     TooLarge,
     Unreachable,
-    after,
     after_losses,
 )
 from dispatcher.core.request import Rejection, Request, parse
@@ -235,6 +234,7 @@ class Dispatcher:
             free = allowance.limit - len(self._holding) - self.limiter.others
             if free <= 0 or not self._access.work:
                 return
+            free = min(free, self._tenants.at_once or free)
             suspects = self._suspects.room(self._holding.suspects, now())
             if not self._nonce:
                 self._nonce, self._asked_at = secrets.token_hex(8), self._clock()
@@ -306,7 +306,7 @@ class Dispatcher:
                 self._finish(endings.cancelled(held.lease, request))
             elif gone is None or not is_open or not self._access.ours(held):
                 self._finish(endings.returned(held.lease))
-            elif (rest_s := self._tenants.rest_s(self._tenant(request), now())) > 0:
+            elif (rest_s := self._rest_s(held.lease, request)) > 0:
                 self._finish(endings.returned(held.lease, after_s=rest_s))
             elif self._tasks is not None:
                 task = self._tasks.create_task(self._run(held, request))
@@ -336,7 +336,7 @@ class Dispatcher:
         finally:
             self._holding.back(held)
         self.limiter.answered(lease.token, forwarded.ended_at)
-        outcome = self._gateway_seen(lease.entry, request, forwarded)
+        outcome = self._gateway_seen(held, request, forwarded)
         self._journal.tried(held, forwarded, outcome)
         self._finish(self._decide(lease, request, outcome))
 
@@ -354,15 +354,17 @@ class Dispatcher:
         else:
             self._drop(held.lease.token)
 
-    def _gateway_seen(self, entry: int, request: Request, forwarded: Forwarded) -> Outcome:
+    def _gateway_seen(self, held: Held, request: Request, forwarded: Forwarded) -> Outcome:
         """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
         outcome, at, sent_at = self._stranger.judged(forwarded.outcome), forwarded.ended_at, forwarded.sent_at
         limiter, tenant = self.limiter, self._tenant(request)
+        entry, again = held.lease.entry, held.lease.refusals > 0
         match outcome:
             case Overloaded():
                 self._reached(entry, at, sent_at)
                 read_at = limiter.allowance(at).read_at
-                teaches = self._tenants.refused(tenant, at, read_at)
+                alone = all(other.claimed_at >= read_at for other in self._holding.at_gateway())
+                teaches = self._tenants.refused(tenant, at, read_at, again=again, alone=alone)
                 # The limiter has counted it out already, and those that were refused with it.
                 before = self._refused[1] if self._refused[0] == read_at else 0
                 self._refused = (read_at, max(before, limiter.in_flight + 1))
@@ -377,7 +379,7 @@ class Dispatcher:
                 return outcome
             case Delivered() | TooLarge():
                 self._reached(entry, at, sent_at)
-                self._tenants.accepted(tenant, sent_at)
+                self._tenants.accepted(tenant, sent_at, again=again)
                 return outcome
             case Failed(nobody_home=True):
                 gone = limiter.nobody_home(at, sent_at, outcome.why, self._connected())
@@ -395,7 +397,7 @@ class Dispatcher:
                 self._without_gateway()
             case _:
                 pass  # not sent, or no answer: it says nothing of the gateway
-        self._tenants.ended(tenant)
+        self._tenants.ended(tenant, again=again)
         return outcome
 
     def _reached(self, entry: int, at: float, sent_at: float) -> None:
@@ -414,20 +416,16 @@ class Dispatcher:
         self._look_again()
         self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
 
+    def _rest_s(self, lease: Lease, request: Request) -> float:
+        """How long its tenant, or the refused that it belongs to, rest."""
+        return self._tenants.rest_s(self._tenant(request), now(), again=lease.refusals > 0)
+
     def _tenant(self, request: Request) -> str:
         return request.metadata.get(self._options.tenant_from, "")
 
     def _decide(self, lease: Lease, request: Request, outcome: Outcome) -> Ending:
-        decision = after(
-            outcome,
-            attempts=lease.attempts,
-            refusals=lease.refusals,
-            deadline=request.deadline,
-            now=self._queue.unix_now(),
-            policy=self._options.retry,
-            rand=self._random.random(),
-        )
-        return endings.decided(lease, request, decision)
+        policy, at = self._options.retry, self._queue.unix_now()
+        return endings.after_try(lease, request, outcome, at, policy, self._random.random())
 
     def _look(self) -> None:
         """While there is no gateway: see whether a probe, or who was sent along with the first that failed,

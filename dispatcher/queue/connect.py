@@ -70,7 +70,10 @@ def _told(url: str) -> Iterator[None]:
         yield
     except QueueUrlError:
         raise
-    except (TypeError, ValueError, AttributeError, errors.RedisError, OSError) as error:
+    except (
+        *(TypeError, ValueError, AttributeError, OSError),
+        *(errors.RedisError, errors.RedisClusterException),
+    ) as error:
         raise QueueUrlError(f"queue.url: {_why(error, url)}") from None
 
 

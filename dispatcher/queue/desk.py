@@ -14,7 +14,7 @@ from redis import exceptions as errors
 
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.clock import ServerClock
-from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.keys import ACTIVE, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.requeue import accept_anew
 from dispatcher.queue.scripts import Argument, Client, Reply, Scripts
 
@@ -47,54 +47,24 @@ class RedisDesk:
             await self._scripts.client.aclose()
 
     async def submit(self, submissions: Sequence[Submission]) -> int:
-        """Put them into the queue and wake the dispatchers; how many were not pending already.
-
-        A crash half way leaves whole requests in the queue and at most markers of others, which expire.
-        """
-        now = time.time()
+        """Put them into the queue and wake the dispatchers; how many were not pending already."""
         added = 0
         for batch in _batches(submissions):
-            await self._mark(batch, now)
             call = secrets.token_hex(8)
-            pairs: list[Argument] = [
-                part for each in batch for part in (repr(float(each.score)), each.member)
-            ]
-            reply = await self._run(
-                "submit", [REPLY_TTL_S, self.names.wake, *pairs], [self.names.reply(call)]
-            )
-            added += reply.value
+            pairs = [part for each in batch for part in (repr(float(each.score)), each.member)]
+            marks = [part for each in batch for part in _mark(each)]
+            args: list[Argument] = [REPLY_TTL_S, self.names.wake, len(batch), *pairs, *marks]
+            added += (await self._run("submit", args, [self.names.reply(call)])).value
         return added
 
-    async def _mark(self, submissions: Sequence[Submission], now: float) -> None:
-        """Make requests cancellable: their tokens, until their deadlines."""
-        marked = [each for each in submissions if each.request_id and each.request_token and each.deadline]
-        if not marked:
-            return
-        client = self._scripts.client
-
-        async def mark() -> None:
-            pipeline = client.pipeline(transaction=False)
-            for each in marked:
-                pipeline.delete(CANCEL + each.request_id)
-                lifetime_s = max(1, int(each.deadline - now))
-                pipeline.set(ACTIVE + each.request_id, each.request_token, ex=lifetime_s)
-            await pipeline.execute()
-
-        await self._scripts.attempt(mark)
-
     async def cancel(self, request_id: str, request_token: str = "") -> bool:
-        """Set the cancel marker; False where the id is not active (or not with that token)."""
-        client = self._scripts.client
-
-        async def cancel() -> bool:
-            active = await client.get(ACTIVE + request_id)
-            if active is None or request_token not in ("", active.decode(errors="replace")):
-                return False
-            await client.set(CANCEL + request_id, active, ex=CANCEL_TTL_S)
-            await self._wake("cancel")
+        """Set the cancel markers of those that are active under the id, or of the one with that token; False
+        where there is none."""
+        args: list[Argument] = [self.names.wake, CANCEL_TTL_S, request_id, request_token]
+        if request_token and (await self._run("cancel", [*args, ""])).value:
             return True
-
-        return await self._scripts.attempt(cancel)
+        theirs = await self._scripts.attempt(lambda: self._scripts.client.get(ACTIVE + request_id))
+        return bool((await self._run("cancel", [*args, theirs or ""])).value)
 
     async def pause(self, by: str, why: str) -> None:
         """Stop all claims until `resume`; what is leased goes on."""
@@ -176,8 +146,7 @@ class RedisDesk:
             again = None if dead is None else accept_anew(dead.member, dead.score, deadline)
             if again is None:
                 continue
-            await self._mark([again], time.time())
-            args: list[Argument] = [entry, repr(again.score), again.member, self.names.wake]
+            args: list[Argument] = [entry, repr(again.score), again.member, self.names.wake, *_mark(again)]
             done += (await self._run("requeue", args)).value
         return done
 
@@ -209,6 +178,15 @@ class RedisDesk:
     def _server(self, at: float) -> str:
         """Loop time as an argument of a script."""
         return f"{at + self._clock.offset(asyncio.get_running_loop().time()):.6f}"
+
+
+def _mark(submission: Submission) -> tuple[str | int, ...]:
+    """What makes it one that can be cancelled, where it can be."""
+    if not (submission.request_id and submission.request_token and submission.deadline):
+        return ()
+    if len(submission.request_token.encode(errors="surrogatepass")) > MAX_TOKEN_BYTES:
+        return ()
+    return submission.request_id, submission.request_token, submission.deadline
 
 
 def _batches(submissions: Sequence[Submission]) -> Sequence[Sequence[Submission]]:

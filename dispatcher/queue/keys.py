@@ -9,6 +9,9 @@ from dispatcher.core import lists
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
+"""Markers of llm-d's producers, by id and for all queues. Ours are `Names.active` and `Names.cancel`."""
+MAX_TOKEN_BYTES = 1024
+"""A longer one names no key: its request is cancelled by llm-d's marker alone."""
 MAX_LIST_NAME_BYTES = 1024
 
 _DERIVED = (
@@ -28,7 +31,7 @@ _DERIVED = (
     "beats",
 )
 """In the order in which every script gets them, after the queue itself: lua/common.lua names them again."""
-_PASSING = ("reply", "posted")
+_PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
     rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_DERIVED)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
@@ -95,6 +98,14 @@ class Names:
     def wake(self) -> str:
         """The channel on which producers wake the dispatchers."""
         return f"{self.prefix}:wake"
+
+    def active(self, request_id: str) -> str:
+        """Who can be cancelled under this id: lua/markers.lua."""
+        return f"{self.prefix}:active:{request_id}"
+
+    def cancel(self, request_id: str, token: str) -> str:
+        """Where it stands that the request of this id with this token is to be cancelled."""
+        return f"{self.prefix}:cancel:{request_id}:{token}"
 
     def reply(self, call: str) -> str:
         """Where the reply to one call is kept for a while, so that its repetition gets the same."""

@@ -167,7 +167,7 @@ class MemoryQueue:
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         self._begin()
         store = self.store
-        return [token != "" and store._value(store._cancel, name) == token for name, token in requests]
+        return [store._is_cancelled(name, token) for name, token in requests]
 
     async def sweep(self) -> Swept:
         now = self._begin()
@@ -219,6 +219,8 @@ class MemoryQueue:
             moves, entry = store._overdue.popleft()
             if entry.moves == moves:
                 store._overdue.append((moves, entry))
+                if len(entry.member) > store.largest:
+                    continue
                 found.append(Expired(entry.where, entry.member))
         return found
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dispatcher.core.outlook import REPLICAS, Line
+from dispatcher.core.oversize import ENVELOPE_BYTES
 from dispatcher.core.request import NO_LIST, ErrorCode, decode_result, failed, misdirected
 from dispatcher.ports import (
     Burial,
+    CallRefusedError,
     Claimed,
     Expired,
     Lease,
@@ -33,19 +35,26 @@ from dispatcher.ports import (
     Swept,
 )
 from dispatcher.queue.desk import REPLY_TTL_S, RedisDesk
-from dispatcher.queue.keys import ACTIVE, CANCEL, Names
+from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.replies import leases_of, line_of
-from dispatcher.queue.scripts import Argument, BrokenCallError, Client, Reply
+from dispatcher.queue.replies import leases_of, line_of, untold_bytes
+from dispatcher.queue.scripts import (
+    SCRIPT_BYTES,
+    SCRIPT_ITEMS,
+    Argument,
+    BrokenCallError,
+    Client,
+    Reply,
+    in_steps,
+)
 from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry.events import Event, emit
 
 CLAIM_BYTES = 2**20
-_SCRIPT_BYTES = 2**20
 _CLAIM_MOST = 1000
-_STEP = 256
+_MOVES = 3
 _SWEEP_MOST = 500
 _DONE, _LOST, _BAD_LIST, _STUCK, _TOO_LARGE = range(5)
 _STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST, None, Settled.TOO_LARGE)
@@ -81,7 +90,9 @@ class RedisQueue(RedisDesk):
     `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
     them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
     `prover`: knows which owners have ended, so that nobody waits for their silence.
-    `result_ttl_s`: 0 keeps result lists for ever. A call takes a few seconds at most, retries included.
+    `result_ttl_s`: 0 keeps result lists for ever. `max_payload_bytes`: where a member is too long to have a
+    smaller payload, its head alone is moved (core/oversize.py). A call takes a few seconds at most, retries
+    included, but for large values.
     """
 
     def __init__(
@@ -96,10 +107,14 @@ class RedisQueue(RedisDesk):
         poll_s: float = 0.2,
         result_ttl_s: int = 604_800,
         dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
         try_s: float = 3.0,
     ) -> None:
         super().__init__(client, names, try_s=try_s)
         self.owner = owner
+        self._largest = max_payload_bytes + ENVELOPE_BYTES
+        self._unmoved: Counter[int] = Counter()
+        """How often a large member did not get through, by its entry."""
         self.dead_dropped = 0
         """The dead that went because there were more than dead_max, as far as this owner buried them."""
         self._lease_s = lease_s
@@ -138,21 +153,38 @@ class RedisQueue(RedisDesk):
 
     async def _claim(self, most: int, nonce: str, suspects: int, room: Sequence[Argument]) -> Claimed:
         base = secrets.token_hex(16)
-        args = [*self._me, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room]
+        args = [*self._me, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room, self._largest]
         reply = await self._run("claim", args, [self.names.reply(f"{self.owner}:{nonce}")])
         facts, waiting, flat = reply.value
         count, shared = self._facts(reply, facts)
         leases = leases_of(flat)
+        if size := untold_bytes(flat):
+            leases = await self._with_member(leases[0], size)
         return Claimed(leases, count, shared, waiting)
+
+    async def _with_member(self, lease: Lease, size: int) -> list[Lease]:
+        """A lease with its large member; none where it is another's by now. One that did not get through
+        three times is given up: its head says that it is too large."""
+        key = f"{self.names.prefix}:members"
+        client = self._scripts.client
+        try:
+            member = await self._scripts.attempt(lambda: client.hget(key, lease.entry), size=size)
+        except BrokenCallError:
+            self._unmoved[lease.entry] += 1
+            if self._unmoved[lease.entry] < _MOVES:
+                raise
+            member = (await self._run("shorten", [lease.entry, lease.token])).value
+        del self._unmoved[lease.entry]
+        return [] if member is None else [replace(lease, member=member)]
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         lost: list[int] = []
         at = 0
         while True:
-            step = leases[at : at + _STEP]
+            step = leases[at : at + SCRIPT_ITEMS]
             renewed = await self._renew(len(step), [part for lease in step for part in _fence(lease)])
             lost += renewed.lost
-            at += _STEP
+            at += SCRIPT_ITEMS
             if at >= len(leases):
                 return replace(renewed, lost=lost)
 
@@ -186,7 +218,7 @@ class RedisQueue(RedisDesk):
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         said: list[Settled] = []
-        for batch in _by_size(releases, lambda _: 0):
+        for batch in in_steps(releases, lambda _: 0):
             args: list[Argument] = [REPLY_TTL_S]
             for each in batch:
                 flags = (int(each.attempt), int(each.refusal), int(each.undelivered))
@@ -199,7 +231,11 @@ class RedisQueue(RedisDesk):
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         client = self._scripts.client
-        keys = [_key(CANCEL, name) for name, _ in requests]
+        keys = [
+            _key("", key)
+            for request_id, token in requests
+            for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
+        ]
         if not keys:
             return []
 
@@ -210,8 +246,8 @@ class RedisQueue(RedisDesk):
 
         markers = await self._scripts.attempt(read)
         return [
-            token != "" and marker == token.encode(errors="surrogatepass")
-            for (_, token), marker in zip(requests, markers, strict=True)
+            token != "" and token.encode(errors="surrogatepass") in markers[2 * at : 2 * at + 2]
+            for at, (_, token) in enumerate(requests)
         ]
 
     async def sweep(self) -> Swept:
@@ -242,8 +278,12 @@ class RedisQueue(RedisDesk):
         overdue = self._overdue = self._overdue or Overdue(self.unix_now())
         for _ in range(2):
             walk = overdue.next()
-            args: list[Argument] = [walk.after, walk.until, walk.range, walk.offset, most, _SCRIPT_BYTES]
-            until, next_range, next_offset, *rows = (await self._run("overdue", args)).value
+            at: list[Argument] = [walk.after, walk.until, walk.range, walk.offset, most]
+            told = (await self._run("overdue", [*at, SCRIPT_BYTES, self._largest])).value
+            if told[3:] and isinstance(size := told[3][2], int):
+                walk.offset += 1  # should it not get through, it waits for its turn in the line
+                told = (await self._run("overdue", [*at, size, self._largest], size=size)).value
+            until, next_range, next_offset, *rows = told
             walk.moved(until, next_range, next_offset)
             if rows:
                 return overdue.found(walk, rows)
@@ -284,7 +324,7 @@ class RedisQueue(RedisDesk):
             with contextlib.suppress(QueueUnavailableError):
                 await self._clean_up(checked, statuses)
         if statuses and statuses.count(_STUCK) == len(statuses):
-            raise failure or QueueUnavailableError(
+            raise failure or CallRefusedError(
                 f"{self.names.results} is no list that this user may push to: results have no place to go"
             )
         return statuses
@@ -298,7 +338,7 @@ class RedisQueue(RedisDesk):
         enough_at = clock() + _WRITES_S
         statuses = [_STUCK] * len(writes)
         order = sorted(range(len(writes)), key=lambda at: writes[at].size > _ALONE_BYTES)
-        steps = deque(_by_size(order, lambda at: writes[at].size))
+        steps = deque(in_steps(order, lambda at: writes[at].size))
         failure: QueueUnavailableError | None = None
         while steps:
             step = steps.popleft()
@@ -368,17 +408,16 @@ class RedisQueue(RedisDesk):
         default = _key("", self.names.results)
         # A default list in another slot must not be named to the script: the outbox stands in.
         keys = [self._new_reply(), self.names.outbox if self._outbox.needs(default) else default]
-        args: list[Argument] = [REPLY_TTL_S, self._ttl_s]
+        args: list[Argument] = [REPLY_TTL_S, self._ttl_s, int(not self._scripts.is_cluster)]
         if script == "settle":
             args.append(self._dead_max)
         for write in writes:
             settlement = write.settlement
             name = _key("", settlement.results or self.names.results)
             how = 0 if not settlement.result else 2 if self._outbox.needs(name) else 1
-            cleans = settlement.request_token and not self._scripts.is_cluster
-            request = _key("", settlement.request_id) if cleans else b""
-            args += [*write.head, how, name, settlement.result]
-            args += [request, _key("", settlement.request_token), *write.tail]
+            token = _key("", settlement.request_token)
+            request = _key("", settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
+            args += [*write.head, how, name, settlement.result, request, token, *write.tail]
         reply = await self._run(script, args, keys, size=sum(write.size for write in writes))
         if script == "expire":
             statuses = reply.value
@@ -394,7 +433,7 @@ class RedisQueue(RedisDesk):
         ]
 
     async def _clean_up(self, writes: Sequence[_Write], statuses: Sequence[int]) -> None:
-        """On a Cluster: what the script could not reach.
+        """On a Cluster: what the script could not reach, in other slots.
 
         Not to be told as a failure, for everything is settled: the sweep carries what stays in the outbox,
         and markers expire.
@@ -455,16 +494,3 @@ def _refused(write: _Write, why: str = NO_LIST) -> _Write:
     told = settlement.request_id or decode_result(settlement.result).id
     result = misdirected(told, settlement.results, why, token=settlement.request_token)
     return replace(write, settlement=replace(settlement, result=result, results=""), instead=_BAD_LIST)
-
-
-def _by_size(items: Sequence[T], size_of: Any) -> list[list[T]]:
-    """Steps of at most a megabyte and 256 items, so that no script blocks Redis for long."""
-    steps: list[list[T]] = []
-    size = 0
-    for item in items:
-        size += size_of(item)
-        if not steps or size > _SCRIPT_BYTES or len(steps[-1]) == _STEP:
-            steps.append([])
-            size = size_of(item)
-        steps[-1].append(item)
-    return steps

@@ -11,8 +11,13 @@ from dispatcher.queue.desk import SUSPECT_DEATHS
 
 
 def leases_of(flat: Sequence[Any]) -> list[Lease]:
-    """Of a claim."""
+    """Of a claim, without the member where only its size was told."""
     return [_lease(*flat[at : at + 8]) for at in range(0, len(flat), 8)]
+
+
+def untold_bytes(flat: Sequence[Any]) -> int:
+    """How many bytes the one member of a claim has where that is all that was told of it; else 0."""
+    return flat[2] if flat and isinstance(flat[2], int) else 0
 
 
 def line_of(told: Sequence[Any]) -> Line:
@@ -32,7 +37,7 @@ def line_of(told: Sequence[Any]) -> Line:
 def _lease(
     entry: int,
     token: bytes,
-    member: bytes,
+    member: bytes | int,
     score: bytes,
     deliveries: int,
     attempts: int,
@@ -42,7 +47,7 @@ def _lease(
     return Lease(
         entry,
         token.decode(),
-        member,
+        b"" if isinstance(member, int) else member,
         float(score),
         deliveries,
         attempts,

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from dispatcher.core.request import (
-    PRIORITIES,
-    PRIORITY_STEP,
-    Rejection,
-    encode_member,
-    parse,
-    score_of,
-)
+from dispatcher.core.request import Rejection, encode_member, parse
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, score_of
 from dispatcher.ports import Submission
 
 

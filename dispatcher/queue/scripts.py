@@ -19,20 +19,26 @@ from redis import exceptions as errors
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.ports import CallRefusedError, QueueUnavailableError
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
 T = TypeVar("T")
 
+SCRIPT_BYTES = 2**20
+SCRIPT_ITEMS = 256
+"""No script is given more at once."""
 _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
-    "settle": (*_STEP, "keep", "results"),
-    "expire": (*_STEP, "keep", "results"),
+    "settle": (*_STEP, "markers", "keep", "results"),
+    "expire": (*_STEP, "markers", "keep", "results"),
     "release": _STEP,
     "renew": _STEP,
     "sweep": _STEP,
+    "submit": ("need", "common", "markers"),
+    "requeue": ("need", "common", "markers"),
+    "cancel": ("need", "common", "markers"),
     "peek": ("need", "common", "line"),
     "push": ("need", "keep"),
     "forget": (),
@@ -103,7 +109,11 @@ class BrokenCallError(QueueUnavailableError):
     be there all the same, and take others."""
 
 
-class ForbiddenError(QueueUnavailableError):
+class OddReplyError(BrokenCallError, CallRefusedError):
+    """Nobody foresaw what came in reply."""
+
+
+class ForbiddenError(CallRefusedError):
     """This user may not do that."""
 
 
@@ -204,12 +214,25 @@ def _told(error: Exception) -> QueueUnavailableError:
         if isinstance(error, kind):
             return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
     if isinstance(error, errors.ResponseError):
-        return BrokenCallError(f"Redis refused a call in a way that was not foreseen: {_cut(message)}")
+        return OddReplyError(f"Redis refused a call in a way that was not foreseen: {_cut(message)}")
     if isinstance(error, _CONNECTION):
         return BrokenCallError(f"Redis cannot be reached: {message or type(error).__name__}")
-    return BrokenCallError(f"the answer of Redis was not understood: {_cut(repr(error))}")
+    return OddReplyError(f"the answer of Redis was not understood: {_cut(repr(error))}")
 
 
 def _cut(words: str) -> str:
     """A reply may repeat what was sent to it."""
     return words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 1]}…"
+
+
+def in_steps(items: Sequence[T], size_of: Any) -> list[list[T]]:
+    """Steps of at most a megabyte and 256 items, so that no script blocks Redis for long."""
+    steps: list[list[T]] = []
+    size = 0
+    for item in items:
+        size += size_of(item)
+        if not steps or size > SCRIPT_BYTES or len(steps[-1]) == SCRIPT_ITEMS:
+            steps.append([])
+            size = size_of(item)
+        steps[-1].append(item)
+    return steps

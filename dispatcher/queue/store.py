@@ -14,15 +14,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from dispatcher.core.request import (
-    NO_LIST,
-    PRIORITIES,
-    PRIORITY_STEP,
-    deadline_of_score,
-    decode_result,
-    misdirected,
-)
+from dispatcher.core.oversize import ENVELOPE_BYTES, cut
+from dispatcher.core.request import NO_LIST, decode_result, misdirected
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.ports import (
+    CallRefusedError,
     Counts,
     Dead,
     Lease,
@@ -155,6 +151,7 @@ class MemoryStore:
         results: str = "batch:{pool}:results",
         lists: tuple[str, ...] | None = None,
         dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
     ) -> None:
         self.clock = clock
         self.unix_origin = unix_origin
@@ -162,6 +159,7 @@ class MemoryStore:
         self.names = Names(name, results, lists)
         self.results = results
         self.dead_max = dead_max
+        self.largest = max_payload_bytes + ENVELOPE_BYTES
         self.down: str | None = None
         self.lists: dict[str, deque[bytes]] = {}
         """Result lists: pushed on the left, popped on the right."""
@@ -188,8 +186,13 @@ class MemoryStore:
         self._nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
         self._ids = itertools.count(1)
         self._grants = itertools.count(1)
-        self._active: dict[str, tuple[str, float]] = {}
+        self._active: dict[str, dict[str, float]] = {}
+        """By id: the tokens that can be cancelled under it, each until then."""
         self._cancel: dict[str, tuple[str, float]] = {}
+        """By id and token, `id:token`."""
+        self._foreign_active: dict[str, tuple[str, float]] = {}
+        self._foreign_cancel: dict[str, tuple[str, float]] = {}
+        """The markers of llm-d's producers, by id."""
         self._permit: Permit | None = None
         self._overload: Overload | None = None
         self._probe: int | None = None
@@ -229,20 +232,34 @@ class MemoryStore:
         new = 0
         for each in submissions:
             if each.request_id and each.request_token and each.deadline:
-                self._cancel.pop(each.request_id, None)
-                self._active[each.request_id] = (each.request_token, max(each.deadline, now + 1))
+                tokens = self._active.setdefault(each.request_id, {})
+                tokens[each.request_token] = max(each.deadline, now + 1)
             new += self.add(each.member, each.score)
         self._wake()
         return new
 
     async def cancel(self, request_id: str, request_token: str = "") -> bool:
         self._check_up()
-        active = self._value(self._active, request_id)
-        if active is None or request_token not in ("", active):
-            return False
-        self._cancel[request_id] = (active, self.unix_now() + CANCEL_TTL_S)
-        self._wake()
-        return True
+        now = self.unix_now()
+        tokens = dict(self._active.get(request_id, {}))
+        if (theirs := self._value(self._foreign_active, request_id)) is not None:
+            tokens.setdefault(theirs, now + CANCEL_TTL_S)
+        asked = {
+            f"{request_id}:{token}": (token, until)
+            for token, until in tokens.items()
+            if request_token in ("", token) and until > now
+        }
+        self._cancel |= asked
+        if asked:
+            self._wake()
+        return bool(asked)
+
+    def _is_cancelled(self, request_id: str, token: str) -> bool:
+        markers = (
+            self._value(self._cancel, f"{request_id}:{token}"),
+            self._value(self._foreign_cancel, request_id),
+        )
+        return token != "" and token in markers
 
     async def pause(self, by: str, why: str) -> None:
         self._check_up()
@@ -369,6 +386,8 @@ class MemoryStore:
     def _lease(self, entry: Entry, owner: str, now: float) -> Held:
         if entry.place is Place.PENDING:
             del self._pending[entry.member]
+            if len(entry.member) > self.largest:
+                entry.member = cut(entry.member)
         if entry.id == NEVER_CLAIMED:
             entry.id = next(self._ids)
             self._entries[entry.id] = entry
@@ -441,13 +460,18 @@ class MemoryStore:
             name, said = self.results, Settled.BAD_LIST
         if result:
             if name in self.not_lists:
-                raise QueueUnavailableError(f"{name} is no list: results have no place to go")
+                raise CallRefusedError(f"{name} is no list: results have no place to go")
             self.lists.setdefault(name, deque()).appendleft(result)
         request_id, token = settlement.request_id, settlement.request_token
         if request_id and token:
-            for keys in (self._active, self._cancel):
+            for keys in (self._foreign_active, self._foreign_cancel):
                 if self._value(keys, request_id) == token:
                     del keys[request_id]
+            self._cancel.pop(f"{request_id}:{token}", None)
+            tokens = self._active.get(request_id, {})
+            tokens.pop(token, None)
+            if not tokens:
+                self._active.pop(request_id, None)
         return said
 
     def _refused_list(self, name: str) -> str | None:
@@ -462,14 +486,5 @@ class MemoryStore:
 
 
 def _dead(entry: Entry, reason: str, died_at: float) -> Dead:
-    return Dead(
-        entry.id,
-        entry.member,
-        entry.score,
-        reason,
-        died_at,
-        entry.deliveries,
-        entry.attempts,
-        entry.refusals,
-        entry.losses,
-    )
+    counts = entry.deliveries, entry.attempts, entry.refusals, entry.losses
+    return Dead(entry.id, entry.member, entry.score, reason, died_at, *counts)

@@ -91,6 +91,11 @@ class Gateway(Section):
         ("/v1/*",),
         description="Paths that a request may name; `*` stands for any characters. Never another host.",
     )
+    allowed_headers: Annotated[tuple[Text, ...] | None, Field(strict=False)] = Field(
+        None,
+        description="Patterns of a request's own headers that are passed on; `*` stands for any characters. "
+        "Some never are, and null leaves out more (docs/forwarding.md), which can be named here. `[]`: none.",
+    )
     objective: HeaderValue = Field(
         "",
         description="InferenceObjective sent with every request: the only way to a priority, so name one "

@@ -67,7 +67,12 @@ class Queue(Section):
         le=60,
         description="Seconds between looks at the queue, for producers that do not wake us.",
     )
-    max_payload_bytes: int = Field(16_777_216, ge=1, description="A longer payload ends as TOO_LARGE.")
+    max_payload_bytes: int = Field(
+        16_777_216,
+        ge=1,
+        description="A longer payload ends as TOO_LARGE, and so does a request with more than 64 KiB beside "
+        "its payload. What is longer than both together is not even moved.",
+    )
     result_ttl_s: float = Field(
         604_800.0, ge=0, description="Seconds a result list lives after its last push. 0: for ever."
     )

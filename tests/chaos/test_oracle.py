@@ -19,7 +19,6 @@ import pytest
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.connect import connect
 from dispatcher.queue.desk import RedisDesk
-from dispatcher.queue.keys import ACTIVE, CANCEL
 from tests.chaos.oracle import CALLERS, Accepted, Caller, Gap, judge, lists_of
 from tests.chaos.storm import Place, Scale, Storm, ground
 from tests.queue.known import assert_only_known_keys
@@ -134,11 +133,12 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
             assert not complaints, "\n".join(complaints)
             assert verdict.faults == {}
             assert not left
-            # Elsewhere a node that was away may keep some, or forget that they are deleted: they expire.
-            assert not markers or place != "alone" or not servers.durable
+            # That they are deleted may be forgotten, too; then they expire.
+            assert not markers or not servers.durable
             assert set(storm.codes) == {0}
-            # A claim that was forgotten frees its place, while what was claimed by it still runs.
-            assert peak <= (LIMIT if servers.durable else 2 * LIMIT), crowd(log)
+            # One probe for a gateway that was away asks for no place (claim.lua). And a claim that was forgotten
+            # frees its place, while what was claimed by it still runs.
+            assert peak <= (LIMIT + 1 if servers.durable else 2 * LIMIT), crowd(log)
             # A run that forgot much proves little, whatever the mode allows.
             assert len(verdict.forgotten) + len(verdict.repeated) <= 0.1 * certain
             await assert_only_known_keys(client, NAMES, *(one.list for one in book.values()))
@@ -153,7 +153,7 @@ def crowd(log: list[Entry]) -> list[str]:
     for one in log:
         at = one.arrived_at
         there = [each for each in log if each.arrived_at <= at and (each.ended_at or math.inf) > at]
-        if len(there) > LIMIT:
+        if len(there) > LIMIT + 1:
             return [f"{each.id} for {at - each.arrived_at:.3f} s, in the end {each.status}" for each in there]
     return []
 
@@ -176,10 +176,13 @@ async def left_behind(client: Any) -> dict[str, int]:
 
 async def markers_of(client: Any, requests: Iterable[Accepted]) -> int:
     """Markers that have outlived their requests. A submission that nobody answered may have left one."""
-    found = [
-        await client.exists(kind + one.id) for one in requests if one.certain for kind in (ACTIVE, CANCEL)
-    ]
-    return sum(found)
+    certain = {one.id for one in requests if one.certain}
+    found = 0
+    for kind in (NAMES.active(""), f"{NAMES.prefix}:cancel:"):
+        pattern = f"{kind}*"
+        async for key in client.scan_iter(pattern, count=1000):
+            found += key.decode().removeprefix(kind).partition(":")[0] in certain
+    return found
 
 
 @pytest.mark.timeout(240)

@@ -222,7 +222,7 @@ async def test_cancel_sets_the_marker_of_an_active_request_only(queue_server: Se
     await submitted(queue_server, "a")
     assert verb(queue_server, "cancel", "a").returncode == 0
     with queue_server.client() as client:
-        assert client.get("request-cancel:a") == b"token-of-a"
+        assert client.get(NAMES.cancel("a", "token-of-a")) == b"token-of-a"
     missing = verb(queue_server, "cancel", "nobody")
     assert (missing.returncode, missing.stderr.strip()) == (1, "nobody: not active")
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dispatcher.core.request import decode_result
+from dispatcher.core.oversize import cut
+from dispatcher.core.request import Rejection, decode_result, parse
 from dispatcher.ports import Burial, Expired, Lease, Release, Settled, Settlement
 from tests.conformance.worlds import NOW, World, answer, claim, member
 from tests.support import wait_until
@@ -61,6 +62,24 @@ async def test_request_without_a_readable_id_dies_without_a_result(world: World)
     assert await world.results() == []
     [dead] = await world.desk.dead_list(10)
     assert dead.member == b"\xffrubbish"
+
+
+async def test_member_too_long_for_any_payload_is_leased_as_its_head(world: World) -> None:
+    """What a deadline's sweep would have to move it passes over, too."""
+    too_long = member("r-1", deadline=NOW - 5, payload={"prompt": "x" * (17 << 20)})
+    await world.zadd(NOW - 5, too_long)
+    await world.zadd(NOW + 3600, member("r-2"))
+    owner = world.owner()
+    assert not [found for _ in range(3) for found in await owner.expired(4)]
+    [first], [second] = await claim(owner), await claim(owner)
+    assert first.member == cut(too_long)
+    assert second.member == member("r-2")
+    assert await owner.release([Release(first)]) == [Settled.DONE]
+    [again] = await claim(owner)
+    assert again.member == cut(too_long)
+    told = parse(again.member)
+    assert isinstance(told, Rejection)
+    assert (told.id, told.code) == ("r-1", "TOO_LARGE")
 
 
 async def test_dead_are_listed_page_by_page(world: World) -> None:

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from dispatcher.core.outlook import at_risk, look
-from dispatcher.core.request import encode_member, score_of
+from dispatcher.core.request import encode_member
+from dispatcher.core.score import score_of
 from dispatcher.ports import Burial, Release
 from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim
 from tests.core.test_outlook import late_one_by_one

@@ -9,7 +9,6 @@ import pytest
 from dispatcher.core.request import Request, decode_result, parse
 from dispatcher.ports import Burial, QueueUnavailableError, Settled, Submission
 from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, full_claim, member
-from tests.support import wait_until
 
 NASTY = {
     "64-bit integers": b'{"n":9007199254740993,"m":-9223372036854775808,"u":18446744073709551615}',
@@ -137,17 +136,47 @@ async def test_burial_whose_list_cannot_take_its_result_is_dead_all_the_same(wor
     assert (await owner.counts()).dead == 1
 
 
+def submitted(request_id: str, token: str, until: int = NOW + 60) -> Submission:
+    return Submission(member(request_id, token=token), until, request_id, token, until)
+
+
 async def test_submitted_request_is_active_until_it_is_finished(world: World) -> None:
-    submission = Submission(member("r-1", token="t1"), NOW + 60, "r-1", "t1", NOW + 60)
-    assert await world.desk.submit([submission]) == 1
-    assert await world.get_key("request-active:r-1") == "t1"
+    assert await world.desk.submit([submitted("r-1", "t1")]) == 1
     [lease] = await claim(owner := world.owner())
+    assert await world.desk.cancel("r-1", "t1")
     await owner.settle([answer(lease, request_id="r-1", request_token="t1")])
+    assert await owner.cancelled([("r-1", "t1")]) == [False], "its marker has gone with it"
+    assert not await world.desk.cancel("r-1", "t1")
+    assert not await world.desk.cancel("r-1")
 
-    async def forgotten() -> bool:
-        return await world.get_key("request-active:r-1") is None
 
-    await wait_until(forgotten)
+async def test_two_requests_of_one_id_are_cancelled_each_by_its_own_token(world: World) -> None:
+    """Two tenants hit on one id: neither can cancel the other's, nor take back its cancellation."""
+    await world.desk.submit([submitted("r-1", "alice")])
+    assert await world.desk.cancel("r-1", "alice")
+    await world.desk.submit([submitted("r-1", "bob", NOW + 90)])
+    owner, asked = world.owner(), [("r-1", "alice"), ("r-1", "bob")]
+    assert await owner.cancelled(asked) == [True, False]
+    assert not await world.desk.cancel("r-1", "mallory")
+    assert await owner.cancelled(asked) == [True, False]
+    alices, _ = await claim(owner)
+    await owner.settle([answer(alices, request_id="r-1", request_token="alice")])
+    assert not await world.desk.cancel("r-1", "alice")
+    assert await world.desk.cancel("r-1"), "who names the id alone means all of them"
+    assert await owner.cancelled(asked) == [False, True]
+
+
+async def test_a_marker_of_llm_ds_producers_is_theirs_and_this_queue_s_alone(world: World) -> None:
+    """It stands under the id, for all queues: cancelling here must not cancel the other queue's request."""
+    await world.set_key("request-active:r-1", "theirs")
+    await world.set_key("request-cancel:r-1", "another's")
+    await world.desk.submit([submitted("r-1", "ours")])
+    assert await world.desk.cancel("r-1", "theirs")
+    owner = world.owner()
+    asked = [("r-1", "theirs"), ("r-1", "ours"), ("r-1", "another's")]
+    assert await owner.cancelled(asked) == [True, False, True]
+    assert await world.get_key("request-cancel:r-1") == "another's"
+    assert await world.get_key("request-active:r-1") == "theirs"
 
 
 async def test_finished_request_leaves_a_newer_one_of_its_id_alone(world: World) -> None:
@@ -197,10 +226,12 @@ async def test_cancel_at_the_desk_hits_the_active_request_only(world: World) -> 
     assert await owner.cancelled([("r-1", "t1")]) == [True]
 
 
-async def test_submitting_again_takes_an_old_cancel_marker_away(world: World) -> None:
-    await world.set_key("request-cancel:r-1", "t1")
-    await world.desk.submit([Submission(member("r-1", token="t1"), NOW + 60, "r-1", "t1", NOW + 60)])
-    assert await world.owner().cancelled([("r-1", "t1")]) == [False]
+async def test_a_request_is_cancelled_by_its_token_alone_without_having_been_marked(world: World) -> None:
+    """As any program can: who has the token needs to know nothing else."""
+    await world.zadd(1, member("r-1", token="t1"))
+    await world.set_key(f"{QUEUE}:cancel:r-1:t1", "t1")
+    asked = [("r-1", "t1"), ("r-1", "t2"), ("r-2", "t1")]
+    assert await world.owner().cancelled(asked) == [True, False, False]
 
 
 async def test_claim_stops_before_a_megabyte_of_members(world: World) -> None:

@@ -167,22 +167,28 @@ class MemoryWorld(World):
         return self.store.pop(name)
 
     async def set_key(self, name: str, value: str) -> None:
-        kind, _, request_id = name.partition(":")
         far = self.store.unix_now() + 1000
-        if kind == "request-active":
-            self.store._active[request_id] = (value, far)
-        elif kind == "request-cancel":
-            self.store._cancel[request_id] = (value, far)
-        else:
-            self.store.not_lists.add(name)
+        for prefix, keys in self._markers().items():
+            if name.startswith(prefix):
+                keys[name.removeprefix(prefix)] = (value, far)
+                return
+        self.store.not_lists.add(name)
+
+    def _markers(self) -> dict[str, dict[str, tuple[str, float]]]:
+        store = self.store
+        foreign = {"request-active:": store._foreign_active, "request-cancel:": store._foreign_cancel}
+        return {**foreign, f"{QUEUE}:cancel:": store._cancel}
 
     async def delete_key(self, name: str) -> None:
         self.store.not_lists.discard(name)
 
     async def get_key(self, name: str) -> str | None:
-        kind, _, request_id = name.partition(":")
-        keys = {"request-active": self.store._active, "request-cancel": self.store._cancel}
-        return self.store._value(keys[kind], request_id)
+        (found,) = (
+            self.store._value(keys, name.removeprefix(prefix))
+            for prefix, keys in self._markers().items()
+            if name.startswith(prefix)
+        )
+        return found
 
     async def run_out(self, *leases: Lease) -> None:
         for lease in leases:

@@ -22,7 +22,8 @@ from dispatcher.core.outlook import (
     lying,
     told_by,
 )
-from dispatcher.core.request import encode_member, score_of
+from dispatcher.core.request import encode_member
+from dispatcher.core.score import score_of
 
 NOW = 1_764_000_000.0
 

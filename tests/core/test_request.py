@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.request import (
     ErrorCode,
     Rejection,
@@ -227,8 +228,8 @@ NOBODY = {
     "id inside metadata": member('{"metadata":{"id":"r"},"deadline":1,"payload":{}}'),
     "colon first": b'{:"x"',
     "text after data": b'{"data":{"id":1} "x"',
-    "brackets": b"[" * 1_000_000,
-    "braces": b'{"a":' * 200_000,
+    "brackets": b"[" * 60_000,
+    "braces": b'{"a":' * 12_000,
     "quotes": b'{"data":{"id":"r' + b'"' * 1_000,
     "binary": bytes(range(256)) * 16,
 }
@@ -379,3 +380,44 @@ def test_scores_tell_the_deadline_and_order_by_priority() -> None:
     for priority in (-1, 10):
         with pytest.raises(ValueError, match="must be 0"):
             score_of(1, priority)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        pytest.param(b',"labels":{' + b",".join(b'"k%d":""' % at for at in range(9000)) + b"}", id="labels"),
+        pytest.param(b',"labels":{"a":"' + b"x" * ENVELOPE_BYTES + b'"}', id="one label"),
+        pytest.param(b',"made-up":[' + b"1," * ENVELOPE_BYTES + b"1]", id="an unknown field"),
+    ],
+)
+@pytest.mark.parametrize("payload", [b'{"a":1}', b'{"a":"\\ud800"}'], ids=["payload", "lone surrogate"])
+def test_what_stands_beside_a_payload_has_a_bound_and_is_not_decoded_beyond_it(
+    beside: bytes, payload: bytes
+) -> None:
+    text = b'{"internal":{"request_token":"t"' + beside + b'},"request_kind":"redis",'
+    text += b'"data":{"id":"r","deadline":1,"payload":' + payload + b"}}"
+    found = parse(text)
+    assert isinstance(found, Rejection)
+    assert found.code is ErrorCode.TOO_LARGE
+    assert "beside its payload" in found.message
+
+
+def test_a_large_payload_may_hold_anything_that_json_may() -> None:
+    inside = b'"\\n\\\\ud800 \\ud83d\\ude00 \\ud800",' * 5000
+    payload = b'{"a":[' + inside + b'""]}'
+    found = parse(member(b'{"id":"r","deadline":1,"payload":' + payload + b"}"))
+    assert isinstance(found, Request)
+    assert found.payload == payload
+
+
+def test_a_member_that_was_cut_tells_whom_to_answer_as_far_as_its_head_does() -> None:
+    internal = b'{"internal":{"request_token":"t","result_queue_name":"mine"},"request_kind":"redis",'
+    whole = internal + b'"data":{"id":"r","deadline":1,"payload":{"a":"' + b"x" * 10**5 + b'"}}}'
+    found = parse(cut(whole))
+    assert found == Rejection(
+        ErrorCode.TOO_LARGE, f"member: {len(whole)} bytes are too many to be moved", "r", "t", "mine"
+    )
+    behind = internal + b'"data":{"payload":{"a":"' + b"x" * 10**5 + b'","id":"no"},"id":"r","deadline":1}}'
+    found = parse(cut(behind))
+    assert isinstance(found, Rejection)
+    assert (found.code, found.id, found.token) == (ErrorCode.TOO_LARGE, None, "t")

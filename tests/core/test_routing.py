@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from dispatcher.core.outcome import Refused
 from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.core.routing import ENDPOINT_MOST, NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON, Route
+from dispatcher.core.routing import (
+    DOUBTFUL,
+    DOUBTFUL_PREFIXES,
+    ENDPOINT_MOST,
+    NOT_PASSED_ON,
+    PREFIXES_NOT_PASSED_ON,
+    Route,
+)
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 
@@ -22,6 +29,7 @@ TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 class Options:
     path: str = "/v1/completions"
     allowed_paths: Sequence[str] = ("/v1/*",)
+    allowed_headers: Sequence[str] | None = None
     objective: str = ""
     fairness_from: str = "userid"
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -179,6 +187,30 @@ def test_no_spelling_of_a_header_that_is_not_the_callers_gets_through(name: str,
     )
     before = route().headers_for(a_request(), "")
     assert route().headers_for(a_request({spelt: "evil"}), "") == before
+
+
+@given(st.sampled_from(sorted(DOUBTFUL) + [prefix + "x" for prefix in DOUBTFUL_PREFIXES]), st.booleans())
+def test_who_the_caller_is_and_what_he_is_after_is_told_by_no_header_that_nobody_allowed(
+    name: str, underscored: bool
+) -> None:
+    spelt = name.replace("-", "_").upper() if underscored else name
+    assert name not in {
+        sent.replace("_", "-") for sent in route().headers_for(a_request({spelt: "evil"}), "")
+    }
+    assert spelt.lower() in route(allowed_headers=(name,)).headers_for(a_request({spelt: "meant"}), "")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "passed"),
+    [(None, {"x-own", "baggage"}), ((), set()), (("X-*", "Host", "x-llm-d-*"), {"x-own", "x-api-key"})],
+)
+def test_only_headers_that_the_operator_allows_pass_and_some_never_do(
+    allowed: tuple[str, ...] | None, passed: set[str]
+) -> None:
+    never = {"host": "evil", "x-llm-d-inference-objective": "evil", "authorization": "evil"}
+    given_ = {"X-Own": "1", "X-Api-Key": "k", "baggage": "k=v", **never}
+    ours = route().headers_for(a_request(), "")
+    assert set(route(allowed_headers=allowed).headers_for(a_request(given_), "")) - set(ours) == passed
 
 
 def test_headers_that_the_connection_header_names_stay_behind() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.tenants import KEPT, REST_FIRST_S, REST_FROM, REST_MOST_S, Tenants
+from dispatcher.core.tenants import KEPT, REST_FIRST_S, REST_FROM, REST_MOST_S, SIFTED, Tenants
 
 
 def closed(tenants: Tenants, tenant: str, times: int, *, at: float = 0.0) -> float:
@@ -109,6 +109,57 @@ def test_requests_without_a_tenant_never_rest_and_always_teach() -> None:
         assert tenants.rest_s("", float(at)) == 0.0
     tenants.accepted("", 1.0)
     tenants.ended("")
+
+
+def test_the_refused_rest_together_whatever_tenant_each_names() -> None:
+    tenants = Tenants()
+    told = [tenants.refused(f"t{at}", float(at), at - 0.5, again=True) for at in range(1, REST_FROM + 1)]
+    assert told == [True] * (REST_FROM - 1) + [False]
+    at = float(REST_FROM)
+    assert tenants.rest_s("another", at, again=True) == tenants.rest_s("", at, again=True) == REST_FIRST_S
+    assert tenants.rest_s("another", at) == tenants.rest_s("", at) == 0.0, "who never was goes"
+    later = at + REST_FIRST_S
+    assert [tenants.rest_s("", later, again=True) for _ in range(2)] == [0.0, REST_FIRST_S], "one is tried"
+    tenants.accepted("", later, again=True)
+    assert tenants.rest_s("", later, again=True) == 0.0
+
+
+def test_a_trial_is_given_only_where_both_standings_allow_it() -> None:
+    tenants = Tenants()
+    at = closed(tenants, "a", REST_FROM)
+    for number in range(REST_FROM + 2):
+        tenants.refused("", at + number, at + number - 0.5, again=True)
+    at += REST_FROM + 1
+    assert tenants.rest_s("a", at, again=True) > REST_FIRST_S, "the longer rest of the two"
+    assert tenants.rest_s("a", at) == 0.0, "that took no trial of the tenant's"
+
+
+def test_while_nothing_is_accepted_few_are_tried_at_a_time_and_nobody_teaches() -> None:
+    tenants = Tenants()
+    told = [tenants.refused("", float(at), at - 0.5, alone=True) for at in range(1, REST_FROM + 3)]
+    assert told == [True] * (REST_FROM - 1) + [False] * 3
+    assert tenants.at_once == SIFTED
+    tenants.accepted("", 0.5)
+    assert tenants.at_once == SIFTED, "it was sent before the first refusal"
+    tenants.accepted("", 4.0)
+    assert tenants.at_once is None
+    assert tenants.refused("", 9.0, 8.5, alone=True) is True
+
+
+def test_what_still_runs_was_accepted() -> None:
+    """Long requests in a pool that is smaller than it says: refusals among them teach."""
+    tenants = Tenants()
+    for at in range(1, 20):
+        assert tenants.refused("", float(at), at - 0.5, alone=at % REST_FROM != 0) is True
+    assert tenants.at_once is None
+
+
+def test_a_name_of_any_length_takes_no_more_room() -> None:
+    tenants = Tenants()
+    at = closed(tenants, "a" * 100_000, REST_FROM)
+    assert tenants.rest_s("a" * 100_000, at) == REST_FIRST_S
+    assert tenants.rest_s("a" * 100_001, at) == 0.0
+    assert all(len(name) < 200 for name in tenants._standing)
 
 
 def test_those_refused_longest_ago_are_forgotten_first_and_memory_is_bounded() -> None:

@@ -86,6 +86,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
             "url": "https://gateway/prefix",
             "path": "/v1/chat/completions",
             "allowed_paths": ["/v1/*", "/v2/completions"],
+            "allowed_headers": ["x-*"],
             "objective": "batch",
             "fairness_from": "tenant",
             "headers": {"Host": "models", "X-Odd": "yes", "X-Number": "1e3"},

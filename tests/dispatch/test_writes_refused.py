@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Reason
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.ports import CallRefusedError, QueueUnavailableError
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
 from tests.dispatch.test_markers_away import Scene, perform
@@ -53,7 +53,7 @@ def test_the_gate_stays_closed_as_long_as_writes_are_refused_and_it_is_told_once
 def test_results_that_find_no_place_keep_the_gate_closed_whatever_else_gets_through() -> None:
     async def scene_of(scene: Scene) -> None:
         async def refused(*_: Any) -> None:
-            raise QueueUnavailableError("batch:{pool}:results is no list")
+            raise CallRefusedError("batch:{pool}:results is no list")
 
         settle, scene.queue.settle = scene.queue.settle, refused  # type: ignore[method-assign, assignment]
         await scene.submit("a")

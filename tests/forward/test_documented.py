@@ -18,7 +18,14 @@ from dispatcher.core.outcome import (
     Unreachable,
     classify,
 )
-from dispatcher.core.routing import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON, Route
+from dispatcher.core.request import Request, encode_member, parse
+from dispatcher.core.routing import (
+    DOUBTFUL,
+    DOUBTFUL_PREFIXES,
+    NOT_PASSED_ON,
+    PREFIXES_NOT_PASSED_ON,
+    Route,
+)
 from tests.forward.conftest import options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "forwarding.md").read_text()
@@ -57,8 +64,20 @@ def test_each_path_is_sent_or_refused_as_the_table_says(endpoint: str, expected:
     assert ("INVALID_REQUEST" if isinstance(path, Refused) else "sent") == expected
 
 
+def test_headers_that_the_settings_allow_are_sent_and_no_others() -> None:
+    member = encode_member("r-1", b"{}", 2_000_000_000, headers={"X-Api-Key": "k", "x-own": "1"})
+    request = parse(member)
+    assert isinstance(request, Request)
+    sent = Route(options("http://gateway", allowed_headers=["x-api-*"]), user_agent="").headers_for(
+        request, ""
+    )
+    assert sent.get("x-api-key") == "k"
+    assert "x-own" not in sent
+
+
 def test_the_table_of_headers_left_out_is_complete() -> None:
     left_out = NOT_PASSED_ON | {prefix + "*" for prefix in PREFIXES_NOT_PASSED_ON}
+    left_out |= DOUBTFUL | {prefix + "*" for prefix in DOUBTFUL_PREFIXES}
     table = PAGE.split("\n| left out |", 1)[1].split("\n\n", 1)[0]
     named = {name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
     assert named == left_out

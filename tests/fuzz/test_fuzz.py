@@ -26,9 +26,10 @@ from dispatcher.core.request import Rejection, answered, decode_result, encode_m
 from dispatcher.core.usage import tokens
 from dispatcher.queue.connect import QueueUrlError, connect
 from dispatcher.queue.requeue import accept_anew
-from dispatcher.settings import SecretUrl, Settings
+from dispatcher.settings import Problem, SecretUrl, Settings
 from dispatcher.settings.effective import as_json
 from dispatcher.settings.load import parse as parse_settings
+from dispatcher.settings.source import MAX_BYTES
 from dispatcher.signals import latency
 from dispatcher.signals.exposition import MalformedPageError, Page, Sample
 from dispatcher.signals.instant import QueryError, document, vector
@@ -124,16 +125,21 @@ def prometheus(data: bytes) -> None:
 
 
 def configuration(data: bytes) -> None:
-    text = data.decode(errors="replace")
-    for found in (
-        parse_settings(text, {}),
-        parse_settings("gateway: {url: http://g}", {"BATCH_DISPATCHER__GATEWAY__HEADERS": text}),
-    ):
-        if isinstance(found, Settings):
-            json.dumps(as_json(found))
-        else:
-            assert found
-            assert all(str(problem) for problem in found)
+    shown(parse_settings(data.decode(errors="replace"), {}))
+
+
+def environment(data: bytes) -> None:
+    given = {"BATCH_DISPATCHER__GATEWAY__HEADERS": data.decode(errors="replace")}
+    shown(parse_settings("gateway: {url: http://g}", given))
+
+
+def shown(found: Settings | list[Problem]) -> None:
+    """It is printed, or every problem of it."""
+    if isinstance(found, Settings):
+        json.dumps(as_json(found))
+    else:
+        assert found
+        assert all(str(problem) for problem in found)
 
 
 def url(data: bytes) -> None:
@@ -174,7 +180,7 @@ def result(data: bytes) -> None:
 GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
     "member": (
         member,
-        1500,
+        300,
         [MEMBER, MEMBER.replace(b"plain", b"redis"), b'{"data":{"id":"a","deadline":5}}'],
     ),
     "page": (page, 120, [path.read_bytes() for path in sorted(PAGES.glob("*.txt"))[::4]]),
@@ -204,6 +210,7 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
             b"gateway: {url: 'http://u:p@g'}\nqueue:\n  url: redis://:x@h/0\nsignals: {epp: {urls: [http://a]}}\n",
         ],
     ),
+    "environment": (environment, 100, [b"{x-a: b, x-c: 'd'}", b'{"x-a": "b"}', b"- a\n- b: {c: 1}\n"]),
     "url": (
         url,
         250,
@@ -235,13 +242,14 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
     ),
 }
 """What bytes come in, by whom they are taken, how many of the short form, and good ones to begin with."""
+OF_SETTINGS = ("configuration", "environment", "url")
 
 
 @pytest.mark.parametrize("what", GOOD)
 def test_no_bytes_are_a_surprise_or_cost_too_much(what: str) -> None:
     act, count, good = GOOD[what]
-    for data in good:
-        assert not flaw(act, data)
+    for data in (*good, *(piece * (MB // len(piece)) for piece in (b"\\", b"[", b'{"a":', b"a", b'"'))):
+        assert not flaw(act, data[: MAX_BYTES if what in OF_SETTINGS else MB])
     for data in cases(1, count, 0, good, MB // 4):
         assert not (why := flaw(act, data)), f"{why}: {data[:300]!r}"
 
@@ -252,7 +260,8 @@ def test_no_bytes_are_a_surprise_or_cost_too_much(what: str) -> None:
 def test_no_bytes_are_a_surprise_or_cost_too_much_for_long(what: str, tmp_path: Path) -> None:
     act, _, good = GOOD[what]
     seed, done = secrets.randbits(32), 0
-    for data in cases(seed, None, FUZZ_S, good, 4 * MB):
+    most = MAX_BYTES if what in OF_SETTINGS else 4 * MB  # a file of settings is no larger
+    for data in cases(seed, None, FUZZ_S, good, most):
         if why := flaw(act, data):
             (tmp_path / "case").write_bytes(data)
             pytest.fail(f"{why}: {data[:300]!r}, seed {seed}, whole in {tmp_path / 'case'}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 import redis.asyncio
@@ -291,10 +292,13 @@ class Twins(RuleBasedStateMachine):
     @invariant()
     def markers_are_the_same(self) -> None:
         for number in range(3):
-            for kind, twins in (("active", self.store._active), ("cancel", self.store._cancel)):
-                value = self.bench.raw.get(f"request-{kind}:r-{number}")
-                twin = self.store._value(twins, f"r-{number}")
-                assert (None if value is None else value.decode()) == twin
+            packed = self.bench.raw.get(NAMES.active(f"r-{number}"))
+            tokens = {} if packed is None else msgspec.msgpack.decode(packed, type=dict[str, float])
+            assert tokens.keys() == self.store._active.get(f"r-{number}", {}).keys()
+        cancelled = self.bench.raw.keys(NAMES.cancel("*", "*"))
+        assert {key.decode() for key in cancelled} == {
+            NAMES.cancel(*name.split(":")) for name in self.store._cancel
+        }
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

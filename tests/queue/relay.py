@@ -23,6 +23,8 @@ class Relay:
     bytes_per_s: float | None = None
     swallows: int | None = None
     """A connection that is sent so many bytes in one go, at most 65,536, goes silent for ever."""
+    mute: int | None = None
+    """The same for what the server answers, of which it passes on what came before."""
     answered: int = 0
     """So often it has answered itself."""
 
@@ -53,6 +55,8 @@ class Relay:
     async def _back(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError):
             while chunk := await reader.read(_CHUNK):
+                if self.mute is not None and len(chunk) >= self.mute:
+                    await asyncio.Event().wait()
                 await self._pass(chunk, writer)
             writer.close()
 

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "keep", "line", "need", "results", "rights"}
+FRAGMENTS = {"common", "keep", "line", "markers", "need", "results", "rights"}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
@@ -36,9 +36,9 @@ async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterato
         yield one
 
 
-def shell(example: str, server: Server) -> str:
+def shell(example: str, server: Server, token: str = "") -> str:
     """Run an example of the page with redis-cli pointed at this server."""
-    pointed = f'redis-cli() {{ command {require_tool("redis-cli")} -p {server.port} "$@"; }}\n'
+    pointed = f'token={token}; redis-cli() {{ command {require_tool("redis-cli")} -p {server.port} "$@"; }}\n'
     done = subprocess.run(
         ["bash", "-euc", pointed + EXAMPLES[example]], capture_output=True, text=True, timeout=30, check=True
     )
@@ -53,7 +53,7 @@ async def test_shell_examples_submit_cancel_and_read_a_result(queue, any_server)
     token = data["internal"]["request_token"]
     assert (data["data"]["id"], lease.score) == ("r-1", data["data"]["deadline"])
     assert await queue.cancelled([("r-1", token)]) == [False]
-    shell("cancel", any_server)
+    shell("cancel", any_server, token)
     assert await queue.cancelled([("r-1", token), ("r-1", "another")]) == [True, False]
     await queue.settle([answer(lease, token=token)])
     listed, result = shell("result", any_server).splitlines()
@@ -84,8 +84,11 @@ async def test_listed_keys_are_the_keys_there_are(queue, client):
     listed = {key.replace("<queue>", QWEN.queue).replace("<prefix>", QWEN.prefix): kind for key, kind in rows}
     own = {key: kind for key, kind in listed.items() if "<" not in key}
     assert set(own) == set(QWEN.keys)
+    passing = [key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.prefix}:") and "<" in key]
+    assert set(passing) == {QWEN.reply(""), QWEN.active(""), f"{QWEN.prefix}:cancel:"}
 
-    await queue.submit([submission(f"r-{number}") for number in range(8)])
+    await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
+    assert await queue.cancel("r-7", "t")
     leases = (await claim(queue, 6)).leases
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
     await queue.bury([Burial(answer(leases[2]), "why")])
@@ -101,7 +104,7 @@ async def test_listed_keys_are_the_keys_there_are(queue, client):
     expected = {key: kind for key, kind in own.items() if key != QWEN.outbox}  # a Cluster's, tested there
     assert {key: kind for key, kind in seen.items() if key in own} == expected
     for key in seen.keys() - own.keys() - {QWEN.results}:
-        assert key.startswith((f"{QWEN.prefix}:reply:", "request-active:")), key
+        assert key.startswith(tuple(passing)), key
         assert await client.ttl(key) > 0, key
 
 

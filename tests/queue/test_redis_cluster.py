@@ -84,6 +84,11 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(queue, client, clus
     assert (await client.llen(elsewhere), await client.ttl(elsewhere)) == (3, -1), "somebody keeps it"
     await assert_drained(client, NAMES, elsewhere, "{pool}-list")
     assert not [key async for key in client.scan_iter("request-*")]
+    marks = [
+        *[key async for key in client.scan_iter("*:active:*")],
+        *[key async for key in client.scan_iter("*:cancel:*")],
+    ]
+    assert not marks, "of finished requests"
 
 
 async def test_default_list_in_another_slot(cluster, client):

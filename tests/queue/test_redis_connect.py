@@ -29,6 +29,7 @@ from tests.support import free_port, require_tool, wait_until
         ("redis+sentinel://host:26379/mymaster/x", "name of the primary"),
         ("redis+sentinel://host:x/mymaster", "host 1 is no host:port"),
         ("redis+cluster://host:7000/3", "no database numbers"),
+        ("redis+cluster://host:7000?db=1", "db"),
         ("redis+cluster://,host:7000", "host 1 is no host:port"),
         ("redis://[host/0", "no address"),
     ],

@@ -349,7 +349,7 @@ async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, a
 
 async def test_poison_disappears_nowhere_and_blocks_nobody(queue, client):
     """Bytes that are no request are claimed like others: the dispatcher answers or buries them."""
-    large = member("large") + b" " * (17 * 2**20)
+    large = member("large") + b" " * (15 * 2**20)
     poison = [b"", b"\xff\xfe", b"[]", b'{"data":{"id":""}}', b"\x00" * 40, large]
     await client.zadd(NAMES.queue, dict.fromkeys(poison, 5) | {member("fine"): 5})
     seen = []

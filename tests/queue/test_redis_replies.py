@@ -16,7 +16,7 @@ from dispatcher.cli.run import _loop_factory
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
-from dispatcher.core.request import Request
+from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Burial, Forwarded, Lease, QueueUnavailableError, Settled
 from dispatcher.queue.connect import QueueUrlError, connect
@@ -27,7 +27,7 @@ from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
-from tests.queue.made import NAMES, answer, claim, member, queues, submission
+from tests.queue.made import NAMES, answer, claim, member, permit, queues, submission
 from tests.queue.relay import Relay, relay
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import wait_until
@@ -163,7 +163,7 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, deadline: float) -> Forwarded:
+    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
         now = asyncio.get_running_loop().time()
         self.sent.append(request.id)
         return Forwarded(Delivered(200, b"{}"), now, now)
@@ -276,10 +276,10 @@ async def test_a_result_too_large_for_the_server_costs_that_request_alone(narrow
 
 
 async def test_a_large_result_gets_the_time_that_it_takes(way: Relay, client: redis.asyncio.Redis) -> None:
-    """A way of 4 MB in a second, and a call that may take 0.2 s."""
-    async with queues(way.url, "a", try_s=0.2) as (queue,):
+    """It takes a second and a half, and a call may take one."""
+    async with queues(way.url, "a", try_s=1.0) as (queue,):
         leases = await leased(queue, 3)
-        way.bytes_per_s = 4e6
+        way.bytes_per_s = 1.3e6
         given = [
             answer(lease, text="x" * size) for lease, size in zip(leases, (2_000_000, 9, 9), strict=True)
         ]
@@ -297,7 +297,7 @@ async def test_a_result_that_never_gets_through_holds_up_nothing_and_ends_as_too
     way: Relay, client: redis.asyncio.Redis
 ) -> None:
     """The way swallows it: no answer, and no error."""
-    async with queues(way.url, "a", try_s=0.2) as (queue,):
+    async with queues(way.url, "a", try_s=1.0) as (queue,):
         leases = await leased(queue, 4)
         way.swallows = 65_536
         given = [answer(leases[0], text="x" * 300_000), *map(answer, leases[1:])]
@@ -311,10 +311,67 @@ async def test_a_result_that_never_gets_through_holds_up_nothing_and_ends_as_too
         }
 
 
+def weighing(size: int, deadline: int | None = None) -> bytes:
+    return member("large", deadline).replace(b'"hi"', b'"' + b"x" * size + b'"')
+
+
+async def test_a_large_member_gets_the_time_that_it_takes(way: Relay, client: redis.asyncio.Redis) -> None:
+    large, late = weighing(2_000_000), weighing(2_000_001, 1000)
+    await client.zadd(NAMES.queue, {late: 1000, large: 2**31, member("small"): 2**31 + 1})
+    async with queues(way.url, "a", try_s=1.0) as (queue,):
+        way.bytes_per_s = 1.3e6
+        assert [item.member for item in await found_late(queue)] == [late]
+        assert [lease.member for lease in (await claim(queue)).leases] == [late]
+        assert [lease.member for lease in (await claim(queue)).leases] == [large]
+        assert [b"small" in lease.member for lease in (await claim(queue)).leases] == [True]
+
+
+async def found_late(queue: RedisQueue) -> list[Any]:
+    for _ in range(20):
+        if found := await queue.expired(10):
+            return list(found)
+    return []
+
+
+async def test_a_member_that_never_gets_through_ends_as_too_large(
+    way: Relay, client: redis.asyncio.Redis
+) -> None:
+    """It is leased, so that nobody else takes it, and its head tells whom to answer."""
+    await client.zadd(NAMES.queue, {weighing(1_100_000): 1, member("small"): 2})
+    async with queues(way.url, "a", try_s=1.0) as (queue,):
+        way.mute = 65_536
+        for _ in range(2):
+            with pytest.raises(QueueUnavailableError, match="in time"):
+                await queue.claim(10, "nonce", permit())
+        (lease,) = (await queue.claim(10, "nonce", permit())).leases
+        told = parse(lease.member)
+        assert isinstance(told, Rejection)
+        assert (told.code, told.id) == ("TOO_LARGE", "large")
+        assert len(await client.hget(f"{NAMES.prefix}:members", lease.entry)) < 20_000
+        assert len((await claim(queue)).leases) == 1
+        assert not queue._unmoved
+
+
+async def test_a_member_too_long_for_any_payload_is_not_moved(
+    way: Relay, client: redis.asyncio.Redis
+) -> None:
+    """Nor kept: Redis forgets all of it but the head."""
+    await client.zadd(NAMES.queue, {weighing(3_000_000, 1000): 1000, member("small"): 2**31})
+    async with queues(way.url, "a", max_payload_bytes=1_000_000) as (queue,):
+        way.mute = 65_536  # whatever is large would be seen
+        assert await found_late(queue) == []
+        first, second = (*(await claim(queue)).leases, *(await claim(queue)).leases)
+        told = parse(first.member)
+        assert isinstance(told, Rejection)
+        assert (told.code, told.id) == ("TOO_LARGE", "large")
+        assert b"small" in second.member
+        assert await client.memory_usage(f"{NAMES.prefix}:members") < 50_000
+
+
 async def test_no_result_is_called_too_large_while_the_server_is_away(
     way: Relay, client: redis.asyncio.Redis
 ) -> None:
-    async with queues(way.url, "a", try_s=0.2) as (queue,):
+    async with queues(way.url, "a", try_s=1.0) as (queue,):
         (lease,) = await leased(queue, 1)
         given = [answer(lease, text="x" * 300_000)]
         for way.says in (b"", b"-ERR odd\r\n"):

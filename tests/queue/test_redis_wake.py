@@ -50,7 +50,7 @@ async def test_our_submission_wakes_at_once(hearing, client):
 @pytest.mark.parametrize("act", ["cancel", "pause", "resume", "requeue"])
 async def test_what_operators_do_wakes_too(hearing, client, act):
     """A cancel cuts what is in flight; a pause shows; a resume and a requeue bring work."""
-    await client.set("request-active:r-1", "t", ex=60)
+    await client.set("request-active:r-1", "t", ex=60)  # as llm-d's producers leave it
     waiting = await subscribed(hearing, client)
     if act == "cancel":
         assert await hearing.cancel("r-1", "t")

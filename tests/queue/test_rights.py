@@ -90,18 +90,31 @@ def test_check_asks_for_what_the_page_grants() -> None:
 
 
 def test_each_step_asks_for_all_that_any_step_runs() -> None:
-    steps = ("common", "line", "keep", "results", "claim", "renew", "settle", "release", "sweep", "expire")
+    steps = (
+        "common",
+        "line",
+        "markers",
+        "keep",
+        "results",
+        "claim",
+        "renew",
+        "settle",
+        "release",
+        "sweep",
+        "expire",
+    )
     asked = re.findall(r"'([A-Z]+)'", (LUA / "rights.lua").read_text(encoding="utf-8"))
     assert set(asked) == {name for step in steps for name in called(step)}
 
 
-@pytest.mark.parametrize("script", ["submit", "requeue", "dead", "push"])
+@pytest.mark.parametrize("script", ["submit", "requeue", "cancel", "dead", "push"])
 def test_every_other_script_that_writes_asks_before_it_does(script: str) -> None:
     before, asked, after = re.split(
         r"^need\((.*)\)$", (LUA / f"{script}.lua").read_text(encoding="utf-8"), flags=re.MULTILINE
     )
     assert not set(re.findall(r"call\('([A-Z]+)'", before)) & WRITES
     forget = {"HDEL"} if "forget(" in after else set()  # of common.lua
+    forget |= {"SET", "GET", "DEL"} if "mark(" in after else set()  # of markers.lua
     needs = set(re.findall(r"call\('([A-Z]+)'", after)) - {"PUBLISH"}  # nobody misses a wake-up
     assert needs | forget == set(re.findall(r"'([A-Z]+)'", asked))
 
@@ -171,17 +184,14 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
     with any_server.client(username="producer", password="its-password") as producer:
         with uses_all(admin, "producer"):
             for number in range(2):
-                with producer.pipeline() as pipe:
-                    pipe.delete(f"request-cancel:r-{number}")
-                    pipe.set(f"request-active:r-{number}", "t", ex=60)
-                    pipe.zadd(QWEN.queue, {member(f"r-{number}", NEVER, token="t", results=own): NEVER})
-                    pipe.publish(QWEN.wake, "work")
-                    assert pipe.execute()[2] == 1
-            producer.set("request-cancel:r-0", producer.get("request-active:r-0"), ex=60)
+                submitted = member(f"r-{number}", NEVER, token=f"t-{number}", results=own)
+                assert producer.zadd(QWEN.queue, {submitted: NEVER}) == 1
+                producer.publish(QWEN.wake, "work")
+            producer.set(QWEN.cancel("r-0", "t-0"), "t-0", ex=60)
             async with dispatcher(any_server) as queue:
-                assert await queue.cancelled([("r-0", "t"), ("r-1", "t")]) == [True, False]
+                assert await queue.cancelled([("r-0", "t-0"), ("r-1", "t-1")]) == [True, False]
                 leases = (await claim(queue)).leases
-                await queue.settle([answer(lease, own, token="t") for lease in leases])
+                await queue.settle([answer(lease, own, token="t-0") for lease in leases])
             assert producer.brpop([own], 5)
             assert producer.brpop([own], 5)
         for forbidden in (
@@ -193,6 +203,9 @@ async def test_a_producer_by_the_contract_can_submit_cancel_and_read_and_nothing
             lambda: producer.brpop(["batch-results:bob:1"], 1),
             lambda: producer.zrange(QWEN.queue, 0, -1),
             lambda: producer.eval("return 1", 0),
+            lambda: producer.get(QWEN.cancel("r-1", "t-1")),
+            lambda: producer.get(QWEN.active("r-1")),
+            lambda: producer.get("request-active:r-1"),
             lambda: producer.publish("batch:{other}:requests:wake", "work"),
         ):
             with pytest.raises(NoPermissionError):
@@ -207,6 +220,7 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
     with uses_all(admin, "operator"):
         ticket = await client.submit(b'{"prompt": "hi"}')
         assert await client.waiting() == 1
+        assert await client.cancel(ticket)
         assert await desk.cancel(ticket.id)
         assert len(await desk.peek(10)) == 1
         await desk.pause("me", "why")

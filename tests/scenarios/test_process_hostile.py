@@ -76,6 +76,7 @@ def test_hostile_requests_end_as_documented_and_harm_no_neighbour(stage: Stage) 
         crowd.add(f"header-value-{number}", "INVALID_REQUEST", headers={"x-a": value})
     for number, name in enumerate(("", "x a", "x:a", "x\r\na", "é")):
         crowd.add(f"header-name-{number}", "INVALID_REQUEST", headers={name: "a"})
+    crowd.add("header-flood", "INVALID_REQUEST", headers={f"x-{at}": "a" * 1000 for at in range(20)})
     smuggled = {
         "Host": "evil",
         "Content-Length": "1",

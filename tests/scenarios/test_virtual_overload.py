@@ -131,6 +131,34 @@ async def test_tenant_whose_every_request_is_refused_stops_nobody_else(stage: St
     assert all(c is None or c >= 10 for c in ceilings), "it lowers nobody else's room"
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("who", ["nobody", "another-each-time", "one"])
+@scenario(tenant_from="userid")
+async def test_requests_that_are_refused_for_ever_stop_nobody_else(
+    stage: Stage, replicas: int, who: str
+) -> None:
+    """A hundred at the head of the queue, whoever they say they are."""
+
+    async def fault(request: Request) -> Outcome | None:
+        if not request.id.startswith("cursed"):
+            return None
+        await asyncio.sleep(2 * stage.setting.way_s)
+        return Overloaded(429, "rejected-saturated", capacity=True)
+
+    stage.fault = fault
+    for number in range(100):
+        tenant = {"nobody": {}, "one": {"userid": "x"}, "another-each-time": {"userid": f"x{number}"}}[who]
+        await stage.submit(1, "cursed", deadline_s=1e5, **tenant)
+    honest = await stage.submit(200)
+    took_s = await stage.until_answered(60, honest)
+    print(f"{replicas} replicas, of {who}: 200/200 in {took_s:.1f} s, {len(refusals(stage))} refusals")
+    assert stage.statuses() == {200: 200}
+    began = stage.now
+    await stage.until_answered(60, [*honest, *(await stage.submit(200))])
+    print(f"the next 200 in {stage.now - began:.1f} s")
+    assert stage.now - began <= 20, "nor do they when they come back"
+
+
 @scenario()
 async def test_request_that_is_always_refused_waits_longer_each_time(stage: Stage) -> None:
     async def fault(request: Request) -> Outcome | None:

@@ -18,7 +18,8 @@ from typing import Any
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable
-from dispatcher.core.request import Request, Result, decode_result, encode_member, score_of
+from dispatcher.core.request import Request, Result, decode_result, encode_member
+from dispatcher.core.score import score_of
 from dispatcher.dispatch import Options
 from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryStore

@@ -1,8 +1,9 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
 -- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or
---        limit, read_at, lost, retry_after_max_s
--- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}
+--        limit, read_at, lost, retry_after_max_s; last of all the bytes of the largest member that is moved
+-- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}; in place of a member
+--        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
 -- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. A probe asks no limit, and only one runs at a time: until its lease ends, or its
 -- owner claims otherwise.
@@ -11,10 +12,12 @@ local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local most, bytes, suspects = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local base, reply_s = ARGV[7], ARGV[8]
 local probing = ARGV[9] == 'probe'
+local largest = tonumber(ARGV[#ARGV])
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
 
 local function tell(id, state, member)
+  if #member > bytes then member = #member end
   for _, value in ipairs({id, state[TOKEN], member, state[SCORE], state[DELIVERIES], state[ATTEMPTS],
                           state[REFUSALS], state[DEATHS]}) do
     leased[#leased + 1] = value
@@ -61,8 +64,12 @@ else
     if id then
       call('ZREM', one.source, one.name)
       state, member = load(id), call('HGET', MEMBERS, id)
+      if #member > largest then -- put there by a version that knew no largest
+        member = shortened(member, largest)
+        call('HSET', MEMBERS, id, member)
+      end
     else
-      id, member, fresh = fresh, one.name, fresh + 1
+      id, member, fresh = fresh, shortened(one.name, largest), fresh + 1
       state = {'', one.score, 0, 0, 0, 0, 0, '', '', one.tie}
       members[#members + 1], members[#members + 2] = id, member
     end

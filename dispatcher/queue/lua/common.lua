@@ -86,6 +86,13 @@ local function end_leases(items, probe)
   end
 end
 
+-- A member that is longer than any may be moves no further: its head is kept, and how long it was (core/oversize.py).
+local HEAD_BYTES = 16384
+local function shortened(member, largest)
+  if #member <= largest then return member end
+  return string.sub(member, 1, HEAD_BYTES) .. '\0cut:' .. string.format('%.0f', #member)
+end
+
 -- Forget entries whole.
 local function forget(ids)
   if #ids == 0 then return end

@@ -1,16 +1,16 @@
 -- Write the results of requests past their deadline, and remove them.
 -- KEYS   own…, reply record, default list
--- ARGV   reply_s, ttl_s, then per request: place, member, how, list, result, request id, request
+-- ARGV   reply_s, ttl_s, foreign (as in settle), then per request: place, member, how, list, result, request id, request
 --        token (as in settle)
 -- Returns {status per request (0 done, 1 lies elsewhere by now, 2 bad list, 3 stuck)…}
 -- Keeps: a result is written exactly when its request goes, if it still lies where it was found.
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
-local ttl_s, now = tonumber(ARGV[2]), clock()
+local ttl_s, foreign, now = tonumber(ARGV[2]), ARGV[3] == '1', clock()
 local SETS = {R = RETURNED, S = SUSPECTS, D = DELAYED_ORDER}
 local items, live, seen = {}, {}, {}
-for at = 3, #ARGV, 7 do
+for at = 4, #ARGV, 7 do
   local item = {place = ARGV[at], member = ARGV[at + 1], how = tonumber(ARGV[at + 2]),
                 list = ARGV[at + 3], result = ARGV[at + 4], request = ARGV[at + 5],
                 request_token = ARGV[at + 6], status = LOST}
@@ -43,7 +43,7 @@ if #live > 0 then
       else
         call('ZREM', PENDING, item.member)
       end
-      forget_markers(item)
+      forget_markers(item, foreign, now)
     end
   end
 end

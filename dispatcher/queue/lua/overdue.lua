@@ -1,13 +1,16 @@
 -- Find unleased requests whose score tells a deadline between two times.
 -- KEYS   own…
--- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to start in, offset there, most, bytes
--- Returns {until, next range (-1: at the end), next offset, {range, place, member}…}
+-- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to start in, offset there, most, bytes,
+--        bytes of the largest member that is moved
+-- Returns {until, next range (-1: at the end), next offset, {range, place, member}…}; where the first has more than
+--        `bytes`, how many in its place: it wants a call of its own. Those above the largest are passed over.
 -- Keeps: reads only. The ranges are the ten priorities of each of the four sets that hold unleased requests.
 need('ZCOUNT')
 local STEP, SETS = 100000000000, {PENDING, RETURNED, SUSPECTS, DELAYED_ORDER}
 local LETTERS = {'P', 'R', 'S', 'D'}
 local after, last = ARGV[1], tonumber(ARGV[2]) or clock()
 local range, offset, most, bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local largest = tonumber(ARGV[7])
 local found, count, size = {}, 0, 0
 
 while range < 10 * #SETS do
@@ -22,19 +25,21 @@ while range < 10 * #SETS do
   while offset < total do
     if count >= most then return {text(last), range, offset, unpack(found)} end
     local name = call('ZRANGE', key, start + offset, start + offset)[1]
-    local place, member = 'P', name
-    if letter == 'P' then
-      size = size + #name
-    else
+    local place, own = 'P', #name
+    if letter ~= 'P' then
       local id = tonumber(string.sub(name, -16))
-      local state = load(id)
-      place = letter .. ':' .. id .. ':' .. state[MOVES]
-      size = size + call('HSTRLEN', MEMBERS, id)
-      member = (count == 0 or size <= bytes) and call('HGET', MEMBERS, id) or nil
+      place = letter .. ':' .. id .. ':' .. load(id)[MOVES]
+      own = call('HSTRLEN', MEMBERS, id)
+      name = own <= bytes and call('HGET', MEMBERS, id)
     end
-    if count > 0 and size > bytes then return {text(last), range, offset, unpack(found)} end
-    found[#found + 1] = {range, place, member}
-    count, offset = count + 1, offset + 1
+    if own <= largest then
+      size = size + own
+      if count > 0 and size > bytes then return {text(last), range, offset, unpack(found)} end
+      if size > bytes then return {text(last), range, offset, {range, place, own}} end
+      found[#found + 1] = {range, place, name}
+      count = count + 1
+    end
+    offset = offset + 1
   end
   range, offset = range + 1, 0
 end

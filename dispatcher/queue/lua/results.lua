@@ -48,13 +48,3 @@ local function write_results(items, ttl_s, now)
     for _, item in ipairs(groups[list]) do item.status = status end
   end
 end
-
--- The markers of a finished request, where they can be reached from here (an id is given) and are its own.
-local function forget_markers(item)
-  if item.request == '' then return end
-  for _, kind in ipairs({'request-active:', 'request-cancel:'}) do
-    if redis.pcall('GET', kind .. item.request) == item.request_token then
-      redis.pcall('DEL', kind .. item.request)
-    end
-  end
-end

@@ -1,6 +1,6 @@
 -- Write results and end their leases, or set the requests aside as dead.
 -- KEYS   own…, reply record, default list
--- ARGV   reply_s, ttl_s, dead_max, then per request:
+-- ARGV   reply_s, ttl_s, foreign (1: markers of llm-d's producers are reached from here), dead_max, then per request:
 --        id, token, how (0 no result, 1 push, 2 by the outbox), list, result,
 --        request id (empty: its markers stay) and token, bury (0/1), reason
 -- Returns {now, dead ones dropped for dead_max, status per request…}
@@ -8,10 +8,10 @@
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
-local reply_s, ttl_s, dead_max = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local reply_s, ttl_s, foreign, dead_max = ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1', tonumber(ARGV[4])
 local now, probe = clock(), call('HGET', CONTROL, 'probe')
 local items, live, seen = {}, {}, {}
-for at = 4, #ARGV, 9 do
+for at = 5, #ARGV, 9 do
   local item = {id = tonumber(ARGV[at]), how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
                 result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
                 reason = ARGV[at + 8], status = LOST}
@@ -43,7 +43,7 @@ if #live > 0 then
     else
       finished[#finished + 1] = item.id
     end
-    forget_markers(item)
+    forget_markers(item, foreign, now)
   end
   forget(finished)
   while call('ZCARD', DEAD) > dead_max do

@@ -1,17 +1,19 @@
 -- Put requests in line and wake the dispatchers.
 -- KEYS   own…, reply record
--- ARGV   reply_s, channel, then score, member…
+-- ARGV   reply_s, channel, number of requests, then score, member…, then of those that can be cancelled: id, token,
+--        deadline…
 -- Returns how many were not pending already
 -- Keeps: all or none (a full Redis refuses the first ZADD); a repeated call adds nothing, even if a
 -- dispatcher took the request in between.
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return tonumber(recorded) end
-need('ZADD', 'SET')
-local added, chunk = 0, 2000
-for at = 3, #ARGV, chunk do
-  added = added + call('ZADD', PENDING, unpack(ARGV, at, math.min(at + chunk - 1, #ARGV)))
+need('ZADD', 'SET', 'GET', 'DEL')
+local added, chunk, last, now = 0, 2000, 3 + 2 * tonumber(ARGV[3]), clock()
+for at = 4, last, chunk do
+  added = added + call('ZADD', PENDING, unpack(ARGV, at, math.min(at + chunk - 1, last)))
 end
+for at = last + 1, #ARGV, 3 do mark(ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), now) end
 call('SET', REPLY, added, 'EX', ARGV[1])
 redis.pcall('PUBLISH', ARGV[2], 'work')
 return added
