@@ -136,8 +136,8 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
             # That they are deleted may be forgotten, too; then they expire.
             assert not markers or not servers.durable
             assert set(storm.codes) == {0}
-            # One probe for a gateway that was away asks for no place (claim.lua). And a claim that was forgotten
-            # frees its place, while what was claimed by it still runs.
+            # One probe for a gateway that was away asks for no place (claim.lua). And a claim that was
+            # forgotten frees its place, while what was claimed by it still runs.
             assert peak <= (LIMIT + 1 if servers.durable else 2 * LIMIT), crowd(log)
             # A run that forgot much proves little, whatever the mode allows.
             assert len(verdict.forgotten) + len(verdict.repeated) <= 0.1 * certain
