@@ -298,21 +298,21 @@ async def serve(
                 raise OSError(f"admin.host, admin.port: {error.strerror or error}") from error
             why = "is taken: another dispatcher on this machine? Each needs an admin.port of its own"
             raise OSError(f"admin.port: {admin.port} {why}") from error
-        emit(
-            Event.STARTED,
-            version=__version__,
-            pool=settings.pool.name,
-            gateway=str(settings.gateway.url),
-            queue=str(settings.queue.url) or f"embedded in {settings.queue.data_dir}",
-            owner=queue.owner,
-            admin_port=server.port,
-            observe=observe,
-        )
         reloader = _Reloader(service, text, path, environ)
         _settle_memory()
         with _signals(
             {signal.SIGTERM: service.drain, signal.SIGINT: service.drain, signal.SIGHUP: reloader.now}
         ):
+            emit(
+                Event.STARTED,
+                version=__version__,
+                pool=settings.pool.name,
+                gateway=str(settings.gateway.url),
+                queue=str(settings.queue.url) or f"embedded in {settings.queue.data_dir}",
+                owner=queue.owner,
+                admin_port=server.port,
+                observe=observe,
+            )
             async with asyncio.TaskGroup() as tasks:
                 beside = [
                     tasks.create_task(reloader.run(), name="configuration"),

@@ -148,6 +148,13 @@ class SentinelSet:
             port = int(client.execute_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", "mymaster")[1])
         return next(node for node in self.nodes if node.port == port)
 
+    def in_sync(self) -> bool:
+        """The primary has its replica beside it; False also while it is not known who that is."""
+        try:
+            return _in_sync(self.primary())
+        except (redis.RedisError, OSError, StopIteration):
+            return False
+
 
 @contextmanager
 def sentinel_set(
@@ -173,7 +180,7 @@ def sentinel_set(
         found = SentinelSet([primary, replica], sentinels)
         for sentinel in sentinels:
             wait_until_sync(lambda watch=sentinel: _sees_all(watch), 30, what=f"{sentinel} sees all")
-        wait_until_sync(lambda: _in_sync(primary), 30, what="the replica is in sync")
+        wait_until_sync(found.in_sync, 30, what="the replica is in sync")
         yield found
 
 
@@ -199,7 +206,9 @@ def _sees_all(sentinel: Server) -> bool:
 
 def _in_sync(primary: Server) -> bool:
     with primary.client() as client:
-        replicas = [value for key, value in client.info("replication").items() if key.startswith("slave")]
+        told = client.info("replication")
+    # Of a node that has become a replica itself there are numbers under such names.
+    replicas = [each for key, each in told.items() if key.startswith("slave") and isinstance(each, dict)]
     return bool(replicas) and all(replica["state"] == "online" for replica in replicas)
 
 

@@ -103,6 +103,25 @@ def test_sigterm_where_redis_never_was_ends_at_once(stage: Stage) -> None:
     assert time.monotonic() - asked_at < 8, "nothing is held, so there is nothing to wait for"
 
 
+ENDED_BY_ITS_FIRST_LINE = """
+import os, signal
+from dispatcher.cli import main
+from dispatcher.telemetry.events import Event, heard_by
+def hear(event, fields):
+    if event is Event.STARTED:
+        os.kill(os.getpid(), signal.SIGTERM)
+with heard_by(hear):
+    main()
+"""
+
+
+def test_sigterm_is_a_drain_as_soon_as_it_says_that_it_has_started(stage: Stage, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(stage.settings(stage.world())))
+    with running(sys.executable, "-c", ENDED_BY_ITS_FIRST_LINE, "run", "--config", config) as child:
+        assert child.wait(30) == 0
+
+
 Moment = Callable[[subprocess.Popen[bytes], Path], bool]
 
 
