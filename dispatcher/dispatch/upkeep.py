@@ -150,23 +150,26 @@ class Upkeep:
                 async with asyncio.timeout(pause):
                     await robbed.wait()
             robbed.clear()
-            held_now, asked_at = list(self._holding), self._access.clock()
-            renewed = await self._access.ask("renew", self._queue.renew([held.lease for held in held_now]))
-            if renewed is None:
-                pause = self._access.pause_s
-                continue
-            pause = self.options.lease_s / 3
-            self._access.heard(asked_at)
-            self._access.learn(renewed)
-            gone = set(renewed.lost)
-            for held in held_now:
-                if held.lease.entry not in gone:
-                    held.confirmed_at = asked_at
-            for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
-                if held.lease.entry in gone:
-                    self._journal.lost(held)
-                    emit(Event.LEASE_LOST, entry=held.lease.entry)
-                    self._holding.cut(held, "lost")
+            pause = self.options.lease_s / 3 if await self._renewed() else self._access.pause_s
+
+    async def _renewed(self) -> bool:
+        """Whether what we hold was renewed."""
+        held_now, asked_at = list(self._holding), self._access.clock()
+        renewed = await self._access.ask("renew", self._queue.renew([held.lease for held in held_now]))
+        if renewed is None:
+            return False
+        self._access.heard(asked_at)
+        self._access.learn(renewed)
+        gone = set(renewed.lost)
+        for held in held_now:
+            if held.lease.entry not in gone:
+                held.confirmed_at = asked_at
+        for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
+            if held.lease.entry in gone:
+                self._journal.lost(held)
+                emit(Event.LEASE_LOST, entry=held.lease.entry)
+                self._holding.cut(held, "lost")
+        return True
 
     async def _sweep(self) -> None:
         """What dead owners held, ran out or is due goes back to its place; what is past its deadline ends."""

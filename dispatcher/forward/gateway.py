@@ -167,6 +167,7 @@ class HttpGateway:
             outcome = Expired() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
         finally:
             line.running -= 1
+            current.end()
             self._tries.pop(id(request), None)
         if self._retired:
             await self._close_retired()

@@ -55,6 +55,10 @@ class Try:
     unsent: bool = False
     """It might not be sent when it came to that."""
 
+    def end(self) -> None:
+        """A connection that is kept keeps the context that it was made in, and this with it: no request."""
+        self.may_send = lambda: False
+
     def check(self) -> None:
         """To be asked right before the first byte leaves. Raises what is to end the try."""
         if not self.may_send():

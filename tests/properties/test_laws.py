@@ -27,7 +27,8 @@ CAPACITIES = st.integers(1, 300)
 def test_every_law_in_the_docs_is_tested() -> None:
     named = set(re.findall(r"`(test_\w+|TestNoEventOrder)`", CONCEPTS.read_text(encoding="utf-8")))
     tests = Path(__file__).parents[1]
-    others = [*(tests / "core").glob("test_*.py"), *(tests / "scenarios").glob("test_virtual_*.py")]
+    places = ("core/test_*.py", "dispatch/test_*.py", "queue/test_*.py", "scenarios/test_virtual_*.py")
+    others = [module for place in places for module in tests.glob(place)]
     written = {
         name
         for module in (Path(__file__), *others)

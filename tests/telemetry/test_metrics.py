@@ -173,7 +173,7 @@ def test_label_values_are_no_names_of_the_code() -> None:
         "delivered", "overloaded", "failed", "unreachable", "toolarge", "refused", "expired", "unsent",
     }  # fmt: skip
     assert set(series.ENDINGS.values()) == {"settlement", "release", "burial"}
-    assert set(series.ANSWERS) == {"done", "lost", "bad-list"} == {str(each) for each in Settled}
+    assert set(series.ANSWERS) == {"done", "lost", "bad-list", "too-large"} == {str(each) for each in Settled}
 
 
 async def test_page_costs_little_more_than_its_lines() -> None:
