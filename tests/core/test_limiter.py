@@ -718,3 +718,37 @@ def test_operator_and_queue_reasons_go_as_they_came() -> None:
 
 def test_state_can_be_shown_before_it_was_asked_for() -> None:
     assert repr(Pool()) == "<Limiter undecided, in flight 0>"
+
+
+def test_what_the_queue_withholds_is_told_as_long_as_there_is_room() -> None:
+    pool = open_pool()
+    pool.waiting(1, T0)
+    pool.withheld("the gateway asked a dispatcher to wait another 9.0 s")
+    told = pool.allowance(T0 + 1)
+    assert told.reason is Reason.OPEN
+    assert told.because == "the gateway asked a dispatcher to wait another 9.0 s"
+    pool.withheld("")
+    assert pool.allowance(T0 + 1).because == ""
+
+
+def test_what_is_free_is_known_whatever_closes_the_gate_but_not_by_an_old_reading() -> None:
+    pool = open_pool(Policy(max_age_s=10.0))
+    assert pool.free(T0) == pytest.approx(17.0)
+    pool.overloaded(T0, until=T0 + 9, capacity=False, in_flight=3)
+    assert pool.allowance(T0 + 1).reason is Reason.BACKPRESSURE
+    assert pool.free(T0 + 1) == pytest.approx(17.0)
+    assert pool.free(T0 + 11) is None
+    both = Pool(uses=(SATURATION, REQUESTS))
+    assert both.free(T0) is None
+    both.read(T0, load=10, exact=False)
+    both.read(T0, load=30, signal=REQUESTS)
+    assert both.free(T0) == pytest.approx(17.0), "by what counts requests"
+
+
+def test_a_gateway_that_is_gone_has_a_problem_and_one_that_stays_connected_has_none() -> None:
+    pool = open_pool()
+    assert pool.gateway_problem is None
+    assert not pool.look(T0, [])
+    pool.unreachable(T0 + 1, "refused")
+    assert pool.gateway_problem == "refused"
+    assert pool.without_gateway_since is not None

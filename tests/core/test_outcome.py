@@ -19,6 +19,7 @@ from dispatcher.core.outcome import (
     RetryPolicy,
     TooLarge,
     Unreachable,
+    Unsent,
     after,
     after_losses,
     classify,
@@ -243,3 +244,8 @@ def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None
     dead = after_losses(6, POLICY)
     assert dead is not None
     assert dead.code is ErrorCode.DELIVERIES_EXHAUSTED
+
+
+def test_what_was_not_sent_goes_back_to_its_place_and_counts_nothing() -> None:
+    assert decide(Unsent()) == Retry(undelivered=True)
+    assert decide(Unreachable("refused", rest_s=3.0)) == Retry(3.0, undelivered=True)

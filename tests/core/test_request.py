@@ -16,6 +16,7 @@ from dispatcher.core.request import (
     decode_result,
     encode_member,
     failed,
+    misdirected,
     parse,
 )
 from dispatcher.core.score import deadline_of_score, score_of
@@ -420,3 +421,12 @@ def test_a_member_that_was_cut_tells_whom_to_answer_as_far_as_its_head_does() ->
     found = parse(cut(behind))
     assert isinstance(found, Rejection)
     assert (found.code, found.id, found.token) == (ErrorCode.TOO_LARGE, None, "t")
+
+
+def test_a_result_that_may_not_go_where_it_should_says_so_in_few_words() -> None:
+    told = decode_result(misdirected("r-1", "x" * 5000 + "\ud800", token="t"))
+    assert (told.id, told.error_code, told.request_token) == ("r-1", ErrorCode.INVALID_REQUEST, "t")
+    assert told.error_message is not None
+    assert told.error_message.startswith("internal.result_queue_name: xxx")
+    assert len(told.error_message) < 300
+    assert "?" in decode_result(misdirected("r-1", "\ud800")).error_message
