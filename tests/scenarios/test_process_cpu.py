@@ -48,15 +48,15 @@ def slow(one: Dispatcher) -> bool:
 
 @pytest.mark.serial
 def test_it_says_once_that_it_cannot_keep_pace_and_what_mends_it(stage: Stage) -> None:
-    world = stage.world(slots=512, seconds=0.005)
-    one = stage.dispatcher(stage.settings(world, max_sys=512))
+    world = stage.world(slots=64, seconds=0.005)  # its longest turn takes a few seconds of the clock
+    one = stage.dispatcher(stage.settings(world, max_sys=64))
     wait_until_sync(lambda: one.probe("/readyz")[0] == 200, 20.0, what="readiness")
     before = one.status()
     assert (before["loop_lag_s"] < 1, "CPU" in before["explanation"]) == (True, False)
     with cpu_limit(0.03) as limit:
         limit.hold(one.child.pid)
         stage.producer.submit(10_000)
-        wait_until_sync(lambda: slow(one), 30.0, what="the event", every_s=0.1)
+        wait_until_sync(lambda: slow(one), 60.0, what="the event", every_s=0.1)
         [event] = one.events("slow")
         assert event["level"] == "warning"
         assert event["behind_share"] >= 0.15 or event["longest_s"] >= 1
