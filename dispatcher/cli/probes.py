@@ -340,14 +340,9 @@ def _survey(where: str, url: str, settings: Settings) -> Probe:
             yield Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume")
 
     async def asked() -> Findings:
+        queue = settings.queue
         try:
-            return list(
-                told(
-                    await survey(
-                        url, Names(settings.queue.name, settings.queue.results, settings.queue.result_lists)
-                    )
-                )
-            )
+            return list(told(await survey(url, Names(queue.name, queue.results, queue.result_lists))))
         except (QueueUnavailableError, QueueUrlError, QueueNameError) as error:
             return [Finding("failed", where, str(error))]
 

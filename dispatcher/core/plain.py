@@ -16,5 +16,10 @@ def plain(text: str, keep: str = "") -> str:
     return "".join(char if char.isprintable() or char in keep else _escape(char) for char in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """So many characters of it at the most, the last an ellipsis where something is left out."""
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def _escape(char: str) -> str:
     return char.encode("unicode_escape").decode("ascii")

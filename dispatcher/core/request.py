@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
+from dispatcher.core.plain import shortened
 from dispatcher.core.score import PRIORITY_STEP
 from dispatcher.core.surrogates import without_surrogates
 
@@ -142,9 +143,13 @@ class _Outline(msgspec.Struct):
 class _Invalid(Exception):  # noqa: N818 - never leaves this module
     """The member is refused; the message says why."""
 
+    code = ErrorCode.INVALID_REQUEST
+
 
 class _TooLong(_Invalid):
     """The member is refused before it is decoded."""
+
+    code = ErrorCode.TOO_LARGE
 
 
 _NONE = _Internal()
@@ -172,10 +177,8 @@ def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | R
         return _reject(member, f"member: {whole} bytes are too many to be moved", ErrorCode.TOO_LARGE)
     try:
         request = _parse(member)
-    except _TooLong as error:
-        return _reject(member, str(error), ErrorCode.TOO_LARGE)
     except _Invalid as error:
-        return _reject(member, str(error))
+        return _reject(member, str(error), error.code)
     except msgspec.ValidationError as error:
         return _reject(member, _readable(error))
     except msgspec.DecodeError as error:
@@ -363,7 +366,7 @@ def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST
 
     return Rejection(
         code,
-        why if len(why) <= _MESSAGE_CHARS else why[: _MESSAGE_CHARS - 1] + "…",
+        shortened(why, _MESSAGE_CHARS),
         read("data", "id") or None,
         read("internal", "request_token"),
         read("internal", "result_queue_name"),
@@ -459,8 +462,7 @@ def failed(
 
 def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
     """The result of a request whose result list, `results`, cannot be had."""
-    shown = results if len(results) <= _LIST_CHARS else results[: _LIST_CHARS - 1] + "…"
-    shown = shown.encode(errors="replace").decode()
+    shown = shortened(results, _LIST_CHARS).encode(errors="replace").decode()
     return failed(
         request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
     )

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 from urllib.parse import quote
 
-from dispatcher.core.lists import any_fits
 from dispatcher.core.outcome import Refused
+from dispatcher.core.patterns import any_fits
 from dispatcher.core.request import Request
 
 # What a caller must not set: what belongs to the connection, to us, or steers gateway and picker.
@@ -90,7 +90,7 @@ class Route:
 
     def __init__(self, options: RouteOptions, *, user_agent: str) -> None:
         self._path = options.path
-        self._allowed = [tuple(path.split("*")) for path in options.allowed_paths]
+        self._allowed = options.allowed_paths
         allowed = options.allowed_headers
         self._passing = None if allowed is None else [_plain(pattern) for pattern in allowed]
         """Patterns of the callers' headers that pass; None: all but the doubtful."""
@@ -119,7 +119,7 @@ class Route:
             return Refused(f"data.endpoint: longer than {ENDPOINT_MOST} characters")
         if not _PATH.fullmatch(endpoint) or not {".", ".."}.isdisjoint(endpoint.split("/")):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not a plain path")
-        if not any(_fits(endpoint, pattern) for pattern in self._allowed):
+        if not any_fits(self._allowed, endpoint):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not among gateway.allowed_paths")
         return endpoint
 
@@ -173,26 +173,6 @@ def trace_of(request: Request) -> tuple[str, str]:
         return "", ""
     state = metadata.get("tracestate", "")
     return trace, state if _TRACESTATE.fullmatch(state) else ""
-
-
-def _fits(path: str, pattern: Sequence[str]) -> bool:
-    """Whether a path is these texts in this order, with any characters between them.
-
-    Each text is taken where it is found first: a later place would leave less room for those that follow. So
-    each character is looked at once, however many `*` there are.
-    """
-    if len(pattern) == 1:
-        return path == pattern[0]
-    first, *between, last = pattern
-    at, end = len(first), len(path) - len(last)
-    if at > end or not path.startswith(first) or not path.endswith(last):
-        return False
-    for text in between:
-        found = path.find(text, at, end)
-        if found < 0:
-            return False
-        at = found + len(text)
-    return True
 
 
 def _plain(name: str) -> str:

@@ -104,9 +104,7 @@ class Dispatcher:
         self._stranger = Stranger()
         self._suspects = Suspects()
         self._holding = Holding()
-        self._tenure = Tenure(options.lease_s, options.owner_timeout_s)
-        self._clock = clock or now
-        self._access = Access(queue, limiter, self._tenure, self._clock)
+        self._access = Access(queue, limiter, Tenure(options.lease_s, options.owner_timeout_s), clock or now)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
@@ -157,7 +155,8 @@ class Dispatcher:
         if options.gateway != self._options.gateway:
             self._stranger = Stranger()
         self._options = self._upkeep.options = options
-        self._tenure.lease_s, self._tenure.owner_timeout_s = options.lease_s, options.owner_timeout_s
+        tenure = self._access.tenure
+        tenure.lease_s, tenure.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
     def poke(self) -> None:
         """Something that the allowance depends on has changed."""
@@ -237,7 +236,7 @@ class Dispatcher:
             free = min(free, self._tenants.at_once or free)
             suspects = self._suspects.room(self._holding.suspects, now())
             if not self._nonce:
-                self._nonce, self._asked_at = secrets.token_hex(8), self._clock()
+                self._nonce, self._asked_at = secrets.token_hex(8), self._access.clock()
             permit = permit_of(allowance, self._options)
             claim = self._queue.claim(free, self._nonce, permit, suspects=suspects)
             claimed = await self._access.ask("claim", claim)
@@ -260,7 +259,7 @@ class Dispatcher:
         if any(held.probe for held in self._holding):
             return
         if not self._probe_nonce:
-            self._probe_nonce, self._probe_asked_at = secrets.token_hex(8), self._clock()
+            self._probe_nonce, self._probe_asked_at = secrets.token_hex(8), self._access.clock()
         asked_at = self._probe_asked_at
         claimed = await self._access.ask("probe", self._queue.probe(self._probe_nonce))
         if claimed is not None:

@@ -97,12 +97,12 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
         "retry": Retry(NoBackoff(), 0),
         **options,
     }
-    scheme = _split(url).scheme
-    if scheme in ("redis", "rediss", "unix"):
-        if scheme == "unix":
+    parts = _split(url)
+    if parts.scheme in ("redis", "rediss", "unix"):
+        if parts.scheme == "unix":
             del settings["socket_keepalive"]  # a word of TCP
         return Redis.from_pool(ConnectionPool.from_url(url, **settings))
-    target = _parse(url)
+    target = _parse(parts)
     settings |= target.options
     if target.kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in target.hosts]
@@ -131,7 +131,7 @@ def _split(url: str) -> SplitResult:
         if "+" not in parts.scheme:
             _ = parts.port
     except ValueError:
-        why = "a Port that is no number, or a [ that is no address"
+        why = "a port that is no number, or a [ that is no address"
     else:
         astray = "@" in parts.path + parts.fragment or ("@" in parts.query and "@" not in parts.netloc)
         if not astray:
@@ -149,8 +149,7 @@ def _option(name: str, value: str) -> Any:
         raise QueueUrlError(f"queue.url: invalid value for {name}") from error
 
 
-def _parse(url: str) -> _Target:
-    parts = urlsplit(url)
+def _parse(parts: SplitResult) -> _Target:
     security, _, kind = parts.scheme.partition("+")
     if security not in ("redis", "rediss") or kind not in ("sentinel", "cluster"):
         raise QueueUrlError(

@@ -16,13 +16,12 @@ from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.clock import ServerClock
 from dispatcher.queue.keys import ACTIVE, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.requeue import accept_anew
-from dispatcher.queue.scripts import Argument, Client, Reply, Scripts
+from dispatcher.queue.scripts import SCRIPT_BYTES, Argument, Client, Reply, Scripts, in_steps
 
 CANCEL_TTL_S = 604_800
 REPLY_TTL_S = 60
 """How long a repetition of a call gets the same reply."""
 SUSPECT_DEATHS = 2
-_BATCH_BYTES = 2**20
 _BATCH = 1000
 
 
@@ -49,7 +48,7 @@ class RedisDesk:
     async def submit(self, submissions: Sequence[Submission]) -> int:
         """Put them into the queue and wake the dispatchers; how many were not pending already."""
         added = 0
-        for batch in _batches(submissions):
+        for batch in in_steps(submissions, lambda each: len(each.member), _BATCH):
             call = secrets.token_hex(8)
             pairs = [part for each in batch for part in (repr(float(each.score)), each.member)]
             marks = [part for each in batch for part in _mark(each)]
@@ -109,7 +108,7 @@ class RedisDesk:
 
         At most 1 MB of members (one at least).
         """
-        found = (await self._run("peek", [most, _BATCH_BYTES])).value
+        found = (await self._run("peek", [most, SCRIPT_BYTES])).value
         return [(float(found[at]), found[at + 1]) for at in range(0, len(found), 2)]
 
     async def counts(self) -> Counts:
@@ -131,7 +130,7 @@ class RedisDesk:
         return await self._list_dead("newest", 0, most)
 
     async def _list_dead(self, how: str, after: int, most: int) -> Sequence[Dead]:
-        found = (await self._run("dead", [how, after, most, _BATCH_BYTES])).value
+        found = (await self._run("dead", [how, after, most, SCRIPT_BYTES])).value
         return [_dead(*found[at : at + 9]) for at in range(0, len(found), 9)]
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
@@ -187,18 +186,6 @@ def _mark(submission: Submission) -> tuple[str | int, ...]:
     if len(submission.request_token.encode(errors="surrogatepass")) > MAX_TOKEN_BYTES:
         return ()
     return submission.request_id, submission.request_token, submission.deadline
-
-
-def _batches(submissions: Sequence[Submission]) -> Sequence[Sequence[Submission]]:
-    batches: list[list[Submission]] = []
-    size = 0
-    for each in submissions:
-        size += len(each.member)
-        if not batches or size > _BATCH_BYTES or len(batches[-1]) == _BATCH:
-            batches.append([])
-            size = len(each.member)
-        batches[-1].append(each)
-    return batches
 
 
 def _dead(

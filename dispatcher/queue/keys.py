@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
-from dispatcher.core import lists
+from dispatcher.core.lists import usual
+from dispatcher.core.patterns import any_fits
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
@@ -55,7 +57,7 @@ class Names:
     queue: str
     results: str
     lists: tuple[str, ...] | None = None
-    """Patterns of the lists that producers may name beside `results`. None: those of `lists.usual`."""
+    """Patterns of the lists that producers may name beside `results`. None: the usual ones."""
 
     def __post_init__(self) -> None:
         if not self.queue:
@@ -115,6 +117,10 @@ class Names:
         """A key of the queue itself, or one that could become one."""
         return name in (self.queue, self.prefix) or name.startswith(f"{self.prefix}:")
 
+    @cached_property
+    def _allowed(self) -> tuple[str, ...]:
+        return usual(self.queue, self.results) if self.lists is None else self.lists
+
     def refused_list(self, name: str) -> str | None:
         """Why no producer may have its result put there, as the end of a sentence; None: it may."""
         if name == self.results:
@@ -127,5 +133,4 @@ class Names:
             return f"is longer than {MAX_LIST_NAME_BYTES} bytes"
         if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
             return "may be a key of a queue"
-        allowed = lists.usual(self.queue, self.results) if self.lists is None else self.lists
-        return None if lists.any_fits(allowed, name) else "is not among queue.result_lists"
+        return None if any_fits(self._allowed, name) else "is not among queue.result_lists"

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from dispatcher.core.outlook import REPLICAS, Line
 from dispatcher.core.oversize import ENVELOPE_BYTES
@@ -65,7 +65,6 @@ _WRITES_S = 10.0
 """A call begins to write no more large results after so long: claims wait for it."""
 _SPLITS = 200
 _HEAD_BYTES = 4096
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +231,7 @@ class RedisQueue(RedisDesk):
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         client = self._scripts.client
         keys = [
-            _key("", key)
+            _key(key)
             for request_id, token in requests
             for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
         ]
@@ -394,7 +393,7 @@ class RedisQueue(RedisDesk):
     def refused_list(self, name: str) -> str | None:
         why = self.names.refused_list(name)
         if why is None and self._scripts.is_cluster:
-            encoded = _key("", name)
+            encoded = _key(name)
             if self._outbox.needs(encoded) and not self._outbox.reaches(encoded):
                 return NO_LIST
         return why
@@ -405,7 +404,7 @@ class RedisQueue(RedisDesk):
         return write if why is None else _refused(write, why)
 
     async def _write_some(self, script: str, writes: Sequence[_Write]) -> list[int]:
-        default = _key("", self.names.results)
+        default = _key(self.names.results)
         # A default list in another slot must not be named to the script: the outbox stands in.
         keys = [self._new_reply(), self.names.outbox if self._outbox.needs(default) else default]
         args: list[Argument] = [REPLY_TTL_S, self._ttl_s, int(not self._scripts.is_cluster)]
@@ -413,10 +412,10 @@ class RedisQueue(RedisDesk):
             args.append(self._dead_max)
         for write in writes:
             settlement = write.settlement
-            name = _key("", settlement.results or self.names.results)
+            name = _key(settlement.results or self.names.results)
             how = 0 if not settlement.result else 2 if self._outbox.needs(name) else 1
-            token = _key("", settlement.request_token)
-            request = _key("", settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
+            token = _key(settlement.request_token)
+            request = _key(settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
             args += [*write.head, how, name, settlement.result, request, token, *write.tail]
         reply = await self._run(script, args, keys, size=sum(write.size for write in writes))
         if script == "expire":
@@ -439,7 +438,7 @@ class RedisQueue(RedisDesk):
         and markers expire.
         """
         if not self._outbox.waits and any(
-            self._outbox.needs(_key("", each.settlement.results or self.names.results)) for each in writes
+            self._outbox.needs(_key(each.settlement.results or self.names.results)) for each in writes
         ):
             await self._outbox.carry()
         done = [
@@ -449,7 +448,7 @@ class RedisQueue(RedisDesk):
         ]
         await asyncio.gather(
             *(
-                self._scripts.run("forget", [_key(kind, each.request_id)], [_key("", each.request_token)])
+                self._scripts.run("forget", [_key(kind + each.request_id)], [_key(each.request_token)])
                 for each in done
                 for kind in (ACTIVE, CANCEL)
             )
@@ -483,9 +482,9 @@ def _fence(lease: Lease) -> tuple[int, str]:
     return lease.entry, lease.token
 
 
-def _key(prefix: str, name: str) -> bytes:
+def _key(name: str) -> bytes:
     """A name from a request as a key; a lone surrogate must not raise here."""
-    return (prefix + name).encode(errors="surrogatepass")
+    return name.encode(errors="surrogatepass")
 
 
 def _refused(write: _Write, why: str = NO_LIST) -> _Write:

@@ -19,6 +19,7 @@ from redis import exceptions as errors
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
+from dispatcher.core.plain import shortened
 from dispatcher.ports import CallRefusedError, QueueUnavailableError
 
 Client = Redis | RedisCluster
@@ -71,7 +72,8 @@ _KINDS: dict[type[Exception], str] = {
 """redis-py keeps the code to itself where it knows it."""
 _CONNECTION = (errors.ConnectionError, errors.RedisClusterException, OSError, RuntimeError)
 """RuntimeError: a transport that closed while something was written to it."""
-_MOST_WORDS = 300
+_MOST_CHARS = 300
+"""Of a reply in a sentence: it may repeat what was sent to it."""
 SLOWEST_BYTES_PER_S = 1_000_000
 """Of a way to Redis that large values can be moved over."""
 _FORBIDDEN = re.compile(
@@ -214,24 +216,21 @@ def _told(error: Exception) -> QueueUnavailableError:
         if isinstance(error, kind):
             return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
     if isinstance(error, errors.ResponseError):
-        return OddReplyError(f"Redis refused a call in a way that was not foreseen: {_cut(message)}")
+        return OddReplyError(
+            f"Redis refused a call in a way that was not foreseen: {shortened(message, _MOST_CHARS)}"
+        )
     if isinstance(error, _CONNECTION):
         return BrokenCallError(f"Redis cannot be reached: {message or type(error).__name__}")
-    return OddReplyError(f"the answer of Redis was not understood: {_cut(repr(error))}")
+    return OddReplyError(f"the answer of Redis was not understood: {shortened(repr(error), _MOST_CHARS)}")
 
 
-def _cut(words: str) -> str:
-    """A reply may repeat what was sent to it."""
-    return words if len(words) <= _MOST_WORDS else f"{words[: _MOST_WORDS - 1]}…"
-
-
-def in_steps(items: Sequence[T], size_of: Any) -> list[list[T]]:
-    """Steps of at most a megabyte and 256 items, so that no script blocks Redis for long."""
+def in_steps(items: Sequence[T], size_of: Callable[[T], int], most: int = SCRIPT_ITEMS) -> list[list[T]]:
+    """Steps of at most a megabyte and `most` items, so that no script blocks Redis for long."""
     steps: list[list[T]] = []
     size = 0
     for item in items:
         size += size_of(item)
-        if not steps or size > SCRIPT_BYTES or len(steps[-1]) == SCRIPT_ITEMS:
+        if not steps or size > SCRIPT_BYTES or len(steps[-1]) == most:
             steps.append([])
             size = size_of(item)
         steps[-1].append(item)

@@ -128,10 +128,16 @@ class Storm:
                 self.begun += 1
                 tasks.create_task(kinds[kind](kind, random.Random(self.chance.random())))
 
-    async def _one_of_them(self, chance: random.Random) -> tuple[Dispatcher, asyncio.Lock]:
-        """With what makes its strikes wait for each other."""
+    @contextlib.asynccontextmanager
+    async def _dispatcher(self, kind: str, chance: random.Random) -> AsyncIterator[Dispatcher]:
+        """One that runs; strikes on the same one wait for each other."""
         number = chance.randrange(len(self.stage.dispatchers))
-        return self.stage.dispatchers[number], self._locks[f"dispatcher-{number}"]
+        one = self.stage.dispatchers[number]
+        async with self._locks[f"dispatcher-{number}"]:
+            code = one.child.poll()
+            assert code is None, f"{one.folder.name} ended by itself with {code}: {one.complaints()}"
+            self.struck[kind] += 1
+            yield one
 
     async def _start(self, one: Dispatcher, down_s: float) -> None:
         await asyncio.sleep(down_s)
@@ -139,35 +145,22 @@ class Storm:
             await asyncio.to_thread(one.start)
 
     async def _kill(self, kind: str, chance: random.Random) -> None:
-        one, lock = await self._one_of_them(chance)
-        async with lock:
-            self._alive(one)
-            self.struck[kind] += 1
+        async with self._dispatcher(kind, chance) as one:
             await asyncio.to_thread(one.kill)
             await self._start(one, chance.uniform(0.0, self.scale.down_s))
 
     async def _terminate(self, kind: str, chance: random.Random) -> None:
-        one, lock = await self._one_of_them(chance)
-        async with lock:
-            self._alive(one)
-            self.struck[kind] += 1
+        async with self._dispatcher(kind, chance) as one:
             self.codes.append(await asyncio.to_thread(one.terminate, 60.0))
             await self._start(one, chance.uniform(0.0, self.scale.down_s))
 
     async def _sleep(self, kind: str, chance: random.Random) -> None:
-        one, lock = await self._one_of_them(chance)
-        async with lock:
-            self._alive(one)
-            self.struck[kind] += 1
+        async with self._dispatcher(kind, chance) as one:
             one.child.send_signal(signal.SIGSTOP)
             try:
                 await asyncio.sleep(self.scale.asleep_s)
             finally:
                 one.child.send_signal(signal.SIGCONT)
-
-    def _alive(self, one: Dispatcher) -> None:
-        code = one.child.poll()
-        assert code is None, f"{one.folder.name} ended by itself with {code}: {one.complaints()}"
 
     async def _kill_redis(self, kind: str, chance: random.Random) -> None:
         async with self._redis(kind, chance, forgets=not self.ground.durable) as struck:

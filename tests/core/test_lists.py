@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.lists import any_fits, fits, usual
+from dispatcher.core.lists import usual
+from dispatcher.core.patterns import any_fits, fits
 
 
 @given(st.text("ab*", max_size=8), st.text("ab", max_size=12))

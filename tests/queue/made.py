@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.ports import Claimed, Lease, Permit, Queue, Settlement, Submission
+from dispatcher.core.outcome import Delivered
+from dispatcher.core.request import Request
+from dispatcher.ports import Claimed, Forwarded, Lease, Permit, Queue, Settlement, Submission
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
@@ -59,6 +61,23 @@ async def claim_one(queue: Queue) -> Lease:
     """The first request in line; there must be one."""
     (lease,) = (await claim(queue, 1)).leases
     return lease
+
+
+class Answers:
+    """A gateway, which answers everything at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
+        now = asyncio.get_running_loop().time()
+        self.sent.append(request.id)
+        return Forwarded(Delivered(200, b"{}"), now, now)
+
+    def connected(self, request: Request) -> float | None:
+        return None
+
+    def resize(self, limit: int) -> None: ...
 
 
 def ids(members: Iterable[bytes]) -> list[str]:

@@ -15,17 +15,16 @@ import redis.asyncio.cluster
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, RetryPolicy
-from dispatcher.core.request import Request
+from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, Release, Settled
+from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Release, Settled
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
 from dispatcher.queue.survey import survey
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
-from tests.queue.made import NAMES, answer, claim, claim_one, member, queues, submission
+from tests.queue.made import NAMES, Answers, answer, claim, claim_one, member, queues, submission
 from tests.queue.roles import PASSWORD, grant
 from tests.queue.servers import ENGINES, ClusterSet, cluster_set
 from tests.support import wait_until
@@ -250,23 +249,6 @@ class Counts(RedisQueue):
         claimed = await super().claim(most, nonce, permit, suspects=suspects)
         self.claimed += len(claimed.leases)
         return claimed
-
-
-class Answers:
-    """A gateway."""
-
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-
-    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
-        now = asyncio.get_running_loop().time()
-        self.sent.append(request.id)
-        return Forwarded(Delivered(200, b"{}"), now, now)
-
-    def connected(self, request: Request) -> float | None:
-        return None
-
-    def resize(self, limit: int) -> None: ...
 
 
 async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(client, cluster):

@@ -24,7 +24,7 @@ from tests.support import free_port, require_tool, wait_until
     [
         ("http://host/0", "unknown scheme"),
         ("redis+proxy://host", "unknown scheme"),
-        ("redis://host:nan/0", "Port"),
+        ("redis://host:nan/0", "port"),
         ("redis+sentinel://host:26379", "name of the primary"),
         ("redis+sentinel://host:26379/mymaster/x", "name of the primary"),
         ("redis+sentinel://host:x/mymaster", "host 1 is no host:port"),

@@ -15,10 +15,10 @@ import redis.asyncio
 from dispatcher.cli.run import _loop_factory
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, RetryPolicy
-from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.request import Rejection, parse
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Burial, Forwarded, Lease, QueueUnavailableError, Settled
+from dispatcher.ports import Burial, Lease, QueueUnavailableError, Settled
 from dispatcher.queue.connect import QueueUrlError, connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
@@ -27,7 +27,7 @@ from dispatcher.queue.wake import WakeUps
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
-from tests.queue.made import NAMES, answer, claim, member, permit, queues, submission
+from tests.queue.made import NAMES, Answers, answer, claim, member, permit, queues, submission
 from tests.queue.relay import Relay, relay
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import wait_until
@@ -155,23 +155,6 @@ ODD = {
     "a length that is none": b"$x\r\n",
     "closed": b"",
 }
-
-
-class Answers:
-    """A gateway."""
-
-    def __init__(self) -> None:
-        self.sent: list[str] = []
-
-    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
-        now = asyncio.get_running_loop().time()
-        self.sent.append(request.id)
-        return Forwarded(Delivered(200, b"{}"), now, now)
-
-    def connected(self, request: Request) -> float | None:
-        return None
-
-    def resize(self, limit: int) -> None: ...
 
 
 async def test_no_reply_ends_the_dispatcher_and_it_works_on_when_they_are_good_again(

@@ -131,13 +131,8 @@ async def test_tenant_whose_every_request_is_refused_stops_nobody_else(stage: St
     assert all(c is None or c >= 10 for c in ceilings), "it lowers nobody else's room"
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("who", ["nobody", "another-each-time", "one"])
-@scenario(tenant_from="userid")
-async def test_requests_that_are_refused_for_ever_stop_nobody_else(
-    stage: Stage, replicas: int, who: str
-) -> None:
-    """A hundred at the head of the queue, whoever they say they are."""
+def _curse(stage: Stage) -> None:
+    """Requests of this name are refused, whenever they come."""
 
     async def fault(request: Request) -> Outcome | None:
         if not request.id.startswith("cursed"):
@@ -146,6 +141,17 @@ async def test_requests_that_are_refused_for_ever_stop_nobody_else(
         return Overloaded(429, "rejected-saturated", capacity=True)
 
     stage.fault = fault
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("who", ["nobody", "another-each-time", "one"])
+@scenario(tenant_from="userid")
+async def test_requests_that_are_refused_for_ever_stop_nobody_else(
+    stage: Stage, replicas: int, who: str
+) -> None:
+    """A hundred at the head of the queue, whoever they say they are."""
+
+    _curse(stage)
     for number in range(100):
         tenant = {"nobody": {}, "one": {"userid": "x"}, "another-each-time": {"userid": f"x{number}"}}[who]
         await stage.submit(1, "cursed", deadline_s=1e5, **tenant)
@@ -161,13 +167,7 @@ async def test_requests_that_are_refused_for_ever_stop_nobody_else(
 
 @scenario()
 async def test_request_that_is_always_refused_waits_longer_each_time(stage: Stage) -> None:
-    async def fault(request: Request) -> Outcome | None:
-        if not request.id.startswith("cursed"):
-            return None
-        await asyncio.sleep(2 * stage.setting.way_s)
-        return Overloaded(429, "", capacity=True)
-
-    stage.fault = fault
+    _curse(stage)
     (cursed,) = await stage.submit(1, "cursed", deadline_s=300)
     others = await stage.submit(400, deadline_s=1000)
     await stage.until_answered(60, others)
