@@ -8,7 +8,7 @@ idea of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -222,9 +222,12 @@ class Queue(Protocol):
         """Unix time by the queue's clock, without asking it."""
         ...
 
-    def refused_list(self, name: str) -> str | None:
-        """Why no producer may have its result put into that list, as the end of a sentence ("is …"); None: it
-        may, as far as is known without asking. Whoever settles with such a list is told BAD_LIST."""
+    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+        """Those of these lists that no producer may have its result put into, or that take none, each with
+        why, as the end of a sentence ("is …"). Whoever settles with such a list is told BAD_LIST.
+
+        What is fit is remembered for a while; what cannot be learned now counts as fit, and raises nothing.
+        """
         ...
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
@@ -248,12 +251,12 @@ class Queue(Protocol):
         """
         ...
 
-    async def probe(self, nonce: str) -> Claimed:
-        """Lease one request to probe an unreachable gateway; none while a probe runs, or while paused.
+    async def probe(self, nonce: str, permit: Permit) -> Claimed:
+        """Lease one request to probe an unreachable gateway, where a claim would have room for it; none while
+        a probe runs. (Where others fill the limit one of them will tell, and nothing could be claimed after.)
 
         The probe runs until its lease ends, however it ends, or its owner claims (`claim`); its owner is
-        Shared.prober until then. The same nonce again returns the same lease. The limit is not asked: one
-        request, as in a claim of one.
+        Shared.prober until then. The same nonce again returns the same lease.
         """
         ...
 

@@ -27,8 +27,8 @@ class Allowance:
     ceiling: float | None
     next_check_at: float | None
     """Ask again then, though nothing happened; None: only when something does."""
-    probe: bool = False
-    """One request may be sent to see whether the gateway is back."""
+    probe: int = 0
+    """Within this limit one request may be sent to see whether the gateway is back; 0: not now."""
 
 
 def explain(allowance: Allowance, in_flight: int) -> str:

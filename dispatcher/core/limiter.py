@@ -324,7 +324,7 @@ class Limiter:
             lost=self._losses.lost,
             ceiling=self._ceiling.value,
             next_check_at=min(checks) if checks else None,
-            probe=probe,
+            probe=limit if probe else 0,
         )
 
     def _closed_without_room(

@@ -228,7 +228,7 @@ class Dispatcher:
         while True:
             allowance = self.allowance()
             if allowance.probe:
-                await self._probe()
+                await self._probe(allowance)
                 return
             free = allowance.limit - len(self._holding) - self.limiter.others
             if free <= 0 or not self._access.work:
@@ -254,27 +254,27 @@ class Dispatcher:
             elif not again:
                 return
 
-    async def _probe(self) -> None:
+    async def _probe(self, allowance: Allowance) -> None:
         """One request to see whether the gateway is back; no other replica probes meanwhile."""
         if any(held.probe for held in self._holding):
             return
         if not self._probe_nonce:
             self._probe_nonce, self._probe_asked_at = secrets.token_hex(8), self._access.clock()
-        asked_at = self._probe_asked_at
-        claimed = await self._access.ask("probe", self._queue.probe(self._probe_nonce))
+        permit = replace(permit_of(allowance, self._options), limit=allowance.probe)
+        claimed = await self._access.ask("probe", self._queue.probe(self._probe_nonce, permit))
         if claimed is not None:
             self._probe_nonce = ""
-            self._access.heard(asked_at)
+            self._access.heard(self._probe_asked_at)
             self._access.learn(claimed)
             self._others_wait = claimed.waiting > 0
             if self._others_wait and claimed.leases:
                 (lease,) = claimed.leases
                 rest_s = self._bounces.rest_s(lease.entry, now())
                 if rest_s > 0:  # it has probed before: let another one, at once
-                    self._holding.add(lease, asked_at, probe=True)
+                    self._holding.add(lease, self._probe_asked_at, probe=True)
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
-            await self._start(claimed.leases, asked_at, probe=True)
+            await self._start(claimed.leases, self._probe_asked_at, probe=True)
         self.limiter.probed(now(), others=self._others_wait)
 
     async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
@@ -291,18 +291,19 @@ class Dispatcher:
                 self._finish(endings.deadly(lease, parsed, verdict))
             elif parsed.deadline <= self._queue.unix_now():
                 self._finish(endings.expired(lease, parsed))
-            elif parsed.results and (why := self._queue.refused_list(parsed.results)) is not None:
-                self._finish(endings.unlisted(lease, parsed, why))
             else:
                 if len(lease.member) > LARGE_BYTES:
                     held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
         cancelled = await self._access.cancelled([held for held, _ in ready])
+        refused = await self._queue.refused_lists({request.results for _, request in ready} - {""})
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
         is_open = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
         for (held, request), gone in zip(ready, cancelled, strict=True):
             if gone:
                 self._finish(endings.cancelled(held.lease, request))
+            elif (why := refused.get(request.results)) is not None:
+                self._finish(endings.unlisted(held.lease, request, why))
             elif gone is None or not is_open or not self._access.ours(held):
                 self._finish(endings.returned(held.lease))
             elif (rest_s := self._rest_s(held.lease, request)) > 0:

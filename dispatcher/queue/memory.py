@@ -9,7 +9,7 @@ producers and operators (`ports.Desk`); each dispatcher attaches to it with a `M
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dispatcher.core.outlook import REPLICAS, Line, Replica, lying
@@ -81,8 +81,9 @@ class MemoryQueue:
     def unix_now(self) -> float:
         return self.store.unix_now()
 
-    def refused_list(self, name: str) -> str | None:
-        return self.store.names.refused_list(name)
+    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+        found = ((name, self.store._refused_list(name)) for name in names)
+        return {name: why for name, why in found if why is not None}
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         now = self._begin()
@@ -96,17 +97,17 @@ class MemoryQueue:
             self._remember(nonce, held, now)
         return self._claimed(held, suspects, now)
 
-    async def probe(self, nonce: str) -> Claimed:
+    async def probe(self, nonce: str, permit: Permit) -> Claimed:
         now = self._begin()
         store = self.store
         held = self._claimed_before(nonce)
         if held is None:
             self._beat(now)
-            free = store._probe is None and store._pause is None
-            held = self._take(1 if free else 0, 1, now)
+            room = self._room(permit, now, probing=True) if store._probe is None else 0
+            held = self._take(min(1, room), 1, now)
             self._remember(nonce, held, now)
             if held:
-                store._probe = held[0].entry.id
+                store._probe, store._probe_waits = held[0].entry.id, float("-inf")
         return self._claimed(held, 1, now)
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
@@ -302,7 +303,7 @@ class MemoryQueue:
             self.store._permit = known = mine
         return known
 
-    def _room(self, permit: Permit, now: float) -> int:
+    def _room(self, permit: Permit, now: float, *, probing: bool = False) -> int:
         store = self.store
         if store._pause is not None:
             return 0
@@ -313,7 +314,12 @@ class MemoryQueue:
         ):
             return 0
         limit = min(each.limit - (store._lost - each.lost) for each in (permit, shared))
-        return limit - len(store._held)
+        free = limit - len(store._held)
+        if not probing:
+            return free - (now < store._probe_waits)
+        if free < 1:
+            store._probe_waits = now + min(self._timeout_s or store.lease_s, store.lease_s)
+        return free
 
     def _take(self, most: int, suspects: int, now: float) -> list[Held]:
         store = self.store

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from dispatcher.ports import (
     Swept,
 )
 from dispatcher.queue.desk import REPLY_TTL_S, RedisDesk
+from dispatcher.queue.destinations import Destinations, key_of
 from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.outbox import Outbox
 from dispatcher.queue.overdue import Overdue, place_of
@@ -122,6 +123,7 @@ class RedisQueue(RedisDesk):
         self._ttl_s = result_ttl_s
         self._dead_max = dead_max
         self._outbox = Outbox(self._scripts, names, result_ttl_s)
+        self._destinations = Destinations(self._scripts, names, self._outbox)
         self._overdue: Overdue | None = None
         self._wake_ups = WakeUps(self._scripts, names, poll_s)
         self._doubted: set[int] = set()
@@ -145,14 +147,17 @@ class RedisQueue(RedisDesk):
 
     async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
         await self._learn_clock()
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, suspects, self._belief(permit))
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, suspects)
 
-    async def probe(self, nonce: str) -> Claimed:
-        return await self._claim(1, nonce, 1, ["probe"])
+    async def probe(self, nonce: str, permit: Permit) -> Claimed:
+        await self._learn_clock()
+        return await self._claim(1, nonce, permit, 1, probing=True)
 
-    async def _claim(self, most: int, nonce: str, suspects: int, room: Sequence[Argument]) -> Claimed:
-        base = secrets.token_hex(16)
-        args = [*self._me, most, CLAIM_BYTES, max(0, suspects), base, REPLY_TTL_S, *room, self._largest]
+    async def _claim(
+        self, most: int, nonce: str, permit: Permit, suspects: int, *, probing: bool = False
+    ) -> Claimed:
+        args: list[Argument] = [*self._me, most, CLAIM_BYTES, max(0, suspects), secrets.token_hex(16)]
+        args += [REPLY_TTL_S, int(probing), *self._belief(permit), self._largest]
         reply = await self._run("claim", args, [self.names.reply(f"{self.owner}:{nonce}")])
         facts, waiting, flat = reply.value
         count, shared = self._facts(reply, facts)
@@ -231,7 +236,7 @@ class RedisQueue(RedisDesk):
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         client = self._scripts.client
         keys = [
-            _key(key)
+            key_of(key)
             for request_id, token in requests
             for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
         ]
@@ -390,21 +395,16 @@ class RedisQueue(RedisDesk):
         self._doubted.discard(known)
         return status
 
-    def refused_list(self, name: str) -> str | None:
-        why = self.names.refused_list(name)
-        if why is None and self._scripts.is_cluster:
-            encoded = _key(name)
-            if self._outbox.needs(encoded) and not self._outbox.reaches(encoded):
-                return NO_LIST
-        return why
+    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+        return await self._destinations.all_refused(names)
 
     def _checked(self, write: _Write) -> _Write:
         name = write.settlement.results
-        why = self.refused_list(name) if name else None
+        why = self._destinations.refused(name) if name else None
         return write if why is None else _refused(write, why)
 
     async def _write_some(self, script: str, writes: Sequence[_Write]) -> list[int]:
-        default = _key(self.names.results)
+        default = key_of(self.names.results)
         # A default list in another slot must not be named to the script: the outbox stands in.
         keys = [self._new_reply(), self.names.outbox if self._outbox.needs(default) else default]
         args: list[Argument] = [REPLY_TTL_S, self._ttl_s, int(not self._scripts.is_cluster)]
@@ -412,10 +412,10 @@ class RedisQueue(RedisDesk):
             args.append(self._dead_max)
         for write in writes:
             settlement = write.settlement
-            name = _key(settlement.results or self.names.results)
+            name = key_of(settlement.results or self.names.results)
             how = 0 if not settlement.result else 2 if self._outbox.needs(name) else 1
-            token = _key(settlement.request_token)
-            request = _key(settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
+            token = key_of(settlement.request_token)
+            request = key_of(settlement.request_id) if 0 < len(token) <= MAX_TOKEN_BYTES else b""
             args += [*write.head, how, name, settlement.result, request, token, *write.tail]
         reply = await self._run(script, args, keys, size=sum(write.size for write in writes))
         if script == "expire":
@@ -438,7 +438,7 @@ class RedisQueue(RedisDesk):
         and markers expire.
         """
         if not self._outbox.waits and any(
-            self._outbox.needs(_key(each.settlement.results or self.names.results)) for each in writes
+            self._outbox.needs(key_of(each.settlement.results or self.names.results)) for each in writes
         ):
             await self._outbox.carry()
         done = [
@@ -448,7 +448,7 @@ class RedisQueue(RedisDesk):
         ]
         await asyncio.gather(
             *(
-                self._scripts.run("forget", [_key(kind + each.request_id)], [_key(each.request_token)])
+                self._scripts.run("forget", [key_of(kind + each.request_id)], [key_of(each.request_token)])
                 for each in done
                 for kind in (ACTIVE, CANCEL)
             )
@@ -480,11 +480,6 @@ class RedisQueue(RedisDesk):
 
 def _fence(lease: Lease) -> tuple[int, str]:
     return lease.entry, lease.token
-
-
-def _key(name: str) -> bytes:
-    """A name from a request as a key; a lone surrogate must not raise here."""
-    return name.encode(errors="surrogatepass")
 
 
 def _refused(write: _Write, why: str = NO_LIST) -> _Write:

@@ -44,6 +44,7 @@ _FRAGMENTS = {
     "push": ("need", "keep"),
     "forget": (),
     "permits": (),
+    "unfit": (),
 }
 _PAUSES_S = (0.05, 0.2)
 """Before the second and the third try. A longer outage is the caller's to wait for."""

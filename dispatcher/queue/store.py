@@ -196,6 +196,7 @@ class MemoryStore:
         self._permit: Permit | None = None
         self._overload: Overload | None = None
         self._probe: int | None = None
+        self._probe_waits = float("-inf")
         self._pause: tuple[str, str] | None = None
         self._lost = self._stray = self._settled = 0
         self._tick: float | None = None

@@ -136,9 +136,8 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
             # That they are deleted may be forgotten, too; then they expire.
             assert not markers or not servers.durable
             assert set(storm.codes) == {0}
-            # One probe for a gateway that was away asks for no place (claim.lua). And a claim that was
-            # forgotten frees its place, while what was claimed by it still runs.
-            assert peak <= (LIMIT + 1 if servers.durable else 2 * LIMIT), crowd(log)
+            # A claim that was forgotten frees its place, while what was claimed by it still runs.
+            assert peak <= (LIMIT if servers.durable else 2 * LIMIT), crowd(log)
             # A run that forgot much proves little, whatever the mode allows.
             assert len(verdict.forgotten) + len(verdict.repeated) <= 0.1 * certain
             await assert_only_known_keys(client, NAMES, *(one.list for one in book.values()))
@@ -153,7 +152,7 @@ def crowd(log: list[Entry]) -> list[str]:
     for one in log:
         at = one.arrived_at
         there = [each for each in log if each.arrived_at <= at and (each.ended_at or math.inf) > at]
-        if len(there) > LIMIT + 1:
+        if len(there) > LIMIT:
             return [f"{each.id} for {at - each.arrived_at:.3f} s, in the end {each.status}" for each in there]
     return []
 

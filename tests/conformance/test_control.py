@@ -166,12 +166,12 @@ async def test_share_learns_and_claims_nothing(world: World) -> None:
 async def test_one_probe_at_a_time_over_all_owners(world: World) -> None:
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    probe = await first.probe("a")
+    probe = await first.probe("a", permit())
     assert [lease.score for lease in probe.leases] == [0.0]
     assert probe.shared.prober == "owner-1"
-    assert list((await second.probe("b")).leases) == []
-    assert list((await first.probe("c")).leases) == []
-    assert [lease.token for lease in (await first.probe("a")).leases] == [probe.leases[0].token]
+    assert list((await second.probe("b", permit())).leases) == []
+    assert list((await first.probe("c", permit())).leases) == []
+    assert [lease.token for lease in (await first.probe("a", permit())).leases] == [probe.leases[0].token]
     assert (await second.renew([])).shared.prober == "owner-1"
 
 
@@ -179,7 +179,7 @@ async def test_one_probe_at_a_time_over_all_owners(world: World) -> None:
 async def test_another_may_probe_when_the_probe_s_lease_has_ended(world: World, end: str) -> None:
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    [lease] = (await first.probe("a")).leases
+    [lease] = (await first.probe("a", permit())).leases
     if end == "settled":
         await first.settle([answer(lease)])
     elif end == "lost":
@@ -187,7 +187,7 @@ async def test_another_may_probe_when_the_probe_s_lease_has_ended(world: World, 
     else:
         await first.release([Release(lease, delay_s=60 if end == "delayed" else 0)])
     assert (await first.renew([])).shared.prober is None
-    probe = await second.probe("b")
+    probe = await second.probe("b", permit())
     assert len(probe.leases) == 1
     assert probe.shared.prober == "owner-2"
 
@@ -196,10 +196,10 @@ async def test_ordinary_claim_of_the_prober_ends_the_probing_though_the_probe_ru
     """Who claims has a gateway. The answer to a long request may take minutes: others may look before."""
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    [lease] = (await first.probe("a")).leases
+    [lease] = (await first.probe("a", permit())).leases
     claimed = await full_claim(first, 2)
     assert (len(claimed.leases), claimed.shared.prober) == (2, None)
-    probe = await second.probe("b")
+    probe = await second.probe("b", permit())
     assert (len(probe.leases), probe.shared.prober) == (1, "owner-2")
     await first.settle([answer(lease)])
     assert (await first.renew([])).shared.prober == "owner-2"
@@ -208,18 +208,18 @@ async def test_ordinary_claim_of_the_prober_ends_the_probing_though_the_probe_ru
 async def test_prober_s_claim_that_finds_no_room_says_the_same(world: World) -> None:
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    await first.probe("a")
+    await first.probe("a", permit())
     claimed = await full_claim(first, limit=1)
     assert (list(claimed.leases), claimed.shared.prober) == ([], None)
-    assert len((await second.probe("b")).leases) == 1
+    assert len((await second.probe("b", permit())).leases) == 1
 
 
 async def test_claim_by_another_than_the_prober_ends_no_probing(world: World) -> None:
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    await first.probe("a")
+    await first.probe("a", permit())
     assert (await full_claim(second, 2)).shared.prober == "owner-1"
-    assert list((await second.probe("b")).leases) == []
+    assert list((await second.probe("b", permit())).leases) == []
 
 
 async def test_repeated_claim_of_before_the_probe_ends_no_probing(world: World) -> None:
@@ -228,23 +228,62 @@ async def test_repeated_claim_of_before_the_probe_ends_no_probing(world: World) 
     first, second = world.owner("owner-1"), world.owner("owner-2")
     granted = permit()
     before = await first.claim(2, "early", granted)
-    await first.probe("a")
+    await first.probe("a", permit())
     again = await first.claim(2, "early", granted)
     assert [lease.token for lease in again.leases] == [lease.token for lease in before.leases]
     assert again.shared.prober == "owner-1"
-    assert list((await second.probe("b")).leases) == []
+    assert list((await second.probe("b", permit())).leases) == []
 
 
-async def test_probe_asks_no_limit_and_counts_as_a_lease(world: World) -> None:
+async def test_probe_counts_as_a_lease_and_passes_no_limit(world: World) -> None:
     await fill(world)
     owner = world.owner()
-    await claim(owner, limit=3)
-    assert len((await owner.probe("a")).leases) == 1
-    assert (await owner.renew([])).count.live == 4
+    held = await claim(owner, limit=3)
+    assert list((await owner.probe("a", permit(3))).leases) == []
+    await owner.settle([answer(held[0])])
+    assert len((await owner.probe("b", permit(3))).leases) == 1
+    assert (await owner.renew([])).count.live == 3
+
+
+async def test_who_would_probe_has_the_next_place_that_comes_free(world: World) -> None:
+    """Whoever fills the limit replaces each request that ends, and so would keep all others out for ever."""
+    await fill(world)
+    works, probes = world.owner("owner-1"), world.owner("owner-2")
+    held = list(await claim(works, limit=3))
+    assert list((await probes.probe("a", permit(3))).leases) == []
+    await works.settle([answer(held.pop())])
+    assert list(await claim(works, limit=3)) == []
+    assert len((await probes.probe("b", permit(3))).leases) == 1
+    await works.settle([answer(held.pop())])
+    held += await claim(works, limit=3)
+    assert len(held) == 2, "one place, once"
+    assert list((await probes.probe("c", permit(3))).leases) == [], "its first one runs"
+    await works.settle([answer(held.pop())])
+    assert len(await claim(works, limit=3)) == 1
+
+
+async def test_a_place_that_nobody_comes_to_probe_with_is_not_kept_for_long(world: World) -> None:
+    await fill(world)
+    works, gone = world.owner("owner-1"), world.owner("owner-2", timeout_s=1.0)
+    held = list(await claim(works, limit=1))
+    await gone.probe("a", permit(1))
+    await works.settle([answer(held.pop())])
+    assert list(await claim(works, limit=1)) == []
+    await wait_until(lambda: claim(works, limit=1), timeout_s=3.0, what="the place to be given to others")
+
+
+async def test_no_probe_is_sent_while_the_gateway_asked_to_wait(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    now = asyncio.get_running_loop().time()
+    await first.share(permit(), Overload(now, now + 0.2, False, 0))
+    assert list((await second.probe("a", permit())).leases) == []
+    await asyncio.sleep(0.3)
+    assert len((await second.probe("b", permit())).leases) == 1
 
 
 async def test_probe_of_an_empty_queue_takes_no_role(world: World) -> None:
-    probe = await world.owner().probe("a")
+    probe = await world.owner().probe("a", permit())
     assert (list(probe.leases), probe.shared.prober) == ([], None)
 
 
@@ -257,7 +296,7 @@ async def test_paused_queue_gives_nothing_and_keeps_what_is_held(world: World) -
     assert await world.desk.paused() == ("ada", "maintenance of the pool")
     claimed = await full_claim(owner)
     assert (list(claimed.leases), claimed.shared.paused) == ([], True)
-    assert list((await owner.probe("a")).leases) == []
+    assert list((await owner.probe("a", permit())).leases) == []
     assert list((await owner.renew([held])).lost) == []
     assert await owner.settle([answer(held)]) == ["done"]
     await world.desk.resume()

@@ -70,7 +70,7 @@ async def test_each_call_of_an_owner_shows_that_it_lives(world: World) -> None:
             case "claim":
                 await claim(owner, 0)
             case "probe":
-                await owner.probe(f"nonce-of-{call}")
+                await owner.probe(f"nonce-of-{call}", permit())
             case "renew":
                 await owner.renew([])
             case "share":
@@ -256,11 +256,11 @@ async def test_probe_of_a_dead_owner_may_be_another_s(world: World) -> None:
     await fill(world, 2)
     watcher, dead = world.owner("watcher"), world.owner("dead")
     await watcher.sweep()
-    await dead.probe("a")
+    await dead.probe("a", permit())
     await world.fall_silent("dead")
     await watcher.sweep()
     assert (await watcher.renew([])).shared.prober is None
-    assert len((await watcher.probe("b")).leases) == 1
+    assert len((await watcher.probe("b", permit())).leases) == 1
 
 
 async def test_owner_that_left_in_peace_is_forgotten_when_it_is_silent(world: World) -> None:

@@ -148,19 +148,21 @@ class QueueModel(Twins):
         before = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
         permit = self.permit(owner, 8)
         if probing:
-            real, twin = self.both(owner, lambda queue, _: queue.probe(nonce), lose)
+            real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
         else:
             real, twin = self.both(owner, lambda queue, _: queue.claim(5, nonce, permit), lose)
         self.claimed(owner, real, twin)
         assert real.count.live == before
 
-    @rule(owner=owners, lose=lost)
-    def probe(self, owner: int, lose: bool) -> None:
+    @rule(owner=owners, limit=limits, lose=lost)
+    def probe(self, owner: int, limit: int, lose: bool) -> None:
         self.serial += 1
+        permit = self.permit(owner, limit)
         nonce = f"n-{self.serial}"
         self.nonces[owner] = (nonce, True)
-        real, twin = self.both(owner, lambda queue, _: queue.probe(nonce), lose)
+        real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
         self.claimed(owner, real, twin)
+        assert not real.leases or real.count.live <= limit
 
     def pick(self, owner: int, data: st.DataObject, most: int = 4) -> list[Held]:
         """Some leases the owner holds or thinks it holds, or ended ones, each once."""
@@ -372,7 +374,7 @@ class QueueModel(Twins):
     def pause_and_resume(self, owner: int, probing: bool) -> None:
         self.both(owner, lambda queue, which: (queue, self.store)[which].pause("me", "why"))
         if probing:
-            self.probe(owner, False)
+            self.probe(owner, 100, False)
         else:
             self.claim(owner, 6, 16, 0, 1, False)
         self.both(owner, lambda queue, which: (queue, self.store)[which].resume())

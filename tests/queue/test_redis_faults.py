@@ -124,6 +124,7 @@ async def test_hostile_list_name_costs_that_request_alone(queue, client, name):
     await client.set("a-string", "kept", ex=60)
     await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
     leases = (await claim(queue)).leases
+    assert list(await queue.refused_lists(["elsewhere", name])) == [name], "known before the work is done"
     said = await queue.settle([answer(leases[0], "elsewhere"), answer(leases[1], name), answer(leases[2])])
     assert said == [Settled.DONE, Settled.BAD_LIST, Settled.DONE]
     assert await client.llen("elsewhere") == 1
@@ -152,6 +153,32 @@ async def test_a_push_takes_no_list_its_life(any_server, client, had_s, has_s):
         await queue.settle([answer(await claim_one(queue), "elsewhere")])
     assert await client.llen("elsewhere") == (1 if had_s is None else 2)
     assert await client.ttl("elsewhere") in (has_s, has_s - 1)
+
+
+async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not_is(
+    queue, client, monkeypatch
+):
+    asked = []
+    run = queue._scripts.run
+
+    async def counted(name, keys, args, **options):
+        asked.append((name, list(args)))
+        return await run(name, keys, args, **options)
+
+    monkeypatch.setattr(queue._scripts, "run", counted)
+    await client.set("a-string", "kept")
+    for _ in range(3):
+        assert await queue.refused_lists([]) == {}
+        refused = await queue.refused_lists(["a", "b", "a-string", NAMES.queue])
+        assert set(refused) == {"a-string", NAMES.queue}
+    assert asked == [("unfit", [b"a", b"b", b"a-string"]), *[("unfit", [b"a-string"])] * 2]
+    await client.delete("a-string")
+    assert await queue.refused_lists(["a-string"]) == {}
+
+
+async def test_what_lists_are_cannot_be_learned_while_redis_is_away_and_nobody_is_refused_for_it():
+    async with queues("redis://127.0.0.1:1", "a", try_s=0.1) as (queue,):
+        assert list(await queue.refused_lists(["a", NAMES.queue])) == [NAMES.queue]
 
 
 async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(queue, client):

@@ -142,6 +142,7 @@ async def everything(queue: RedisQueue, dying: RedisQueue) -> None:
     await claim(dying, 1)
     first, second, third, fourth, fifth = (await claim(queue)).leases
     assert await queue.cancelled([("r-1", "t")]) == [False]
+    assert await queue.refused_lists(["batch-results:alice:1"]) == {}
     assert not (await queue.renew([first, second])).lost
     now = asyncio.get_running_loop().time()
     await queue.share(permit(), Overload(now - 1, now - 1, True, 3))
@@ -293,6 +294,7 @@ async def test_a_result_goes_to_no_list_that_the_dispatcher_was_not_given(
         await producer.submit([submission(f"r-{at}", NEVER + at) for at in range(4)])
         leases = (await claim(queue)).leases
         lists = [*others, "batch-results:alice:1"]
+        assert list(await queue.refused_lists(lists)) == others, "known before the work is done"
         said = await queue.settle([answer(lease, name) for lease, name in zip(leases, lists, strict=True)])
     assert said == [Settled.BAD_LIST] * 3 + [Settled.DONE]
     assert told(admin) == ["r-0", "r-1", "r-2"]

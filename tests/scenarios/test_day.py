@@ -224,6 +224,7 @@ async def trouble(stage: Stage, world: World, cluster: Cluster, today: Day, prom
     submit(stage, 600)
 
 
+@pytest.mark.first
 @pytest.mark.timeout(400)
 async def test_every_surface_names_one_reason_through_a_day(
     own_stage: Stage, cluster: Cluster, browser: Browser, tmp_path: Path

@@ -1,18 +1,18 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
--- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, then "probe" or
---        limit, read_at, lost, retry_after_max_s; last of all the bytes of the largest member that is moved
+-- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, 1: to probe with, or 0, limit,
+--        read_at, lost, retry_after_max_s, the bytes of the largest member that is moved
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}; in place of a member
 --        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
 -- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
--- reply_s claims nothing more. A probe asks no limit, and only one runs at a time: until its lease ends, or its
--- owner claims otherwise.
+-- reply_s claims nothing more. Only one probe runs at a time: until its lease ends, or its owner claims otherwise.
+-- One that finds the limit filled has the next place that comes free, for who fills it would take that as well;
+-- until its owner would be taken for dead.
 local REPLY = KEYS[OWN + 1]
 local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local most, bytes, suspects = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local base, reply_s = ARGV[7], ARGV[8]
-local probing = ARGV[9] == 'probe'
-local largest = tonumber(ARGV[#ARGV])
+local probing, largest = ARGV[9] == '1', tonumber(ARGV[14])
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
 
@@ -25,15 +25,20 @@ local function tell(id, state, member)
 end
 
 local function room()
-  if call('EXISTS', PAUSED) == 1 then return 0 end
-  if probing then return shared.probe and 0 or 1 end
-  local limit, read_at, lost = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
+  if call('EXISTS', PAUSED) == 1 or probing and shared.probe then return 0 end
+  local limit, read_at, lost = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
   believe(shared, limit, read_at, lost)
-  if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[12])) or read_at <= shared.overload_at) then
+  if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[13])) or read_at <= shared.overload_at) then
     return 0
   end
   limit = math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
-  return limit - call('ZCARD', LEASES)
+  local free, waits_s = limit - call('ZCARD', LEASES), (shared.probe_waits or 0) - now
+  if not probing then return free - (waits_s > 0 and waits_s <= lease_s and 1 or 0) end
+  if free < 1 then
+    waits_s = timeout_s > 0 and math.min(timeout_s, lease_s) or lease_s
+    call('HSET', CONTROL, 'probe_waits', text(now + waits_s))
+  end
+  return free
 end
 
 local taken_suspects = 0
@@ -91,6 +96,7 @@ else
     if probing then
       shared.probe, shared.prober = tostring(record[2]), me
       call('HSET', CONTROL, 'probe', record[2], 'prober', me)
+      call('HDEL', CONTROL, 'probe_waits')
     end
   end
   call('SET', REPLY, cmsgpack.pack(record), 'EX', reply_s)

@@ -102,7 +102,7 @@ end
 
 local FIELDS = {'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity',
                 'overload_in_flight', 'probe', 'prober', 'lost', 'stray', 'tick', 'quiet_until',
-                'beats_tick', 'beats_quiet_until'}
+                'beats_tick', 'beats_quiet_until', 'probe_waits'}
 local function control()
   local values = call('HMGET', CONTROL, unpack(FIELDS))
   local found = {}
