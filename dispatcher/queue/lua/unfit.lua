@@ -2,6 +2,7 @@
 -- KEYS   the queue, for a Cluster finds the node by it
 -- ARGV   the lists
 -- Returns for each 1: it is unfit; or 0
+-- Keeps: reads only.
 local unfit = {}
 for at, list in ipairs(ARGV) do
   local found = redis.pcall('TYPE', list)
