@@ -28,6 +28,8 @@ PREFIX = "BATCH_DISPATCHER__"
 MAX_BYTES = 256 * 1024
 """A configuration is a few kilobytes; what is larger is another file."""
 MAX_DEPTH = 16
+MAX_EVENTS = 4_000
+"""Keys, values and brackets: some hundreds in a configuration that names everything."""
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -139,8 +141,10 @@ class _Builder:
     _documents: int = 0
 
     def build(self, events: Iterator[Any]) -> Node:
-        for event in events:
+        for number, event in enumerate(events):
             line = event.start_mark.line + 1
+            if number > MAX_EVENTS:
+                raise _RefusedError("holds too many values: not a configuration", line)
             if isinstance(event, yaml.DocumentStartEvent):
                 self._documents += 1
                 if self._documents > 1:
