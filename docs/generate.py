@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART
-from dispatcher.settings.source import MAX_BYTES, PREFIX
+from dispatcher.settings.source import MAX_BYTES, MAX_EVENTS, PREFIX
 from dispatcher.settings.values import AUTO
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event
@@ -37,7 +37,8 @@ maps are given as JSON. Unknown keys and variables are errors.
 Secrets belong in files (`token_file`) or in the environment (`{PREFIX}QUEUE__URL`), not in a
 ConfigMap. They are never logged or printed.
 
-The YAML is plain: no anchors, no tags, no duplicate keys, one document, at most {MAX_BYTES // 1024} KiB.
+The YAML is plain: no anchors, no tags, no duplicate keys, one document, at most {MAX_BYTES // 1024} KiB and
+some {MAX_EVENTS // 2:,} values.
 `no` and `on` are words, `1e-3` is a number.
 
 The file is watched while the dispatcher runs. A new one is validated whole; a wrong one changes nothing and

@@ -44,6 +44,7 @@ class _Target:
 
 
 _UNKNOWN_OPTION = re.compile(r"unexpected keyword argument '(\w+)'")
+_MOST_CHARS = 8192
 _PORTS = {"": 6379, "cluster": 6379, "sentinel": 26379}
 
 
@@ -126,6 +127,8 @@ def _connect(url: str, connect_s: float, answer_s: float, options: dict[str, Any
 def _split(url: str) -> SplitResult:
     """The URL's parts, where it can be read in one way. What is refused is not repeated: it may be a password
     that was not encoded."""
+    if len(url) > _MOST_CHARS:
+        raise QueueUrlError(f"queue.url: longer than {_MOST_CHARS} characters")
     try:
         parts = urlsplit(url)
         if "+" not in parts.scheme:
@@ -162,7 +165,7 @@ def _parse(parts: SplitResult) -> _Target:
         name, colon, port = host.rpartition(":")
         if not colon or host.endswith("]"):
             name, port = host, str(_PORTS[kind])
-        if not name or not port.isdigit():
+        if not name or not (port.isdecimal() and len(port) <= 5 and int(port) <= 65_535):
             raise QueueUrlError(f"queue.url: host {number} is no host:port")  # it may be a password
         hosts.append((name.strip("[]"), int(port)))
     options = {key: _option(key, values[-1]) for key, values in parse_qs(parts.query).items()}

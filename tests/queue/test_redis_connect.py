@@ -31,6 +31,8 @@ from tests.support import free_port, require_tool, wait_until
         ("redis+cluster://host:7000/3", "no database numbers"),
         ("redis+cluster://host:7000?db=1", "db"),
         ("redis+cluster://,host:7000", "host 1 is no host:port"),
+        ("redis+cluster://host:70000", "host 1 is no host:port"),
+        ("redis+cluster://" + ",".join(["host:7000"] * 1000), "longer than 8192 characters"),
         ("redis://[host/0", "no address"),
     ],
 )
