@@ -42,6 +42,8 @@ class Server:
     port: int
     options: Sequence[str] = ()
     password: str | None = None
+    rewrites: bool = False
+    """Its options are in a file, which a sentinel has it rewrite: its role outlives it."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -59,8 +61,9 @@ class Server:
 
     def start(self, ready_s: float = 20.0) -> None:
         """Start the process and wait until it answers (an AOF is loaded by then)."""
-        command = [engine_path(self.engine), "--port", str(self.port), "--bind", "127.0.0.1"]
-        command += ["--dir", str(self.directory), "--save", "", *self.options]
+        fixed = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory), "--save", "")
+        options = [str(self._config())] if self.rewrites else self.options
+        command = [engine_path(self.engine), *options, *fixed]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
@@ -68,6 +71,13 @@ class Server:
         wait_until_sync(lambda: self._answers() or self.process.poll() is not None, ready_s, what=str(self))
         if self.process.poll() is not None:
             raise OSError(f"{command[0]} ended at once: {self.log.read_text(errors='replace')[-2000:]}")
+
+    def _config(self) -> Path:
+        path = self.directory / f"{self.port}.conf"
+        if not path.exists():
+            pairs = zip(self.options[::2], self.options[1::2], strict=True)
+            path.write_text("".join(f"{name.removeprefix('--')} {value}\n" for name, value in pairs))
+        return path
 
     def _answers(self) -> bool:
         try:
@@ -109,13 +119,15 @@ class Server:
 
 
 @contextmanager
-def server(engine: str, directory: Path, *options: str, password: str | None = None) -> Iterator[Server]:
+def server(
+    engine: str, directory: Path, *options: str, password: str | None = None, rewrites: bool = False
+) -> Iterator[Server]:
     """A server on a free port. `options`: as on its command line, for example "--appendonly", "yes"."""
     directory.mkdir(parents=True, exist_ok=True)
     if password is not None:
         options = (*options, "--requirepass", password)
     for attempt in range(_START_TRIES):
-        running = Server(engine, directory, free_port(), options, password)
+        running = Server(engine, directory, free_port(), options, password, rewrites)
         try:
             running.start()
         except OSError:  # the port was taken in between
@@ -162,9 +174,10 @@ def sentinel_set(
 ) -> Iterator[SentinelSet]:
     """Start primary, replica and three sentinels, and wait until they know each other."""
     with ExitStack() as stack:
-        primary = stack.enter_context(server(engine, directory / "primary", *options))
+        primary = stack.enter_context(server(engine, directory / "primary", *options, rewrites=True))
+        replicates = ("--replicaof", f"127.0.0.1 {primary.port}")
         replica = stack.enter_context(
-            server(engine, directory / "replica", *options, "--replicaof", f"127.0.0.1 {primary.port}")
+            server(engine, directory / "replica", *options, *replicates, rewrites=True)
         )
         sentinels = []
         for number in range(3):
