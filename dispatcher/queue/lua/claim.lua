@@ -15,6 +15,7 @@ local probing = ARGV[9] == 'probe'
 local largest = tonumber(ARGV[#ARGV])
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
+rewind(shared, now)
 
 local function tell(id, state, member)
   if #member > bytes then member = #member end
@@ -27,7 +28,7 @@ end
 local function room()
   if call('EXISTS', PAUSED) == 1 then return 0 end
   if probing then return shared.probe and 0 or 1 end
-  local limit, read_at, lost = tonumber(ARGV[9]), tonumber(ARGV[10]), tonumber(ARGV[11])
+  local limit, read_at, lost = tonumber(ARGV[9]), read_time(ARGV[10], now), tonumber(ARGV[11])
   believe(shared, limit, read_at, lost)
   if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[12])) or read_at <= shared.overload_at) then
     return 0
