@@ -67,6 +67,9 @@ class Unread:
     """The setting or label that mends it; empty where only time or a repair does."""
     signal: Signal | None = None
 
+    def __str__(self) -> str:
+        return self.why if self.signal is None else f"{self.signal}: {self.why}"
+
 
 @dataclass(frozen=True, slots=True)
 class View:
