@@ -31,12 +31,13 @@ def overview(
     """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
     with its pace."""
     allowance = limiter.allowance(now)
+    signals = _signals(limiter.readings, poll, now)
     return Status(
         process=process,
         gate=show.Gate(
             reason=str(allowance.reason),
             open=not allowance.reason.closed,
-            explanation=_explanation(allowance, limiter, watched, slow, observe=process.observe),
+            explanation=_explanation(allowance, limiter, signals, watched, slow, observe=process.observe),
             limit=allowance.limit,
             in_flight=limiter.in_flight,
             running=running,
@@ -45,7 +46,7 @@ def overview(
             gateway_problem=limiter.gateway_problem,
         ),
         budget=_budget(allowance, limiter, settings, poll, watched),
-        signals=_signals(limiter.readings, poll, now),
+        signals=signals,
         watch=show.Watch(
             watch_endpoints=watched.ready,
             watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
@@ -57,11 +58,23 @@ def overview(
 
 
 def _explanation(
-    allowance: Allowance, limiter: Limiter, watched: Endpoints, slow: str | None, *, observe: bool
+    allowance: Allowance,
+    limiter: Limiter,
+    signals: show.Signals,
+    watched: Endpoints,
+    slow: str | None,
+    *,
+    observe: bool,
 ) -> str:
     told = explain(allowance, limiter.in_flight)
     if observe:
         told = f"Observing only, nothing is claimed by this process. It would be: {told}"
+    if not allowance.reason.closed and signals.signals_problem:
+        told += (
+            f" The signals cannot be read for {signals.signals_failing_s:.1f} s now "
+            f"({signals.signals_problem}): the readings before stand for another "
+            f"{signals.signals_close_in_s:.1f} s."
+        )
     told = " ".join([told, *(f"Kubernetes: {problem}." for problem in watched.problems)])
     return f"{told} Beware: {slow}." if slow else told
 
@@ -124,12 +137,16 @@ def _max_sys(
 
 
 def _signals(readings: list[Reading], poll: Poll | None, now: float) -> show.Signals:
-    unread = min(poll.unread, key=lambda each: each.reason.rank) if poll and poll.unread else None
+    failing = poll if poll and poll.unread else None
+    unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
+    since = failing.failing_since if failing else None
     return show.Signals(
         source=poll.source if poll else None,
         reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
         detector=poll.detector if poll else None,
-        signals_problem=unread.why if unread else None,
+        signals_problem=str(unread) if unread else None,
+        signals_failing_s=None if since is None else round(now - since, 3),
+        signals_close_in_s=round(max(0.0, failing.closes_at - now), 3) if failing else None,
         readings=[
             {
                 "signal": str(reading.signal),

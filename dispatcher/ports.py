@@ -239,7 +239,9 @@ class Queue(Protocol):
         paused), and its limit holds; by an older permit the smaller of both limits holds. Each is lowered
         by the leases lost since it was computed. A lease counts as live until it is settled, released,
         buried or reclaimed, however long its time has run out. No room at all while paused, before
-        Overload.until, or when the newest overload is no older than the permit's reading.
+        Overload.until, or when the newest overload is no older than the permit's reading. What is shared of
+        later than now (the queue's clock has stepped back) is of now from then on; a permit's reading that is
+        said to be of later is older than any.
 
         `suspects`: how many requests whose owners died twice or more (their leases ran out) may be among
         them. Such a request keeps its place in the order, and is passed over where it may not be claimed.

@@ -182,8 +182,8 @@ class Service:
         for reading in poll.readings:
             self.limiter.reading(reading, now)
         if worst is not None:
-            why = f"{worst.why} (look at: {worst.hint})" if worst.hint else worst.why
-            self.limiter.reading_failed(worst.reason, why, poll.at)
+            why = f"{worst} (look at: {worst.hint})" if worst.hint else str(worst)
+            self.limiter.reading_failed(worst.reason, why, poll.at, closes_at=poll.closes_at)
         self._gateway.resize(self.limiter.allowance(now).limit)
         self.dispatcher.readings_came()
 

@@ -212,7 +212,9 @@ def _problems(told: dict[str, Any]) -> list[str]:
     """What is wrong beside the reason that is shown."""
     found = [(_REFUSED, told.get("config_problem"))]
     found += [(f"The {part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
-    found += [("The signals cannot be read", told.get("signals_problem"))]
+    failing_s = told.get("signals_failing_s")
+    for_s = "" if failing_s is None else f" for {failing_s:.0f} s now"
+    found += [(f"The signals cannot be read{for_s}", told.get("signals_problem"))]
     found += [("The Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
     return [f"{what}: {why}" for what, why in found if why and why not in told["explanation"]]
 

@@ -38,6 +38,10 @@ Guess = Literal["picker", "suggestion", "unseen", "assumption"]
 """Where the requests per endpoint come from while no setting says them: k is proven, or was; the pages so far
 suggest a k; no page has shown any request (FIRST); nothing can be known (ASSUMED)."""
 
+LOST_S = 3 * FLUSH_S
+"""A k above ASSUMED that was contradicted so long ago, and not found again since, is no capacity: tokens
+in flight look like that while all requests have the same length. Endpoints that come or go hide a k for a
+flush, and for the time to prove it again."""
 PAGES = 6
 FILLS = 4
 SPREAD = 3.0
@@ -82,6 +86,8 @@ class Count:
     """A page has shown requests."""
     _doubted: bool = False
     """What looked like a k was contradicted."""
+    _lost_at: float | None = None
+    """Of when the first page was after `k` was contradicted."""
 
     @property
     def per_endpoint(self) -> float:
@@ -123,6 +129,16 @@ class Count:
             elif page.in_flight > 0 or page.saturation > 0:  # idle is true of every k
                 self._loaded = True
                 self._learn(page, at)
+                self._forget(at)
+
+    def _forget(self, at: float) -> None:
+        """Let go of a capacity that was never one."""
+        if self.k is not None or self.last is None or self.last <= ASSUMED:
+            self._lost_at = None
+        elif self._lost_at is None:
+            self._lost_at = at
+        elif at - self._lost_at > LOST_S:
+            self.last = self._lost_at = None
 
     def _learn(self, page: Page, at: float) -> None:
         believed = self.k if self.k is not None else self._candidate

@@ -74,6 +74,7 @@ class Limiter:
         self._waiting: int | None = None
         self._withheld = ""
         self._failure: tuple[Reason, str, float] | None = None
+        self._failure_closes_at = float("-inf")
         self._draining = self._paused = False
         self._queue_problem: str | None = None
         self._refusals = Refusals()
@@ -102,9 +103,12 @@ class Limiter:
         del track.waiting[:-KEPT_READINGS]
         self._standing = None
 
-    def reading_failed(self, reason: Reason, why: str, now: float) -> None:
-        """The signals could not be read: nothing is known until they can."""
+    def reading_failed(
+        self, reason: Reason, why: str, now: float, *, closes_at: float = float("-inf")
+    ) -> None:
+        """The signals could not be read: from `closes_at` on (`Patience`) nothing is known until they can."""
         self._failure = (reason if reason.closed else Reason.UNREADABLE, why, now)
+        self._failure_closes_at = closes_at
         self._standing = None
 
     def uses(self, signals: Iterable[Signal]) -> None:
@@ -342,7 +346,9 @@ class Limiter:
             why = f"no reading yet of {' and '.join(unread) or 'any signal'}"
             return Reason.STARTING, why if self._failure is None else f"{why}: {self._failure[1]}"
         if self._failure is not None:
-            return self._failure[:2]
+            if not now < self._failure_closes_at:
+                return self._failure[:2]
+            checks.append(self._failure_closes_at)
         stale = self._stale(now, checks)
         if stale is not None:
             return stale

@@ -9,6 +9,8 @@ producers and operators (`ports.Desk`); each dispatcher attaches to it with a `M
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -41,6 +43,10 @@ CLAIM_BYTES = 2**20
 """A claim stops before its members sum to more than this."""
 GAP_S = 2.0
 """Between sweeps this is an outage at the latest, for every owner sweeps each second."""
+SAME_READING_S = 0.001
+"""Clocks are known no better: two readings this close are the same."""
+AHEAD_S = 1.0
+"""Nothing is of so much later than now, unless a clock stepped."""
 NONCE_TTL_S = 60.0
 """How long a claim can be repeated."""
 
@@ -127,10 +133,11 @@ class MemoryQueue:
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         now = self._begin()
         self._beat(now)
-        self._believe(permit)
+        self._believe(permit, now)
         known = self.store._overload
         if overload is not None:
             mine = replace(overload, at=self._theirs(overload.at), until=self._theirs(overload.until))
+            mine = _by(mine, now)
             if known is not None:
                 newest = mine if mine.at >= known.at else known
                 mine = replace(newest, until=max(mine.until, known.until))
@@ -175,6 +182,8 @@ class MemoryQueue:
         store = self.store
         if store._tick is not None:
             gap_s = now - store._tick
+            if gap_s < -AHEAD_S:
+                self._stepped_back(now, gap_s)
             if gap_s > store.lease_s / 3:
                 store._quiet_until = now + store.lease_s / 3
             if gap_s > (min(self._timeout_s / 2, GAP_S) if self._timeout_s > 0 else GAP_S):
@@ -193,6 +202,20 @@ class MemoryQueue:
             due += 1
         store._deadlines.tidy(sum(store._count.values()))
         return Swept(reclaimed, due, None if due_at is None else self._mine(due_at), store._lost)
+
+    def _stepped_back(self, now: float, by: float) -> None:
+        """The store's clock did: the times kept there follow it, but for what was written since."""
+        store = self.store
+        for held in store._held.values():
+            if held.expires_at > now + store.lease_s:
+                held.expires_at += by
+                held.touched_at += by
+                heapq.heappush(store._expiries, (held.expires_at, held.entry.id))
+        store._touched = deque(each for each in store._touched if each[0] <= now)
+        store._delayed.shift(by)
+        store._beats = {owner: until + by for owner, until in store._beats.items()}
+        store._quiet_until += by
+        store._beats_quiet_until = max(store._beats_quiet_until + by, now + self._timeout_s)
 
     def _gone(self) -> Sequence[str]:
         others = [owner for owner in self.store._held_by if owner != self.owner]
@@ -282,9 +305,17 @@ class MemoryQueue:
         return Claimed([_lease(each) for each in held], self._leases(now), self._shared(), waiting)
 
     def _begin(self) -> float:
-        """The store's time of this step, if there is a store to reach."""
-        self.store._check_up()
-        return self.store.clock()
+        """The store's time of this step, if there is a store to reach. What it holds of later than that is
+        of now: its clock has stepped back. A refusal teaches no ceiling again by that."""
+        store = self.store
+        store._check_up()
+        now = store.clock()
+        if store._permit is not None and store._permit.read_at > now + AHEAD_S:
+            store._permit = replace(store._permit, read_at=now)
+        known = store._overload
+        if known is not None and (overload := _by(known, now)) is not known:
+            store._overload = replace(overload, capacity=False)
+        return now
 
     def _apart_by(self) -> float:
         return 0.0 if self._clock is None else self._clock() - self.store.clock()
@@ -295,28 +326,35 @@ class MemoryQueue:
     def _theirs(self, at: float) -> float:
         return at - self._apart_by()
 
-    def _believe(self, permit: Permit) -> Permit:
+    def _read_time(self, permit: Permit, now: float) -> float:
+        """When its reading was taken, by the store's clock. By a clock of before that stepped back nobody
+        knows: it is older than any."""
+        at = self._theirs(permit.read_at)
+        return at if at <= now + AHEAD_S else float("-inf")
+
+    def _believe(self, permit: Permit, now: float) -> Permit:
         """Take a permit for the shared one if its reading is no older; the shared one by then."""
-        mine = replace(permit, read_at=self._theirs(permit.read_at))
+        mine = replace(permit, read_at=self._read_time(permit, now))
         known = self.store._permit
-        if known is None or mine.read_at >= known.read_at:
-            self.store._permit = known = mine
+        if known is None or mine.read_at >= known.read_at - SAME_READING_S:
+            newest = mine.read_at if known is None else max(mine.read_at, known.read_at)
+            self.store._permit = known = replace(mine, read_at=newest)
         return known
 
     def _room(self, permit: Permit, now: float, *, probing: bool = False) -> int:
         store = self.store
         if store._pause is not None:
             return 0
-        shared = self._believe(permit)
+        shared = self._believe(permit, now)
         overload = store._overload
         if overload is not None and (
-            now < overload.wait_until(permit.retry_after_max_s) or self._theirs(permit.read_at) <= overload.at
+            now < overload.wait_until(permit.retry_after_max_s) or self._read_time(permit, now) <= overload.at
         ):
             return 0
         limit = min(each.limit - (store._lost - each.lost) for each in (permit, shared))
         free = limit - len(store._held)
         if not probing:
-            return free - (now < store._probe_waits)
+            return free - (now < store._probe_waits <= now + store.lease_s)
         if free < 1:
             store._probe_waits = now + min(self._timeout_s or store.lease_s, store.lease_s)
         return free
@@ -409,6 +447,13 @@ class MemoryQueue:
             prober=self._prober(),
             paused=store._pause is not None,
         )
+
+
+def _by(overload: Overload, now: float) -> Overload:
+    """The same, of now where it is said to be of later."""
+    if overload.at <= now + AHEAD_S:
+        return overload
+    return replace(overload, at=now, until=now + max(0.0, overload.until - overload.at))
 
 
 def _lease(held: Held) -> Lease:

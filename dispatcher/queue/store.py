@@ -111,6 +111,10 @@ class _Lined:
     def pop(self) -> Entry:
         return heapq.heappop(self._heap)[5]
 
+    def shift(self, by: float) -> None:
+        """Move every key by that."""
+        self._heap = [(item[0] + by, *item[1:]) for item in self._heap]
+
     def live(self) -> Iterator[tuple[float, bytes, int]]:
         """In no order."""
         return (item[:3] for item in self._heap if item[5].moves == item[4])

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.counting import Count, Guess
+from dispatcher.core.patience import Patience
 from dispatcher.core.price import Growth, Histograms, Price, Shares, price
 from dispatcher.settings import Signals
 from dispatcher.settings import Source as SourceName
@@ -73,9 +74,13 @@ class Poll:
     """The signals that the limit must follow from now on."""
     readings: tuple[Reading, ...]
     unread: tuple[Unread, ...]
-    """Not empty: the gate must close, whatever `readings` say."""
+    """Not empty: the gate must close at `closes_at`, whatever `readings` say."""
     max_age_s: float
     """How old a sample of this source may grow before it is not acted upon."""
+    closes_at: float = float("-inf")
+    """Until then the readings before stand, where these are `unread`."""
+    failing_since: float | None = None
+    """When something was `unread` first, of those polls without a good one between."""
     detector: str = ""
     """What is known of the EPP's saturation detector, in words."""
     per_endpoint: float | None = None
@@ -157,6 +162,10 @@ class Poller:
         self._in_use: tuple[Signal, ...] = ()
         self._source: SourceName | None = None
         self._told: object = None
+        self._patience = Patience(0.0, 0.0)
+        self._read_from: SourceName | None = None
+        """Whose samples they are."""
+        self._failing_since: float | None = None
         self._count = Count()
         self._lessons: dict[str, Lessons] = {}
         self._learned: int | None = None
@@ -199,6 +208,7 @@ class Poller:
             self._preference = Preference([source.name for source in sources])
             self._wakes = {source.name: asyncio.Event() for source in sources}
             self._failures = {}
+            self._forget_read()
             self._lessons = {source.name: Lessons(self._count) for source in sources}
             self._growth = Growth()
             self._prices = {}
@@ -223,8 +233,7 @@ class Poller:
             wake.clear()
             if self._preference.needed(source.name):
                 self._heard(source.name, await _polled(source))
-            interval_s = max(self._signals.interval_s, source.interval_least_s)
-            pause = interval_s * self._jitter.uniform(1 - JITTER, 1 + JITTER)
+            pause = self._interval_s(source.name) * self._jitter.uniform(1 - JITTER, 1 + JITTER)
             # However long the poll took, the next one leaves it some rest.
             rest = max(pause - (loop.time() - began), JITTER * pause)
             with contextlib.suppress(TimeoutError):
@@ -280,11 +289,13 @@ class Poller:
         except Exception as error:  # of ours; it is of no weight
             self._prices[name] = now, Price(why_not=_defect(f"signals.{name}", error).why)
         try:
-            self._take(name, self._judge(name, seen, now), now)
+            self._take(name, self._judge(name, seen, now), seen, now)
         except Exception as error:  # of ours, on what a picker shows: it closes the gate, and ends nothing
-            self._take(name, self._judge(name, _defect(f"signals.{name}", error), now), now)
+            self._forget_read()
+            defect = _defect(f"signals.{name}", error)
+            self._take(name, self._judge(name, defect, now), defect, now)
 
-    def _take(self, name: SourceName, verdict: Verdict, now: float) -> None:
+    def _take(self, name: SourceName, verdict: Verdict, seen: tuple[View, ...] | Unread, now: float) -> None:
         # No endpoint is a fact about the pool, not a failure of the source that tells it.
         self._failures[name] = tuple(
             each for each in verdict.unread if each.reason is not Reason.NO_ENDPOINTS
@@ -293,11 +304,37 @@ class Poller:
         if self._preference.heard(name, good):
             if not good and len(self._sources) > 1:
                 verdict = replace(verdict, unread=self._all_failures())
+            self._wait(name, verdict.unread, seen, now)
             self._publish(name, verdict, now)
         elif not good:
             for other, wake in self._wakes.items():
                 if other != name:
                     wake.set()  # the stand-in's turn
+
+    def _wait(
+        self, name: SourceName, unread: Sequence[Unread], seen: tuple[View, ...] | Unread, now: float
+    ) -> None:
+        """Keep what tells how long the readings before stand while nothing can be read."""
+        if unread:
+            self._failing_since = now if self._failing_since is None else self._failing_since
+            if any(each.reason is not Reason.UNREADABLE for each in unread):
+                self._forget_read()  # it is no longer so
+            return
+        self._failing_since = None
+        if name != self._read_from:
+            self._read_from = name
+            self._patience = Patience(self._interval_s(name), self._signals.max_age_for(name))
+        if not isinstance(seen, Unread):
+            self._patience.read(min(view.opened_at for view in seen), max(view.closed_at for view in seen))
+
+    def _forget_read(self) -> None:
+        """No reading of before is acted on while nothing can be read."""
+        self._read_from, self._patience = None, Patience(0.0, 0.0)
+
+    def _interval_s(self, name: SourceName) -> float:
+        """How often a source is asked, at the most."""
+        least_s = next(source.interval_least_s for source in self._sources if source.name == name)
+        return max(self._signals.interval_s, least_s)
 
     def _all_failures(self) -> tuple[Unread, ...]:
         """What every source failed with, each under its name."""
@@ -349,6 +386,8 @@ class Poller:
                 readings=verdict.readings,
                 unread=verdict.unread,
                 max_age_s=self._signals.max_age_for(name),
+                closes_at=self._patience.until(),
+                failing_since=self._failing_since,
                 detector=verdict.detector,
                 per_endpoint=verdict.per_endpoint,
                 per_endpoint_from=verdict.per_endpoint_from,

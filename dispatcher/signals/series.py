@@ -52,7 +52,9 @@ _POOL_LABEL = {
     Family.READY: "name",
 }
 
-NAMES = frozenset(name for family in Family for name in family.value)
+INFO = ("llm_d_epp_info", "inference_extension_info")
+"""Which build it is: on each picker's page from the start, also where there is nothing else."""
+NAMES = frozenset(name for family in Family for name in family.value).union(INFO)
 """Every series that is looked at."""
 
 
@@ -66,6 +68,9 @@ class Unread:
     hint: str = ""
     """The setting or label that mends it; empty where only time or a repair does."""
     signal: Signal | None = None
+
+    def __str__(self) -> str:
+        return self.why if self.signal is None else f"{self.signal}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +100,11 @@ class View:
     raw: Mapping[str, float] = field(default_factory=dict)
     histograms: Histograms | None = None
     """Of the requests' latencies; None: not looked at this time."""
+
+    @property
+    def idle(self) -> bool:
+        """It knows of no endpoint, and has nothing of its own."""
+        return not self.ready and not self.in_flight and not self.queued
 
     @property
     def flow_control(self) -> bool:
@@ -128,15 +138,16 @@ class Lessons:
 
     def learn(self, views: Sequence[View]) -> None:
         """Take in the views of one poll."""
+        views = active(views)
         pages = [each.page for each in views]
         known = [page for page in pages if page is not None]
         if len(known) == len(pages):
             self.count.learn(known, max(each.closed_at for each in views))
         else:
             self.count.unknowable()
-        sent = [each.in_flight for each in views if each.in_flight is not None]
+        sent = _sent(views)
         averages = [each.average for each in views if each.average is not None]
-        if len(sent) == len(views):
+        if sent:
             at = max(each.closed_at for each in views)
             self.outside.learn(at, largest(averages) if averages else None, total(sent))
 
@@ -230,6 +241,20 @@ def _combine(family: Family, samples: Sequence[Sample]) -> float:
     return largest(sample.value for sample in samples)
 
 
+def active(views: Sequence[View]) -> Sequence[View]:
+    """The replicas that take part. One that waits to be elected leader keeps no endpoints, and shows zeros or
+    nothing; its saturation is that of an empty pool."""
+    found = [each for each in views if not each.idle]
+    return found if any(each.ready for each in found) else views
+
+
+def _sent(views: Sequence[View]) -> list[float]:
+    """What each replica sent and saw no answer of: the series is made with a replica's first request. Empty:
+    none has it."""
+    known = any(each.in_flight is not None for each in views)
+    return [each.in_flight or 0.0 for each in views] if known else []
+
+
 def total(values: Iterable[float]) -> float:
     """A sum that is infinite or NaN, and no exception, where the values are beyond all numbers."""
     values = list(values)
@@ -259,15 +284,16 @@ def judge(
 
     Several replicas: flow control is a matter of each one, so the fullest counts and the queues add up. The
     averages and the ready endpoints are the whole pool's in each replica's eyes: adding them up would count
-    the pool twice, so the most loaded view and the smallest capacity count.
+    the pool twice, so the most loaded view and the smallest capacity count. Where nobody knows whether their
+    saturations are counts, each of what it sent itself, requests are counted beside them.
     """
     if lessons is None:
         lessons = Lessons()
         lessons.learn(views)
-    k = lessons.count.k
+    k, raw = lessons.count.k, _raw(views)
+    views = active(views)
     wanted = _wanted(views, use, k)
     detector = _detector(views, k)
-    raw = _raw(views)
     ready = [each.ready for each in views if each.ready is not None]
     if ready and smallest(ready) <= 0:
         # With no fresh endpoint the averages freeze and the saturation reads 1: none of it means anything.
@@ -304,6 +330,10 @@ def at_most(use: str) -> tuple[Signal, ...]:
 
 
 def _wanted(views: Sequence[View], use: str, k: int | None) -> tuple[Signal, ...]:
+    unknown = k is None and not any(each.own or each.utilization for each in views)
+    if use == "saturation" and unknown and len(views) > 1:
+        # Of several counts the fullest is but a part. Where requests cannot be counted the setting stands.
+        return at_most(use if isinstance(_requests(views, 1.0, Outside()), Unread) else "both")
     if use != "auto":
         return at_most(use)
     if any(each.own for each in views):
@@ -394,11 +424,11 @@ def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load 
     """Requests in the model servers: what each replica sent and saw no answer of, which is of now, and what
     else the averages know of, which were of now at the last flush."""
     averages = [each.average for each in views if each.average is not None]
-    sent = [each.in_flight for each in views if each.in_flight is not None]
+    sent = _sent(views)
     # With no average at all the EPP has just started: its count leaves out what its predecessor sent, and the
     # averages will be there in a moment. Before GIE 1.5 there is none of running requests, though.
     started = [each for each in views if each.waiting is not None and each.ready is not None]
-    if len(sent) == len(views) and len(started) == len(views) and math.isfinite(total(averages)):
+    if sent and len(started) == len(views) and math.isfinite(total(averages)):
         return _Load((total(sent) + outside.requests) / max_sys, exact=True)
     if len(averages) == len(views):
         return _Load(largest(averages) / max_sys, exact=True, flushed=True)

@@ -14,6 +14,7 @@ from dispatcher.core.budget import Reading, Reason, Signal
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.patience import Patience
 from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Gateway
@@ -46,6 +47,7 @@ class Replica:
         seed: object = 0,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
+        self._patience = Patience(0.0, budgeting.max_age_s)
         self.queue = MemoryQueue(store, owner, owner_timeout_s=options.owner_timeout_s)
         self.dispatcher = Dispatcher(
             self.queue, gateway, self.limiter, options, Journal(Metrics()), random.Random(f"{seed}/{owner}")
@@ -56,10 +58,14 @@ class Replica:
         """What the poller tells, as the service hands it on."""
         for reading in readings:
             self.limiter.reading(reading, now)
+        if readings:
+            self._patience.read(
+                min(each.closed_at for each in readings), max(each.closed_at for each in readings)
+            )
         self.dispatcher.readings_came()
 
     def unread(self, why: str, now: float) -> None:
-        self.limiter.reading_failed(Reason.UNREADABLE, why, now)
+        self.limiter.reading_failed(Reason.UNREADABLE, why, now, closes_at=self._patience.until())
         self.dispatcher.readings_came()
 
     def capacity(self, max_requests: float | None, now: float) -> None:

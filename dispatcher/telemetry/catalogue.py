@@ -245,6 +245,11 @@ READING_AGE = _gauge(
     lambda s: s.signals.reading_age_s,
     "Age of the newest sample; absent before the first",
 )
+SIGNALS_FAILING = _gauge(
+    "signals_failing_seconds",
+    lambda s: s.signals.signals_failing_s,
+    "Since when the signals cannot be read, though the gate may still be open; absent while they can",
+)
 SOURCE = _states("source", lambda s: s.signals.source, "1 for where the samples come from", source=SOURCES)
 READ = _counter("reads", "Polls of the signals by what they told", source=SOURCES, result=READS)
 WATCH_ENDPOINTS = _gauge(

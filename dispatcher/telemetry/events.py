@@ -19,7 +19,11 @@ class Event(Enum):
     # Adapters add theirs here, a line each: NAME = ("event-name", logging.LEVEL, "What it means")
     SIGNALS_SOURCE = ("signals-source", logging.INFO, "Another source tells how full the pool is")
     SIGNALS_IN_USE = ("signals-in-use", logging.INFO, "Other signals decide than before")
-    SIGNALS_UNREADABLE = ("signals-unreadable", logging.WARNING, "The gate closes: a signal cannot be read")
+    SIGNALS_UNREADABLE = (
+        "signals-unreadable",
+        logging.WARNING,
+        "A signal cannot be read: the gate closes, soon or at once",
+    )
     SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
     CAPACITY_LEARNED = ("capacity-learned", logging.INFO, "The picker's pages show its maxConcurrency")
     CAPACITY_DIFFERS = (

@@ -103,6 +103,10 @@ class Signals:
     """What is known of the picker's saturation detector."""
     signals_problem: str | None = None
     """Why they cannot be read; None while they can."""
+    signals_failing_s: float | None = None
+    """For how long they could not be read; None while they can."""
+    signals_close_in_s: float | None = None
+    """How long the readings before stand meanwhile; 0: no longer. None while they can be read."""
     readings: Sequence[Mapping[str, Any]] = ()
     """The newest reading of each signal with the raw values it came from."""
 

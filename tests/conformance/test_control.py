@@ -126,7 +126,7 @@ async def test_stored_retry_after_is_kept_to_for_no_longer_than_whoever_claims_w
     assert kept.until == pytest.approx(at + min(told_most_s, 80_000), abs=0.25)
 
     async def claimed() -> int:
-        permit = Permit(10, now() + 1, 0, retry_after_max_s=0.4)
+        permit = Permit(10, now() + 0.5, 0, retry_after_max_s=0.4)
         return len((await second.claim(100, f"n-{now()}", permit)).leases)
 
     assert await claimed() == 0
@@ -140,7 +140,7 @@ async def test_stored_retry_after_is_kept_to_for_no_longer_than_whoever_claims_w
 
 async def test_newest_overload_stays_and_its_until_never_moves_back(world: World) -> None:
     owner = world.owner()
-    at = now()
+    at = now() - 5
     await owner.share(Permit(10, at, 0), Overload(at + 2, at + 50, capacity=True, in_flight=9))
     await owner.share(Permit(10, at, 0), Overload(at + 1, at + 60, capacity=False, in_flight=8))
     kept = (await owner.renew([])).shared.overload
@@ -275,11 +275,13 @@ async def test_a_place_that_nobody_comes_to_probe_with_is_not_kept_for_long(worl
 async def test_no_probe_is_sent_while_the_gateway_asked_to_wait(world: World) -> None:
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    now = asyncio.get_running_loop().time()
-    await first.share(permit(), Overload(now, now + 0.2, False, 0))
-    assert list((await second.probe("a", permit())).leases) == []
-    await asyncio.sleep(0.3)
-    assert len((await second.probe("b", permit())).leases) == 1
+    at = now()
+    await first.share(Permit(1000, at - 1, 0), Overload(at, at + 0.2, False, 0))
+    await asyncio.sleep(0.1)
+    assert list((await second.probe("a", Permit(1000, at + 0.1, 0))).leases) == []
+    await asyncio.sleep(0.2)
+    assert list((await second.probe("b", Permit(1000, at - 1, 0))).leases) == [], "a reading of before"
+    assert len((await second.probe("c", Permit(1000, at + 0.1, 0))).leases) == 1
 
 
 async def test_probe_of_an_empty_queue_takes_no_role(world: World) -> None:
@@ -303,3 +305,96 @@ async def test_paused_queue_gives_nothing_and_keeps_what_is_held(world: World) -
     assert await world.desk.paused() is None
     claimed = await full_claim(owner)
     assert (len(claimed.leases), claimed.shared.paused) == (19, False)
+
+
+STEP_S = 600.0
+
+
+async def test_newer_readings_count_at_once_though_the_queue_s_clock_stepped_back(world: World) -> None:
+    """A failover to a host whose clock is behind: what was shared before lies in the future."""
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    assert await take(first, 5, now(), "a") == 5
+    await world.step_back(STEP_S)
+    told = (await second.renew([])).shared
+    assert (told.limit, told.read_at) == (5, pytest.approx(now(), abs=0.25))
+    assert await take(second, 20, now() - 1, "b") == 0  # older than what was shared
+
+    async def claimed() -> bool:
+        return await take(first, 12, now(), f"n-{now()}") == 7
+
+    await wait_until(claimed)
+
+
+async def test_refusal_is_over_as_soon_as_ever_though_the_queue_s_clock_stepped_back(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    at = now()
+    await first.share(Permit(10, at - 1, 0), Overload(at, at + 0.6, capacity=True, in_flight=7))
+    await world.step_back(STEP_S)
+    for owner in (second, first):
+        overload = (await owner.renew([])).shared.overload
+        assert overload is not None
+        assert overload.at == pytest.approx(now(), abs=0.25)
+        assert overload.until == pytest.approx(overload.at + 0.6, abs=0.01)
+        assert not overload.capacity  # or they would take it for a new one, and lower their ceilings again
+        assert await take(owner, 10, at - 0.5, f"n-{now()}") == 0
+
+    async def open_again() -> bool:
+        return await take(second, 10, now(), f"n-{now()}") == 10
+
+    await wait_until(open_again)
+    assert now() > at + 0.4
+
+
+async def test_nothing_is_claimed_by_a_reading_of_later_than_now(world: World) -> None:
+    """An owner's first call after such a step still goes by the clock of before: nobody knows of when its
+    reading is. It may be of before a refusal, or older than another's."""
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    assert await take(first, 5, now(), "a") == 5
+    assert await take(second, 20, now() + STEP_S, "b") == 0
+    assert (await second.renew([])).shared.limit == 5
+    at = now()
+    await first.share(Permit(10, at - 1, 0), Overload(at, at, capacity=True, in_flight=7))
+    assert await take(second, 20, at + STEP_S, "c") == 0
+    assert await take(second, 20, at + 0.5, "d") == 15
+
+
+async def test_refusal_of_later_than_now_is_of_now(world: World) -> None:
+    await fill(world)
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    at = now() + STEP_S
+    await first.share(Permit(10, now(), 0), Overload(at, at + 0.3, capacity=True, in_flight=7))
+    overload = (await second.renew([])).shared.overload
+    assert overload is not None
+    assert overload.at == pytest.approx(now(), abs=0.25)
+    assert overload.until == pytest.approx(overload.at + 0.3, abs=0.01)
+    assert overload.capacity
+
+
+async def test_leases_and_delays_last_no_longer_though_the_queue_s_clock_stepped_back(world: World) -> None:
+    await fill(world, 3)
+    dead, living = world.owner("owner-1"), world.owner("owner-2")
+    held, delayed = await claim(dead, 2)
+    await dead.release([Release(delayed, delay_s=5)])
+    await living.sweep()
+    [mine] = await claim(living, 1)
+    await world.step_back(STEP_S)
+    assert list((await living.renew([mine])).lost) == []
+    swept = await living.sweep()
+    assert swept.reclaimed == 0
+    assert swept.next_due_at is not None
+    assert 0 < swept.next_due_at - now() < 6
+
+    async def settled() -> bool:
+        return (await living.renew([])).count.young == 0
+
+    await wait_until(settled)
+    assert (
+        await world.pass_time(living, 60) == 0
+    )  # the one is renewed, the other's owner may be silent that long
+    await world.fall_silent("owner-1")
+    assert (await living.sweep()).reclaimed == 1
+    assert list((await dead.renew([held])).lost) == [held.entry]
+    assert list((await living.renew([mine])).lost) == []

@@ -50,9 +50,9 @@ def permit(limit: int = 1000, *, lost: int = 0) -> Permit:
     """A permit by a reading a second newer than the last one's.
 
     Not of just now: owners know the server's clock to a round trip, and two readings closer than that may
-    come out in either order.
+    come out in either order. Nor of later than now, which counts for nothing.
     """
-    return Permit(limit, asyncio.get_running_loop().time() + next(_readings), lost)
+    return Permit(limit, asyncio.get_running_loop().time() - 10_000 + next(_readings), lost)
 
 
 async def claim(queue: Queue, most: int = 100, limit: int = 1000, **options: Any) -> Sequence[Lease]:
@@ -120,6 +120,10 @@ class World(ABC):
     async def be_away(self, seconds: float) -> None:
         """As if the queue had been away for so long, right after the last call. No lease runs out by it."""
 
+    @abstractmethod
+    async def step_back(self, seconds: float) -> None:
+        """As if the queue's clock had stepped back: what is stored is of so much later now."""
+
     async def pass_time(self, sweeper: Queue, seconds: int) -> int:
         """As if it had swept each second of so many; how many leases that reclaimed."""
         reclaimed = 0
@@ -158,7 +162,8 @@ class MemoryWorld(World):
     def owner(
         self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
     ) -> MemoryQueue:
-        return MemoryQueue(self.store, name, owner_timeout_s=timeout_s, prover=prover)
+        clock = asyncio.get_running_loop().time
+        return MemoryQueue(self.store, name, clock=clock, owner_timeout_s=timeout_s, prover=prover)
 
     async def zadd(self, score: float, member: bytes) -> None:
         self.store.add(member, score)
@@ -216,6 +221,11 @@ class MemoryWorld(World):
         await self.skip_sweeps(seconds)
         for owner in self.store._beats:
             self.store._beats[owner] -= seconds
+
+    async def step_back(self, seconds: float) -> None:
+        before, origin = self.store.clock, self.store.unix_origin
+        self.store.clock = lambda: before() - seconds
+        self.store.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
 
 
 class RedisWorld(World):
@@ -298,3 +308,13 @@ class RedisWorld(World):
         key = f"{self.names.prefix}:beats"
         for owner in await self._raw.zrange(key, 0, -1):
             await self._raw.zincrby(key, -seconds, owner)
+
+    async def step_back(self, seconds: float) -> None:
+        for key in ("leases", "delayed", "beats"):
+            for name in await self._raw.zrange(f"{self.names.prefix}:{key}", 0, -1):
+                await self._raw.zincrby(f"{self.names.prefix}:{key}", seconds, name)
+        control = f"{self.names.prefix}:control"
+        ticks = ("tick", "quiet_until", "beats_tick", "beats_quiet_until")
+        for field in ("read_at", "overload_at", "overload_until", *ticks):
+            if (at := await self._raw.hget(control, field)) is not None:
+                await self._raw.hset(control, field, f"{float(at) + seconds:.6f}")

@@ -169,6 +169,39 @@ def test_a_capacity_that_was_known_is_kept_until_another_is() -> None:
     assert (count.k, count.per_endpoint) == (32, 32)
 
 
+def tokens(requests: int, each: float) -> Page:
+    """Of a detector that counts tokens, a million per endpoint."""
+    return Page(requests * each / 3e6, 3, requests)
+
+
+def test_tokens_in_flight_are_no_capacity_however_alike_requests_were() -> None:
+    """As long as all have 500 tokens, they look like 2,000 requests per endpoint."""
+    count, at = Count(), 0.0
+    for fill in FULL:
+        count.learn([tokens(fill, 500)], at := at + 2.0)
+    assert count.k == 2000
+    count.learn([tokens(20, 517.3)], at := at + 2.0)
+    assert count.k is None
+    while count.per_endpoint == 2000:
+        count.learn([tokens(20 + int(at) % 7, 400 + at)], at := at + 1.0)
+        assert at < 60
+    assert (count.per_endpoint, count.guess) == (ASSUMED, "assumption")
+
+
+def test_a_large_capacity_outlives_endpoints_that_come() -> None:
+    count, at = Count(), 0.0
+    for fill in FULL:
+        count.learn([page(fill, k=256)], at := at + 2.0)
+    assert count.k == 256
+    for fill in (20, 25, 30):  # ready endpoints follow at the flush: 4 count already, 3 are shown
+        count.learn([Page(fill / (4 * 256), 3, fill)], at := at + 2.0)
+    assert count.k is None
+    for fill in FULL:
+        count.learn([page(fill, k=256, ready=4)], at := at + 2.0)
+        assert count.per_endpoint == 256
+    assert count.k == 256
+
+
 def test_a_score_that_fits_a_k_now_and_then_does_not_move_the_capacity_each_time() -> None:
     """Queues of 2 of 5 and 3 of 5 give round numbers that look like counts."""
     count = taught([page(20, k=32), Page(0.123456, 3, 20)])

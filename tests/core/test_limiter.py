@@ -163,6 +163,17 @@ def test_pool_can_be_read_again_once_a_sample_of_every_signal_is_handed_in_be_it
     assert pool.allowance(T0 + 2).limit == 17
 
 
+def test_failure_closes_no_sooner_than_told_and_no_later_than_the_reading_is_stale() -> None:
+    pool = open_pool()
+    limit = pool.allowance(T0 + 0.5).limit
+    pool.reading_failed(Reason.UNREADABLE, "timed out", T0 + 1, closes_at=T0 + 2.5)
+    standing = pool.allowance(T0 + 1)
+    assert (standing.limit, standing.next_check_at) == (limit, T0 + 2.5)
+    assert pool.allowance(T0 + 2.5).reason is Reason.UNREADABLE
+    pool.reading_failed(Reason.UNREADABLE, "timed out", T0 + 3, closes_at=T0 + 1000)
+    assert pool.allowance(T0 + POLICY.max_age_s + 0.1).reason is Reason.STALE
+
+
 def test_failure_told_with_an_open_reason_closes_all_the_same() -> None:
     pool = open_pool()
     pool.reading_failed(Reason.OPEN, "nonsense", T0 + 1)

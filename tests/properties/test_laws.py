@@ -432,9 +432,9 @@ class EveryEvent(RuleBasedStateMachine):
         self.latest = max(self.latest, now)
         self.limiter.allowance(now + DELTA_S)
 
-    @rule(reason=st.sampled_from(Reason), now=TIMES)
-    def failed(self, reason: Reason, now: float) -> None:
-        self.limiter.reading_failed(reason, "why", now)
+    @rule(reason=st.sampled_from(Reason), now=TIMES, closes_at=TIMES | ANY_FLOAT)
+    def failed(self, reason: Reason, now: float, closes_at: float) -> None:
+        self.limiter.reading_failed(reason, "why", now, closes_at=closes_at)
 
     @rule(signals=st.sets(st.sampled_from(Signal)))
     def uses(self, signals: set[Signal]) -> None:

@@ -308,8 +308,9 @@ class QueueModel(Twins):
     @rule()
     def retry_after_passes(self) -> None:
         if self.store._overload is not None:
-            self.store._overload = replace(self.store._overload, until=0.0)
-            self.bench.raw.hset(f"{NAMES.prefix}:control", "overload_until", "0")
+            self.store._overload = replace(self.store._overload, until=self.store._overload.at)
+            control = f"{NAMES.prefix}:control"
+            self.bench.raw.hset(control, "overload_until", self.bench.raw.hget(control, "overload_at"))
 
     @rule()
     def redis_is_away_for_longer_than_a_lease(self) -> None:
@@ -354,14 +355,41 @@ class QueueModel(Twins):
         if (at := self.bench.raw.hget(key, field)) is not None:
             self.bench.raw.hset(key, field, f"{float(at) + seconds:.6f}")
 
+    @rule(owner=owners, seconds=st.sampled_from([5000.0, 200_000.0]))
+    def clock_steps_back(self, owner: int, seconds: float) -> None:
+        """What Redis keeps lies ahead by then; the twin's own clock does step."""
+        clock, prefix = self.store.clock, NAMES.prefix
+        self.store.clock = lambda: clock() - seconds
+        self.store.unix_origin += seconds
+        for key in ("leases", "delayed", "beats"):
+            for name in self.bench.raw.zrange(f"{prefix}:{key}", 0, -1):
+                self.bench.raw.zincrby(f"{prefix}:{key}", seconds, name)
+        shared = ("read_at", "overload_at", "overload_until")
+        known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
+        for field in (*shared, "quiet_until", "beats_quiet_until", "tick", "beats_tick"):
+            self._move_control(field, seconds)
+        permit, overload = self.store._permit, self.store._overload
+        self.renew(owner, False)
+        real, twin = self.both(owner, lambda queue, _: queue.sweep())
+        assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
+        self.seen["steps back"] += 1
+        # What was shared is of now. No moment here ever is: it goes back to its own.
+        if permit is not None:
+            self.store._permit = replace(permit, read_at=permit.read_at - seconds)
+        if overload is not None and self.store._overload is not None:
+            at, until = overload.at - seconds, overload.until - seconds
+            self.store._overload = replace(self.store._overload, at=at, until=until)
+        if kept := {field: at for field, at in known.items() if at is not None}:
+            self.bench.raw.hset(f"{prefix}:control", mapping=kept)
+
     swept_ago_s = 0.0
     """How long the last sweep is taken to be ago: how long this process was, is nothing to compare by."""
 
     @rule(owner=owners, lose=lost)
     def sweep(self, owner: int, lose: bool) -> None:
         if self.store._tick is not None:
-            self.store._tick = time.time() - self.swept_ago_s
-            ticks = dict.fromkeys(("tick", "beats_tick"), f"{self.store._tick:.6f}")
+            self.store._tick = self.store.clock() - self.swept_ago_s
+            ticks = dict.fromkeys(("tick", "beats_tick"), f"{time.time() - self.swept_ago_s:.6f}")
             self.bench.raw.hset(f"{NAMES.prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
@@ -438,7 +466,7 @@ def _request_of(member: bytes) -> tuple[str, str]:
 HAPPENS = (
     *("leases", "suspects", "counted losses", "probes", "delayed", "reclaimed", "due", "expired"),
     *("replies lost", "done bury=False", "done bury=True", "lost bury=False", "bad-list bury=False"),
-    *("of silent owners", "of owners proven gone"),
+    *("of silent owners", "of owners proven gone", "steps back"),
 )
 
 

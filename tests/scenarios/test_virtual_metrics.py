@@ -14,7 +14,7 @@ from tests.scenarios.virtual_stage import Metrics, Stage, scenario
 @pytest.mark.parametrize(
     ("kind", "reason", "within_s"),
     [
-        (Metrics.GONE, Reason.UNREADABLE, 1.1),
+        (Metrics.GONE, Reason.UNREADABLE, 2.6),
         (Metrics.GARBAGE, Reason.IMPLAUSIBLE, 1.1),
         (Metrics.FROZEN, Reason.STALE, 10.1),
         (Metrics.ABSENT, Reason.STALE, 10.1),
@@ -40,11 +40,20 @@ async def test_blindness_closes_the_gate_and_sight_opens_it(
 
 
 @scenario(scrape_s=3.0)
-async def test_one_failed_scrape_closes_until_the_next_good_one_only(stage: Stage) -> None:
-    await stage.submit(2000)
+async def test_one_failed_scrape_closes_nothing_and_several_close_until_the_next_good_one(
+    stage: Stage,
+) -> None:
+    await stage.submit(4000)
     await asyncio.sleep(8)
+    stage.metrics, blind_at = Metrics.GONE, stage.now
+    while stage.now < blind_at + 3.5:
+        assert Reason.UNREADABLE not in stage.reasons()
+        await asyncio.sleep(0.25)
+    stage.metrics = Metrics.FINE
+    await asyncio.sleep(4)
+    assert stage.in_flight >= stage.setting.most - 1
     stage.metrics = Metrics.GONE
-    await stage.until(lambda: stage.reasons() == {Reason.UNREADABLE}, 4)
+    await stage.until(lambda: stage.reasons() == {Reason.UNREADABLE}, 8)
     stage.metrics = Metrics.FINE
     await stage.until(lambda: Reason.UNREADABLE not in stage.reasons(), 3.1)
     await asyncio.sleep(2)

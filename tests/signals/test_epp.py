@@ -221,6 +221,17 @@ async def test_one_silent_replica_hides_its_queue(epp: FakeEpp) -> None:
     assert "refused" in seen.why
 
 
+async def test_a_page_with_nothing_but_its_build_is_a_replica_that_shows_nothing(epp: FakeEpp) -> None:
+    """One that waits to be elected leader; a page without even that is no picker's."""
+    async with fake_epp() as standby:
+        standby.page = '# TYPE llm_d_epp_info gauge\nllm_d_epp_info{commit="1",build_ref="v1"} 1\n'
+        seen = await poll(epp.url, standby.url)
+        assert not isinstance(seen, Unread)
+        assert [each.idle for each in seen] == [False, True]
+        standby.page = "up 1\n"
+        assert "none of the endpoint picker's series" in (await unread(epp.url, standby.url)).why
+
+
 async def test_replicas_are_asked_at_the_same_time(epp: FakeEpp) -> None:
     """Each holds its answer back until the other has been asked."""
     both = asyncio.Event()

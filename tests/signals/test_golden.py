@@ -196,6 +196,60 @@ def test_counts_of_several_pickers_add_up() -> None:
     assert reading.f_sys == pytest.approx(100 / 400)
 
 
+STANDBY = {
+    "nothing but its build": View(OPENED_AT, CLOSED_AT),
+    "zeros, and the saturation of an empty pool": View(
+        OPENED_AT, CLOSED_AT, saturation=1.0, queued=0, running=0, waiting=0, kv_cache=0, ready=0, in_flight=0
+    ),
+    "the pool as the leader sees it": replace(filled(0), in_flight=None, queued=None),
+}
+
+
+@pytest.mark.parametrize("standby", STANDBY.values(), ids=STANDBY)
+@pytest.mark.parametrize("use", ["auto", "saturation", "requests", "both"])
+def test_a_picker_that_waits_to_be_elected_does_not_matter(standby: View, use: str) -> None:
+    alone, beside = Lessons(), Lessons()
+    for number, each in enumerate((*KNOWN, 140)):
+        at = CLOSED_AT + 2 * number
+        alone.learn([filled(each, closed_at=at)])
+        beside.learn([filled(each, closed_at=at), replace(standby, closed_at=at)])
+    assert (beside.count.k, beside.outside.requests) == (alone.count.k, alone.outside.requests)
+    expected = judge([filled(140)], use, POLICY, "epp", alone)
+    found = judge([filled(140), standby], use, POLICY, "epp", beside)
+    assert [replace(each, raw={}) for each in found.readings] == [
+        replace(each, raw={}) for each in expected.readings
+    ]
+    assert (found.unread, found.signals, found.detector) == ((), expected.signals, expected.detector)
+
+
+def test_pickers_that_all_see_no_endpoint_are_believed() -> None:
+    empty = STANDBY["zeros, and the saturation of an empty pool"]
+    assert [each.reason for each in judge([empty, empty], "auto", POLICY, "epp").unread] == [
+        Reason.NO_ENDPOINTS
+    ]
+
+
+def test_a_picker_that_sees_no_endpoint_and_has_requests_is_no_standby() -> None:
+    odd = replace(filled(3), ready=0.0)
+    assert [each.reason for each in judge([filled(140), odd], "auto", POLICY, "epp").unread] == [
+        Reason.NO_ENDPOINTS
+    ]
+
+
+def test_several_saturations_of_unknown_kind_have_requests_counted_beside_them() -> None:
+    """The fullest of several counts is but a part of what runs."""
+    both = judge([filled(140), filled(150)], "saturation", POLICY, "epp")
+    assert [(each.signal, each.f_sys) for each in both.readings] == [
+        (SATURATION, 150 / 400),
+        (REQUESTS, pytest.approx(290 / 400)),
+    ]
+    assert judge([filled(140)], "saturation", POLICY, "epp").signals == (SATURATION,)
+    scored = replace(filled(140), utilization=frozenset({"default"}))
+    assert judge([scored, scored], "saturation", POLICY, "epp").signals == (SATURATION,)
+    blind = replace(filled(140), in_flight=None, running=None)
+    assert judge([blind, blind], "saturation", POLICY, "epp").signals == (SATURATION,)
+
+
 def test_a_utilization_detector_ends_what_was_learned() -> None:
     lessons = taught(*KNOWN)
     assert lessons.count.k == 100

@@ -469,7 +469,53 @@ def tell(limiter: Limiter, poll: Poll) -> None:
     for reading in poll.readings:
         limiter.reading(reading, poll.at)
     if poll.unread:
-        limiter.reading_failed(poll.unread[0].reason, poll.unread[0].why, poll.at)
+        limiter.reading_failed(poll.unread[0].reason, poll.unread[0].why, poll.at, closes_at=poll.closes_at)
+
+
+async def test_one_failed_scrape_of_several_closes_nothing_and_two_do() -> None:
+    limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
+    epp = Scripted("epp")
+    async with polling(epp, interval_s=0.5) as (_, told):
+        await wait_until(lambda: len(told) > 2)
+        for poll in told:
+            tell(limiter, poll)
+        read_at = told[-1].readings[0].closed_at
+        epp.answer = FAILED
+        first = await later(told, lambda poll: bool(poll.unread))()
+        tell(limiter, first)
+        assert first.failing_since == first.at
+        assert read_at + 2.2 * 0.5 < first.closes_at < read_at + 3 * 0.5
+        assert limiter.allowance(first.at).limit > 0
+        second = await later(told, lambda poll: bool(poll.unread))()
+        assert (second.failing_since, second.closes_at) == (first.at, first.closes_at)
+        tell(limiter, second)
+        closed = limiter.allowance(first.closes_at)
+        assert (closed.limit, closed.reason) == (0, Reason.UNREADABLE)
+        epp.answer = None
+        good = await later(told, lambda poll: not poll.unread)()
+        assert good.failing_since is None
+
+
+@pytest.mark.parametrize("fact", [Reason.NO_ENDPOINTS, Reason.IMPLAUSIBLE])
+async def test_a_fact_closes_at_once_and_a_failure_after_it_opens_nothing(fact: Reason) -> None:
+    epp = Scripted("epp")
+    async with polling(epp) as (_, told):
+        await wait_until(lambda: told)
+        epp.answer = Unread(fact, "no pods")
+        poll = await later(told, lambda poll: bool(poll.unread))()
+        assert poll.closes_at == -inf
+        epp.answer = FAILED
+        poll = await later(told, lambda poll: poll.unread == (FAILED,))()
+        assert poll.closes_at == -inf
+
+
+async def test_after_a_new_configuration_nothing_stands_that_was_read_before() -> None:
+    epp, other = Scripted("epp"), Scripted("epp", FAILED)
+    async with polling(epp) as (poller, told):
+        await wait_until(lambda: told)
+        poller.reconfigure((other,), Signals(interval_s=INTERVAL_S), Policy())
+        poll = await later(told, lambda poll: bool(poll.unread))()
+        assert poll.closes_at == -inf
 
 
 async def test_a_real_scrape_opens_the_limiter() -> None:

@@ -15,6 +15,7 @@ local base, reply_s = ARGV[7], ARGV[8]
 local probing, largest = ARGV[9] == '1', tonumber(ARGV[14])
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
+rewind(shared, now)
 
 local function tell(id, state, member)
   if #member > bytes then member = #member end
@@ -26,7 +27,7 @@ end
 
 local function room()
   if call('EXISTS', PAUSED) == 1 or probing and shared.probe then return 0 end
-  local limit, read_at, lost = tonumber(ARGV[10]), tonumber(ARGV[11]), tonumber(ARGV[12])
+  local limit, read_at, lost = tonumber(ARGV[10]), read_time(ARGV[11], now), tonumber(ARGV[12])
   believe(shared, limit, read_at, lost)
   if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[13])) or read_at <= shared.overload_at) then
     return 0

@@ -14,6 +14,7 @@ local TYPES = {'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', '
 local PREFIX_BYTES = 512
 local SUSPECT_DEATHS = 2
 local SAME_READING_S = 0.001 -- clocks are known no better: two readings this close are the same
+local AHEAD_S = 1 -- nothing is of so much later than now, unless a clock stepped
 local YOUNG_S = 0.02
 local call = redis.call
 
@@ -112,6 +113,30 @@ local function control()
   end
   found.lost, found.stray = found.lost or 0, found.stray or 0
   return found
+end
+
+-- The server's clock may step back: a failover to a host whose clock is behind. What was stored of later than now is
+-- of now from then on: no reading would be newer else, and no refusal over, for as long as the step. Owners take a
+-- refusal of another time for another one: it teaches no ceiling again.
+local function rewind(shared, now)
+  if shared.read_at and shared.read_at > now + AHEAD_S then
+    open()
+    shared.read_at = now
+    call('HSET', CONTROL, 'read_at', text(now))
+  end
+  if shared.overload_at and shared.overload_at > now + AHEAD_S then
+    open()
+    shared.overload_until = now + math.max(0, shared.overload_until - shared.overload_at)
+    shared.overload_at, shared.overload_capacity = now, 0
+    call('HSET', CONTROL, 'overload_at', text(now), 'overload_until', text(shared.overload_until),
+         'overload_capacity', 0)
+  end
+end
+
+-- When a reading was taken, as an owner says. By a clock of before such a step nobody knows: it is older than any.
+local function read_time(said, now)
+  local at = tonumber(said)
+  return at > now + AHEAD_S and 0 or at
 end
 
 -- Take a permit for the shared one if its reading is no older.

@@ -9,6 +9,7 @@ local me, timeout_s, lease_s, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[
 local now, shared = clock(), control()
 local lost = {}
 open()
+rewind(shared, now)
 beat(me, now, timeout_s)
 for number = 0, count - 1 do
   local id, token = tonumber(ARGV[5 + 2 * number]), ARGV[6 + 2 * number]
@@ -20,9 +21,10 @@ for number = 0, count - 1 do
   end
 end
 local at = 5 + 2 * count
-if ARGV[at] then believe(shared, tonumber(ARGV[at]), tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])) end
+if ARGV[at] then believe(shared, tonumber(ARGV[at]), read_time(ARGV[at + 1], now), tonumber(ARGV[at + 2])) end
 if ARGV[at + 4] then
   local seen, untl = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
+  if seen > now + AHEAD_S then seen, untl = now, now + untl - seen end
   shared.overload_until = math.max(untl, shared.overload_until or untl)
   if not shared.overload_at or seen >= shared.overload_at then
     shared.overload_at = seen

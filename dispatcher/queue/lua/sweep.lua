@@ -7,11 +7,12 @@
 -- has not renewed it. Who lives is given time to say so: after a gap between sweeps (the queue was away, all
 -- owners were, or its clock jumped forward) longer than lease_s/3 no lease runs out for lease_s/3, and after one
 -- longer than owner_timeout_s/2 or 2 s no silence counts for as long as any owner may be silent. When the clock
--- jumps back, every time kept here moves back with it.
+-- jumps back, every time kept here moves back with it, but for what `rewind` has of now.
 local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local GAP_S = 2 -- every owner sweeps each second
 local now, shared = clock(), control()
 open()
+rewind(shared, now)
 
 local function shift(key, by, beyond)
   local found = call('ZRANGEBYSCORE', key, beyond, '+inf', 'WITHSCORES', 'LIMIT', 0, 9999)
@@ -33,7 +34,7 @@ if shared.tick and now < shared.tick - 1 then
   local by = now - shared.tick
   shift(LEASES, by, text(now + lease_s)) -- what is nearer may have been written since the jump
   shift(DELAYED, by, '-inf')
-  move({'read_at', 'overload_at', 'overload_until', 'quiet_until'}, by)
+  move({'quiet_until'}, by)
 elseif shared.tick and now - shared.tick > lease_s / 3 then
   stay_quiet('quiet_until', lease_s / 3)
 end

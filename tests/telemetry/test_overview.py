@@ -1,0 +1,66 @@
+"""What is told while the signals fail and the gate is still open."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.dispatch.access import View
+from dispatcher.overview import overview
+from dispatcher.settings import Settings
+from dispatcher.signals.capacity import Endpoints
+from dispatcher.signals.poller import Poll
+from dispatcher.signals.series import Unread
+from dispatcher.telemetry.metrics import Metrics
+from dispatcher.telemetry.status import Process, Status
+
+SETTINGS = Settings.model_validate({"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}})
+PROCESS = Process("1", "3", "qwen", "batch:{qwen}:requests", "one", observe=False, started_at=0.0)
+REQUESTS = (Signal.REQUESTS,)
+
+
+def told_at(now: float, *unread: Unread, **told: Any) -> Status:
+    """The status at `now`, after a reading of 100 s and then, where something was unread, a poll of 101 s."""
+    limiter = Limiter(Policy(), REQUESTS)
+    limiter.reading(Reading(Signal.REQUESTS, 100.0, 100.0, 0.5, 0.0, 64.0), 100.0)
+    for each in unread:
+        limiter.reading_failed(each.reason, each.why, 101.0, closes_at=told["closes_at"])
+    poll = Poll(101.0, "epp", REQUESTS, (), unread, 10.0, **told)
+    return overview(
+        now,
+        process=PROCESS,
+        settings=SETTINGS,
+        limiter=limiter,
+        running=0,
+        queue=View(),
+        poll=poll,
+        watched=Endpoints(),
+        slow=None,
+    )
+
+
+def test_failing_signals_are_told_with_what_and_since_when_though_the_gate_is_open() -> None:
+    missing = Unread(Reason.UNREADABLE, "ready endpoints are not there", signal=Signal.REQUESTS)
+    failing = {"closes_at": 102.5, "failing_since": 101.0}
+    status = told_at(102.0, missing, **failing)
+    assert status.gate.open
+    assert (
+        "The signals cannot be read for 1.0 s now (requests: ready endpoints are not there): "
+        "the readings before stand for another 0.5 s."
+    ) in status.gate.explanation
+    assert (status.signals.signals_failing_s, status.signals.signals_close_in_s) == (1.0, 0.5)
+    metrics = Metrics("qwen")
+    metrics.show(lambda: status)
+    page = metrics.page()[0].decode()
+    assert 'batch_dispatcher_signals_failing_seconds{pool="qwen"} 1.0' in page
+    assert 'batch_dispatcher_reachable{part="signals",pool="qwen"} 0.0' in page
+    closed = told_at(102.5, missing, **failing)
+    assert (closed.gate.reason, closed.signals.signals_close_in_s) == ("unreadable", 0.0)
+    assert "stand for" not in closed.gate.explanation
+
+
+def test_signals_that_are_read_fail_since_never() -> None:
+    status = told_at(101.5)
+    assert (status.signals.signals_failing_s, status.signals.signals_close_in_s) == (None, None)
+    assert "cannot be read" not in status.gate.explanation
