@@ -39,9 +39,9 @@ Guess = Literal["picker", "suggestion", "unseen", "assumption"]
 suggest a k; no page has shown any request (FIRST); nothing can be known (ASSUMED)."""
 
 LOST_S = 3 * FLUSH_S
-"""A k above ASSUMED that was contradicted so long ago, and not found again since, is no capacity: tokens
-in flight look like that while all requests have the same length. Endpoints that come or go hide a k for a
-flush, and for the time to prove it again."""
+"""A k above ASSUMED that was contradicted so long ago, and not found again since, is no capacity either:
+tokens in flight look like that while all requests have the same length. Endpoints that come or go hide a k
+for a flush, and for the time to prove it again."""
 PAGES = 6
 FILLS = 4
 SPREAD = 3.0

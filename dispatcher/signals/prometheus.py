@@ -2,7 +2,7 @@
 
 One instant query brings every series and the age of each sample: `time() - timestamp(selector)` is reckoned
 by the server alone, so that its clock and ours need not agree. A reading's window is the moment of asking
-less that age.
+less that age, and as long as the scrape took: Prometheus dates a sample by the scrape's start.
 
 The client library is a blocking one. It works in a thread that may hang for good without holding up anything
 but its own next query.
@@ -34,11 +34,12 @@ WINDOW_S = 10.0
 """How long ago an own query's sample may have been taken, where no `age` query tells."""
 
 _VALUE, _AGE, _OWN = "dispatcher_value", "dispatcher_age", "dispatcher_own"
+_TOOK = "dispatcher_took"
 _FLOW_LABELS = "fairness_id, priority, model_name, target_model_name"
 _PER_FLOW = (Family.QUEUED, Family.IN_FLIGHT)
 """A pool has as many of these as it has flows or models: only their sum travels."""
 _SERIES_LABELS = frozenset(
-    {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE}
+    {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE, _TOOK}
     | {label.strip() for label in _FLOW_LABELS.split(",")}
 )
 """Labels that the EPP gives; all others are the scrape's and tell the replicas apart."""
@@ -298,14 +299,14 @@ class _Replica:
         for row in self.rows:
             if _AGE in row.labels:
                 ages.append(row.value)
-                continue
-            if (family := _family(row)) is not None:
+            elif (family := _family(row)) is not None:
                 # An aggregation has dropped the name; the family's newest one stands for it.
                 samples.append(Sample(row.name or family.value[0], row.labels, row.value))
         if not ages or not all(math.isfinite(age) for age in ages):
             return Unread(Reason.UNREADABLE, "the age of the samples is not known")
-        # A scrape is dated by its start, by the server's clock: below 0 is a rounding.
-        opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages))
+        # By the server's clock: below 0 is a rounding. No number, or less than 0, is no time that it took.
+        took_s = max((row.value for row in self.rows if _TOOK in row.labels and row.value > 0), default=0.0)
+        opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages) - took_s)
         return view(samples, pool, opened_at, closed_at)
 
 
@@ -315,16 +316,19 @@ def _family(row: Sample) -> Family | None:
 
 
 def pool_query(pool: str, namespace: str) -> str:
-    """One PromQL query for every series of a pool, and for the age of each.
+    """One PromQL query for every series of a pool, for the age of each, and for how long each scrape took.
 
-    Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages.
+    Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages; and
+    with dispatcher_took.
     """
     here = f'namespace=~"{_literal(namespace)}|"'
     parts: list[str] = []
+    targets: list[str] = []
     for family in Family:
         label = family.pool_label
         matchers = f'{label}=~"{_literal(pool)}|",{here}' if label is not None else here
         selectors = [f"{name}{{{matchers}}}" for name in family.value]
+        targets += selectors if family in (Family.READY, Family.SATURATION) else []
         values = " or ".join(selectors)
         if family in _PER_FLOW:
             values = " or ".join(f"sum without ({_FLOW_LABELS}) (clamp_min({each}, 0))" for each in selectors)
@@ -334,6 +338,8 @@ def pool_query(pool: str, namespace: str) -> str:
             wrap = f"max{without} " if without else ""
             ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
             parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
+    took = f"scrape_duration_seconds{{{here}}} and on (job, instance) ({' or '.join(targets)})"
+    parts.append(f'label_replace({took}, "{_TOOK}", "s", "", "")')
     return " or ".join(parts)
 
 

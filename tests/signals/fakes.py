@@ -161,12 +161,18 @@ class FakePrometheus:
             return await self.respond(request)
         return web.json_response(vector(self.rows))
 
-    def show(self, values: dict[str, float], *, age_s: float = 0.5, **target: str) -> None:
-        """Add what one scraped target shows: values by family name, all of one age."""
+    def show(
+        self, values: dict[str, float], *, age_s: float = 0.5, took_s: float | None = None, **target: str
+    ) -> None:
+        """Add what one scraped target shows: values by family name, all of one age; how long it took to
+        scrape it."""
         target = {"job": "epp", "namespace": "default", "instance": "10.0.0.1:9090"} | target
         for family, value in values.items():
             self.rows.append(row(value, {**target, "dispatcher_value": family}))
             self.rows.append(row(age_s, {**target, "dispatcher_age": family}))
+        if took_s is not None:
+            labels = {**target, "dispatcher_took": "s"}
+            self.rows.append({"metric": labels, "value": [1_764_000_000.0, str(took_s)]})
 
 
 def row(value: float | str, labels: dict[str, str]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import subprocess
 import sys
@@ -79,6 +80,30 @@ async def test_a_reading_is_dated_by_the_age_that_the_server_reckons(prometheus:
     assert (saturation.f_sys, saturation.f_epp, saturation.max_sys) == (0.4, 12 / 400, 400)
     assert (requests.signal, requests.f_sys) == (Signal.REQUESTS, pytest.approx(127 / 400))
     assert (requests.opened_at, requests.closed_at) == (view.opened_at - FLUSH_S, view.closed_at)
+
+
+@pytest.mark.parametrize(
+    ("took_s", "wider_s"),
+    [(2.5, 2.5), (None, 0), (0.0, 0), (-3.0, 0), (math.nan, 0), (60.0, 7.5), (math.inf, 7.5)],
+)
+async def test_a_scrape_is_of_any_moment_until_its_end(
+    prometheus: FakePrometheus, took_s: float | None, wider_s: float
+) -> None:
+    """Prometheus dates it by its start; it had ended when the answer came."""
+    prometheus.show(GOOD, age_s=7.5, took_s=took_s)
+    loop = asyncio.get_running_loop()
+    before = loop.time()
+    (view,) = await views(prometheus.url)
+    after = loop.time()
+    assert before - 7.5 <= view.opened_at <= after - 7.5
+    assert before - 7.5 + wider_s <= view.closed_at <= after - 7.5 + wider_s
+
+
+async def test_each_replica_s_scrape_took_its_own_time(prometheus: FakePrometheus) -> None:
+    prometheus.show(GOOD, age_s=7.5, took_s=3.0)
+    prometheus.show(GOOD, age_s=7.5, took_s=0.1, instance="10.0.0.2:9090")
+    slow, fast = await views(prometheus.url)
+    assert slow.closed_at - fast.closed_at == pytest.approx(2.9, abs=0.05)
 
 
 async def test_series_of_different_age_make_a_wider_window(prometheus: FakePrometheus) -> None:
@@ -245,7 +270,7 @@ async def test_an_own_query_takes_the_place_of_one_series(prometheus: FakePromet
     known.show(GOOD, age_s=2, instance="b")
     own(prometheus, known.rows, queued=[7], capacity=[64])
     two = await views(prometheus.url, queries={"queued": "q", "capacity": "c"})
-    (reading,) = judge(two, "saturation", Policy(), "prometheus").readings
+    reading, _ = judge(two, "both", Policy(), "prometheus").readings
     assert (reading.f_sys, reading.f_epp, reading.max_sys) == (0.4, 7 / 64, 64)
 
 

@@ -28,6 +28,7 @@ from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.test_golden import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until
 
+SLOW_S = 0.6
 CLOCK_S = 0.005
 """Prometheus dates in milliseconds, and moves a scrape's date by up to 2 ms to keep its dates even."""
 
@@ -143,10 +144,11 @@ async def check_dates(server: Server, namespace: str, epp: FakeEpp, interval_s: 
         newest = (await server.scrapes(namespace))[-1]
         began = loop.time()
         (view,) = await seen(source)
-        # No wider than it took to ask, and around the moment of the newest scrape that there was.
-        assert view.closed_at - view.opened_at <= loop.time() - began
+        # No wider than it took to ask and to scrape, and around the moment of the newest scrape that there was.
         since = [scrape for scrape in await server.scrapes(namespace) if scrape.at >= newest.at - CLOCK_S]
         assert any(view.opened_at - CLOCK_S <= each.at <= view.closed_at + CLOCK_S for each in since)
+        took_s = max(scrape.took_s for scrape in since)
+        assert view.closed_at - view.opened_at <= loop.time() - began + took_s
         shown.append(newest)
         _, requests = judge([view], "both", Policy(), "prometheus").readings
         assert requests.opened_at == view.opened_at
@@ -155,6 +157,27 @@ async def check_dates(server: Server, namespace: str, epp: FakeEpp, interval_s: 
     # And that date is when the endpoint picker was asked.
     for each in shown:
         assert any(-CLOCK_S <= at - each.at <= each.took_s + CLOCK_S for at in epp.asked_at), each
+
+
+async def test_a_slow_scrape_is_of_its_end_too(server: Server) -> None:
+    """The endpoint picker makes its page when it is asked, or long after."""
+    made_at: list[float] = []
+    async with contextlib.AsyncExitStack() as stack:
+        epp = await stack.enter_async_context(fake_epp())
+
+        async def respond(_: web.Request) -> web.Response:
+            await asyncio.sleep(SLOW_S)
+            made_at.append(asyncio.get_running_loop().time())
+            return web.Response(text=epp.page, content_type="text/plain")
+
+        epp.respond = respond
+        server.configure(job(epp.port, 2))
+        await stack.enter_async_context(server.up())
+        source = server.source()
+        (view,) = await seen(source)
+        await source.close()
+    assert view.closed_at - view.opened_at >= SLOW_S
+    assert any(view.opened_at - CLOCK_S <= at <= view.closed_at + CLOCK_S for at in made_at)
 
 
 async def test_a_stopped_exporter_closes_the_gate_and_its_return_opens_it(server: Server) -> None:
