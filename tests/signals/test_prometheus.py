@@ -169,8 +169,9 @@ async def test_replicas_are_told_apart_by_their_instance(prometheus: FakePrometh
     prometheus.show(GOOD, instance="10.0.0.1:9090", pod="epp-a")
     prometheus.show(GOOD | {"SATURATION": 0.7, "QUEUED": 3}, age_s=3, instance="10.0.0.2:9090", pod="epp-b")
     both = await views(prometheus.url)
-    (reading,) = judge(both, "saturation", Policy(), "prometheus").readings
-    assert (reading.f_sys, reading.f_epp) == (0.7, 15 / 400)
+    saturation, requests = judge(both, "both", Policy(), "prometheus").readings
+    assert (saturation.f_sys, saturation.f_epp) == (0.7, 15 / 400)
+    assert (requests.f_sys, requests.f_epp) == (pytest.approx(127 / 400), 15 / 400)
 
 
 @pytest.mark.parametrize(

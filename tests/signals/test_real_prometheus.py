@@ -144,7 +144,7 @@ async def check_dates(server: Server, namespace: str, epp: FakeEpp, interval_s: 
         newest = (await server.scrapes(namespace))[-1]
         began = loop.time()
         (view,) = await seen(source)
-        # No wider than it took to ask and to scrape, and around the moment of the newest scrape that there was.
+        # No wider than it took to ask and to scrape, around the moment of the newest scrape that there was.
         since = [scrape for scrape in await server.scrapes(namespace) if scrape.at >= newest.at - CLOCK_S]
         assert any(view.opened_at - CLOCK_S <= each.at <= view.closed_at + CLOCK_S for each in since)
         took_s = max(scrape.took_s for scrape in since)
