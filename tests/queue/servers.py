@@ -161,9 +161,10 @@ class SentinelSet:
         return next(node for node in self.nodes if node.port == port)
 
     def in_sync(self) -> bool:
-        """The primary has its replica beside it; False also while it is not known who that is."""
+        """The replica has all that its primary has taken; False also while it is not known who that is."""
         try:
-            return _in_sync(self.primary())
+            primary = self.primary()
+            return all(in_sync(primary, node) for node in self.nodes if node is not primary)
         except (redis.RedisError, OSError, StopIteration):
             return False
 
@@ -217,12 +218,23 @@ def _sees_all(sentinel: Server) -> bool:
     return int(state["num-slaves"]) >= 1 and int(state["num-other-sentinels"]) >= 2
 
 
-def _in_sync(primary: Server) -> bool:
-    with primary.client() as client:
+def in_sync(primary: Server, replica: Server) -> bool:
+    """The replica has all that its primary had taken when asked.
+
+    The primary alone does not know: a replica that was sent the data set is `online` to it, and counts for
+    min-replicas-to-write, before it has loaded that.
+    """
+    with primary.client(socket_timeout=1) as client:
         told = client.info("replication")
-    # Of a node that has become a replica itself there are numbers under such names.
-    replicas = [each for key, each in told.items() if key.startswith("slave") and isinstance(each, dict)]
-    return bool(replicas) and all(replica["state"] == "online" for replica in replicas)
+    with replica.client(socket_timeout=1, retry=None) as client:  # while it loads it answers nobody
+        said = client.info("replication")
+    follows = (said["role"], said.get("master_port"), said.get("master_link_status"))
+    # The primary is asked first: the replica is behind what is written meanwhile.
+    return (
+        (told["role"], follows) == ("master", ("slave", primary.port, "up"))
+        and told.get("slave0", {}).get("state") == "online"
+        and said["slave_repl_offset"] >= told["master_repl_offset"]
+    )
 
 
 @dataclass
