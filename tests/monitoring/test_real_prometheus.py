@@ -27,6 +27,7 @@ NOT_HERE = {
     "batch_dispatcher_ceiling",  # nothing is refused
     "batch_dispatcher_picker_max_concurrency",
     "batch_dispatcher_per_endpoint",  # max_sys is set
+    "batch_dispatcher_signals_failing_seconds",  # they can be read
     "batch_dispatcher_watch_endpoints",  # no cluster
     "batch_dispatcher_watch_unsure_seconds",
 }
@@ -40,6 +41,7 @@ ALL_KNOWN = replace(
         0.05, "requests", 0.9, 0.1, -0.05, -2, 32.0, "watch", per_endpoint=32.0, picker_max_concurrency=31,
         terms=[Terms(name, 0.9, 0.1, -0.05, -2, 32.0) for name in ("saturation", "requests")],
     ),
+    signals=replace(IDLE.signals, signals_problem="timed out", signals_failing_s=3.0, signals_close_in_s=1.0),
     watch=Watch(watch_endpoints=1, watch_unsure_s=5.0, watch_problems=["one"]),
     line=Line(
         pending=9, leased=2, delayed=1, dead=3, paused=True, oldest_pending_age_s=30.0,
