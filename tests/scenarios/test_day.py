@@ -269,6 +269,7 @@ async def test_every_surface_names_one_reason_through_a_day(
             # The metrics: gone, and back.
             world.control(metrics="gone")
             await today.says("unreadable")
+            today.look()
             world.control(metrics="ok")
             await today.says("full")
 
