@@ -39,7 +39,7 @@ def test_the_gate_closes_when_the_metrics_go_and_opens_when_they_return(stage: S
     signals = {"interval_s": interval_s, "max_age_s": max_age_s}
     one = stage.dispatcher(stage.settings(world, signals=signals))
     for kind in ("gone", "garbage", "hang"):
-        stage.producer.submit(250)
+        stage.producer.submit(600)
         wait_until_sync(lambda: world.in_flight() >= LIMIT, 20, what="the slack to be filled")
         gone_at = world.control(metrics=kind)["at"]
         one.wait_for(reason="unreadable")
