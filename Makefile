@@ -11,7 +11,7 @@ PYTEST := $(BIN)/pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture tools bench chaos fuzz soak image-test \
+.PHONY: help setup demo simulate test coverage check format docs picture worlds tools bench chaos fuzz soak image-test \
 	cluster-test audit constraints clean
 
 help: ## Show this list
@@ -74,6 +74,12 @@ docs: setup ## Write what is generated: pages of docs/, alert rules, the dashboa
 
 picture: setup ## Draw the dashboard's queries over a scripted day of minutes, into docs/
 	$(BIN)/python -m tests.monitoring.picture docs/dashboard.png
+
+# What was run before is not run again: remove the file after a change of the law.
+worlds: setup ## Play every world in which the law is judged, into docs/worlds.md (minutes)
+	@mkdir -p build
+	$(BIN)/python -m tests.sim.worlds build/worlds.json
+	$(BIN)/python -m tests.sim.worlds build/worlds.json --write
 
 # What the tests of the manifests ask for, from source: built once, and kept in build/tools.
 tools: build/tools/.installed ## Build helm, kubeconform and kustomize for the tests of the manifests (minutes)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reading, Reason
+from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
 from dispatcher.dispatch.access import View
@@ -32,20 +33,28 @@ def overview(
     with its pace."""
     allowance = limiter.allowance(now)
     signals = _signals(limiter.readings, poll, now)
+    little = _little_reserve(allowance, limiter, settings, queue)
+    budget = _budget(allowance, limiter, settings, poll, watched, little)
+    told = [
+        _explained(allowance, limiter.in_flight, observe=process.observe),
+        *_failing(allowance, signals),
+        *_fitted(budget, settings),
+        *(f"Kubernetes: {each}." for each in watched.problems),
+        *(f"Beware: {each}." for each in (slow, little) if each),
+    ]
     return Status(
         process=process,
         gate=show.Gate(
             reason=str(allowance.reason),
             open=not allowance.reason.closed,
-            explanation=_explanation(allowance, limiter, signals, watched, slow, observe=process.observe),
+            explanation=" ".join(told),
             limit=allowance.limit,
             in_flight=limiter.in_flight,
             running=running,
-            ceiling=allowance.ceiling,
             free=limiter.free(now),
             gateway_problem=limiter.gateway_problem,
         ),
-        budget=_budget(allowance, limiter, settings, poll, watched),
+        budget=budget,
         signals=signals,
         watch=show.Watch(
             watch_endpoints=watched.ready,
@@ -57,36 +66,65 @@ def overview(
     )
 
 
-def _explanation(
-    allowance: Allowance,
-    limiter: Limiter,
-    signals: show.Signals,
-    watched: Endpoints,
-    slow: str | None,
-    *,
-    observe: bool,
-) -> str:
-    told = explain(allowance, limiter.in_flight)
-    if observe:
-        told = f"Observing only, nothing is claimed by this process. It would be: {told}"
-    if not allowance.reason.closed and signals.signals_problem:
-        told += (
-            f" The signals cannot be read for {signals.signals_failing_s:.1f} s now "
-            f"({signals.signals_problem}): the readings before stand for another "
-            f"{signals.signals_close_in_s:.1f} s."
-        )
-    told = " ".join([told, *(f"Kubernetes: {problem}." for problem in watched.problems)])
-    return f"{told} Beware: {slow}." if slow else told
+def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:
+    told = explain(allowance, in_flight)
+    return f"Observing only, nothing is claimed by this process. It would be: {told}" if observe else told
+
+
+def _failing(allowance: Allowance, signals: show.Signals) -> list[str]:
+    """While the gate is open by readings of before: how long it will be."""
+    if allowance.reason.closed or not signals.signals_problem:
+        return []
+    failing = f"The signals cannot be read for {signals.signals_failing_s:.1f} s now"
+    standing = f"the readings before stand for another {signals.signals_close_in_s:.1f} s"
+    return [f"{failing} ({signals.signals_problem}): {standing}."]
+
+
+def _little_reserve(allowance: Allowance, limiter: Limiter, settings: Settings, queue: View) -> str | None:
+    budget = allowance.budget
+    if budget is None or budget.fault is not None or queue.outlook is None:
+        return None
+    return little_reserve(
+        queue.outlook.service_s,
+        reserve=settings.budget.reserve,
+        ours=limiter.in_flight,
+        everybody=(budget.f_sys + budget.f_epp) * budget.max_sys,
+        max_sys=budget.max_sys,
+    )
+
+
+def _fitted(budget: show.Budget, settings: Settings) -> list[str]:
+    """Where less was learned to fit: what, and what to do about it."""
+    fits, configured = budget.max_sys, budget.configured_max_sys
+    if budget.max_sys_by != "learned" or fits is None or configured is None:
+        return []
+    each = budget.per_endpoint
+    if each is None:
+        name = "signals.prometheus.queries.capacity" if settings.budget.max_sys is None else "budget.max_sys"
+        return [f"{fits:.3g} fitted where {name} says {configured:g}: lower it."]
+    fitted = f"{each * fits / configured:.3g} an endpoint fitted where"
+    match budget.per_endpoint_from:
+        case "setting":
+            return [f"{fitted} budget.per_endpoint says {each:g}: lower it."]
+        case "picker":
+            return [f"{fitted} the endpoint picker counts with {each:g}: lower its maxConcurrency."]
+        case _:
+            return [f"{fitted} {each:g} are assumed: set budget.per_endpoint."]
 
 
 def _budget(
-    allowance: Allowance, limiter: Limiter, settings: Settings, poll: Poll | None, watched: Endpoints
+    allowance: Allowance,
+    limiter: Limiter,
+    settings: Settings,
+    poll: Poll | None,
+    watched: Endpoints,
+    little: str | None,
 ) -> show.Budget:
     budget = allowance.budget
     max_sys, max_sys_by = _max_sys(budget, limiter.readings, settings, watched)
     believed = budget is not None and budget.fault is None
     per_endpoint, per_endpoint_from = (poll.per_endpoint, poll.per_endpoint_from) if poll else (None, None)
-    if per_endpoint is None and max_sys_by == "setting" and settings.budget.max_sys is None:
+    if per_endpoint is None and max_sys_by in ("setting", "learned") and settings.budget.max_sys is None:
         # Nothing could be read just now: the capacity is that of the reading before, and so is its origin.
         per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
     return show.Budget(
@@ -98,9 +136,11 @@ def _budget(
         headroom=budget.headroom if budget and believed else None,
         max_sys=max_sys,
         max_sys_by=max_sys_by,
+        configured_max_sys=budget.configured if budget and max_sys is not None else None,
         per_endpoint=per_endpoint,
         per_endpoint_from=per_endpoint_from,
         picker_max_concurrency=poll.picker_k if poll else None,
+        reserve_problem=little,
         terms=[_terms(each) for each in limiter.budgets],
     )
 
@@ -125,6 +165,8 @@ def _max_sys(
         return None, None
     if budget.fault is Reason.NO_ENDPOINTS and watched.ready == 0:
         return 0.0, "watch"
+    if budget.learned:
+        return budget.max_sys, "learned"
     setting = settings.budget.max_sys
     if setting is not None and budget.max_sys >= setting:
         return budget.max_sys, "setting"
@@ -177,6 +219,7 @@ def _line(queue: View) -> show.Line:
         earliest_deadline_s=ahead.earliest_deadline_s if ahead else None,
         at_risk=ahead.at_risk if ahead else None,
         service_rate=ahead.service_rate if ahead else None,
+        service_s=round(ahead.service_s, 3) if ahead and ahead.service_s else None,
         replica_count=ahead.owners if ahead else None,
         replicas=[asdict(replica) for replica in replicas],
     )

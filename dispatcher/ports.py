@@ -39,7 +39,7 @@ class Overload:
     until: float
     """Nothing is sent before this (Retry-After), whatever a reading says."""
     capacity: bool
-    """True: refused for lack of capacity, teaches a ceiling. False: shutting down, no endpoints."""
+    """True: refused for lack of capacity, may teach what fits. False: shutting down, no endpoints."""
     in_flight: int
     """Our requests in flight, all replicas together, when it came."""
 
@@ -418,6 +418,8 @@ class Forwarded:
     sent_at: float
     """When the connection it went over was there; `ended_at` where none ever was."""
     ended_at: float
+    opened_s: float | None = None
+    """How long opening that connection took; None: it was there before, or none ever was."""
 
 
 class Gateway(Protocol):

@@ -186,7 +186,7 @@ One line an event to standard error: for people on a terminal, else one JSON obj
 password.
 
 **`gate`** is the line to read: one for each change of the gate's reason, when it happens, with every term of
-the law by the name that /status has for it (`reason`, `limit`, `in_flight`, `ceiling`, `signal`, `f_sys`,
+the law by the name that /status has for it (`reason`, `limit`, `in_flight`, `signal`, `f_sys`,
 `f_epp`, `reserve`, `budget`, `headroom`, `max_sys`, `reading_age_s`) and the sentence, `explanation`. A term
 that is not known is absent. What an open gate is short of (`full`, `open`, `idle`) may change
 with each completion: of that there is one line in ten seconds; a gate that opened and closed ten times in

@@ -55,7 +55,7 @@ COLUMNS = (
     "ours",
     "reserve",
     "limit",
-    "ceiling",
+    "configured_max_sys",
     "pending",
     "delayed",
     "dead",
@@ -337,7 +337,7 @@ def measures(status: Json, beside: Others) -> dict[str, Any]:
     told: dict[str, Any] = dict.fromkeys(COLUMNS)
     told |= {
         name: _short(value)
-        for name in ("limit", "ceiling", "pending", "delayed", "dead", "at_risk")
+        for name in ("limit", "configured_max_sys", "pending", "delayed", "dead", "at_risk")
         if (value := _number(status.get(name))) is not None
     }
     told["reason"] = status.get("reason")

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli.probes import Finding, connections
+from dispatcher.cli.running import running
 from dispatcher.cli.screen import complain, say
 from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
@@ -61,6 +62,8 @@ def check(
         tell(finding)
     if not offline:
         asyncio.run(connections(found, tell))
+        for finding in asyncio.run(_lately(found)):
+            tell(finding)
     failed = [finding.where for finding in told if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith("_file") for where in failed)
     if json_output:
@@ -68,6 +71,13 @@ def check(
         typer.echo(json.dumps(answer, indent=2))
     if not ok:
         raise typer.Exit(1)
+
+
+async def _lately(settings: Settings) -> list[Finding]:
+    """What a dispatcher that runs by this configuration has seen: `check` itself sends nothing."""
+    told, _ = await running(settings.admin)
+    little = told.get("reserve_problem") if told else None
+    return [Finding("warning", "budget.reserve", str(little))] if little else []
 
 
 def _refuse(problems: list[Problem], json_output: bool) -> None:

@@ -7,36 +7,20 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from dispatcher.core.budget import Signal
-from dispatcher.sim.experiment import Name, Setting
-from dispatcher.sim.metrics import Detector
-from dispatcher.sim.trace import BUNDLED, TraceError, load
+from dispatcher.sim import shapes
+from dispatcher.sim.experiment import Name
+from dispatcher.sim.metrics import Detector, Signals
+from dispatcher.sim.setting import Order, Setting
+from dispatcher.sim.trace import BUNDLED, Trace, TraceError, load
+from dispatcher.sim.world import BATCH_SPREAD, BATCH_TOKENS, Batch
 
 PATIENCE_S = 1.0
 """A run that takes longer shows how far it is."""
-
-
-class Signals(StrEnum):
-    """As `signals.use` has it in the configuration."""
-
-    AUTO = "auto"
-    SATURATION = "saturation"
-    REQUESTS = "requests"
-    BOTH = "both"
-
-
-USES = {
-    Signals.AUTO: None,
-    Signals.SATURATION: (Signal.SATURATION,),
-    Signals.REQUESTS: (Signal.REQUESTS,),
-    Signals.BOTH: (Signal.SATURATION, Signal.REQUESTS),
-}
 
 
 def simulate(
@@ -44,10 +28,24 @@ def simulate(
         Path | None,
         typer.Option(
             help="Realtime traffic: requests with tokens (CSV), or running requests over time "
-            "(CSV, Prometheus range query). Default: 900 s of a production chat service.",
+            "(CSV, Prometheus range query). idle: nobody comes. bursts: dozens at once, made up. "
+            "Default: 900 s of a production chat service.",
             show_default=False,
         ),
     ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME:LEVEL,…", help="Instead of a trace: so many realtime requests from then on."
+        ),
+    ] = None,
+    begin: Annotated[float, typer.Option("--from", min=0.0, help="Where in the trace to begin.")] = 0.0,
+    copies: Annotated[
+        int, typer.Option(min=1, help="So many of the trace at once, each begun elsewhere: a larger pool's.")
+    ] = 1,
+    echoes: Annotated[
+        int, typer.Option(min=1, help="Each of its requests so many times within a second: larger bursts.")
+    ] = 1,
     slots: Annotated[int, typer.Option(min=1, help="Capacity in requests, as configured.")] = 64,
     scrape: Annotated[float, typer.Option(min=0.01, help="Seconds between two scrapes.")] = 1.0,
     lag: Annotated[float, typer.Option(min=0.0, help="Seconds until a scrape is known.")] = 0.05,
@@ -65,16 +63,54 @@ def simulate(
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     seed: Annotated[int, typer.Option(help="Another seed, other batch requests.")] = 0,
+    batch_tokens: Annotated[
+        float, typer.Option(min=1.0, help="Tokens that a batch request generates, on average.")
+    ] = BATCH_TOKENS,
+    batch_spread: Annotated[
+        float, typer.Option(min=0.0, max=3.0, help="How much they differ (of the logarithm); 0: not at all.")
+    ] = BATCH_SPREAD,
+    batch_seconds: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="A batch request runs so long in an empty pool, whatever its tokens."),
+    ] = None,
+    travel: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Seconds that requests travel, and answers. Default: 0.002 and 0.003."),
+    ] = None,
     jitter: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="Scrapes come up to this share of their interval late.")
     ] = 0.0,
-    flush: Annotated[
-        float, typer.Option(min=0.0, help="The EPP renews its averages this often, e.g. 5; 0: always fresh.")
+    stamp: Annotated[
+        float, typer.Option(help="Samples are dated so many seconds later than they were taken.")
     ] = 0.0,
+    flush: Annotated[
+        float, typer.Option(min=0.0, help="The EPP renews its averages this often; 0: always fresh.")
+    ] = 5.0,
+    flush_phase: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="When it does so first. Default: by the seed.", show_default=False),
+    ] = None,
+    averages_alone: Annotated[
+        bool, typer.Option("--averages-alone", help="The EPP does not show how many requests it has sent.")
+    ] = False,
     detector: Annotated[
-        Detector, typer.Option(help="What the EPP's saturation is computed with; utilization is its default.")
-    ] = Detector.CONCURRENCY,
-    signals: Annotated[Signals, typer.Option(help="What the dispatcher reads.")] = Signals.AUTO,
+        Detector,
+        typer.Option(
+            help="What the EPP's saturation is computed with; utilization is its default. none: it has no "
+            "flow control."
+        ),
+    ] = Detector.UTILIZATION,
+    signals: Annotated[
+        Signals, typer.Option(help="What the dispatcher reads. requests: of an EPP without flow control.")
+    ] = Signals.AUTO,
+    order: Annotated[
+        Order,
+        typer.Option(
+            help="Who goes first of those that wait. auto: realtime in the EPP, whoever came first in the "
+            "pods, where all wait without flow control."
+        ),
+    ] = Order.AUTO,
+    pickers: Annotated[int, typer.Option(min=1, help="Active EPP replicas.")] = 1,
     kv_full: Annotated[
         float,
         typer.Option(
@@ -84,8 +120,26 @@ def simulate(
     true_slots: Annotated[
         int | None, typer.Option(min=1, help="What the pool really takes, where the configuration is wrong.")
     ] = None,
+    slots_at: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TIME:SLOTS",
+            help="From then on the pool really takes so many, and nobody tells; may be repeated.",
+        ),
+    ] = None,
+    picker_slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="What the EPP's concurrency detector takes the pool for. Default: what it is at the start.",
+            show_default=False,
+        ),
+    ] = None,
     queue_limit: Annotated[
-        int | None, typer.Option(min=0, help="So many may wait in the EPP; the next one gets a 429.")
+        int | None,
+        typer.Option(
+            min=0, help="So many may wait in the EPP, without flow control in the pods; the next gets a 429."
+        ),
     ] = None,
     pods: Annotated[int, typer.Option(min=1, help="Pods that the slots are spread over.")] = 1,
     pods_at: Annotated[
@@ -99,6 +153,11 @@ def simulate(
     metrics_gap: Annotated[
         list[str] | None,
         typer.Option(metavar="FROM:UNTIL", help="Scrapes fail (seconds); may be repeated."),
+    ] = None,
+    lost: Annotated[float, typer.Option(min=0.0, max=1.0, help="The share of scrapes that fail.")] = 0.0,
+    clock_step: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TIME:BY", help="The queue's clock steps by so many seconds; may be repeated."),
     ] = None,
     max_age: Annotated[
         float | None,
@@ -124,18 +183,30 @@ def simulate(
     if plot is not None and not picture.available():
         _fail(f"--plot needs matplotlib: {picture.INSTALL}", code=1)
     try:
-        traffic = load(trace or BUNDLED, slots=slots, seed=seed)
+        traffic = _traffic(trace, steps, slots=slots, seed=seed)
+        traffic = shapes.echoes(shapes.copies(traffic, copies), echoes, seed=seed)
+        if begin:
+            traffic = shapes.begun_at(traffic, begin)
     except TraceError as error:
         _fail(str(error))
     setting = Setting(
         slots=slots,
         true_slots=true_slots,
+        slots_at=[(at, _whole("--slots-at", value)) for at, value in _pairs("--slots-at", slots_at)],
+        picker_slots=picker_slots,
+        batch=Batch(batch_tokens, batch_spread, batch_seconds),
+        travel_s=travel,
         scrape_s=scrape,
         lag_s=lag,
         jitter=jitter,
         flush_s=flush,
+        flush_phase_s=flush_phase,
+        shows_running=not averages_alone,
+        stamp_s=stamp,
         detector=detector,
-        signals=USES[signals],
+        signals=signals,
+        order=order,
+        pickers=pickers,
         kv_full=kv_full,
         reserve=reserve,
         max_age_s=max_age,
@@ -143,21 +214,24 @@ def simulate(
         seed=seed,
         queue_limit=queue_limit,
         pods=pods,
-        pods_at=[(at, _pods(value)) for at, value in _pairs("--pods-at", pods_at)],
+        pods_at=[(at, _whole("--pods-at", value)) for at, value in _pairs("--pods-at", pods_at)],
         outages=_stretches("--outage", outage),
         gaps=_stretches("--metrics-gap", metrics_gap),
+        lost=lost,
+        clock_steps=_pairs("--clock-step", clock_step),
         replicas=replicas,
         deaths=kill or (),
         lease_s=lease,
     )
-    if detector is Detector.UTILIZATION and Signal.REQUESTS not in setting.uses:
-        warning = (
-            "warning: the utilization detector is a pressure score that can read near 0 while every slot is "
-            "taken; alone it cannot keep the reserve. Use --signals both, as signals.use: auto does"
+    if setting.pressure_score_alone:
+        _warn(
+            f"the saturation of the {detector} detector is a pressure score that can read near 0 while every "
+            "slot is taken; alone it cannot keep the reserve. Use --signals both, as signals.use: auto does"
         )
-        typer.secho(warning, err=True, fg=typer.colors.YELLOW)
     with _progress() as progress:
         comparison = compare(setting, traffic, names, progress=progress)
+    if comparison.too_small:
+        _warn(comparison.too_small)
     if json_output:
         typer.echo(json.dumps(comparison.as_json(), indent=2, ensure_ascii=False))
     else:
@@ -174,6 +248,22 @@ def simulate(
         except (OSError, ValueError) as error:
             _fail(f"{plot}: {error}", code=1)
         typer.echo(f"timeline drawn into {plot}", err=True)
+
+
+def _traffic(trace: Path | None, steps: str | None, *, slots: int, seed: int) -> Trace:
+    """Raises TraceError."""
+    if steps is not None:
+        if trace is not None:
+            _fail("--steps stands in place of a trace: give one of them")
+        return shapes.steps(shapes.parse_steps(steps), slots=slots, seed=seed)
+    made_up = shapes.MADE_UP.get(str(trace))
+    if made_up is not None:
+        return made_up(seed)
+    return load(trace or BUNDLED, slots=slots, seed=seed)
+
+
+def _warn(message: str) -> None:
+    typer.secho(f"warning: {message}", err=True, fg=typer.colors.YELLOW)
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:
@@ -220,9 +310,9 @@ def _stretches(option: str, values: Sequence[str] | None) -> list[tuple[float, f
     return pairs
 
 
-def _pods(value: float) -> int:
+def _whole(option: str, value: float) -> int:
     if value < 0 or value != int(value):
-        _fail(f"--pods-at: {value:g} is not a number of pods")
+        _fail(f"{option}: {value:g} is not a number of {option.removeprefix('--').removesuffix('-at')}")
     return int(value)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dispatcher.cli.running import running
 from dispatcher.cli.screen import say
 from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Target, ask, find
 
@@ -54,7 +54,8 @@ async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
     """What the queue tells, and the dispatcher where it answers."""
     counts = await desk.counts()
     paused = await desk.paused()
-    dispatcher, problem = await _dispatcher(target)
+    admin = target.settings.admin if target.settings else None
+    dispatcher, problem = await running(admin) if admin else (None, "only --config says where to ask")
     return {
         "queue": target.names.queue,
         "pending": counts.pending,
@@ -85,42 +86,6 @@ def _paragraph(shown: dict[str, Any]) -> str:
     return " ".join(told)
 
 
-async def _dispatcher(target: Target) -> tuple[dict[str, Any] | None, str | None]:
-    """/status of the dispatcher that runs by this configuration on this machine; or why it is not known."""
-    if target.settings is None:
-        return None, "only --config says where to ask"
-    import aiohttp
-
-    admin = target.settings.admin
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin.host, admin.host)  # noqa: S104 - what is listened on
-    headers = {}
-    if admin.token_file:
-        try:
-            headers["Authorization"] = f"Bearer {_token(admin.token_file)}"
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "no text"
-            return None, f"admin.token_file: {admin.token_file} cannot be read: {why}"
-    try:
-        async with (
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2.0)) as session,
-            session.get(f"http://{host}:{admin.port}/status", headers=headers) as answer,
-        ):
-            if answer.status == 401:
-                other = "another token than admin.token_file has"
-                wanted = other if admin.token_file else "a token; admin.token_file names none"
-                return None, f"admin.port {admin.port} wants {wanted}"
-            found = await answer.json() if answer.status == 200 else None
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        return None, f"nobody on admin.port {admin.port} of this machine"
-    if isinstance(found, dict) and "explanation" in found:
-        return found, None
-    return None, f"what answers on admin.port {admin.port} is no dispatcher"
-
-
-def _token(path: str) -> str:
-    return Path(path).read_text().strip()
-
-
 def _unheard(shown: dict[str, Any]) -> str:
     return f"No dispatcher answers ({shown['dispatcher_problem']})"
 
@@ -132,6 +97,7 @@ def _paused(switch: dict[str, str]) -> str:
 
 _REFUSED = "The changed configuration is refused, the one before is in force"
 _WORDS = {
+    "learned": "what fitted",
     "watch": "the Kubernetes watch",
     "picker": "the endpoint picker",
     "query": "signals.prometheus.queries.capacity",
@@ -141,7 +107,9 @@ _WORDS = {
 def _capacity(gate: dict[str, Any]) -> str:
     """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
     by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
-    told = [f"the capacity is {gate['max_sys']:g} by {_whose_word(gate)}"] if by is not None else []
+    told = [f"the capacity is {gate['max_sys']:.5g} by {_whose_word(gate)}"] if by is not None else []
+    if by == "learned":
+        told[0] += f", {gate['configured_max_sys']:g} are configured"
     watch = "which" if by == "watch" else "the Kubernetes watch"
     if ready is not None:
         ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
@@ -212,6 +180,7 @@ def _problems(told: dict[str, Any]) -> list[str]:
     """What is wrong beside the reason that is shown."""
     found = [(_REFUSED, told.get("config_problem"))]
     found += [(f"The {part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
+    found += [("The reserve is little", told.get("reserve_problem"))]
     failing_s = told.get("signals_failing_s")
     for_s = "" if failing_s is None else f" for {failing_s:.0f} s now"
     found += [(f"The signals cannot be read{for_s}", told.get("signals_problem"))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dispatcher.core.budget import Budget, Reason, Signal, whole
+from dispatcher.core.budget import Budget, Reason, Signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class Allowance:
     """When the newest reading behind the limit was taken (its window's start)."""
     lost: int
     """Leases lost so far that the limit already allows for."""
-    ceiling: float | None
     next_check_at: float | None
     """Ask again then, though nothing happened; None: only when something does."""
     probe: int = 0
@@ -36,16 +35,15 @@ def explain(allowance: Allowance, in_flight: int) -> str:
     terms = ""
     budget = allowance.budget
     if budget is not None and budget.fault is None:
+        fits = f", which fitted where {budget.configured:g} are configured" if budget.learned else ""
         terms = (
             f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
-            f"reserve {budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:g} requests, "
+            f"reserve {budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:.5g} requests{fits}, "
             f"headroom {budget.headroom})"
         )
     if allowance.reason.closed:
         return f"Nothing is sent: {allowance.reason}, {allowance.because}{terms}."
     limited = f"limit {allowance.limit}"
-    if allowance.ceiling is not None and allowance.limit >= whole(allowance.ceiling):
-        limited += f" by a ceiling of {allowance.ceiling:.1f} that refusals taught"
     match allowance.reason:
         case Reason.SATURATED:
             told = f"{in_flight} in flight over a {limited}: the pool is too full to replace completions"

@@ -78,7 +78,7 @@ class Policy:
     max_in_flight: int | None = None
     """Hard cap on our requests, whatever the readings say."""
     overload_backoff: float = 0.7
-    """β: a refusal lowers the ceiling to this share of what was in flight."""
+    """β: one refusal leaves at least this share of what was taken for the capacity."""
     max_age_s: float = 10.0
     """A sample older than this is not acted upon."""
     retry_after_max_s: float = 60.0
@@ -116,6 +116,12 @@ class Reading:
     """Where it came from: `epp`, `prometheus`."""
     raw: Mapping[str, float] = field(default_factory=dict)
     """The values it was made of, by series, for people."""
+    running: float | None = None
+    """Requests that ran at a moment of the sample, those apart that waited; None: not known apart."""
+    waiting: float = 0.0
+    """Requests that waited at that moment, in the picker or in the model servers."""
+    flushed: bool = False
+    """That moment was the last flush, which other samples show as well."""
 
     @property
     def load(self) -> float:
@@ -135,10 +141,18 @@ class Budget:
     headroom: int
     """H = floor(max_SYS × D), in requests; negative when the pool is over-full."""
     max_sys: float
+    configured: float
+    """max_SYS by the configuration, the sample and the watch; `max_sys` is less where less was learned to
+    fit."""
     fault: Reason | None = None
     """Why it must not be acted upon: NO_ENDPOINTS or IMPLAUSIBLE; None when it may."""
     because: str = ""
     """The fault in words."""
+
+    @property
+    def learned(self) -> bool:
+        """Less was learned to fit than the configuration says."""
+        return self.max_sys < self.configured
 
 
 def whole(requests: float) -> int:
@@ -146,11 +160,14 @@ def whole(requests: float) -> int:
     return math.floor(requests + SLACK)
 
 
-def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> Budget:
+def assess(
+    reading: Reading, policy: Policy, capacity: float | None = None, share: float | None = None
+) -> Budget:
     """The budget that a reading leaves under a policy.
 
     `capacity`: what the pool can take as known from elsewhere (the Kubernetes watch). A smaller one than the
     sample's counts at once, with the sample's load rescaled to it; a larger one is not believed yet.
+    `share`: what was learned to fit of that (None: all of it), likewise.
     """
     f_sys, f_epp, max_sys = reading.f_sys, reading.f_epp, reading.max_sys
     if not (math.isfinite(f_sys) and math.isfinite(f_epp) and math.isfinite(max_sys)):
@@ -162,10 +179,14 @@ def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> B
     if max(max_sys, reading.load) > PLAUSIBLE_MOST:
         why = f"a capacity of {max_sys:.3g} and a load of {reading.load:.3g} requests: no pool has so many"
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)
-    if capacity is not None and capacity < max_sys:
-        if capacity > 0:
-            f_sys, f_epp = f_sys * max_sys / capacity, f_epp * max_sys / capacity
-        max_sys = capacity
+    configured = max_sys if capacity is None else min(capacity, max_sys)
+    fitting = configured if share is None else configured * share
+    if fitting < max_sys:
+        if fitting > 0:
+            # A pressure score says how full the pool is whatever it is configured for.
+            f_sys *= max_sys / (fitting if reading.exact else configured)
+            f_epp *= max_sys / fitting
+        max_sys = fitting
     if max_sys <= 0:
         return _faulty(reading, policy, Reason.NO_ENDPOINTS, "no endpoint is ready")
     d = 1.0 - (f_sys + f_epp + policy.reserve)
@@ -179,6 +200,7 @@ def assess(reading: Reading, policy: Policy, capacity: float | None = None) -> B
         d=d,
         headroom=whole(max_sys * d),
         max_sys=max_sys,
+        configured=configured,
     )
     if (d - policy.ceiling_d) * max_sys > SLACK:
         why = f"D {d:.3f} is above {policy.ceiling_d:.3f}, more room than an idle pool has"
@@ -195,6 +217,7 @@ def _faulty(reading: Reading, policy: Policy, fault: Reason, because: str) -> Bu
         d=float("nan"),
         headroom=0,
         max_sys=reading.max_sys,
+        configured=reading.max_sys,
         fault=fault,
         because=because,
     )

@@ -20,8 +20,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-DELTA_S = 0.02
-"""δ: no request takes longer between us and the gateway, either way."""
+from dispatcher.core.travel import USUAL_S
+
+DELTA_S = USUAL_S
+"""δ, unless our exchanges show another (`Travel`): no request takes longer between us and the gateway, either
+way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,12 @@ class Held:
     def sent(self, key: Hashable, at: float) -> None:
         self._live[key] = at
 
-    def answered(self, key: Hashable, at: float) -> None:
-        """The request left the gateway, however: answered, cut, or given up."""
+    def answered(self, key: Hashable, at: float) -> float | None:
+        """The request left the gateway, however: answered, cut, or given up. How long it was out; None: it
+        was not."""
         start = self._live.pop(key, None)
         if start is None:
-            return
+            return None
         at = max(at, start)
         ends = self._ends
         place = bisect_right(ends, at)  # the tail, but for answers told out of order
@@ -74,6 +78,7 @@ class Held:
         self._starts.insert(place, start)
         if len(ends) > 1024 and ends[len(ends) // 2] < at - self.horizon_s:
             self._forget(at)
+        return at - start
 
     def counted(self, at: float, others: int, young: int) -> None:
         """Other owners held `others` leases, of which `young` may not have been sent yet."""
@@ -102,18 +107,19 @@ class Held:
         """When others were last counted."""
         return self._others[-1].at if self._others else float("-inf")
 
-    def between(self, a: float, b: float) -> Interval:
+    def between(self, a: float, b: float, delta_s: float = DELTA_S) -> Interval:
         least_others, most_others = self._others_between(a, b)
-        own_lo = self._least_own(a, b)
+        own_lo = self.least_own(a, b, delta_s)
         return Interval(own_lo + least_others, self._most_own(a, b) + most_others, own_lo)
 
-    def _least_own(self, a: float, b: float) -> int:
-        first = bisect_left(self._ends, a + DELTA_S)
+    def least_own(self, a: float, b: float, delta_s: float) -> int:
+        """The part of `least` that is this process's own."""
+        first = bisect_left(self._ends, a + delta_s)
         starts: list[float] = []
         ends: list[float] = []
         held = 0
         for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
-            begins, stops = start + DELTA_S, end - DELTA_S
+            begins, stops = start + delta_s, end - delta_s
             if begins > b or begins >= stops:
                 continue
             if begins <= a:
@@ -123,7 +129,7 @@ class Held:
             if stops < b:
                 ends.append(stops)
         for start in self._live.values():
-            begins = start + DELTA_S
+            begins = start + delta_s
             if begins <= a:
                 held += 1
             elif begins <= b:

@@ -4,7 +4,9 @@ A reading that shows headroom H, taken while between `lo` and `hi` of our own re
 that the limit lies between lo + H and hi + H (our own are added back). The limit moves only as far as that
 proves:
 
-    L = clamp(L_before, lo + H, hi + H),   L ≤ floor(max_SYS × (1 − B)), max_in_flight, the ceiling C
+    L = clamp(L_before, lo + H, hi + H),   L ≤ floor(max_SYS × (1 − B)), max_in_flight
+
+max_SYS is what the configuration says, or the share of that which was learned to fit (`Capacity`).
 
 Each signal keeps a limit of its own; the smallest wins. A lease that ends without an answer lowers L by one
 until a reading taken after that. Everything else closes the gate, and the first reason that holds is the one
@@ -18,46 +20,24 @@ order and twice; none raises.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from dispatcher.core.allowance import Allowance
-from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
-from dispatcher.core.ceiling import Ceiling
-from dispatcher.core.held import DELTA_S, Held, Interval
+from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
+from dispatcher.core.capacity import Capacity, Sight
+from dispatcher.core.held import Held, Interval
 from dispatcher.core.losses import Losses
 from dispatcher.core.reach import Reach
 from dispatcher.core.refusals import HEARD_SLOP_S, Refusals
+from dispatcher.core.track import Track
+from dispatcher.core.travel import MOST_S, Travel
 
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
-ONE_WAITS = 0.5
-"""Requests in the picker's queue from which on somebody waits; several samples' mean need not be whole."""
 KEPT_READINGS = 16
 REALTIME = "requests that are not ours, or of a dispatcher that died, take all but the reserve"
 DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
-
-
-@dataclass(slots=True)
-class _Track:
-    """One signal: its newest reading and the limit of its own."""
-
-    waiting: list[Reading] = field(default_factory=list)
-    """Taken, but not yet older than δ."""
-    reading: Reading | None = None
-    interval: Interval = field(default=Interval(0, 0, 0))
-    handed_at: float = float("-inf")
-    """When a sample was last handed in, new or not."""
-    before: int = 0
-    """The limit before this reading."""
-    limit: int = 0
-    lost_before: int = 0
-    """Leases lost before the reading's window opened: the limit already knows of them."""
-    capacity: float | None = None
-    """The smallest capacity known from elsewhere since the reading."""
-    budget: Budget | None = None
-    disbelieved: int = 0
-    """Readings in a row that showed less than we surely had running."""
 
 
 class Limiter:
@@ -65,9 +45,10 @@ class Limiter:
 
     def __init__(self, policy: Policy, uses: Iterable[Signal]) -> None:
         self._policy = policy
-        self._tracks = {signal: _Track() for signal in uses}
+        self._tracks = {signal: Track() for signal in uses}
         self._held = Held(horizon_s=_horizon(policy))
-        self._ceiling = Ceiling()
+        self._learned = Capacity()
+        self._travel = Travel()
         self._capacity: float | None = None
         self._losses = Losses()
         self._shared = (float("-inf"), 0)
@@ -99,6 +80,7 @@ class Limiter:
         track.handed_at = now
         if self._failure is not None and all(t.handed_at > self._failure[2] for t in self._tracks.values()):
             self._failure = None
+        self._travel.reckon()
         track.waiting.append(reading)
         del track.waiting[:-KEPT_READINGS]
         self._standing = None
@@ -115,7 +97,7 @@ class Limiter:
         """Which signals count from now on; one that is new has to be read first."""
         wanted = set(signals)
         if wanted != set(self._tracks):
-            self._tracks = {signal: self._tracks.get(signal, _Track()) for signal in sorted(wanted)}
+            self._tracks = {signal: self._tracks.get(signal, Track()) for signal in sorted(wanted)}
             self._standing = None
 
     def capacity(self, max_requests: float | None, now: float) -> None:
@@ -124,7 +106,7 @@ class Limiter:
         for track in self._tracks.values():
             if max_requests is not None and (track.capacity is None or max_requests < track.capacity):
                 track.capacity = max_requests
-            self._reassess(track)
+            track.reassess(self._policy, self._learned.share)
         self._standing = None
 
     def settings(self, policy: Policy, now: float) -> None:
@@ -132,7 +114,7 @@ class Limiter:
         self._policy = policy
         self._held.horizon_s = max(self._held.horizon_s, _horizon(policy))
         for track in self._tracks.values():
-            self._reassess(track)
+            track.reassess(self._policy, self._learned.share)
         self._standing = None
 
     # ── events: our own load ────────────────────────────────────────────────────────────────────────────
@@ -140,9 +122,14 @@ class Limiter:
     def sent(self, key: Hashable, now: float) -> None:
         self._held.sent(key, now)
 
-    def answered(self, key: Hashable, now: float) -> None:
-        """The request is no longer at the gateway: answered, failed, cut or given up."""
-        self._held.answered(key, now)
+    def answered(self, key: Hashable, now: float, opened_s: float | None = None) -> None:
+        """The request is no longer at the gateway: answered, failed, cut or given up. `opened_s`: how long
+        it took to open a connection for it, where one was."""
+        out_s = self._held.answered(key, now)
+        if out_s is not None:
+            self._travel.exchanged(out_s)
+        if opened_s is not None:
+            self._travel.opened(opened_s)
 
     def leases(self, now: float, *, others: int, young: int, lost: int, stray: int = 0) -> None:
         """Counted in the queue: other owners' live leases, leases ever lost, and the strays among those.
@@ -156,7 +143,7 @@ class Limiter:
             reading = track.reading
             if reading is not None and counted_at < reading.closed_at <= now:
                 track.interval = self._ours_in(reading)
-                self._reassess(track)
+                track.reassess(self._policy, self._learned.share)
                 self._standing = None
         known = self._losses.lost
         if not self._losses.counted(now, lost, stray):  # a new beginning
@@ -190,7 +177,7 @@ class Limiter:
         until = min(until, now + self._policy.retry_after_max_s)
         known = self._refusals.refused(now, until, heard=heard)
         if capacity:
-            self._ceiling.refused(in_flight, self._policy.overload_backoff, known=known)
+            self._learned.refused(in_flight, known=known, heard=heard)
         self._standing = None
 
     def nobody_home(self, now: float, sent_at: float, why: str, connected: Iterable[float] = ()) -> bool:
@@ -303,14 +290,12 @@ class Limiter:
 
     def _decide(self, now: float) -> Allowance:
         self._apply_due(now)
-        checks = [r.closed_at + DELTA_S for t in self._tracks.values() for r in t.waiting]
+        checks = [r.closed_at + self._travel.delta_s for t in self._tracks.values() for r in t.waiting]
         read_at = self._read_at()
         signal, limit = self._smallest()
         budget = self._tracks[signal].budget if signal is not None else None
         closed = self._closed_without_room(now, read_at, checks)
         probe = False
-        if self._ceiling.value is not None:
-            limit = min(limit, whole(self._ceiling.value))
         room, cap = limit, self._policy.max_in_flight
         limit = room if cap is None else min(room, cap - self._strays(now, checks))
         if closed is None:
@@ -326,7 +311,6 @@ class Limiter:
             budget=budget,
             read_at=read_at,
             lost=self._losses.lost,
-            ceiling=self._ceiling.value,
             next_check_at=min(checks) if checks else None,
             probe=limit if probe else 0,
         )
@@ -432,19 +416,15 @@ class Limiter:
         applied_to = self._newest_sample_at
         ours_at = self._read_at()
         for track in self._tracks.values():
-            due = [r for r in track.waiting if r.closed_at + DELTA_S <= now]
-            if not due:
-                continue
-            track.waiting = [r for r in track.waiting if r.closed_at + DELTA_S > now]
-            for reading in sorted(due, key=lambda r: r.closed_at):
+            for reading in track.due(now, self._travel.delta_s):
                 if track.reading is None or reading.closed_at > track.reading.closed_at:
                     self._apply(track, reading, ours_at)
                     applied_to = max(applied_to, reading.closed_at)
         if applied_to > self._newest_sample_at:
             self._newest_sample_at = applied_to  # once per sample, however many signals it was of
-            self._teach_ceiling()
+            self._learn()
 
-    def _apply(self, track: _Track, reading: Reading, ours_at: float) -> None:
+    def _apply(self, track: Track, reading: Reading, ours_at: float) -> None:
         lost_before = self._losses.lost_at(reading.opened_at)
         limit, known = track.limit, track.lost_before
         if self._shared[0] - HEARD_SLOP_S > ours_at:
@@ -455,38 +435,31 @@ class Limiter:
         track.capacity = self._capacity
         track.interval = self._ours_in(reading)
         unseen = reading.exact and reading.load + 0.5 < track.interval.own_lo
+        if unseen and self._travel.explained(lambda delta_s: self._shows(reading, delta_s)):
+            track.interval, unseen = self._ours_in(reading), False
         track.disbelieved = track.disbelieved + 1 if unseen else 0
-        self._reassess(track)
+        track.reassess(self._policy, self._learned.share)
 
     def _ours_in(self, reading: Reading) -> Interval:
         """What of ours it contains; without a gateway nothing surely: what connects or hangs is not there."""
-        interval = self._held.between(reading.opened_at, reading.closed_at)
+        interval = self._held.between(reading.opened_at, reading.closed_at, self._travel.delta_s)
         return interval if self._reach.closure is None else interval.unsure_of_own()
 
-    def _reassess(self, track: _Track) -> None:
-        """The track's budget and limit, from its newest reading under the policy and capacity of now."""
-        if track.reading is None:
-            return
-        capacities = [c for c in (track.capacity, self._policy.max_sys) if c is not None]
-        budget = track.budget = assess(track.reading, self._policy, min(capacities, default=None))
-        if budget.fault is None:
-            interval = track.interval
-            limit = max(interval.lo + budget.headroom, min(track.before, interval.hi + budget.headroom))
-            if track.disbelieved:
-                limit = min(limit, track.before)  # it cannot have seen us: it proves no room
-            track.limit = min(limit, self._policy.most(budget.max_sys))
+    def _shows(self, reading: Reading, delta_s: float) -> bool:
+        """Whether it shows all that we surely had there, if travel took so long."""
+        return reading.load + 0.5 >= self._held.least_own(reading.opened_at, reading.closed_at, delta_s)
 
-    def _teach_ceiling(self) -> None:
-        if self._read_at() > self._refusals.at:
-            budgets = [
-                t.budget for t in self._tracks.values() if t.budget is not None and t.budget.fault is None
-            ]
-            # A faulty reading keeps the gate shut: that nothing was refused meanwhile teaches nothing.
-            if budgets and len(budgets) == len(self._tracks):
-                self._ceiling.reading(
-                    min(self._policy.most(budget.max_sys) for budget in budgets),
-                    waiting=any(budget.f_epp * budget.max_sys >= ONE_WAITS for budget in budgets),
-                )
+    def _learn(self) -> None:
+        """What the newest sample teaches of the capacity."""
+        if self._read_at() <= self._refusals.at:
+            return
+        tracks = [t for t in self._tracks.values() if t.budget is not None and t.budget.fault is None]
+        # A faulty reading keeps the gate shut: that nothing was refused meanwhile teaches nothing.
+        if not tracks or len(tracks) < len(self._tracks):
+            return
+        self._learned.reading(_sight(tracks), self._policy.overload_backoff)
+        for track in tracks:
+            track.reassess(self._policy, self._learned.share)
 
     def __repr__(self) -> str:
         standing = self._standing
@@ -494,5 +467,31 @@ class Limiter:
         return f"<Limiter {shown}, in flight {self.in_flight}>"
 
 
+def _sight(tracks: list[Track]) -> Sight:
+    """What the newest sample shows of the whole pool, however many signals it was of."""
+    seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
+    apart = [r for r, _, _ in seen if _told_apart(r)]
+    newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
+    waiting = newest.waiting if apart else max(r.f_epp * r.max_sys for r, _, _ in seen)
+    # A pressure score counts nobody; what ran and waited does.
+    counted = [(r.load, hi) for r, hi, _ in seen if r.exact]
+    counted = counted or [((r.running or 0.0) + r.waiting, hi) for r, hi, _ in seen if _told_apart(r)]
+    counted = counted or [(r.load, hi) for r, hi, _ in seen]
+    return Sight(
+        at=newest.closed_at,
+        configured=min(budget.configured for _, _, budget in seen),
+        running=newest.running if apart else None,
+        waiting=waiting,
+        flushed=bool(apart) and newest.flushed,
+        realtime=max(max(0.0, load - hi) for load, hi in counted),
+    )
+
+
+def _told_apart(reading: Reading) -> bool:
+    """Whether it tells what runs from what waits, in numbers that a pool may have."""
+    running, waiting = reading.running, reading.waiting
+    return running is not None and 0 <= running <= PLAUSIBLE_MOST and 0 <= waiting <= PLAUSIBLE_MOST
+
+
 def _horizon(policy: Policy) -> float:
-    return policy.max_age_s + WINDOW_MOST_S + 2 * DELTA_S
+    return policy.max_age_s + WINDOW_MOST_S + 2 * MOST_S

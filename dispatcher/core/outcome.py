@@ -38,7 +38,7 @@ class Overloaded:
     reason: str
     """The drop reason, or the empty string."""
     capacity: bool
-    """Refused for lack of capacity: teaches a ceiling."""
+    """Refused for lack of capacity: may teach what fits."""
     retry_after_s: float | None = None
 
 

@@ -14,10 +14,10 @@ closure of the gate, from zero again with each request of that standing that is 
                  from before, at most SIFTED are tried at a time, whatever the limit. Who is refused by this
                  joins the refused, and so whoever can be served is come to, however many stand before.
 
-Whoever rests teaches no ceiling, nor does anybody while nothing of ours is accepted: the room was not what
-it lacked. One that is tried and never heard of again (cancelled, its lease lost) holds the others of its
-standing up for REST_MOST_S. Requests that name no tenant have no standing as such: they would all rest for
-one of them, and in most queues there are no others.
+Whoever rests teaches nothing of the capacity, nor does anybody while nothing of ours is accepted: it was not
+room that it lacked. One that is tried and never heard of again (cancelled, its lease lost) holds the others
+of its standing up for REST_MOST_S. Requests that name no tenant have no standing as such: they would all
+rest for one of them, and in most queues there are no others.
 """
 
 from __future__ import annotations

@@ -65,7 +65,6 @@ def terms(allowance: Allowance, *, in_flight: int, reading_age_s: float | None) 
         "reason": str(allowance.reason),
         "limit": allowance.limit,
         "in_flight": in_flight,
-        "ceiling": allowance.ceiling,
         "signal": None if allowance.signal is None else str(allowance.signal),
         "reading_age_s": reading_age_s,
         "explanation": explain(allowance, in_flight),
@@ -73,6 +72,8 @@ def terms(allowance: Allowance, *, in_flight: int, reading_age_s: float | None) 
     if budget is not None:
         found |= {"f_sys": budget.f_sys, "f_epp": budget.f_epp, "reserve": budget.reserve}
         found |= {"max_sys": budget.max_sys}
+        if budget.learned:
+            found |= {"configured_max_sys": budget.configured}
         if budget.fault is None:
             found |= {"budget": budget.d, "headroom": budget.headroom}
     return {

@@ -335,7 +335,7 @@ class Dispatcher:
             forwarded = Forwarded(Failed(f"the dispatcher failed: {error!r}"), started, now())
         finally:
             self._holding.back(held)
-        self.limiter.answered(lease.token, forwarded.ended_at)
+        self.limiter.answered(lease.token, forwarded.ended_at, forwarded.opened_s)
         outcome = self._gateway_seen(held, request, forwarded)
         self._journal.tried(held, forwarded, outcome)
         self._finish(self._decide(lease, request, outcome))

@@ -175,7 +175,10 @@ class HttpGateway:
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
             why = await _knock(line, plan)
             outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
-        return Forwarded(outcome, ended if current.connected_at is None else current.connected_at, ended)
+        if current.connected_at is None:
+            return Forwarded(outcome, ended, ended)
+        opened_s = None if current.reused or current.fresh else current.connected_at - started
+        return Forwarded(outcome, current.connected_at, ended, opened_s)
 
     def _refresh(self, now: float) -> Line | Unreachable:
         """The line to use, after a look at the files that rotate: certificates and token."""

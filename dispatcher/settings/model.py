@@ -272,8 +272,8 @@ class Budget(Section):
         0.7,
         gt=0,
         lt=1,
-        description="β: a refusal for lack of capacity lowers the ceiling to this share of what was in "
-        "flight.",
+        description="β: one refusal for lack of capacity leaves at least this share of what was taken "
+        "for the capacity.",
     )
 
     @field_validator("upper")

@@ -407,6 +407,7 @@ def _reading(
 ) -> Reading:
     # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
     queued = total(each.queued for each in views if each.queued is not None)
+    running, waiting, flushed = _apart(views, queued)
     return Reading(
         signal=signal,
         opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.flushed else 0.0),
@@ -417,7 +418,31 @@ def _reading(
         source=source,
         raw=raw,
         exact=load.exact,
+        running=running,
+        waiting=waiting,
+        flushed=flushed,
     )
+
+
+def _apart(views: Sequence[View], queued: float) -> tuple[float | None, float, bool]:
+    """What ran while so many waited, both of one moment: the last flush (whether it is that is told, too), or
+    now, by what the picker sent and what waits in it. Where somebody waits by both the smaller counts. None:
+    not known apart."""
+    if any(each.own for each in views):
+        return None, queued, False  # of the operator's own quantities nothing is known
+    found: list[tuple[float, float, bool]] = []
+    flushed = [
+        (each.running * each.ready, each.waiting * each.ready)
+        for each in views
+        if each.running is not None and each.waiting is not None and each.ready is not None
+    ]
+    if len(flushed) == len(views):
+        found.append((*max(flushed), True))
+    sent = [each.in_flight for each in views if each.in_flight is not None]
+    if queued > 0 and len(sent) == len(views):
+        found.append((total(sent), queued, False))
+    crowded = [each for each in found if each[1] > 0]
+    return min(crowded or found, default=(None, queued, False))
 
 
 def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load | Unread:

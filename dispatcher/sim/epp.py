@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
+from math import inf
 from typing import Literal
 
 from dispatcher.sim.pool import Job, Pool
@@ -110,6 +111,14 @@ class Epp:
         self.flushed_at: float | None = None
         """When the averages were last rewritten."""
 
+    def lets_in(self, slots: int) -> float:
+        """How many requests it sends to model servers that run so many; the others wait here."""
+        if not self._flow_control:
+            return inf
+        if self._detector == "concurrency":
+            return self.declared
+        return slots + WAITING_AT_FULL * self.endpoints
+
     def watch(self, pool: Pool) -> None:
         """Note the pool's state; called at each change of it."""
         if self.lag_s <= 0:
@@ -118,12 +127,7 @@ class Epp:
         while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
             self._history.popleft()
         in_system = pool.running + pool.waiting
-        if not self._flow_control:
-            sent = in_system
-        elif self._detector == "concurrency":
-            sent = max(pool.running, min(in_system, self.declared))
-        else:
-            sent = min(in_system, pool.running + WAITING_AT_FULL * self.endpoints)
+        sent = round(max(pool.running, min(in_system, self.lets_in(pool.slots))))
         self._seen_flow = self._seen_flow or in_system > 0
         self._history.append(
             _View(now, pool.running, sent - pool.running, in_system - sent, self.endpoints, pool.slots)

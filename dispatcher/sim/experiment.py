@@ -9,19 +9,19 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-from dispatcher.core.budget import Policy as Budgeting
-from dispatcher.core.budget import Reading, Reason, Signal, whole
+from dispatcher.core.budget import Reason, whole
 from dispatcher.core.harvest import Meter
+from dispatcher.signals.series import Verdict
 from dispatcher.sim import policies, virtual
 from dispatcher.sim.fleet import Law
-from dispatcher.sim.metrics import Detector, Exporter
 from dispatcher.sim.road import End, Road
+from dispatcher.sim.setting import Setting
 from dispatcher.sim.trace import Trace
-from dispatcher.sim.world import Job, PoolState, World, batch_job, batch_tokens
+from dispatcher.sim.world import Job, PoolState, World
 from dispatcher.telemetry.events import diverted
 
 SETTLED_AFTER = 30
-"""Readings after which a ceiling is expected to have been learned."""
+"""Readings after which a wrong capacity is expected to have been learned."""
 
 
 class Name(StrEnum):
@@ -34,67 +34,6 @@ class Name(StrEnum):
     LITERAL = "literal"
     MULTIPLIER = "multiplier"
     NONE = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """A pool, its monitoring, and what goes wrong."""
-
-    slots: int = 64
-    """As the configuration says."""
-    true_slots: int | None = None
-    """As the pool has them; None: the configuration is right."""
-    scrape_s: float = 1.0
-    lag_s: float = 0.05
-    """From a scrape until its reading is known."""
-    jitter: float = 0.0
-    """Each scrape comes up to this share of its interval later."""
-    flush_s: float = 0.0
-    shows_running: bool = True
-    """The picker shows what it sent and saw no answer of."""
-    detector: Detector = Detector.CONCURRENCY
-    signals: Sequence[Signal] | None = None
-    """None: `saturation`; both where the detector is no true count; `requests` where averages are flushed
-    (no flow control)."""
-    kv_full: float = 0.1
-    reserve: float = 0.05
-    max_age_s: float | None = None
-    """None: as the configuration has it, 10 for direct scrapes and 60 for older readings."""
-    seconds: float = 900.0
-    seed: int = 0
-    batch_tokens: int | None = None
-    """Every batch request generates so many; None: they differ."""
-    queue_limit: int | None = None
-    pods: int = 1
-    pods_at: Sequence[tuple[float, int]] = ()
-    outages: Sequence[tuple[float, float]] = ()
-    gaps: Sequence[tuple[float, float]] = ()
-    """Stretches in which scrapes fail."""
-    replicas: int = 1
-    deaths: Sequence[float] = ()
-    """When one of the replicas is killed."""
-    lease_s: float = 30.0
-
-    @property
-    def real_slots(self) -> int:
-        return self.slots if self.true_slots is None else self.true_slots
-
-    @property
-    def uses(self) -> Sequence[Signal]:
-        if self.signals is not None:
-            return self.signals
-        if self.detector is Detector.UTILIZATION:
-            return (Signal.SATURATION, Signal.REQUESTS)
-        return (Signal.REQUESTS,) if self.flush_s else (Signal.SATURATION,)
-
-    @property
-    def budgeting(self) -> Budgeting:
-        aged = self.scrape_s + self.lag_s > 2.0
-        return Budgeting(
-            reserve=self.reserve,
-            per_endpoint=self.slots / self.pods,
-            max_age_s=self.max_age_s if self.max_age_s is not None else 60.0 if aged else 10.0,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +64,8 @@ class Run:
     cut: int = 0
     over_mean: float = 0.0
     over_worst: float = 0.0
+    most: int = 0
+    """The most requests there were, running and waiting."""
     realtime_refused: int = 0
     realtime_unreachable: int = 0
     waits: list[float] = field(default_factory=list)
@@ -167,33 +108,31 @@ class _Experiment:
         tasks: asyncio.TaskGroup,
         progress: Callable[[float], None],
     ) -> None:
-        per_pod = setting.real_slots / setting.pods
         world = World(
             setting.real_slots,
             reserve=setting.reserve,
             queue_limit=setting.queue_limit,
             realtime=trace.jobs(),
-            slots_at=[(at, round(pods * per_pod)) for at, pods in setting.pods_at],
+            slots_at=setting.slots_at,
+            pods=setting.pods,
+            pods_at=setting.pods_at,
+            lets_in=setting.lets_in,
             outages=setting.outages,
-            on_slots=self._slots_changed,
+            on_pods=self._pods_changed,
         )
         self._setting = setting
         self._loop = asyncio.get_running_loop()
-        self._road = Road(world, on_realtime=self._answered, on_change=self._changed)
-        self._exporter = Exporter(
-            setting.uses,
-            slots_per_pod=setting.slots / setting.pods,
-            true_slots_per_pod=per_pod,
-            detector=setting.detector,
-            kv_full=setting.kv_full,
-            flush_s=setting.flush_s,
-            shows_running=setting.shows_running,
+        send_s, answer_s = setting.ways_s
+        self._road = Road(
+            world, send_s=send_s, answer_s=answer_s, on_realtime=self._answered, on_change=self._changed
         )
+        self._exporter = setting.exporter
         self._run = Run(name, setting.seconds)
         self._policy = self._make(name, tasks)
         self._progress = progress
         self._sizes = random.Random(f"{setting.seed}/batch")
         self._jitters = random.Random(f"{setting.seed}/scrapes")
+        self._losses = random.Random(f"{setting.seed}/lost")
         self._scrapes = 0
         self._check_at = inf
 
@@ -204,11 +143,7 @@ class _Experiment:
             case Name.ALL_KNOWING:
                 return policies.AllKnowing(budgeting, slots, self._true_room)
             case Name.LAW:
-                return Law(
-                    budgeting, slots, setting.uses, self._road, tasks,
-                    replicas=setting.replicas, lease_s=setting.lease_s, seed=setting.seed,
-                    tokens=setting.batch_tokens,
-                )  # fmt: skip
+                return Law(setting, self._road, tasks)
             case Name.POINT:
                 return policies.Point(budgeting, slots)
             case Name.CAP:
@@ -224,7 +159,8 @@ class _Experiment:
         setting, call_at = self._setting, self._loop.call_at
         ended = self._loop.create_future()
         if setting.flush_s:
-            self._flush(0.0)
+            self._exporter.flush(self._road.world.observe())
+            call_at(setting.first_flush_s, self._flush, setting.first_flush_s)
         self._scrape(0.0)
         if moment_s:
             self._keep(0.0, moment_s)
@@ -255,7 +191,8 @@ class _Experiment:
 
     def _send(self, now: float) -> None:
         self._policy.sent(now)
-        self._road.send(batch_job(self._setting.batch_tokens or batch_tokens(self._sizes)), self._back)
+        batch = self._setting.batch
+        self._road.send(batch.job(batch.draw(self._sizes)), self._back)
 
     def _back(self, how: End) -> None:
         self._policy.ended(self._loop.time(), how)
@@ -275,7 +212,8 @@ class _Experiment:
         self._scrapes += 1
         if self._scrapes == SETTLED_AFTER + 1:
             self._run.sent_settled, self._run.refused_settled = self._road.sent, self._refused()
-        if any(start <= at < end for start, end in setting.gaps):
+        lost = setting.lost > 0 and self._losses.random() < setting.lost
+        if lost or any(start <= at < end for start, end in setting.gaps):
             call_at(at + setting.lag_s, self._unread)
         else:
             call_at(at + setting.lag_s, self._read, self._exporter.read(self._road.world.observe()))
@@ -284,8 +222,8 @@ class _Experiment:
         call_at(next_at, self._scrape, next_at)
         self._progress(at)
 
-    def _read(self, readings: list[Reading]) -> None:
-        self._policy.read(readings, self._loop.time())
+    def _read(self, found: Verdict) -> None:
+        self._policy.read(found, self._loop.time())
         self._fill()
 
     def _unread(self) -> None:
@@ -299,9 +237,8 @@ class _Experiment:
         # A hair early: a scrape at the same moment sees it.
         self._loop.call_at(next_at - 1e-6, self._flush, next_at)
 
-    def _slots_changed(self, slots: int) -> None:
-        known = slots * self._setting.slots / self._setting.real_slots
-        self._loop.call_soon(self._capacity, known)
+    def _pods_changed(self, pods: int) -> None:
+        self._loop.call_soon(self._capacity, pods * self._setting.slots / self._setting.pods)
 
     def _capacity(self, slots: float) -> None:
         self._policy.capacity(slots, self._loop.time())
@@ -337,7 +274,7 @@ class _Experiment:
         run.sent_settled = run.sent - run.sent_settled if settled else 0
         run.refused_settled = run.refused - run.refused_settled if settled else 0
         run.over_mean = world.overshoot.mean(self._setting.seconds)
-        run.over_worst = world.overshoot.worst
+        run.over_worst, run.most = world.overshoot.worst, world.most
         run.realtime_refused = world.realtime_refused
         run.realtime_unreachable = world.realtime_unreachable
         run.waits += [now - job.arrived_at for job in world.realtime_waiting]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import msgspec
@@ -19,9 +19,11 @@ from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Gateway
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.signals.series import Verdict
 from dispatcher.sim.policies import Policy
 from dispatcher.sim.road import End, Road, RoadGateway
-from dispatcher.sim.world import Job, batch_job, batch_tokens
+from dispatcher.sim.setting import Setting
+from dispatcher.sim.world import Job
 from dispatcher.telemetry.metrics import Metrics
 
 EPOCH = 1_764_000_000.0
@@ -45,10 +47,11 @@ class Replica:
         options: Options,
         *,
         seed: object = 0,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
         self._patience = Patience(0.0, budgeting.max_age_s)
-        self.queue = MemoryQueue(store, owner, owner_timeout_s=options.owner_timeout_s)
+        self.queue = MemoryQueue(store, owner, clock=clock, owner_timeout_s=options.owner_timeout_s)
         self.dispatcher = Dispatcher(
             self.queue, gateway, self.limiter, options, Journal(Metrics()), random.Random(f"{seed}/{owner}")
         )
@@ -85,40 +88,32 @@ class Law(Policy):
     Each answered request is followed by a new one, so that there is always work.
     """
 
-    def __init__(
-        self,
-        budgeting: Budgeting,
-        slots: int,
-        uses: Sequence[Signal],
-        road: Road,
-        tasks: asyncio.TaskGroup,
-        *,
-        replicas: int = 1,
-        lease_s: float = 30.0,
-        seed: int = 0,
-        tokens: int | None = None,
-    ) -> None:
-        super().__init__(budgeting, slots)
-        self._tokens = tokens
-        self._uses = uses
-        self._tasks = tasks
-        self._seed = seed
-        timeout_s = min(OWNER_TIMEOUT_S, lease_s)
-        self._options = Options(retry=RetryPolicy(), lease_s=lease_s, owner_timeout_s=timeout_s)
-        self._store = MemoryStore(asyncio.get_running_loop().time, unix_origin=EPOCH, lease_s=lease_s)
+    def __init__(self, setting: Setting, road: Road, tasks: asyncio.TaskGroup) -> None:
+        super().__init__(setting.budgeting, setting.slots)
+        self._setting = setting
         self._road = road
+        self._tasks = tasks
+        lease_s = setting.lease_s
+        self._options = Options(
+            retry=RetryPolicy(), lease_s=lease_s, owner_timeout_s=min(OWNER_TIMEOUT_S, lease_s)
+        )
+        self._time = asyncio.get_running_loop().time
+        self._store = MemoryStore(self._stepping, unix_origin=EPOCH, lease_s=lease_s)
         self._gateway = RoadGateway(road, self._job_of)
-        self._sizes = random.Random(f"{seed}/batch")
+        self._sizes = random.Random(f"{setting.seed}/batch")
         self._submitted = 0
         self._names = count(1)
         self._next_to_die = 0
         self._refill()
-        self._replicas = [self._replica() for _ in range(replicas)]
+        self._replicas = [self._replica() for _ in range(setting.replicas)]
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
+    def read(self, found: Verdict, now: float) -> None:
         self._store.lists.clear()  # nobody waits for these results
         for replica in self._replicas:
-            replica.read(readings, now)
+            replica.limiter.uses(found.signals)
+            replica.read(found.readings, now)
+            for unread in found.unread:
+                replica.limiter.reading_failed(unread.reason, unread.why, now)
 
     def unread(self, why: str, now: float) -> None:
         for replica in self._replicas:
@@ -149,21 +144,24 @@ class Law(Policy):
     def _replica(self) -> Replica:
         owner = f"dispatcher-{next(self._names)}"
         return Replica(
-            self._tasks, self._store, owner, self._gateway, self.budgeting, self._uses, self._options,
-            seed=self._seed,
+            self._tasks, self._store, owner, self._gateway, self.budgeting, self._setting.at_start,
+            self._options, seed=self._setting.seed, clock=self._time if self._setting.clock_steps else None,
         )  # fmt: skip
+
+    def _stepping(self) -> float:
+        """The queue's clock, which may step away from everybody else's."""
+        now = self._time()
+        return now + sum(by for at, by in self._setting.clock_steps if at <= now)
 
     def _job_of(self, request: Request) -> Job:
         self._refill()
-        return batch_job(msgspec.json.decode(request.payload)["max_tokens"])
+        return self._setting.batch.job(msgspec.json.decode(request.payload)["max_tokens"])
 
     def _refill(self) -> None:
         """Have as many requests unanswered as workers could hold: more than ever are in flight."""
         while self._submitted - self._road.ended[End.ANSWERED] < self.workers:
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
-            name, payload = (
-                f"batch-{self._submitted:08d}",
-                {"max_tokens": self._tokens or batch_tokens(self._sizes)},
-            )
+            name = f"batch-{self._submitted:08d}"
+            payload = {"max_tokens": self._setting.batch.draw(self._sizes)}
             self._store.add(encode_member(name, payload, FOREVER, created=int(EPOCH)), FOREVER)
             self._submitted += 1

@@ -31,8 +31,9 @@ from msgspec import Meta
 from dispatcher.sim.epp import Epp
 from dispatcher.sim.gateway import Answer, Entry, Fault, Gateway
 from dispatcher.sim.pool import Pool
+from dispatcher.sim.shapes import parse_steps
 from dispatcher.sim.trace import TraceError, load
-from dispatcher.sim.traffic import Realtime, parse_steps
+from dispatcher.sim.traffic import Realtime
 from dispatcher.sim.wire import Exchange, Server
 
 __all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
@@ -267,6 +268,7 @@ class LiveWorld:
         if self._config.flow_control and self._config.detector == "concurrency":
             slots = min(slots, self.epp.declared)  # the picker sends no more than it believes in
         self.gateway.endpoints = self.epp.endpoints > 0
+        self.pool.lets_in = self.epp.lets_in(slots)
         self.pool.resize(slots)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -6,43 +6,64 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.signals.series import Lessons, View, judge
+from dispatcher.core.budget import Policy, Signal
+from dispatcher.signals.series import Lessons, Verdict, View, at_most, judge
 from dispatcher.sim.world import PoolState
 
 DETECTOR_QUEUE = 5
 DETECTOR_KV = 0.8
 """Thresholds of the default saturation detector: waiting per endpoint, and share of the KV cache."""
+REQUEST_TOKENS, POD_TOKENS = 650, 1_000_000
+"""Of a request, about; and what its mode for tokens takes an endpoint for where nobody says."""
 
 
 class Detector(StrEnum):
     """What the EPP computes its pool saturation with."""
 
-    CONCURRENCY = "concurrency"
-    """Requests running ÷ capacity: a true count."""
     UTILIZATION = "utilization"
-    """The default: mean over pods of max(waiting / 5, kv / 0.8). A pressure score."""
+    """Its default: mean over pods of max(waiting / 5, kv / 0.8). A pressure score."""
+    CONCURRENCY = "concurrency"
+    """Requests in the pods ÷ what it takes them for: a true count."""
+    TOKENS = "tokens"
+    """The same of tokens, by its other mode: a count of something else."""
+    NONE = "none"
+    """Flow control is off: the picker holds nobody back and shows no saturation."""
+
+
+class Signals(StrEnum):
+    """`signals.use` of the configuration."""
+
+    AUTO = "auto"
+    SATURATION = "saturation"
+    REQUESTS = "requests"
+    BOTH = "both"
+
+    @property
+    def at_most(self) -> Sequence[Signal]:
+        """What may be asked for before anything is known of the EPP."""
+        return at_most(self.value)
 
 
 @dataclass(slots=True)
 class Exporter:
-    """The EPP's metrics page, and what the dispatcher's own reader makes of it.
+    """The EPP's metrics pages, and what the dispatcher's own reader makes of them."""
 
-    With the concurrency detector whatever waits is in the EPP. The utilization detector lets requests through
-    until each pod has five waiting; so long those wait in the model servers.
-    """
-
-    signals: Sequence[Signal]
+    use: Signals
     slots_per_pod: float
-    """As the configuration has it: per_endpoint, and the picker's maxConcurrency."""
-    true_slots_per_pod: float
+    """As the configuration has it: per_endpoint."""
+    picker_per_pod: float
+    """maxConcurrency of the picker."""
     detector: Detector = Detector.CONCURRENCY
     kv_full: float = 0.1
     """KV cache in use when every slot is taken."""
     flush_s: float = 0.0
     """The averages are renewed this often; 0: always fresh."""
+    stamp_s: float = 0.0
+    """A sample is dated so much later than it was taken."""
     shows_running: bool = True
     """The page has the requests that the picker sent and saw no answer of, which is always of now."""
+    pickers: int = 1
+    """Active replicas, each with an even share of the requests."""
     _flushed: PoolState | None = None
     _lessons: Lessons = field(default_factory=Lessons)
 
@@ -50,53 +71,50 @@ class Exporter:
         """The averages now say this."""
         self._flushed = state
 
-    def read(self, state: PoolState) -> list[Reading]:
-        """A reading of each signal, of a scrape at `state.at`."""
-        if not state.slots:  # as the EPP has it: a pool without endpoints is saturated
-            return [Reading(s, state.at, state.at, f_sys=1.0, f_epp=0.0, max_sys=0.0) for s in self.signals]
-        views = [self.view(state)]
+    def read(self, state: PoolState) -> Verdict:
+        """What a scrape at `state.at` comes to."""
+        views = [self.view(state, number) for number in range(self.pickers)]
         self._lessons.learn(views)
-        use = "both" if len(self.signals) > 1 else self.signals[0].value
-        found = judge(views, use, Policy(per_endpoint=self.slots_per_pod), "simulated", self._lessons)
+        found = judge(views, self.use, Policy(per_endpoint=self.slots_per_pod), "simulated", self._lessons)
         # The world began at 0, and so did its averages.
-        return [replace(reading, opened_at=max(0.0, reading.opened_at)) for reading in found.readings]
+        begun = [replace(reading, opened_at=max(0.0, reading.opened_at)) for reading in found.readings]
+        return replace(found, readings=tuple(begun))
 
-    def view(self, state: PoolState) -> View:
-        """The page of a scrape at `state.at`."""
+    def view(self, state: PoolState, number: int = 0) -> View:
+        """The page of a replica of the picker, scraped at `state.at`."""
         seen = self._flushed if self.flush_s and self._flushed is not None else state
-        flow_control = Signal.SATURATION in self.signals
-        utilization = flow_control and self.detector is Detector.UTILIZATION
-        inside, queued = self._split(state, flow_control)
+        flow_control = self.detector is not Detector.NONE
+        sent = self._share(state.running + self._inside(state), number)
+        at = state.at + self.stamp_s
         return View(
-            state.at,
-            state.at,
-            saturation=self._saturation(state, inside) if flow_control else None,
-            queued=queued if flow_control else None,
-            running=seen.running / self._pods(seen),
-            waiting=self._split(seen, flow_control)[0] / self._pods(seen),
+            at,
+            at,
+            saturation=self._saturation(state, sent) if flow_control else None,
+            queued=self._share(state.waiting - self._inside(state), number) if flow_control else None,
+            running=seen.running / max(1, seen.pods),
+            waiting=self._inside(seen) / max(1, seen.pods),
             kv_cache=self._kv(seen),
-            ready=self._pods(state),
-            in_flight=state.running + inside if self.shows_running else None,
-            utilization=frozenset({"default"} if utilization else ()),
+            ready=state.pods,
+            in_flight=sent if self.shows_running else None,
+            utilization=frozenset({"default"} if self.detector is Detector.UTILIZATION else ()),
         )
 
-    def _saturation(self, state: PoolState, inside: float) -> float:
-        pods = self._pods(state)
+    def _inside(self, state: PoolState) -> int:
+        """Requests that wait in the pods: without flow control all, in whatever order."""
+        return state.waiting if self.detector is Detector.NONE else state.inside
+
+    def _share(self, requests: int, number: int) -> int:
+        """What of them is this replica's."""
+        return requests // self.pickers + (number < requests % self.pickers)
+
+    def _saturation(self, state: PoolState, sent: int) -> float:
+        if not state.pods:
+            return 1.0
         if self.detector is Detector.CONCURRENCY:
-            return state.running / (self.slots_per_pod * pods)
-        return max(inside / pods / DETECTOR_QUEUE, self._kv(state) / DETECTOR_KV)
+            return sent / (self.picker_per_pod * state.pods)
+        if self.detector is Detector.TOKENS:
+            return sent * REQUEST_TOKENS / (POD_TOKENS * state.pods)
+        return max(state.inside / state.pods / DETECTOR_QUEUE, self._kv(state) / DETECTOR_KV)
 
     def _kv(self, state: PoolState) -> float:
         return self.kv_full * state.running / state.slots if state.slots else 1.0
-
-    def _pods(self, state: PoolState) -> float:
-        return max(1.0, state.slots / self.true_slots_per_pod)
-
-    def _split(self, state: PoolState, flow_control: bool) -> tuple[float, float]:
-        """What waits in the model servers, and what in the EPP."""
-        if not flow_control:
-            return state.waiting, 0.0
-        if self.detector is Detector.CONCURRENCY:
-            return 0.0, state.waiting
-        inside = min(state.waiting, DETECTOR_QUEUE * self._pods(state))
-        return inside, state.waiting - inside

@@ -13,6 +13,7 @@ from math import inf
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reading, Reason, assess
 from dispatcher.core.harvest import Meter
+from dispatcher.signals.series import Verdict
 from dispatcher.sim.road import End
 
 BACKOFF_S = 2.0
@@ -35,7 +36,7 @@ class Policy:
         """Workers taken: requests sent and not back, and refused ones that rest."""
         self._resting: deque[float] = deque()
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
+    def read(self, found: Verdict, now: float) -> None:
         """A scrape has become known."""
 
     def unread(self, why: str, now: float) -> None:
@@ -111,8 +112,8 @@ class Literal(Policy):
         super().__init__(budgeting, slots)
         self._left = 0
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
-        self._left = max(0, self._headroom(readings))
+    def read(self, found: Verdict, now: float) -> None:
+        self._left = max(0, self._headroom(found.readings))
 
     def sent(self, now: float) -> None:
         super().sent(now)
@@ -130,8 +131,8 @@ class Cap(Policy):
         super().__init__(budgeting, slots)
         self._cap = 0
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
-        self._cap = max(0, self._headroom(readings))
+    def read(self, found: Verdict, now: float) -> None:
+        self._cap = max(0, self._headroom(found.readings))
 
     def _target(self, now: float) -> int:
         return self._cap
@@ -150,9 +151,10 @@ class Multiplier(Policy):
         self._polled_at = -inf
         self._left = 0
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
+    def read(self, found: Verdict, now: float) -> None:
         self._budget = min(
-            (max(0.0, 1.0 - (r.f_sys + r.f_epp + self.budgeting.reserve)) for r in readings), default=0.0
+            (max(0.0, 1.0 - (r.f_sys + r.f_epp + self.budgeting.reserve)) for r in found.readings),
+            default=0.0,
         )
 
     def sent(self, now: float) -> None:
@@ -178,11 +180,11 @@ class Point(Policy):
         self._limit = 0
         self._history: deque[tuple[float, int]] = deque([(-inf, 0)])
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
-        at = min(reading.opened_at for reading in readings)
+    def read(self, found: Verdict, now: float) -> None:
+        at = min(reading.opened_at for reading in found.readings)
         while len(self._history) > 1 and self._history[1][0] <= at:
             self._history.popleft()
-        self._limit = max(0, self._history[0][1] + self._headroom(readings))
+        self._limit = max(0, self._history[0][1] + self._headroom(found.readings))
 
     def sent(self, now: float) -> None:
         super().sent(now)

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from math import isnan, nan
+from math import inf, isnan, nan
 from typing import Any
 
 from dispatcher.sim.world import slowdown
@@ -79,7 +79,11 @@ class Job:
 
 
 class Pool:
-    """M slots, and a queue of bounded length before them; realtime waits before batch, each in order."""
+    """M slots, and two queues: in the pods, first come, first served; before them realtime goes before batch.
+
+    `lets_in`: the picker lets so many requests into the pods; None: as many as run at once. `queue_limit`: so
+    many may wait before the pods, or in them where all are let in.
+    """
 
     def __init__(
         self,
@@ -90,6 +94,7 @@ class Pool:
     ) -> None:
         self.slots = slots
         self.queue_limit = queue_limit
+        self.lets_in: float | None = None
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
         """Requests in the pool, running or waiting."""
         self.busy = Level()
@@ -106,7 +111,8 @@ class Pool:
         """How long they took, waiting included."""
         self._on_change = on_change
         self._on_answer = on_answer
-        self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}
+        self._inside: deque[Job] = deque()
+        self._outside: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
@@ -124,7 +130,9 @@ class Pool:
         """Take a request in; False: there is no slot and the queue is full."""
         kind = "batch" if job.batch else "realtime"
         free = self.running < self.slots
-        if not free and self.queue_limit is not None and self.waiting >= self.queue_limit:
+        let_in = self._lets_in_one
+        at_limit = self.queue_limit is not None and self._waiting_there >= self.queue_limit
+        if not free and at_limit and (not let_in or self.lets_in == inf):
             self.refused[kind] += 1
             return False
         now = job.arrived_at = time.monotonic()
@@ -134,7 +142,7 @@ class Pool:
             self._start(job, now)
         else:
             self.queue.add(1, now)
-            self._waiting[job.batch].append(job)
+            (self._inside if let_in else self._outside[job.batch]).append(job)
         self._on_change()
         return True
 
@@ -144,7 +152,7 @@ class Pool:
             return
         now = time.monotonic()
         if job.timer is None:
-            self._waiting[job.batch].remove(job)
+            (self._inside if job in self._inside else self._outside[job.batch]).remove(job)
             self.queue.add(-1, now)
         else:
             job.timer.cancel()
@@ -205,12 +213,24 @@ class Pool:
         self._on_change()
 
     def _fill(self, now: float) -> None:
-        while self.running < self.slots:
-            queue = self._waiting[False] or self._waiting[True]
-            if not queue:
-                return
+        while self.running < self.slots and (queue := self._inside or self._next_outside):
             self.queue.add(-1, now)
             self._start(queue.popleft(), now)
+        while self._lets_in_one and (queue := self._next_outside):
+            self._inside.append(queue.popleft())
+
+    @property
+    def _next_outside(self) -> deque[Job]:
+        return self._outside[False] or self._outside[True]
+
+    @property
+    def _lets_in_one(self) -> bool:
+        return self.lets_in is not None and self.running + len(self._inside) < self.lets_in
+
+    @property
+    def _waiting_there(self) -> int:
+        """Where the limit holds."""
+        return len(self._inside) if self.lets_in == inf else self.waiting - len(self._inside)
 
 
 def _quantiles(values: deque[float]) -> dict[str, float | None]:

@@ -57,6 +57,7 @@ class Road:
         self.tokens = 0
         """Of batch requests that were answered."""
         self._send_s, self._answer_s = send_s, answer_s
+        self.round_trip_s = send_s + answer_s
         self._on_realtime, self._on_change = on_realtime, on_change
         self._loop = asyncio.get_running_loop()
         self._backs: dict[Job, Callable[[End], None]] = {}
@@ -158,7 +159,9 @@ class RoadGateway:
             del self._jobs[id(request)]
         never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)
         ended_at = loop.time()
-        return Forwarded(outcome, ended_at if never_there else sent_at, ended_at)
+        if never_there:
+            return Forwarded(outcome, ended_at, ended_at)
+        return Forwarded(outcome, sent_at, ended_at, self.road.round_trip_s)
 
     def connected(self, request: Request) -> float | None:
         job = self._jobs.get(id(request))

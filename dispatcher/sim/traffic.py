@@ -7,21 +7,12 @@ import itertools
 import random
 
 from dispatcher.sim.pool import Job, Pool
-from dispatcher.sim.trace import Trace, TraceError
+from dispatcher.sim.trace import Trace
 from dispatcher.sim.world import work_s
 
 _AGAIN_S = 0.05
 """A held request that was refused comes back after so long."""
 _CONTEXT = 500
-
-
-def parse_steps(text: str) -> list[tuple[float, int]]:
-    """`0:0,10:20,30:0` → [(0, 0), (10, 20), (30, 0)], ascending. Raises TraceError."""
-    steps = [part.split(":") for part in text.split(",") if part]
-    try:
-        return sorted((float(at), int(level)) for at, level in steps)
-    except ValueError:
-        raise TraceError(f"steps: {text!r} is not seconds:level,seconds:level,…") from None
 
 
 class Realtime:

@@ -1,8 +1,11 @@
 """An inference pool as a state machine: requests arrive, wait, run, finish; nobody's clock is asked.
 
-    M slots; above M requests wait, realtime before batch. A request that starts as one of `running` holds
-    its slot for work × f seconds, f = 1 + (running − 1) / (M − 1): a full pool is half as fast as an empty
-    one. work = 0.03 + 0.00025 × context tokens + 0.012 × generated tokens.
+    Pods of M slots each. A request that starts as one of `running` in its pod holds its slot for work × f
+    seconds, f = 1 + (running − 1) / (M − 1): a full pod is half as fast as an empty one.
+    work = 0.03 + 0.00025 × context tokens + 0.012 × generated tokens.
+
+Who finds no slot waits: in the picker, which lets realtime go before batch, or in the pod that had least to
+do, first come, first served. How many are let into the pods is the picker's matter.
 
 The world does not know who drives it. A driver tells it what arrives (`arrive`), moves it on (`advance`, no
 further than `next_event_at` if it wants to react to everything), and looks at it (`observe`); the world
@@ -13,16 +16,21 @@ start and are its own events. The same input gives the same history, to the last
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
+from itertools import chain
 from math import inf, nan
 from operator import itemgetter
 from random import Random
 
 BATCH_CONTEXT = 500
 """Context tokens of a batch request."""
+BATCH_TOKENS, BATCH_SPREAD = 145.0, 0.6
+"""What it generates: lognormal, its mean and the spread of its logarithm."""
 TOKEN_S = 0.012
 """What each generated token takes in a pool that is otherwise empty."""
 
@@ -52,16 +60,29 @@ class Job:
     """When it left: answered, or gone before."""
     gone: bool = False
     """It left without an answer: its client or the gateway closed the connection."""
+    pod: Pod | None = None
+    """Where it runs, or waits to; None: in the picker, or not there."""
 
 
-def batch_tokens(draws: Random) -> int:
-    """How many tokens the next batch request generates."""
-    return max(8, round(draws.lognormvariate(4.8, 0.6)))
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What batch requests are like."""
 
+    tokens: float = BATCH_TOKENS
+    spread: float = BATCH_SPREAD
+    """0: all are alike."""
+    seconds: float | None = None
+    """Each runs so long in an empty pool; None: by its tokens."""
 
-def batch_job(generated: int) -> Job:
-    """A batch request that generates so many tokens."""
-    return Job(work_s(BATCH_CONTEXT, generated), generated, batch=True)
+    def draw(self, draws: Random) -> int:
+        """How many tokens the next one generates."""
+        mu = math.log(self.tokens) - self.spread**2 / 2
+        return max(min(8, round(self.tokens)), round(draws.lognormvariate(mu, self.spread)))
+
+    def job(self, generated: int) -> Job:
+        """One that generates so many tokens."""
+        work = work_s(BATCH_CONTEXT, generated) if self.seconds is None else self.seconds
+        return Job(work, generated, batch=True)
 
 
 class Arrival(Enum):
@@ -83,6 +104,9 @@ class PoolState:
     realtime_waiting: int
     batch_running: int
     batch_waiting: int
+    inside: int = 0
+    """Of those that wait, how many do so in the pods."""
+    pods: int = 1
 
     @property
     def running(self) -> int:
@@ -104,12 +128,29 @@ class Overshoot:
         return self.request_seconds / seconds if seconds > 0 else 0.0
 
 
+@dataclass(slots=True, eq=False)
+class Pod:
+    """A model server. One that leaves has no slots; what is there runs on to its end."""
+
+    slots: int
+    running: int = 0
+    queue: deque[Job] = field(default_factory=deque)
+
+    @property
+    def load(self) -> float:
+        """By which the picker chooses."""
+        return (self.running + len(self.queue)) / self.slots if self.slots else inf
+
+
 class World:
     """The pool and the gateway before it.
 
     `realtime`: (arrival time, job), ascending. `slots_at`: (time, slots) changes of capacity; what runs on
-    slots that go away runs on to its end. `outages`: (from, until) in which the gateway accepts nobody; at
-    its start it drops every connection, and the pool stops what was running for them.
+    slots that go away runs on to its end. `pods_at`: (time, pods), each with as many slots as the others.
+    `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
+    once. `queue_limit`: so many may wait before the pods, or in them where all are let in. `outages`: (from,
+    until) in which the gateway accepts nobody; at its start it drops every connection, and the pool stops
+    what was running for them.
     """
 
     def __init__(
@@ -120,24 +161,31 @@ class World:
         queue_limit: int | None = None,
         realtime: Iterable[tuple[float, Job]] = (),
         slots_at: Sequence[tuple[float, int]] = (),
+        pods: int = 1,
+        pods_at: Sequence[tuple[float, int]] = (),
+        lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
         outages: Sequence[tuple[float, float]] = (),
         on_finish: Callable[[Job], None] = lambda job: None,
         on_gone: Callable[[Job], None] = lambda job: None,
-        on_slots: Callable[[int], None] = lambda slots: None,
+        on_pods: Callable[[int], None] = lambda pods: None,
     ) -> None:
         self.now = 0.0
         self.slots = slots
         self.overshoot = Overshoot()
         self.realtime_refused = 0
         self.realtime_unreachable = 0
+        self.most = 0
+        """The most requests there ever were, running and waiting."""
         self._reserve = reserve
         self._queue_limit = inf if queue_limit is None else queue_limit
         self.on_finish, self.on_gone = on_finish, on_gone
-        self._on_slots = on_slots
+        self._on_pods = on_pods
+        self._lets_in = lets_in
         self._realtime = iter(realtime)
         self._next_realtime = next(self._realtime, None)
         self._changes: list[tuple[float, Callable[[], None]]] = [
-            *((at, self._becomes(to)) for at, to in slots_at),
+            *((at, partial(self._becomes, to)) for at, to in slots_at),
+            *((at, partial(self._has_pods, to)) for at, to in pods_at),
             *((start, self._goes_down) for start, _ in outages),
             *((end, self._comes_up) for _, end in outages),
         ]
@@ -145,25 +193,41 @@ class World:
         self.down = False
         """Whether the gateway is away."""
         self._running = {False: 0, True: 0}  # by Job.batch
-        self._waiting: dict[bool, deque[Job]] = {False: deque(), True: deque()}
+        self._inside = {False: 0, True: 0}
+        self._outside: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._ends: list[tuple[float, int, Job]] = []
         self._starts = 0
-        self._room = slots * (1.0 - reserve)
+        self._per_pod = slots / pods
+        self._pods = [Pod(0) for _ in range(pods)]
+        self._shape()
 
     def __repr__(self) -> str:
         return f"<World t={self.now:.3f} {self.observe()}>"
 
     @property
+    def running(self) -> int:
+        return self._running[False] + self._running[True]
+
+    @property
     def in_system(self) -> int:
-        return self._running[False] + self._running[True] + self.waiting
+        return self.running + self.waiting
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting[False]) + len(self._waiting[True])
+        return self._waiting_inside + self._waiting_outside
+
+    @property
+    def _waiting_inside(self) -> int:
+        return self._inside[False] + self._inside[True]
+
+    @property
+    def _waiting_outside(self) -> int:
+        return len(self._outside[False]) + len(self._outside[True])
 
     @property
     def realtime_waiting(self) -> Iterable[Job]:
-        return self._waiting[False]
+        inside = (job for pod in self._pods for job in pod.queue if not job.batch)
+        return chain(inside, self._outside[False])
 
     def observe(self) -> PoolState:
         """The pool as it is at `now`; a driver that wants another moment advances to it first."""
@@ -171,9 +235,11 @@ class World:
             at=self.now,
             slots=self.slots,
             realtime_running=self._running[False],
-            realtime_waiting=len(self._waiting[False]),
+            realtime_waiting=self._inside[False] + len(self._outside[False]),
             batch_running=self._running[True],
-            batch_waiting=len(self._waiting[True]),
+            batch_waiting=self._inside[True] + len(self._outside[True]),
+            inside=self._waiting_inside,
+            pods=len(self._pods),
         )
 
     def next_event_at(self) -> float:
@@ -210,25 +276,46 @@ class World:
         if job.finished_at == job.finished_at or job.arrived_at != job.arrived_at:  # NaN: not yet
             return
         job.finished_at, job.gone = now, True
-        if job.started_at == job.started_at:
-            self._running[job.batch] -= 1  # its entry among the ends is skipped when it comes up
-            self._start_waiting()
+        if job.pod is None:
+            self._outside[job.batch].remove(job)
+        elif job.started_at == job.started_at:
+            self._stops(job.pod, job)  # its entry among the ends is skipped when it comes up
         else:
-            self._waiting[job.batch].remove(job)
+            job.pod.queue.remove(job)
+            self._inside[job.batch] -= 1
+            self._let_in()
 
     def _admit(self, job: Job) -> Arrival:
         if self.down:
             return Arrival.UNREACHABLE
-        if self._running[False] + self._running[True] < self.slots:
-            job.arrived_at = self.now
-            self._start(job)
-        elif self.waiting >= self._queue_limit:
+        waiting, pod = self._waiting_outside, self._next_pod()
+        full = pod is None
+        if pod is not None and self._most_in == inf:  # nobody waits before the pods: they refuse themselves
+            waiting, full = self._waiting_inside, pod.running >= pod.slots
+        if full and waiting >= self._queue_limit:
             return Arrival.REFUSED
+        job.arrived_at = self.now
+        if pod is None:
+            self._outside[job.batch].append(job)
         else:
-            job.arrived_at = self.now
-            self._waiting[job.batch].append(job)
-            self._mark_worst()
+            self._enter(pod, job)
+        self._mark_worst()
         return Arrival.ACCEPTED
+
+    def _next_pod(self) -> Pod | None:
+        """Where the picker sends the next request; None: it lets nobody in now."""
+        if sum(pod.running + len(pod.queue) for pod in self._pods) >= self._most_in:
+            return None
+        pod = min(self._pods, key=lambda each: each.load, default=None)
+        return pod if pod is not None and pod.slots else None
+
+    def _enter(self, pod: Pod, job: Job) -> None:
+        job.pod = pod
+        if pod.running < pod.slots:
+            self._start(pod, job)
+        else:
+            pod.queue.append(job)
+            self._inside[job.batch] += 1
 
     def _pass_time(self, to: float) -> None:
         passed = to - self.now
@@ -239,32 +326,44 @@ class World:
             self.now = to
 
     def _mark_worst(self) -> None:
+        self.most = max(self.most, self.in_system)
         over = self.in_system - self._room
         if over > self.overshoot.worst:
             self.overshoot.worst = over
 
-    def _start(self, job: Job) -> None:
+    def _start(self, pod: Pod, job: Job) -> None:
         self._running[job.batch] += 1
-        running = self._running[False] + self._running[True]
+        pod.running += 1
         job.started_at = self.now
         self._starts += 1  # equal ends leave in the order of their starts
-        end = self.now + job.work_s * slowdown(running, self.slots)
+        end = self.now + job.work_s * slowdown(pod.running, pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
-        self._mark_worst()
 
-    def _start_waiting(self) -> None:
-        while self._running[False] + self._running[True] < self.slots:
-            queue = self._waiting[False] or self._waiting[True]
-            if not queue:
+    def _stops(self, pod: Pod, job: Job) -> None:
+        self._running[job.batch] -= 1
+        pod.running -= 1
+        self._from_queue(pod)
+        self._let_in()
+
+    def _from_queue(self, pod: Pod) -> None:
+        while pod.queue and pod.running < pod.slots:
+            job = pod.queue.popleft()
+            self._inside[job.batch] -= 1
+            self._start(pod, job)
+
+    def _let_in(self) -> None:
+        """The picker lets in whom it has room for."""
+        while queue := self._outside[False] or self._outside[True]:
+            pod = self._next_pod()
+            if pod is None:
                 return
-            self._start(queue.popleft())
+            self._enter(pod, queue.popleft())
 
     def _finish(self, job: Job) -> None:
-        if job.gone:
+        if job.gone or job.pod is None:
             return
         job.finished_at = self.now
-        self._running[job.batch] -= 1
-        self._start_waiting()
+        self._stops(job.pod, job)
         self.on_finish(job)
 
     def _realtime_arrives(self, job: Job) -> None:
@@ -274,24 +373,49 @@ class World:
             case Arrival.UNREACHABLE:
                 self.realtime_unreachable += 1
 
-    def _becomes(self, slots: int) -> Callable[[], None]:
-        def change() -> None:
-            self.slots = slots
-            self._room = slots * (1.0 - self._reserve)
-            self._start_waiting()
-            self._mark_worst()
-            self._on_slots(slots)
+    def _becomes(self, slots: int) -> None:
+        self._per_pod = slots / max(1, len(self._pods))
+        self._shape()
 
-        return change
+    def _has_pods(self, pods: int) -> None:
+        leaving = self._pods[pods:]
+        self._pods = self._pods[:pods] + [Pod(0) for _ in range(pods - len(self._pods))]
+        for pod in leaving:
+            pod.slots = 0
+            for job in pod.queue:  # the picker sends them elsewhere
+                job.pod = None
+                self._inside[job.batch] -= 1
+                self._outside[job.batch].append(job)
+            pod.queue.clear()
+        self._shape()
+        self._on_pods(pods)
+
+    def _shape(self) -> None:
+        """Spread the slots over the pods."""
+        pods = len(self._pods)
+        self.slots = round(self._per_pod * pods)
+        for number, pod in enumerate(self._pods):
+            pod.slots = self.slots // pods + (number < self.slots % pods)
+        self._room = self.slots * (1.0 - self._reserve)
+        self._most_in = self._lets_in(self.slots, pods)
+        for pod in self._pods:
+            self._from_queue(pod)
+        self._let_in()
+        self._mark_worst()
 
     def _goes_down(self) -> None:
         self.down = True
         lost = [job for _, _, job in sorted(self._ends) if not job.gone]
-        lost += [*self._waiting[False], *self._waiting[True]]
+        lost += [job for pod in self._pods for job in pod.queue]
+        lost += [*self._outside[False], *self._outside[True]]
         self._ends.clear()
-        for queue in self._waiting.values():
+        for pod in self._pods:
+            pod.running = 0
+            pod.queue.clear()
+        for queue in self._outside.values():
             queue.clear()
         self._running = {False: 0, True: 0}
+        self._inside = {False: 0, True: 0}
         for job in lost:
             job.finished_at, job.gone = self.now, True
             self.on_gone(job)

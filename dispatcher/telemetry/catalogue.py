@@ -175,7 +175,6 @@ REACHABLE = _gauge(
 LIMIT = _gauge("limit", lambda s: s.gate.limit, "Our requests that may be in flight, all replicas together")
 IN_FLIGHT = _gauge("in_flight", lambda s: s.gate.in_flight, "Our requests in flight, all replicas together")
 RUNNING = _gauge("running", lambda s: s.gate.running, "Requests in flight in this process")
-CEILING = _gauge("ceiling", lambda s: s.gate.ceiling, "What refusals taught; absent while none is in force")
 FREE = _gauge(
     "free",
     lambda s: s.gate.free,
@@ -210,6 +209,11 @@ HEADROOM = _gauge(
     signal=SIGNALS,
 )
 MAX_SYS = _gauge("max_sys", lambda s: s.budget.max_sys, "Capacity of the pool, in requests")
+CONFIGURED_MAX_SYS = _gauge(
+    "configured_max_sys",
+    lambda s: s.budget.configured_max_sys,
+    "The same as the configuration, the endpoint picker or the watch say; more where less was learned to fit",
+)
 MAX_SYS_BY = _states(
     "max_sys_by", lambda s: s.budget.max_sys_by, "1 for whose word max_sys is", by=CAPACITIES
 )

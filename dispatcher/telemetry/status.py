@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
-CAPACITIES = ("watch", "picker", "setting", "query")
-"""The Kubernetes watch where it lowers what the others say; the endpoint picker; `budget.max_sys`, or
-`budget.per_endpoint` × the ready endpoints; a query of one's own."""
+CAPACITIES = ("learned", "watch", "picker", "setting", "query")
+"""What fitted, where that is less than all the others say; the Kubernetes watch where it lowers what the
+others say; the endpoint picker; `budget.max_sys`, or `budget.per_endpoint` × the ready endpoints; a query of
+one's own."""
 SOURCES = ("epp", "prometheus")
 
 
@@ -47,7 +48,6 @@ class Gate:
     """Of all replicas together."""
     running: int
     """Of this process."""
-    ceiling: float | None
     free: float | None
     """What batch work may hold by the newest readings, ours included; None: unknown."""
     gateway_problem: str | None
@@ -80,11 +80,15 @@ class Budget:
     max_sys: float | None = None
     max_sys_by: str | None = None
     """Whose word `max_sys` is: one of CAPACITIES."""
+    configured_max_sys: float | None = None
+    """What the others say it is; more than `max_sys` where less fitted."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
     per_endpoint_from: Literal["setting", "picker", "suggestion", "unseen", "assumption"] | None = None
     picker_max_concurrency: int | None = None
     """As the picker's pages show it; None: they do not."""
+    reserve_problem: str | None = None
+    """Why the reserve is little for requests as long as ours; None: it is not, or nobody is there to wait."""
     terms: Sequence[Terms] = ()
 
     def term(self, name: str) -> Mapping[str, float]:
@@ -139,6 +143,8 @@ class Line:
     """Waiting requests that miss their deadline if it goes on at `service_rate`."""
     service_rate: float | None = None
     """Requests per second that all replicas ended lately, while some waited."""
+    service_s: float | None = None
+    """How long a request of ours lasts, on average, while some waited."""
     replica_count: int | None = None
     replicas: Sequence[Mapping[str, Any]] = ()
 

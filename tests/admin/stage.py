@@ -78,7 +78,7 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
         "headroom": 13,
         "max_sys": SIZE,
         "max_sys_by": "picker",
-        "ceiling": None,
+        "configured_max_sys": SIZE,
         "reading_age_s": 0.4,
         "source": "epp",
         "watch_problems": [],
@@ -181,7 +181,7 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
         rush = 26 * math.exp(-(((second - 560) / 55) ** 2))
         realtime = min(46.0, max(2.0, wave + rush))
         waits = max(0.0, wave + rush - 44)
-        reason, ceiling = "full", None
+        reason, fits = "full", float(SIZE)
         ours = max(0.0, SIZE * 0.95 - realtime - waits)
         if second < 40:
             reason, ours = "open", ours * second / 40
@@ -190,8 +190,8 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
         if 300 <= second < 312:
             reason, ours = "backpressure", ours * 0.6
         if 312 <= second < 400:
-            ceiling = 12 + (second - 312) / 4
-            ours = min(ours, ceiling)
+            fits = SIZE * (0.6 + (second - 312) / 220)
+            ours = min(ours, max(0.0, fits * 0.95 - realtime - waits))
         if 700 <= second < 745:
             reason, ours = "stale", max(0.0, ours - (second - 700))
         if 640 <= second < 655 or 745 <= second < 760:
@@ -207,7 +207,7 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
             elif last == "open":
                 reason, ours = "open", max(0.0, ours - 6)
         closed = reason in ("no-room", "backpressure", "stale")
-        limit = 0 if closed else math.floor(min(ceiling or 99, SIZE * 0.95 - realtime - waits))
+        limit = 0 if closed else max(0, math.floor(fits * 0.95 - realtime - waits))
         pending = 1284 + round(220 * math.cos(second / 210)) - second // 3 + (80 if closed else 0)
         done = 0.0 if closed else ours / 4.2
         stage.results["2xx"] = stage.results.get("2xx", 0.0) + done
@@ -221,10 +221,11 @@ def quarter_of_an_hour(stage: Stage, last: str) -> None:
             reason,
             in_flight=round(ours),
             running=round(ours),
-            f_sys=(realtime + round(ours)) / SIZE,
-            f_epp=waits / SIZE,
+            f_sys=(realtime + round(ours)) / fits,
+            f_epp=waits / fits,
             limit=limit,
-            ceiling=ceiling,
+            max_sys=fits,
+            max_sys_by="learned" if fits < SIZE else "picker",
             reading_age_s=0.02,
             pending=pending,
             delayed=3 + (5 if 300 < second < 420 else 0),

@@ -330,9 +330,13 @@ async def test_reading_is_held_against_what_was_ours_when_it_was_taken() -> None
 def test_measures_of_what_is_not_known_are_none() -> None:
     unknown = dict.fromkeys(COLUMNS)
     assert measures({"reason": "starting"}, others({}, (0, 0))) == unknown | {"reason": "starting"}
-    odd = status(max_sys=float("inf"), pending=True, limit="3", ceiling=float("nan"), explanation="odd")
+    odd = status(
+        max_sys=float("inf"), pending=True, limit="3", configured_max_sys=float("nan"), explanation="odd"
+    )
     told = measures(odd, others(odd, (3, 3)))
-    assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "ceiling")] == [None] * 5
+    assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "configured_max_sys")] == [
+        None
+    ] * 5
 
 
 async def test_results_are_told_as_rates_by_code() -> None:

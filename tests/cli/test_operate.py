@@ -131,8 +131,15 @@ def dispatchers() -> dict[str, Any]:
     reading = {"signal": "saturation", "age_s": 41.7, "f_sys": 0.5, "f_epp": 0.25, "max_sys": 32.0}
     return Status(
         Process("1", "3", "default", NAMES.queue, "one", False, 0.0, config_problem="budget.reserv: unknown"),
-        Gate("full", True, "18 in flight.", 18, 18, 1, None, None, gateway_problem="refused"),
-        Budget(0.05, max_sys=32.0, max_sys_by="setting", per_endpoint=32.0, per_endpoint_from="setting"),
+        Gate("full", True, "18 in flight.", 18, 18, 1, None, gateway_problem="refused"),
+        Budget(
+            0.05,
+            max_sys=32.0,
+            max_sys_by="setting",
+            per_endpoint=32.0,
+            per_endpoint_from="setting",
+            reserve_problem="batch requests last 48 s",
+        ),
         Signals(
             "epp",
             41.7,
@@ -165,6 +172,7 @@ async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:
         "The capacity is 32 by budget.per_endpoint, 32, × ready endpoints.",
         "The changed configuration is refused, the one before is in force: budget.reserv: unknown",
         "The gateway cannot be reached: refused",
+        "The reserve is little: batch requests last 48 s",
         "The signals cannot be read for 3 s now: timed out",
         "The Kubernetes watch has a problem: 403 for pods",
         "Reading saturation, 41.7 s old, from epp: F_SYS 0.500, F_EPP 0.250 of 32 requests",
@@ -177,6 +185,13 @@ async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:
         "Replica one (this one): 1 in flight, last heard of 0.1 s ago",
         "Replica two: 17 in flight, last heard of 3.0 s ago",
     ]
+
+
+async def test_check_tells_what_a_running_dispatcher_knows_of_the_reserve(configured: Ask) -> None:
+    for shown, said in ((dispatchers(), True), ({**dispatchers(), "reserve_problem": None}, False)):
+        async with told(json.dumps(shown)) as port:
+            found = await asyncio.to_thread(configured, "check", port)
+        assert ("batch requests last 48 s" in found.stderr) is said, found.stderr
 
 
 async def test_an_older_dispatcher_that_tells_less_is_shown_all_the_same(configured: Ask) -> None:

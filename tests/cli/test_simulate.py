@@ -50,6 +50,18 @@ def test_json_holds_every_figure_and_repeats_to_the_byte() -> None:
     assert answer["setting"]["queue_limit"] == 8
     for figure in ("over_mean", "over_worst", "wait_p50_s", "wait_p99_s", "refused", "refused_per_1000"):
         assert isinstance(law[figure], int | float)
+    for figure in ("wait_mean_s", "wait_p99_s", "realtime_refused"):
+        less = f"{figure.removesuffix('_s')}_less_none" + "_s" * figure.endswith("_s")
+        assert law[less] == pytest.approx(law[figure] - none[figure], abs=1e-3)
+        assert none[less] == 0
+    assert answer["warnings"] == []
+
+
+def test_realtime_that_lacks_slots_itself_is_told() -> None:
+    done = simulate("--seconds", "60", "--slots", "16", "--policy", "law")
+    assert done.returncode == 0
+    assert "realtime alone needs more than 16 slots" in done.stderr
+    assert "realtime alone" not in simulate("--seconds", "60", "--policy", "law").stderr
 
 
 def test_azure_trace_gives_what_the_bundled_cut_gives(tmp_path: Path) -> None:
@@ -112,8 +124,12 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--outage", "10:20", "--outage", "15:30"], "overlap"),
         (["--outage", "-5:20"], "starts at 0"),
         (["--pods-at", "10:1.5"], "not a number of pods"),
+        (["--slots-at", "10:-1"], "not a number of slots"),
         (["--seconds", "5000"], "the trace is 900 s long"),
         (["--slots", "0"], "--slots"),
+        (["--from", "900"], "nothing from 900 s on"),
+        (["--steps", "0:ten"], "is not seconds:level"),
+        (["--steps", "0:1", "--trace", "idle"], "in place of a trace"),
         (["--trace", "nowhere.csv"], "nowhere.csv: No such file"),
         (["--scrap", "1"], "--scrape"),
     ],

@@ -21,7 +21,6 @@ def allowance(reason: Reason, limit: int = 17, **changes: object) -> Allowance:
         "budget": BUDGET,
         "read_at": 0.0,
         "lost": 0,
-        "ceiling": None,
         "next_check_at": None,
     }
     return Allowance(**(terms | changes))  # type: ignore[arg-type]
@@ -59,7 +58,8 @@ def test_terms_that_are_not_known_are_left_out(budget: object) -> None:
     assert explain(closed, 0) == "Nothing is sent: stale, the newest sample is old."
 
 
-def test_ceiling_is_named_only_where_it_binds() -> None:
-    binding = explain(allowance(Reason.FULL, limit=12, ceiling=12.7), 12)
-    assert "limit 12 by a ceiling of 12.7 that refusals taught:" in binding
-    assert "ceiling" not in explain(allowance(Reason.FULL, limit=12, ceiling=13.0), 12)
+def test_learned_capacity_is_told_beside_what_is_configured() -> None:
+    learned = assess(Reading(Signal.SATURATION, 0, 0, 0.25, 0.0, 192), Policy(), share=1 / 3)
+    told = explain(allowance(Reason.FULL, limit=12, budget=learned), 12)
+    assert "pool 75% full" in told
+    assert "leave D = 0.200 of 64 requests, which fitted where 192 are configured, headroom 12" in told

@@ -152,3 +152,12 @@ def test_reasons_are_closed_down_to_no_room() -> None:
         "no-room",
     ]
     assert [str(reason) for reason in reasons[len(closed) :]] == ["saturated", "full", "idle", "open"]
+
+
+def test_learned_share_leaves_a_pressure_score_as_it_is() -> None:
+    """The score says how full the pool is, whatever it is configured for; what waits are requests."""
+    score = Reading(Signal.SATURATION, 0, 0, 0.5, 6 / 192, 192, exact=False)
+    learned = assess(score, Policy(), share=1 / 3)
+    assert (learned.f_sys, learned.f_epp) == (0.5, pytest.approx(6 / 64))
+    counted = assess(replace(score, exact=True), Policy(), share=1 / 3)
+    assert counted.f_sys == pytest.approx(1.5)

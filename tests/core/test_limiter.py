@@ -454,66 +454,106 @@ def test_longer_wait_that_another_replica_was_told_holds_here() -> None:
     assert pool.read(T0 + 3).next_check_at == T0 + 8
 
 
-def test_refusal_for_lack_of_capacity_teaches_a_ceiling() -> None:
+def fits(pool: Pool, at: float) -> float:
+    """The capacity by which it reckons."""
+    budget = pool.allowance(at).budget
+    assert budget is not None
+    return budget.max_sys
+
+
+def sample(pool: Pool, at: float, *, running: float, waiting: float = 0, max_sys: float = 50) -> float:
+    """One that tells what runs from what waits in the model servers; the capacity once it is applied."""
+    share = (running + waiting) / max_sys
+    reading = Reading(REQUESTS, at, at, share, 0.0, max_sys, running=running, waiting=waiting)
+    pool.reading(reading, at)
+    return fits(pool, at + 2 * DELTA_S)
+
+
+def test_crowd_in_two_readings_says_that_what_runs_is_all_that_fits() -> None:
+    pool = Pool(uses=(REQUESTS,))
+    assert sample(pool, T0, running=20) == 50
+    pool.send(27, T0 + 1)
+    assert sample(pool, T0 + 2, running=32, waiting=15) == 50
+    assert sample(pool, T0 + 3, running=32, waiting=14) == 32
+    allowance = pool.allowance(T0 + 4)
+    assert allowance.limit == 27 + math.floor(0.95 * 32 - 46)
+    assert "of 32 requests, which fitted where 50 are configured" in explain(allowance, 27)
+
+
+def test_refusal_for_lack_of_capacity_is_judged_by_the_next_reading() -> None:
     pool = open_pool()
     overload(pool, T0 + 1, capacity=True, in_flight=10)
-    allowance = pool.read(T0 + 2)
-    assert allowance.ceiling is not None
-    assert 7 <= allowance.ceiling < 10
-    assert allowance.limit == math.floor(allowance.ceiling)
+    assert fits(pool, T0 + 1) == 50
+    pool.read(T0 + 2)
+    assert fits(pool, T0 + 3) == pytest.approx(0.9 * (10 - 1 + 30))
 
 
-def test_other_refusals_teach_none() -> None:
+def test_refusal_that_the_next_reading_explains_teaches_nothing() -> None:
+    """Realtime filled the whole pool between two readings."""
+    pool = Pool(uses=(REQUESTS,))
+    sample(pool, T0, running=30)
+    overload(pool, T0 + 1, capacity=True, in_flight=10)
+    assert sample(pool, T0 + 2, running=50, waiting=8) == 50
+    overload(pool, T0 + 3, capacity=True, in_flight=10)
+    assert sample(pool, T0 + 4, running=25) == 50, "what ran a moment ago fits still"
+
+
+def test_other_refusals_teach_nothing() -> None:
     pool = open_pool()
     overload(pool, T0 + 1, in_flight=2)
-    allowance = pool.read(T0 + 2)
-    assert (allowance.ceiling, allowance.limit) == (None, 17)
+    assert pool.read(T0 + 2).limit == 17
+    assert fits(pool, T0 + 3) == 50
 
 
-def test_ceiling_holds_while_somebody_waits_in_the_picker() -> None:
-    pool = open_pool()
-    overload(pool, T0 + 1, capacity=True, in_flight=10)
-
-    def ceiling(at: float, waiting: int) -> float | None:
-        pool.reading(Reading(SATURATION, at, at, 0.5, waiting / 50, 50), at)
-        return pool.allowance(at + 2 * DELTA_S).ceiling
-
-    taught = ceiling(T0 + 2, waiting=1)
-    assert taught is not None
-    assert ceiling(T0 + 3, waiting=1) == taught
-    raised = ceiling(T0 + 4, waiting=0)
-    assert raised is not None
-    assert raised > taught
-
-
-def test_ceiling_rises_once_a_sample_however_many_signals_it_is_of() -> None:
-    one, two = Pool(), Pool(uses=(SATURATION, REQUESTS))
-    for pool, signals in ((one, (SATURATION,)), (two, (SATURATION, REQUESTS))):
-        for at in (T0, T0 + 2, T0 + 3):
+def test_several_signals_of_one_sample_teach_once() -> None:
+    one, two = Pool(uses=(REQUESTS,)), Pool(uses=(SATURATION, REQUESTS))
+    for pool, signals in ((one, (REQUESTS,)), (two, (SATURATION, REQUESTS))):
+        for at in range(20):
             for signal in signals:
-                pool.reading(Reading(signal, at, at, 0.2, 0, 50), at)
-            pool.allowance(at + 1)
-            if at == T0:
-                overload(pool, T0 + 1, capacity=True, in_flight=30)
-    assert one.allowance(T0 + 4).ceiling == two.allowance(T0 + 4).ceiling is not None
+                waiting = {1: 10.0, 2: 11.0}.get(at, 0.0)
+                shown = Reading(signal, T0 + at, T0 + at, 0.4, 0, 50, running=20, waiting=waiting)
+                pool.reading(shown, T0 + at)
+            pool.allowance(T0 + at + 0.5)
+    assert fits(one, T0 + 20) == fits(two, T0 + 20)
+    assert 20 < fits(one, T0 + 20) < 50
 
 
 @pytest.mark.parametrize(("f_sys", "max_sys"), [(math.nan, 50), (0.5, math.nan), (0.5, math.inf), (0.5, 0)])
-def test_reading_that_is_not_acted_upon_teaches_the_ceiling_nothing(f_sys: float, max_sys: float) -> None:
+def test_reading_that_is_not_acted_upon_teaches_nothing(f_sys: float, max_sys: float) -> None:
     pool = open_pool()
     overload(pool, T0 + 1, capacity=True, in_flight=10)
-    taught = pool.read(T0 + 2).ceiling
-    pool.reading(Reading(SATURATION, T0 + 3, T0 + 3, f_sys, 0, max_sys), T0 + 3)
-    faulty = pool.allowance(T0 + 4)
-    assert faulty.reason.closed
-    assert faulty.ceiling == taught is not None
+    pool.reading(Reading(SATURATION, T0 + 3, T0 + 3, f_sys, 0, max_sys, running=9, waiting=9), T0 + 3)
+    assert pool.allowance(T0 + 4).reason.closed
+    pool.read(T0 + 5)
+    assert fits(pool, T0 + 6) == pytest.approx(0.9 * 39), "the next one judges the refusal"
 
 
-def test_reading_taken_before_the_refusal_does_not_raise_the_ceiling() -> None:
+def test_reading_taken_before_the_refusal_does_not_judge_it() -> None:
     pool = open_pool()
     overload(pool, T0 + 1, capacity=True, in_flight=10)
-    cut = pool.allowance(T0 + 1).ceiling
-    assert pool.read(T0 + 1.5, window_s=1).ceiling == cut == pytest.approx(7)
+    pool.read(T0 + 1.5, window_s=1)
+    assert fits(pool, T0 + 1.6) == 50
+
+
+def test_learned_capacity_is_a_share_so_endpoints_may_come_and_go() -> None:
+    pool = Pool(uses=(REQUESTS,))
+    for at in (0, 1, 2):
+        sample(pool, T0 + at, running=25, waiting=20 + at)
+    assert fits(pool, T0 + 3) == 25
+    assert sample(pool, T0 + 4, running=20, max_sys=100) == 50
+    pool.capacity(40, T0 + 5)
+    assert fits(pool, T0 + 5) == 20
+
+
+@pytest.mark.parametrize("signals", [(SATURATION,), (REQUESTS,), (SATURATION, REQUESTS)])
+def test_values_that_are_no_numbers_beside_a_good_load_teach_nothing(signals: tuple[Signal, ...]) -> None:
+    for running, waiting in ((math.nan, 5), (math.inf, 5), (20, math.nan), (20, math.inf), (-5, 9), (0, 0)):
+        pool = Pool(uses=signals)
+        for at in range(5):
+            for signal in signals:
+                odd = Reading(signal, T0 + at, T0 + at, 0.2, 0, 50, running=running, waiting=waiting)
+                pool.reading(odd, T0 + at)
+            assert fits(pool, T0 + at + 0.5) == 50
 
 
 # An unreachable gateway.

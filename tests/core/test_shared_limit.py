@@ -59,21 +59,39 @@ def test_leases_lost_since_the_shared_reading_lower_it() -> None:
     assert one.allowance(3.0).limit == 55
 
 
-def test_largest_number_in_flight_at_refusals_under_one_reading_sets_the_ceiling() -> None:
+def taught(one: Limiter, at: float) -> float:
+    """The capacity by which it reckons."""
+    budget = one.allowance(at).budget
+    assert budget is not None
+    return budget.max_sys
+
+
+def test_largest_number_in_flight_at_refusals_under_one_reading_is_what_was_there() -> None:
+    """Ours knew of itself alone: 46 were in flight, one of them refused, beside 35 of realtime."""
     one = replica(60)
     one.overloaded(1.0, until=0.0, capacity=True, in_flight=1)
-    assert one.allowance(1.0).ceiling == 1
-    one.overloaded(1.001, until=0.0, capacity=True, in_flight=40, heard=True)
-    assert one.allowance(1.1).ceiling == pytest.approx(28)
-    one.overloaded(1.002, until=0.0, capacity=True, in_flight=20)
-    assert one.allowance(1.1).ceiling == pytest.approx(28)
+    one.overloaded(1.001, until=0.0, capacity=True, in_flight=46, heard=True)
+    one.reading(reading(2.0, 35), 2.0)
+    assert taught(one, 2.5) == pytest.approx(0.9 * (46 - 1 + 35))
 
 
-def test_refusal_heard_of_again_after_a_reading_cuts_nothing() -> None:
+def test_refusal_heard_of_again_after_a_reading_teaches_nothing() -> None:
     one = replica(60)
     one.overloaded(1.0, until=0.0, capacity=True, in_flight=40)
     one.reading(reading(2.0, 35), 2.0)
-    raised = one.allowance(2.5).ceiling
-    assert raised is not None
-    one.overloaded(1.0, until=0.0, capacity=True, in_flight=90, heard=True)
-    assert one.allowance(2.6).ceiling == raised > 28
+    before = taught(one, 2.5)
+    assert before < 100
+    one.overloaded(1.0, until=0.0, capacity=True, in_flight=10, heard=True)
+    one.reading(reading(3.0, 35), 3.0)
+    assert taught(one, 3.5) == before
+
+
+def test_refusal_from_before_it_knew_the_pool_teaches_a_new_replica_nothing() -> None:
+    """The queue tells it to whoever comes, as long as it is the newest."""
+    one = Limiter(POLICY, (Signal.SATURATION,))
+    one.overloaded(-900.0, until=0.0, capacity=True, in_flight=10, heard=True)
+    one.reading(reading(0.0, 20), 0.0)
+    assert taught(one, 0.5) == 100
+    one.overloaded(-900.0, until=0.0, capacity=True, in_flight=10, heard=True)
+    one.reading(reading(1.0, 20), 1.0)
+    assert taught(one, 1.5) == 100

@@ -9,7 +9,7 @@ from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Sign
 
 IDLE = Status(
     process=Process("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
-    gate=Gate("idle", True, "…", 30, 0, 0, None, 30.0, None),
+    gate=Gate("idle", True, "…", 30, 0, 0, 30.0, None),
     budget=Budget(
         0.05, "saturation", 0.2, 0.0, 0.75, 24, 32.0, "picker", terms=[Terms("saturation", 0.2, 0.0, 0.75, 24, 32.0)]
     ),

@@ -24,7 +24,6 @@ from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue,
 from tests.scenarios.processes import POOL, Stage
 
 NOT_HERE = {
-    "batch_dispatcher_ceiling",  # nothing is refused
     "batch_dispatcher_picker_max_concurrency",
     "batch_dispatcher_per_endpoint",  # max_sys is set
     "batch_dispatcher_signals_failing_seconds",  # they can be read
@@ -36,9 +35,10 @@ NOT_HERE = {
 
 ALL_KNOWN = replace(
     IDLE,
-    gate=replace(IDLE.gate, reason="no-room", ceiling=20.0),
+    gate=replace(IDLE.gate, reason="no-room"),
     budget=Budget(
-        0.05, "requests", 0.9, 0.1, -0.05, -2, 32.0, "watch", per_endpoint=32.0, picker_max_concurrency=31,
+        0.05, "requests", 0.9, 0.1, -0.05, -2, 32.0, "watch", 48.0,
+        per_endpoint=32.0, picker_max_concurrency=31,
         terms=[Terms(name, 0.9, 0.1, -0.05, -2, 32.0) for name in ("saturation", "requests")],
     ),
     signals=replace(IDLE.signals, signals_problem="timed out", signals_failing_s=3.0, signals_close_in_s=1.0),

@@ -93,6 +93,7 @@ def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) 
         "max_sys_by{picker}": 0,
         "max_sys_by{setting}": 1,
         "max_sys_by{query}": 0,
+        "max_sys_by{learned}": 0,
     }
     one.reconfigure(budget={"max_sys": 16})
     assert one.wait_for(max_sys=16)["max_sys_by"] == "setting"

@@ -40,7 +40,7 @@ async def test_a_gate_that_shuts_for_less_than_a_second_is_told_with_every_term(
     assert closed["reason"] == "backpressure"
     assert closed["limit"] == 0
     assert opened["reason"] in ("full", "saturated", "open")
-    assert opened["ceiling"] > 0
+    assert opened["max_sys"] > 0
     for line in told:
         assert line.keys() >= TERMS
         assert str(line["limit"]) in line["explanation"] or line["limit"] == 0

@@ -25,7 +25,7 @@ from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryStore
 from dispatcher.sim import virtual
 from dispatcher.sim.fleet import EPOCH, Replica
-from dispatcher.sim.metrics import Exporter
+from dispatcher.sim.metrics import Exporter, Signals
 from dispatcher.sim.road import Road, RoadGateway
 from dispatcher.sim.world import Job, World
 from dispatcher.telemetry.events import Event, diverted
@@ -164,9 +164,7 @@ class Stage:
         )
         self.road = Road(self.world, send_s=setting.way_s, answer_s=setting.way_s)
         self.store = MemoryStore(self._loop.time, unix_origin=EPOCH, lease_s=setting.lease_s)
-        self._exporter = Exporter(
-            [Signal.SATURATION], slots_per_pod=setting.slots, true_slots_per_pod=true_slots
-        )
+        self._exporter = Exporter(Signals.SATURATION, slots_per_pod=setting.slots, picker_per_pod=true_slots)
         self._frozen: list[Reading] = []
         self._made = 0
         self.replicas: list[Replica | None] = [None] * setting.replicas
@@ -209,7 +207,7 @@ class Stage:
             await asyncio.sleep(phase_s + nth * setting.scrape_s - self.now)
             nth += 1
             self.road.now()
-            readings = self._exporter.read(self.world.observe())
+            readings = list(self._exporter.read(self.world.observe()).readings)
             self._loop.call_later(setting.lag_s, self._tell, replica, readings, self.metrics)
 
     def _tell(self, replica: Replica, readings: list[Reading], metrics: Metrics) -> None:

@@ -366,3 +366,44 @@ def test_another_pools_page_is_refused() -> None:
     assert not isinstance(made, View)
     assert "qwen" in made.why
     assert made.hint == "pool.name"
+
+
+def apart(*views: View) -> tuple[float | None, float, bool]:
+    """What ran while so many waited, and whether that was at the last flush."""
+    use = "requests" if views[0].running is not None else "saturation"
+    (reading,) = judge(views, use, Policy(max_sys=400), "epp").readings
+    return reading.running, reading.waiting, reading.flushed
+
+
+PAGE = View(OPENED_AT, CLOSED_AT, running=12, waiting=2.5, ready=4, queued=0, in_flight=70)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({}, (48, 10, True)),
+        ({"waiting": 0}, (48, 0, True)),
+        # What waits in the picker now waits beside what it sent by now, not beside an average of before.
+        ({"waiting": 0, "queued": 6}, (70, 6, False)),
+        ({"queued": 6}, (48, 10, True)),
+        ({"running": 30, "queued": 6}, (70, 6, False)),
+        ({"running": None, "saturation": 0.5}, (None, 0, False)),
+        ({"running": None, "saturation": 0.5, "queued": 6}, (70, 6, False)),
+    ],
+)
+def test_what_runs_and_what_waits_are_of_one_moment(
+    changes: dict[str, float | None], told: tuple[float | None, float, bool]
+) -> None:
+    assert apart(replace(PAGE, **changes)) == told  # type: ignore[arg-type]
+
+
+def test_replicas_of_the_picker_see_one_pool_and_have_queues_of_their_own() -> None:
+    assert apart(PAGE, replace(PAGE, running=11)) == (48, 10, True)
+    waits = replace(PAGE, waiting=0, queued=3)
+    assert apart(waits, waits) == (140, 6, False)
+
+
+def test_nothing_is_told_apart_where_the_operator_asks_for_quantities_of_his_own() -> None:
+    own = replace(PAGE, own=True, saturation=0.5, capacity=1e6)
+    (reading,) = judge([own], "saturation", POLICY, "prometheus").readings
+    assert reading.running is None

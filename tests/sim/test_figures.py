@@ -7,6 +7,7 @@ and repeat, so the bounds are the promises themselves, and nothing here is a mea
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
@@ -14,16 +15,20 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import Signal
-from dispatcher.sim.experiment import Name, Setting, play
-from dispatcher.sim.metrics import Detector
+from dispatcher.sim import shapes
+from dispatcher.sim.experiment import Name, play
+from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.report import Comparison, Row, compare
+from dispatcher.sim.setting import Order, Setting
 from dispatcher.sim.trace import BUNDLED, Arrived, Trace, load
+from dispatcher.sim.world import Batch
 
 AGES = [(1.0, 0.05), (5.0, 1.0), (15.0, 5.0)]
 """(seconds between scrapes, seconds until one is known)."""
 HALF: dict[str, Any] = {"seconds": 450.0}
 WHOLE: dict[str, Any] = {"seconds": 900.0}
+EXACT: dict[str, Any] = {"detector": Detector.CONCURRENCY, "signals": Signals.SATURATION, "flush_s": 0.0}
+"""A picker that counts, and shows it as it is: the design's table is of it."""
 
 
 def by_age(*promises: Any) -> Any:
@@ -76,7 +81,7 @@ def test_law_harvests_nearly_everything_and_keeps_the_reserve(
 def test_law_harvests_from_averages_that_are_flushed_every_5_seconds(
     age: tuple[float, float], promised: float
 ) -> None:
-    row = law(scrape_s=age[0], lag_s=age[1], flush_s=5.0, shows_running=False)
+    row = law(scrape_s=age[0], lag_s=age[1], detector=Detector.NONE, shows_running=False)
     assert row.harvest is not None
     assert promised <= row.harvest <= 1.01
     assert row.over_less_all_knowing <= 6.0
@@ -88,16 +93,46 @@ def test_law_harvests_from_averages_that_are_flushed_every_5_seconds(
 def test_late_averages_cost_nothing_where_the_picker_shows_what_it_sent(
     age: tuple[float, float], harvest: float
 ) -> None:
-    fresh, late = law(scrape_s=age[0], lag_s=age[1]), law(scrape_s=age[0], lag_s=age[1], flush_s=5.0)
+    fresh, late = law(scrape_s=age[0], lag_s=age[1], flush_s=0.0), law(scrape_s=age[0], lag_s=age[1])
     assert late.harvest is not None
     assert harvest <= late.harvest <= 1.01
     assert late.over_less_all_knowing <= fresh.over_less_all_knowing + 0.5
 
 
+def wait(**setting: Any) -> float:
+    """Of realtime, mean; without batch work nobody waits in this trace."""
+    run = play(Setting(**{"seconds": 150.0} | setting), shapes.begun_at(trace(), 500.0), Name.LAW)
+    return statistics.fmean(run.waits)
+
+
+OLD: dict[str, Any] = {"detector": Detector.NONE, "scrape_s": 15.0, "lag_s": 5.0}
+
+
+@pytest.mark.parametrize(
+    ("worse", "better"),
+    [
+        ({"batch": Batch(2000)}, {}),
+        ({"batch": Batch(2000)}, {"batch": Batch(2000), "reserve": 0.35}),
+        (OLD, {**OLD, "order": Order.REALTIME_FIRST}),
+        ({"detector": Detector.NONE, "pods": 8}, {"detector": Detector.NONE}),
+        ({"slots_at": [(10.0, 48)]}, {}),
+    ],
+    ids=["long requests", "little reserve", "first come", "pods apart", "shrunk"],
+)
+def test_what_harms_realtime_shows_in_its_wait(worse: dict[str, Any], better: dict[str, Any]) -> None:
+    assert wait(**worse) > 1.25 * wait(**better)
+
+
+def test_two_pickers_are_not_half_the_truth_each() -> None:
+    """Where each saturation may be a count of what that one sent, requests are counted beside them."""
+    half = {"pickers": 2, "detector": Detector.CONCURRENCY, "signals": Signals.SATURATION}
+    assert wait(**half) <= 1.25 * wait(pickers=2)
+
+
 WAVES = {
-    "flow control off": {"signals": (Signal.REQUESTS,)},
+    "flow control off": {"detector": Detector.NONE},
     "utilization detector": {"detector": Detector.UTILIZATION, "pods": 3},
-    "detector not known": {"signals": (Signal.SATURATION, Signal.REQUESTS), "pods": 3},
+    "detector not known": {"detector": Detector.CONCURRENCY, "signals": Signals.BOTH, "pods": 3},
 }
 """48 slots, averages flushed every 5 s, and nothing but batch requests of the same size, 1 to 2 s each."""
 
@@ -105,7 +140,7 @@ WAVES = {
 def kept_after_a_burst(**setting: Any) -> float:
     """The share of its slots that batch work keeps, from a second after a burst that a flush saw."""
     burst = Trace("burst", [Arrived(9.7, 0.4, 1)] * 12, 25.0)
-    steady = Setting(slots=48, flush_s=5.0, batch_tokens=60, seconds=25, scrape_s=0.5, **setting)
+    steady = Setting(slots=48, flush_phase_s=0.0, batch=Batch(60, 0), seconds=25, scrape_s=0.5, **setting)
     run = play(steady, burst, Name.LAW, moment_s=0.1)
     held = [moment.state.batch_running for moment in run.moments if moment.state.at >= 11]
     return sum(held) / len(held) / int(48 * 0.95)
@@ -130,7 +165,7 @@ DESIGN_TABLE = {
 
 @by_age(0, 1, 2)
 def test_alternatives_land_near_the_table_of_the_design(age: tuple[float, float], promised: int) -> None:
-    found = rows(list(DESIGN_TABLE), **WHOLE, scrape_s=age[0], lag_s=age[1])
+    found = rows(list(DESIGN_TABLE), **WHOLE, **EXACT, scrape_s=age[0], lag_s=age[1])
     for name, expected in DESIGN_TABLE.items():
         harvest, over = expected[promised]
         assert found[name].harvest == pytest.approx(harvest, abs=0.025), name
@@ -156,7 +191,7 @@ def test_full_pool_makes_realtime_slower_and_the_reserve_is_the_price() -> None:
     assert thrifty.batch_tokens_per_s < full[Name.LAW].batch_tokens_per_s
 
 
-def test_pool_of_a_third_of_its_configuration_is_learned_from_refusals() -> None:
+def test_pool_of_a_third_of_its_configuration_is_learned() -> None:
     wrong = {"slots": 192, "true_slots": 64, "queue_limit": 8}
     row = law(**wrong)
     assert row.refused > 0, "the world must refuse for this to show anything"
@@ -170,13 +205,36 @@ def test_pool_of_a_third_of_its_configuration_is_learned_from_refusals() -> None
 
 
 @pytest.mark.parametrize("age", [pytest.param(AGES[0], marks=pytest.mark.long), AGES[1]])
-def test_ceiling_costs_a_rightly_sized_pool_little(age: tuple[float, float]) -> None:
+def test_refusals_cost_a_rightly_sized_pool_little(age: tuple[float, float]) -> None:
     scrape_s, lag_s = age
     free = law(scrape_s=scrape_s, lag_s=lag_s)
     limited = law(scrape_s=scrape_s, lag_s=lag_s, queue_limit=8)
     assert free.harvest is not None
     assert limited.harvest is not None
     assert limited.harvest >= free.harvest - 0.03
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("age", "harvest"), [pytest.param(AGES[0], 0.97, marks=pytest.mark.long), (AGES[1], 0.9), (AGES[2], 0.55)]
+)
+def test_bursts_of_realtime_that_overflow_the_queue_teach_nothing(
+    seed: int, age: tuple[float, float], harvest: float
+) -> None:
+    """The pool has what it is configured for: a refusal in a burst is no reason to hold back after it."""
+    setting = Setting(scrape_s=age[0], lag_s=age[1], queue_limit=8, detector=Detector.CONCURRENCY)
+    row = compare(setting, shapes.bursts(seed), [Name.LAW]).rows[0]
+    assert row.realtime_refused > 100, "the world must refuse for this to show anything"
+    assert row.harvest is not None
+    assert row.harvest >= harvest
+
+
+def test_pool_of_a_third_of_its_configuration_refuses_hardly_more_realtime_than_it_must() -> None:
+    row = law(**WHOLE, slots=192, true_slots=64, queue_limit=8)
+    assert row.realtime_refused <= 40, "hundreds with a ceiling on ours alone"
+    assert row.refused_per_1000_settled <= 2.4
+    assert row.harvest is not None
+    assert 0.97 <= row.harvest <= 1.06
 
 
 def swings(comparison: Comparison) -> float:
@@ -187,8 +245,8 @@ def swings(comparison: Comparison) -> float:
 
 @pytest.mark.parametrize("flush_s", [pytest.param(0.0, marks=pytest.mark.long), 5.0])
 def test_default_detector_with_requests_beside_it_is_no_bang_bang(flush_s: float) -> None:
-    exact = law_in(Setting(**HALF))
-    both = law_in(Setting(**HALF, detector=Detector.UTILIZATION, flush_s=flush_s, pods=4))
+    exact = law_in(Setting(**HALF, detector=Detector.CONCURRENCY))
+    both = law_in(Setting(**HALF, flush_s=flush_s, pods=4))
     row = both.rows[0]
     assert row.harvest is not None
     assert row.harvest >= 0.90
@@ -197,7 +255,7 @@ def test_default_detector_with_requests_beside_it_is_no_bang_bang(flush_s: float
 
 
 def test_default_detector_alone_cannot_keep_the_reserve() -> None:
-    row = law(detector=Detector.UTILIZATION, signals=(Signal.SATURATION,), pods=4)
+    row = law(detector=Detector.UTILIZATION, signals=Signals.SATURATION, pods=4)
     assert row.over_mean > 10
 
 

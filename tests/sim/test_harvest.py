@@ -10,8 +10,9 @@ import pytest
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.harvest import Work
-from dispatcher.sim.experiment import Name, Setting, play
+from dispatcher.sim.experiment import Name, play
 from dispatcher.sim.metrics import Detector
+from dispatcher.sim.setting import Setting
 from dispatcher.sim.trace import BUNDLED, load
 
 EACH_S = 0.1
@@ -52,12 +53,12 @@ def told_and_true(**given: Any) -> tuple[Harvest, Harvest]:
     [
         {},
         {"scrape_s": 5.0, "lag_s": 1.0},
-        {"flush_s": 5.0},
-        {"detector": Detector.UTILIZATION},
+        {"detector": Detector.CONCURRENCY, "flush_s": 0.0},
+        {"detector": Detector.NONE, "pods": 4},
         {"replicas": 3},
         {"gaps": [(60.0, 90.0)], "pods": 4, "pods_at": [(150.0, 3), (220.0, 4)]},
     ],
-    ids=["fresh", "5 s old", "averages", "utilization", "three replicas", "a gap, and a pod that went"],
+    ids=["fresh", "5 s old", "a count", "no flow control", "three replicas", "a gap, and a pod that went"],
 )
 def test_harvest_agrees_with_the_world_within_3_percent(given: dict[str, Any]) -> None:
     told, truth = told_and_true(**given)

@@ -123,6 +123,18 @@ async def test_realtime_waits_before_batch(post: Post) -> None:
         assert world.gateway.report()["realtime"]["peak"] == 1
 
 
+async def test_without_flow_control_whoever_came_first_starts_first(post: Post) -> None:
+    async with live(slots=1, seconds=0.3, flow_control=False) as world:
+        first = asyncio.create_task(post(world, "first"))
+        await wait_until(lambda: world.pool.running == 1)
+        batch = asyncio.create_task(post(world, "batch"))
+        await wait_until(lambda: world.pool.waiting == 1)
+        realtime = asyncio.create_task(post(world, "user", headers=REALTIME))
+        await asyncio.gather(first, batch, realtime)
+        started = {entry.id: entry.started_at for entry in world.gateway.log}
+        assert started["first"] < started["batch"] < started["user"]
+
+
 @pytest.mark.parametrize(("flow_control", "reason"), [(True, "rejected-saturated"), (False, None)])
 async def test_a_full_queue_answers_429(post: Post, flow_control: bool, reason: str | None) -> None:
     async with live(slots=1, queue_limit=1, seconds=30, flow_control=flow_control) as world:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Reading, Reason, Signal
-from dispatcher.sim.experiment import Moment, Name, Run, Setting
+from dispatcher.signals.series import Verdict
+from dispatcher.sim.experiment import Moment, Name, Run
 from dispatcher.sim.experiment import play as live
-from dispatcher.sim.metrics import Detector, Exporter
+from dispatcher.sim.metrics import Detector, Exporter, Signals
+from dispatcher.sim.setting import Setting
 from dispatcher.sim.trace import BUNDLED, Trace, load
 from dispatcher.sim.world import PoolState
 
@@ -93,17 +95,15 @@ def test_all_knowing_fills_an_idle_pool_to_the_reserve_and_no_further() -> None:
 
 
 def exporter(**changes: Any) -> Exporter:
-    return Exporter(
-        **{"signals": [Signal.SATURATION], "slots_per_pod": 16, "true_slots_per_pod": 16, **changes}
-    )
+    return Exporter(**{"use": Signals.SATURATION, "slots_per_pod": 16, "picker_per_pod": 16, **changes})
 
 
-def state(running: int, waiting: int, slots: int = 64, at: float = 10.0) -> PoolState:
-    return PoolState(at, slots, running, 0, 0, waiting)
+def state(running: int, waiting: int, *, inside: int = 0, at: float = 10.0) -> PoolState:
+    return PoolState(at, 64, running, 0, 0, waiting, inside=inside, pods=4)
 
 
-def only(readings: list[Reading]) -> Reading:
-    (reading,) = readings
+def only(found: Verdict) -> Reading:
+    (reading,) = found.readings
     return reading
 
 
@@ -120,13 +120,15 @@ def test_utilization_detector_reads_near_zero_with_every_slot_taken() -> None:
     full = only(detector.read(state(64, 0)))
     assert full.f_sys == pytest.approx(0.125)
     assert not full.exact
-    waiting = only(detector.read(state(64, 20)))
+    waiting = only(detector.read(state(64, 20, inside=20)))
     assert (waiting.f_sys, waiting.f_epp) == (1.0, 0.0)
-    assert only(detector.read(state(64, 26))).f_epp == pytest.approx(6 / 64), "the EPP holds back the rest"
+    assert only(detector.read(state(64, 26, inside=20))).f_epp == pytest.approx(6 / 64), (
+        "the EPP holds back the rest"
+    )
 
 
 def test_flushed_averages_are_of_the_last_flush_and_say_their_window() -> None:
-    averages = exporter(signals=[Signal.REQUESTS], flush_s=5.0, shows_running=False)
+    averages = exporter(use=Signals.REQUESTS, detector=Detector.NONE, flush_s=5.0, shows_running=False)
     averages.flush(state(16, 4, at=5.0))
     reading = only(averages.read(state(60, 0, at=9.0)))
     assert (reading.opened_at, reading.closed_at) == (4.0, 9.0)
@@ -134,7 +136,7 @@ def test_flushed_averages_are_of_the_last_flush_and_say_their_window() -> None:
 
 
 def test_what_the_picker_counts_itself_is_of_now_whatever_the_averages_say() -> None:
-    averages = exporter(signals=[Signal.REQUESTS], flush_s=5.0)
+    averages = exporter(use=Signals.REQUESTS, detector=Detector.NONE, flush_s=5.0)
     averages.flush(state(16, 4, at=5.0))
     reading = only(averages.read(state(60, 0, at=9.0)))
     assert (reading.opened_at, reading.closed_at) == (9.0, 9.0)
@@ -142,6 +144,34 @@ def test_what_the_picker_counts_itself_is_of_now_whatever_the_averages_say() -> 
 
 
 def test_wrong_configuration_shows_in_the_capacity() -> None:
-    reading = only(exporter(slots_per_pod=48).read(state(64, 8)))
+    wrong = exporter(slots_per_pod=48)
+    for number, running in enumerate((8, 16, 24, 40, 48, 56)):
+        wrong.read(state(running, 0, at=2.0 * number))
+    reading = only(wrong.read(state(64, 8)))
     assert reading.max_sys == 192
     assert reading.f_sys == pytest.approx(64 / 192)
+    assert reading.f_epp == pytest.approx(8 / 192)
+
+
+def test_auto_follows_what_the_pages_teach() -> None:
+    """Both signals until the saturation is proven to be a count; without flow control there is but one."""
+    auto = exporter(use=Signals.AUTO)
+    assert auto.read(state(8, 0, at=0.0)).signals == (Signal.SATURATION, Signal.REQUESTS)
+    for number, running in enumerate((8, 16, 24, 40, 48, 56)):
+        auto.read(state(running, 0, at=2.0 * number))
+    assert auto.read(state(32, 0, at=12.0)).signals == (Signal.SATURATION,)
+    assert exporter(use=Signals.AUTO, detector=Detector.NONE).read(state(8, 0)).signals == (Signal.REQUESTS,)
+
+
+def test_without_flow_control_whoever_waits_does_so_in_the_pods() -> None:
+    """Also where the pods let realtime go first, so that in the world they wait apart."""
+    reading = only(exporter(use=Signals.AUTO, detector=Detector.NONE).read(state(64, 16)))
+    assert (reading.f_sys, reading.f_epp) == (80 / 64, 0)
+
+
+def test_replicas_of_the_picker_share_the_requests() -> None:
+    shared = exporter(use=Signals.BOTH, pickers=2)
+    first, second = (shared.view(state(33, 5, inside=2), number) for number in range(2))
+    assert (first.in_flight, second.in_flight) == (18, 17)
+    assert (first.queued, second.queued) == (2, 1)
+    assert first.ready == second.ready == 4, "each knows the whole pool"

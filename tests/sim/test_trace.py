@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from dispatcher.sim import shapes
 from dispatcher.sim.trace import BUNDLED, Trace, TraceError, load
 from dispatcher.sim.world import World, work_s
 
@@ -130,3 +132,38 @@ def test_missing_and_binary_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "binary.csv").write_bytes(b"time\xff\xfe")
     with pytest.raises(TraceError, match="not UTF-8 text at byte 4"):
         load(tmp_path / "binary.csv", slots=64)
+
+
+def test_copies_even_bursts_out_and_echoes_do_not() -> None:
+    one = shapes.bursts(0)
+    worst = {
+        name: _worst(trace)
+        for name, trace in (
+            ("one", one),
+            ("copies", shapes.copies(one, 4)),
+            ("echoes", shapes.echoes(one, 4)),
+        )
+    }
+    assert worst["one"] < worst["copies"] < 0.75 * worst["echoes"]
+    for many in (shapes.copies(one, 4), shapes.echoes(one, 4)):
+        assert len(many.arrivals) == 4 * len(one.arrivals)
+        assert [a.at for a in many.arrivals] == sorted(a.at for a in many.arrivals)
+
+
+def _worst(trace: Trace) -> int:
+    """Requests within the fullest second."""
+    return max(Counter(int(a.at) for a in trace.arrivals).values())
+
+
+def test_steps_hold_each_level_from_its_time_on() -> None:
+    trace = shapes.steps([(0.0, 0), (10.0, 40), (30.0, 20)], slots=64)
+    # Those that start at one moment find a pool that fills: the first of them run a little faster.
+    assert running_at(trace, 64, [5.0, 11.0, 29.0, 31.0, 100.0]) == pytest.approx([0, 40, 40, 20, 20], abs=4)
+
+
+def test_trace_that_begins_later_is_the_rest_of_it() -> None:
+    rest = shapes.begun_at(load(BUNDLED, slots=64), 600.0)
+    assert rest.seconds == pytest.approx(300, abs=1)
+    assert 0 <= rest.arrivals[0].at < 5
+    with pytest.raises(TraceError, match="nothing from"):
+        shapes.begun_at(rest, 300.0)

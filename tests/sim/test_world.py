@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isnan
+from math import inf, isnan
 
 import pytest
 from hypothesis import given, settings
@@ -70,13 +70,64 @@ def test_outage_cuts_what_runs_and_turns_away_what_comes() -> None:
 
 def test_requests_on_a_leaving_pod_run_to_their_end() -> None:
     told: list[int] = []
-    world = World(4, slots_at=[(0.5, 2), (3.0, 4)], on_slots=told.append)
+    world = World(4, pods=2, pods_at=[(0.5, 1), (3.0, 2)], on_pods=told.append)
     for _ in range(5):
         world.arrive(job(10.0), 0.0)
     world.advance(1.0)
     assert (world.observe().running, world.observe().waiting, world.slots) == (4, 1, 2)
     world.advance(3.5)
-    assert told == [2, 4]
+    assert world.observe().waiting == 0
+    assert told == [1, 2]
+
+
+def test_capacity_that_shrinks_lets_what_runs_run_on_and_tells_nobody() -> None:
+    told: list[int] = []
+    world = World(4, slots_at=[(0.5, 3)], on_pods=told.append)
+    for _ in range(5):
+        world.arrive(job(10.0), 0.0)
+    world.advance(1.0)
+    assert (world.observe().running, world.observe().waiting, world.slots) == (4, 1, 3)
+    assert told == []
+
+
+def test_in_the_pods_whoever_came_first_starts_first() -> None:
+    world = World(1, lets_in=lambda slots, pods: inf)
+    running, batch, realtime = job(), job(), job(batch=False)
+    for arriving, at in ((running, 0.0), (batch, 0.1), (realtime, 0.2)):
+        assert world.arrive(arriving, at) is Arrival.ACCEPTED
+    assert world.observe().inside == 2
+    world.advance(5.0)
+    assert (batch.started_at, realtime.started_at) == (1.0, 2.0)
+
+
+def test_picker_lets_in_so_many_and_holds_the_others_back() -> None:
+    """The one that was let in goes first, though it is of batch; of the others realtime does."""
+    world = World(1, lets_in=lambda slots, pods: slots + 1, queue_limit=2)
+    running, let_in, batch, realtime = job(), job(), job(), job(batch=False)
+    for arriving, at in ((running, 0.0), (let_in, 0.1), (batch, 0.2), (realtime, 0.3)):
+        assert world.arrive(arriving, at) is Arrival.ACCEPTED
+    assert world.arrive(job(), 0.4) is Arrival.REFUSED
+    assert (world.observe().waiting, world.observe().inside) == (3, 1)
+    world.advance(5.0)
+    assert [each.started_at for each in (let_in, realtime, batch)] == [1.0, 2.0, 3.0]
+
+
+def test_pods_fill_evenly_and_each_is_slowed_by_its_own() -> None:
+    world = World(4, pods=2)
+    four = [job() for _ in range(4)]
+    for one in four:
+        world.arrive(one, 0.0)
+    world.advance(10.0)
+    assert [one.finished_at for one in four] == [1.0, 1.0, 2.0, 2.0]
+
+
+def test_who_waits_in_a_pod_that_leaves_waits_for_another() -> None:
+    world = World(2, pods=2, pods_at=[(0.5, 1)], lets_in=lambda slots, pods: inf)
+    four = [job() for _ in range(4)]
+    for one in four:
+        world.arrive(one, 0.0)
+    world.advance(10.0)
+    assert [one.started_at for one in four] == [0.0, 0.0, 1.0, 2.0]
 
 
 def test_new_pod_takes_from_the_queue_at_once() -> None:
@@ -129,6 +180,9 @@ arrivals = st.lists(
     queue_limit=st.one_of(st.none(), st.integers(0, 5)),
     outage=st.one_of(st.none(), st.floats(0, 20, allow_nan=False)),
     change=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 8))),
+    pods=st.integers(1, 3),
+    fewer=st.one_of(st.none(), st.tuples(st.floats(0, 20, allow_nan=False), st.integers(0, 3))),
+    let_in=st.one_of(st.integers(0, 4), st.just(inf)),
 )
 def test_every_request_is_in_one_place_and_slots_are_used(
     arrivals: list[tuple[float, float, bool, float | None]],
@@ -136,6 +190,9 @@ def test_every_request_is_in_one_place_and_slots_are_used(
     queue_limit: int | None,
     outage: float | None,
     change: tuple[float, int] | None,
+    pods: int,
+    fewer: tuple[float, int] | None,
+    let_in: float,
 ) -> None:
     finished: list[Job] = []
     gone: list[Job] = []
@@ -144,6 +201,9 @@ def test_every_request_is_in_one_place_and_slots_are_used(
         queue_limit=queue_limit,
         outages=[] if outage is None else [(outage, outage + 2)],
         slots_at=[] if change is None else [change],
+        pods=pods,
+        pods_at=[] if fewer is None else [fewer],
+        lets_in=lambda slots, pods: slots + let_in,
         on_finish=finished.append,
         on_gone=gone.append,
     )
@@ -167,8 +227,9 @@ def test_every_request_is_in_one_place_and_slots_are_used(
         state = world.observe()
         assert len(accepted) == len(finished) + len(gone) + len(left) + state.running + state.waiting
         if state.waiting:
-            assert state.running >= state.slots, "nobody waits while a slot is free"
-        if change is None:
+            # Where there are several pods, one may have a queue while another, that is new, has none.
+            assert pods > 1 or fewer or state.running >= state.slots, "nobody waits while a slot is free"
+        if change is None and fewer is None:
             assert state.running <= slots
     for one in finished:
         assert one.arrived_at <= one.started_at <= one.finished_at

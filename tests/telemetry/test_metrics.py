@@ -25,7 +25,7 @@ from tests.support import require_tool
 
 STATUS = Status(
     process=Process("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
-    gate=Gate("open", True, "…", 30, 12, 12, None, 30.0, None),
+    gate=Gate("open", True, "…", 30, 12, 12, 30.0, None),
     budget=Budget(
         0.05,
         "saturation",
@@ -114,7 +114,6 @@ def test_gauges_show_the_status_and_what_is_unknown_is_absent() -> None:
     assert page["headroom", "saturation"] == 28
     assert ("headroom", "requests") not in page, "not believed"
     assert page["f_epp", "requests"] == 0.1
-    assert ("ceiling",) not in page
     assert page["reachable", "queue"] == 1
     assert page["build_info", "1.0", "3.11"] == 1
 

@@ -36,7 +36,7 @@ const SHAPES = {
 };
 const CODES = { "2xx": "--good", "4xx": "--waiting", "CANCELLED": "--realtime", "DEADLINE_EXCEEDED": "--r-stale" };
 const MORE = ["--r-unreadable", "--r-paused", "--r-implausible", "--r-saturated", "--r-no-room"];
-const BY = { watch: "the Kubernetes watch", picker: "the endpoint picker", query: "signals.prometheus.queries.capacity" };
+const BY = { learned: "what fitted", watch: "the Kubernetes watch", picker: "the endpoint picker", query: "signals.prometheus.queries.capacity" };
 
 // ── small things ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -318,10 +318,10 @@ function capacity(now) {
   const list = rows.map(([kind, name, value]) => [kind, name, known(value) ? count(value) : null,
     known(value) && now.max_sys ? share(value / now.max_sys) : ""]);
   list.push(["limit", "Limit on ours", known(now.limit) ? count(now.limit) : null, ""]);
-  list.push(["ceiling", "Ceiling on ours", known(now.ceiling) ? count(now.ceiling) : "none", ""]);
+  list.push(["configured", "Configured capacity", known(now.configured_max_sys) ? count(now.configured_max_sys) : null, ""]);
   if (changed("parts", list)) {
     $("parts").replaceChildren(...list.map(([kind, name, value, of]) => make("div", {},
-      make("dt", {}, kind === "limit" || kind === "ceiling"
+      make("dt", {}, kind === "limit" || kind === "configured"
         ? make("span", { class: "swatch line dash", tone: kind === "limit" ? "--limit" : "--ink" })
         : make("span", { class: `swatch p-${kind}` }), name),
       make("dd", { class: value === null ? "unknown" : undefined }, value === null ? "unknown" : value, of ? make("small", {}, of) : null))));
@@ -332,7 +332,8 @@ function capacity(now) {
     bar.setAttribute("aria-label", "The pool's capacity is unknown");
     return;
   }
-  const most = Math.max(now.max_sys, parts.used), at = (value) => `${(value / most) * 100}%`;
+  const learned = known(now.configured_max_sys) && now.configured_max_sys > now.max_sys;
+  const most = Math.max(learned ? now.configured_max_sys : now.max_sys, parts.used), at = (value) => `${(value / most) * 100}%`;
   const pieces = [["realtime", now.realtime], ["waiting", now.waiting], ["ours", now.ours || 0], ["free", parts.free], ["reserve", parts.left]];
   while (bar.children.length < pieces.length) bar.append(make("i"));
   let left = 0;
@@ -345,8 +346,8 @@ function capacity(now) {
     left += value;
   });
   const marks = [];
-  if (known(now.ceiling)) marks.push(["ceiling", now.realtime + now.waiting + now.ceiling, "dash"]);
-  if (parts.over > 0) marks.push(["capacity", now.max_sys, "solid"]);
+  if (learned) marks.push(["fits", now.max_sys, "dash"]);
+  else if (parts.over > 0) marks.push(["capacity", now.max_sys, "solid"]);
   while (bar.children.length > pieces.length + marks.length) bar.lastChild.remove();
   marks.forEach(([name, value, kind], n) => {
     const place = Math.min(value, most);
@@ -354,11 +355,11 @@ function capacity(now) {
     if (!mark) bar.append(mark = make("b", {}, make("span")));
     mark.className = `${kind} ${place > most / 2 ? "left" : ""}`;
     mark.style.left = at(place);
-    mark.firstChild.textContent = `${name} ${count(name === "ceiling" ? now.ceiling : value)}`;
+    mark.firstChild.textContent = `${name} ${count(value)}`;
   });
   bar.setAttribute("aria-label", `Of ${count(now.max_sys)} requests: realtime ${count(now.realtime)}, waiting in the picker `
     + `${count(now.waiting)}, ours ${count(now.ours || 0)}, free ${count(parts.free)}, reserve ${count(now.reserve || 0)}`
-    + (known(now.ceiling) ? `; a ceiling of ${count(now.ceiling)} on ours` : "") + (parts.over ? "; more than there is" : ""));
+    + (learned ? `; configured are ${count(now.configured_max_sys)}` : "") + (parts.over ? "; more than there is" : ""));
 }
 
 // ── the charts ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,80 @@
+"""δ: how long a request or its answer takes between us and the gateway at the most, by our exchanges. Pure.
+
+Nothing tells it. What is known:
+
+    from the start   USUAL_S: a network of one's own, and a gateway that decides in milliseconds.
+    openings         Opening a connection takes a whole round trip, and more with TLS. Once several were
+                     timed, the slowest of the newest is taken instead: less than USUAL_S, so that short
+                     requests are seen to be there at all, or more, up to a quarter of a short exchange.
+    readings         One that shows fewer of ours than were surely there under δ shows that δ is more
+                     (uploads, tokenization), if one explains it that is at most MOST_S, and less than half of
+                     an exchange. It is forgotten little by little.
+
+A reading that no such δ explains is not of our pool: that is the limiter's to say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+USUAL_S = 0.02
+LEAST_S = 0.005
+MOST_S = 0.2
+OPENINGS = 8
+"""So many connections were opened before their times are believed; the slowest of as many again counts."""
+EXCHANGES = 64
+"""Of so many exchanges, the newest, the shorter ones count: the first quarter."""
+EACH_WAY, EACH_WAY_MOST = 0.25, 0.45
+"""Of a short exchange: the most that openings make of one way, and what no way takes."""
+STEP = 1.25
+FORGOTTEN = 0.99
+"""With each reading, of what readings showed."""
+
+
+@dataclass(slots=True)
+class Travel:
+    """δ in force, and what it is made of."""
+
+    delta_s: float = USUAL_S
+    _openings: deque[float] = field(default_factory=lambda: deque(maxlen=2 * OPENINGS))
+    _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
+    _shown: float = 0.0
+
+    def opened(self, seconds: float) -> None:
+        """A connection to the gateway was opened, in so long."""
+        self._openings.append(max(0.0, seconds))
+
+    def exchanged(self, seconds: float) -> None:
+        """A request was sent and came back, in so long."""
+        self._exchanges.append(max(0.0, seconds))
+
+    def reckon(self) -> None:
+        """A reading is at hand: δ from what is known by now."""
+        self._shown *= FORGOTTEN
+        usual = USUAL_S
+        if len(self._openings) >= OPENINGS:
+            most = max(USUAL_S, min(EACH_WAY * self._short, MOST_S))
+            usual = min(max(LEAST_S, *self._openings), most)
+        self.delta_s = max(usual, min(self._shown, self._most))
+
+    def explained(self, fits: Callable[[float], bool]) -> bool:
+        """A reading shows fewer of ours than were surely there. Whether a longer δ explains that (`fits`);
+        then it is in force from now on."""
+        delta_s, most = self.delta_s, self._most
+        while delta_s < most:
+            delta_s = min(delta_s * STEP, most)
+            if fits(delta_s):
+                self.delta_s = self._shown = delta_s
+                return True
+        return False
+
+    @property
+    def _short(self) -> float:
+        """What a short exchange of ours takes; infinite while none is known."""
+        return sorted(self._exchanges)[len(self._exchanges) // 4] if self._exchanges else float("inf")
+
+    @property
+    def _most(self) -> float:
+        return min(MOST_S, EACH_WAY_MOST * self._short)

@@ -1,0 +1,152 @@
+"""What an experiment is set in: a pool, its monitoring, the batch requests, and what goes wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from dispatcher.core.budget import Policy as Budgeting
+from dispatcher.core.budget import Signal
+from dispatcher.sim.metrics import DETECTOR_QUEUE, POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
+from dispatcher.sim.road import ANSWER_S, SEND_S
+from dispatcher.sim.world import Batch
+
+
+class Order(StrEnum):
+    """Who goes first of those that wait."""
+
+    AUTO = "auto"
+    """In the picker realtime, in the pods whoever came first; where they wait is the picker's matter."""
+    REALTIME_FIRST = "realtime-first"
+    """As with priorities in the model servers."""
+    FIRST_COME = "first-come"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A pool, its monitoring, and what goes wrong."""
+
+    slots: int = 64
+    """As the configuration says."""
+    true_slots: int | None = None
+    """As the pool has them; None: the configuration is right."""
+    slots_at: Sequence[tuple[float, int]] = ()
+    """Changes of what the pool truly has, which nobody tells."""
+    picker_slots: int | None = None
+    """What the concurrency detector takes the pool for (its maxConcurrency × pods); None: what it was at the
+    start."""
+    order: Order = Order.AUTO
+    scrape_s: float = 1.0
+    lag_s: float = 0.05
+    """From a scrape until its reading is known."""
+    jitter: float = 0.0
+    """Each scrape comes up to this share of its interval later."""
+    stamp_s: float = 0.0
+    """A sample is dated so much later than it was taken."""
+    flush_s: float = 5.0
+    """The picker renews its averages this often; 0: they are always fresh."""
+    flush_phase_s: float | None = None
+    """When it does so for the first time; None: by the seed."""
+    shows_running: bool = True
+    """The picker shows what it sent and saw no answer of."""
+    detector: Detector = Detector.UTILIZATION
+    signals: Signals = Signals.AUTO
+    pickers: int = 1
+    """Active replicas of the picker, each with an even share of the requests."""
+    kv_full: float = 0.1
+    reserve: float = 0.05
+    max_age_s: float | None = None
+    """None: as the configuration has it, 10 for direct scrapes and 60 for older readings."""
+    seconds: float = 900.0
+    seed: int = 0
+    batch: Batch = field(default_factory=Batch)
+    travel_s: float | None = None
+    """What requests travel, and answers; None: 2 ms and 3 ms."""
+    queue_limit: int | None = None
+    pods: int = 1
+    pods_at: Sequence[tuple[float, int]] = ()
+    outages: Sequence[tuple[float, float]] = ()
+    gaps: Sequence[tuple[float, float]] = ()
+    """Stretches in which scrapes fail."""
+    lost: float = 0.0
+    """The share of scrapes that fail besides."""
+    clock_steps: Sequence[tuple[float, float]] = ()
+    """(when, by how many seconds) the queue's clock steps."""
+    replicas: int = 1
+    deaths: Sequence[float] = ()
+    """When one of the replicas is killed."""
+    lease_s: float = 30.0
+
+    @property
+    def real_slots(self) -> int:
+        return self.slots if self.true_slots is None else self.true_slots
+
+    @property
+    def flow_control(self) -> bool:
+        """Whether requests wait in the picker; where only requests are counted it has none."""
+        return self.detector is not Detector.NONE and self.signals is not Signals.REQUESTS
+
+    @property
+    def pressure_score_alone(self) -> bool:
+        """Whether the dispatcher follows nothing but a score that cannot show how full the pool is."""
+        return self.detector is not Detector.CONCURRENCY and self.signals is Signals.SATURATION
+
+    @property
+    def ways_s(self) -> tuple[float, float]:
+        """What requests travel, and answers."""
+        return (SEND_S, ANSWER_S) if self.travel_s is None else (self.travel_s, self.travel_s)
+
+    @property
+    def first_flush_s(self) -> float:
+        if self.flush_phase_s is not None:
+            return self.flush_phase_s
+        return random.Random(f"{self.seed}/flush").random() * self.flush_s
+
+    @property
+    def budgeting(self) -> Budgeting:
+        aged = self.scrape_s + self.lag_s > 2.0
+        return Budgeting(
+            reserve=self.reserve,
+            per_endpoint=self.slots / self.pods,
+            max_age_s=self.max_age_s if self.max_age_s is not None else 60.0 if aged else 10.0,
+        )
+
+    @property
+    def at_start(self) -> Sequence[Signal]:
+        """The signals that a dispatcher waits for when it starts."""
+        return self.signals.at_most
+
+    @property
+    def exporter(self) -> Exporter:
+        """The picker's page."""
+        return Exporter(
+            self.signals,
+            slots_per_pod=self.slots / self.pods,
+            picker_per_pod=self._believed / self.pods,
+            detector=self.detector if self.flow_control else Detector.NONE,
+            kv_full=self.kv_full,
+            flush_s=self.flush_s,
+            stamp_s=self.stamp_s,
+            shows_running=self.shows_running,
+            pickers=self.pickers,
+        )
+
+    @property
+    def _believed(self) -> int:
+        return self.real_slots if self.picker_slots is None else self.picker_slots
+
+    def lets_in(self, slots: int, pods: int) -> float:
+        """How many requests the picker lets into the pods: the rest wait in it."""
+        if self.order is Order.REALTIME_FIRST:
+            return slots
+        if self.order is Order.FIRST_COME or not self.flow_control:
+            return inf
+        if self.detector is Detector.UTILIZATION:
+            return slots + DETECTOR_QUEUE * pods
+        if self.detector is Detector.TOKENS:
+            return POD_TOKENS * pods * self.pickers / REQUEST_TOKENS
+        # Each replica counts what it sent itself.
+        return self._believed / self.pods * pods * self.pickers

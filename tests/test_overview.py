@@ -1,0 +1,57 @@
+"""What is told of a dispatcher beside its gate."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outlook import Outlook
+from dispatcher.dispatch.access import View
+from dispatcher.overview import overview
+from dispatcher.settings import Settings
+from dispatcher.signals.capacity import Endpoints
+from dispatcher.telemetry.status import Process, Status
+
+
+def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: float = 0.9) -> Status:
+    """Of a pool of 64 with so many of ours in it."""
+    policy = Policy(reserve=reserve, per_endpoint=64)
+    limiter = Limiter(policy, [Signal.REQUESTS])
+    for number in range(ours):
+        limiter.sent(number, 0.0)
+    limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, f_sys=f_sys, f_epp=0.0, max_sys=64), 1.1)
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": {"reserve": reserve}})
+    return overview(
+        1.2,
+        process=Process("1", "3", "default", "q", "one", False, 0.0),
+        settings=settings,
+        limiter=limiter,
+        running=ours,
+        queue=View(outlook=Outlook(None, None, 0, 1.0, service_s)),
+        poll=None,
+        watched=Endpoints(),
+        slow=None,
+    )
+
+
+def test_long_requests_with_little_reserve_are_told_where_people_look() -> None:
+    told = status(48.0)
+    assert told.budget.reserve_problem is not None
+    assert told.line.service_s == 48.0
+    assert f"Beware: {told.budget.reserve_problem}." in told.gate.explanation
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        status(4.0),
+        status(48.0, reserve=0.2),
+        status(48.0, ours=2),
+        status(48.0, ours=60, f_sys=60 / 64),
+    ],
+    ids=["short", "reserve", "few of ours", "nobody else"],
+)
+def test_nobody_is_warned_who_need_not_be(other: Status) -> None:
+    assert other.budget.reserve_problem is None
+    assert "Beware" not in other.gate.explanation

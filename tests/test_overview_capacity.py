@@ -1,0 +1,76 @@
+"""What a person is told of a pool that takes less than its configuration says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.dispatch.access import View
+from dispatcher.overview import overview
+from dispatcher.settings import Settings
+from dispatcher.signals.capacity import Endpoints
+from dispatcher.signals.poller import Poll
+from dispatcher.telemetry.status import Process, Status
+
+PROCESS = Process("1", "3", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0)
+
+
+def learned(budget: dict[str, Any], poll: Poll | None = None) -> Status:
+    """Of three readings of a pool of 500: 35 run, and as many wait."""
+    limiter = Limiter(Policy(), (Signal.REQUESTS,))
+    for at in range(3):
+        shown = Reading(Signal.REQUESTS, at, at, 70 / 500, 0.0, 500, running=35, waiting=35 + at)
+        limiter.reading(shown, at)
+        limiter.allowance(at + 0.5)
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": budget})
+    return overview(
+        3.0,
+        process=PROCESS,
+        settings=settings,
+        limiter=limiter,
+        running=0,
+        queue=View(),
+        poll=poll,
+        watched=Endpoints(),
+        slow=None,
+    )
+
+
+def polled(per_endpoint: float, source: Any) -> Poll:
+    return Poll(
+        3.0, "epp", (Signal.REQUESTS,), (), (), 10.0, per_endpoint=per_endpoint, per_endpoint_from=source
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "poll", "sentence"),
+    [
+        (
+            {"per_endpoint": 500},
+            polled(500, "setting"),
+            "35 an endpoint fitted where budget.per_endpoint says 500: lower it.",
+        ),
+        (
+            {},
+            polled(250, "picker"),
+            "17.5 an endpoint fitted where the endpoint picker counts with 250: lower its maxConcurrency.",
+        ),
+        (
+            {},
+            polled(100, "assumption"),
+            "7 an endpoint fitted where 100 are assumed: set budget.per_endpoint.",
+        ),
+        ({"max_sys": 500}, None, "35 fitted where budget.max_sys says 500: lower it."),
+    ],
+)
+def test_what_fitted_is_told_with_what_to_do(
+    budget: dict[str, Any], poll: Poll | None, sentence: str
+) -> None:
+    shown = learned(budget, poll)
+    assert shown.gate.explanation.endswith(sentence)
+    assert (shown.budget.max_sys, shown.budget.configured_max_sys) == (35, 500)
+    assert shown.budget.max_sys_by == "learned"
+    assert "realtime" not in shown.gate.explanation
