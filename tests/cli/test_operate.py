@@ -202,9 +202,13 @@ async def test_an_older_dispatcher_that_tells_less_is_shown_all_the_same(configu
     assert (found.returncode, found.stdout.splitlines()[1:]) == (0, ["full: 18 in flight."])
 
 
-async def test_why_no_dispatcher_answers_is_said(configured: Ask, tmp_path: Path) -> None:
-    token = tmp_path / "token"
+async def test_why_no_dispatcher_answers_is_said(
+    configured: Ask, queue_server: Server, tmp_path: Path
+) -> None:
+    token, lines = tmp_path / "token", tmp_path / "lines"
     token.write_text("old")
+    lines.write_text("old\r\nX-More: 1")
+    redis = int(queue_server.url.rsplit(":", 1)[1].split("/")[0])
     async with told("a bearer token is needed", 401) as refusing, told("[]") as other:
         asked = [
             (refusing, str(token), f"admin.port {refusing} wants another token than admin.token_file has"),
@@ -214,7 +218,9 @@ async def test_why_no_dispatcher_answers_is_said(configured: Ask, tmp_path: Path
                 str(tmp_path / "no"),
                 f"admin.token_file: {tmp_path / 'no'} cannot be read: No such file",
             ),
+            (refusing, str(lines), f"admin.token_file: {lines} cannot be read: no text"),
             (other, None, f"what answers on admin.port {other} is no dispatcher"),
+            (redis, None, f"what answers on admin.port {redis} is no dispatcher"),
             (1, None, "nobody on admin.port 1 of this machine"),
         ]
         for verb in ("status", "explain"):
