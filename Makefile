@@ -125,8 +125,9 @@ chaos: setup ## Kill owners, Redis and the network for a long time, and count wh
 	$(call long,tests/chaos,long,7200)
 	$(call long,tests/scenarios,long,7200)
 
-fuzz: setup ## Bend what producers, gateways, pickers and others send, for FUZZ_S seconds (600) each
+fuzz: setup ## Bend what producers, gateways, pickers and others send, for FUZZ_S seconds (600) each, and 100,000 pasts
 	$(call long,tests/fuzz,long,7200)
+	$(call long,tests/properties,long,1800)
 
 soak: setup ## Run for hours (SOAK_S seconds) and watch for what grows
 	$(call long,tests/soak,long,86400)

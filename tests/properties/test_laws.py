@@ -27,8 +27,8 @@ CAPACITIES = st.integers(1, 300)
 def test_every_law_in_the_docs_is_tested() -> None:
     named = set(re.findall(r"`(test_\w+|TestNoEventOrder)`", CONCEPTS.read_text(encoding="utf-8")))
     tests = Path(__file__).parents[1]
-    places = ("core/test_*.py", "dispatch/test_*.py", "queue/test_*.py", "scenarios/test_virtual_*.py")
-    others = [module for place in places for module in tests.glob(place)]
+    places = ("core", "dispatch", "properties", "queue", "scenarios")
+    others = [module for place in places for module in tests.glob(f"{place}/test_*.py")]
     written = {
         name
         for module in (Path(__file__), *others)
@@ -88,24 +88,36 @@ def test_law_float_edges_cost_and_win_no_slot(
 
 # The limit, in a world that picks what each reading saw.
 
-STEPS = st.lists(
+STEP = st.one_of(
+    st.tuples(st.just("wait"), st.floats(0.001, 3)),
+    st.tuples(st.just("finish"), st.integers(1, 20)),
+    st.tuples(st.just("realtime"), st.integers(0, 60)),
+    st.tuples(st.just("sample"), st.floats(0, 6), st.floats(0, 0.5), st.sampled_from([0.0, 0.01, 1, 5])),
+)
+STEPS = st.lists(STEP, max_size=30)
+
+
+TROUBLE = st.lists(
     st.one_of(
-        st.tuples(st.just("wait"), st.floats(0.001, 3)),
-        st.tuples(st.just("finish"), st.integers(1, 20)),
-        st.tuples(st.just("realtime"), st.integers(0, 60)),
-        st.tuples(st.just("sample"), st.floats(0, 6), st.floats(0, 0.5), st.sampled_from([0.0, 0.01, 1, 5])),
+        STEP,
+        st.tuples(st.just("lost"), st.floats(0, 3)),
+        st.tuples(st.just("refused"), st.floats(0, 2)),
+        st.tuples(st.just("crowd"), st.integers(0, 20)),
+        st.tuples(st.just("clock"), st.sampled_from([0.0, 0.0, -600.0, -1.0, 1.0, 600.0])),
     ),
-    max_size=30,
+    max_size=40,
 )
 
 
 @st.composite
-def worlds(draw: st.DrawFn, *, greedy: bool | None = None) -> World:
+def worlds(draw: st.DrawFn, *, greedy: bool | None = None, pickers: int = 1) -> World:
     return World(
         Random(draw(st.integers(0, 2**32))),
         max_sys=draw(st.integers(1, 60)),
         realtime=draw(st.integers(0, 60)),
         greedy=draw(st.booleans()) if greedy is None else greedy,
+        travel_s=draw(st.sampled_from([DELTA_S, 0.005, 0.05, 0.2])),
+        pickers=draw(st.integers(1, pickers)),
     )
 
 
@@ -121,6 +133,14 @@ def live(world: World, steps: list[tuple[object, ...]], *, changing: bool = True
                     world.realtime = realtime
             case ("sample", earlier_s, later_s, lag_s):
                 world.sample(earlier_s, later_s, lag_s)
+            case ("lost", float(closes_in_s)):
+                world.lose_a_scrape(closes_in_s)
+            case ("refused", float(retry_after_s)):
+                world.refuse(retry_after_s)
+            case ("crowd", int(several)):
+                world.crowd = several
+            case ("clock", float(step_s)):
+                world.echo(step_s)
         world.wait(world.dice.random() * 0.05)
 
 
@@ -128,6 +148,13 @@ def live(world: World, steps: list[tuple[object, ...]], *, changing: bool = True
 def test_law_system_never_holds_more_than_was_proven(world: World, steps: list[tuple[object, ...]]) -> None:
     """(1) It rises only to lo + H, (2) is never above the newest reading by more than hi − what that saw, so
     (3) ours and realtime stay within max_sys × (1 − B) + what realtime brought since the last rise."""
+    live(world, [("sample", 0.0, 0.0, 0.0), ("wait", 1.0), *steps, ("wait", 10.0)])
+    assert world.limits[-1] <= whole(world.room)
+
+
+@given(worlds(pickers=3), TROUBLE)
+def test_law_trouble_with_the_signals_proves_no_more(world: World, steps: list[tuple[object, ...]]) -> None:
+    """Several pickers, lost scrapes, refusals, a capacity that is learned, a queue whose clock is stepped."""
     live(world, [("sample", 0.0, 0.0, 0.0), ("wait", 1.0), *steps, ("wait", 10.0)])
     assert world.limits[-1] <= whole(world.room)
 
@@ -156,9 +183,9 @@ def test_law_constant_world_is_met_in_two_readings_from_any_limit(
             world.finish(surplus)
             world.wait(0.1)
             surplus = world.in_flight - world.limits[-1]
-        world.wait(2 * AFTER_S)
+        world.wait(2 * world.after_s)
         world.limits.clear()
-        world.wait(world.sample(world.dice.random() * AFTER_S / 2, 0.3, lag_s) + AFTER_S)
+        world.wait(world.sample(world.dice.random() * world.after_s / 2, 0.3, lag_s) + world.after_s)
         if n >= 2:
             assert set(world.limits) == {world.fair}
         elif n == 1:
@@ -409,6 +436,9 @@ class EveryEvent(RuleBasedStateMachine):
         max_sys=ANY_FLOAT,
         exact=st.booleans(),
         now=TIMES,
+        running=st.none() | ANY_FLOAT,
+        waiting=ANY_FLOAT,
+        flushed=st.booleans(),
     )
     def any_reading(
         self,
@@ -420,8 +450,22 @@ class EveryEvent(RuleBasedStateMachine):
         max_sys: float,
         exact: bool,
         now: float,
+        running: float | None,
+        waiting: float,
+        flushed: bool,
     ) -> None:
-        reading = Reading(signal, opened_at, closed_at, f_sys, f_epp, max_sys, exact)
+        reading = Reading(
+            signal,
+            opened_at,
+            closed_at,
+            f_sys,
+            f_epp,
+            max_sys,
+            exact,
+            running=running,
+            waiting=waiting,
+            flushed=flushed,
+        )
         self.limiter.reading(reading, now)
         self.latest = max(self.latest, now)
 
@@ -453,10 +497,10 @@ class EveryEvent(RuleBasedStateMachine):
     def sent(self, key: int, now: float) -> None:
         self.limiter.sent(key, now)
 
-    @rule(key=KEYS, told=TIMES, now=TIMES)
-    def answered(self, key: int, told: float, now: float) -> None:
+    @rule(key=KEYS, told=TIMES, now=TIMES, opened_s=st.none() | ANY_FLOAT)
+    def answered(self, key: int, told: float, now: float, opened_s: float | None) -> None:
         before = self.limiter.allowance(now)
-        self.limiter.answered(key, told)
+        self.limiter.answered(key, told, opened_s)
         assert self.limiter.allowance(now).limit == before.limit, "a completion moved the limit"
 
     @rule(

@@ -2,7 +2,8 @@
 
 Realtime holds some of the pool, each of ours the rest. A request of ours reaches the gateway up to δ after it
 was sent, leaves it up to δ before its answer is known, and a reading sees what is there at one moment of a
-window that it does not tell. `dice` chooses all of that; nothing here reads what the limiter believes.
+window that it does not tell; of several pickers each at a moment of its own. `dice` chooses all of that;
+nothing here reads what the limiter believes.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from dispatcher.core.budget import Policy, Reading, Signal, whole
+from dispatcher.core.budget import Policy, Reading, Reason, Signal, whole
 from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.travel import EACH_WAY, OPENINGS
 
 AFTER_S = 1.01 * DELTA_S
-MOST_TRAVEL_S = 0.9 * DELTA_S
 POLICY = Policy(reserve=0.05, max_age_s=1e6)
 
 
@@ -29,6 +30,7 @@ class Sent:
 
     at: float
     arrives_at: float
+    picker: int
     left_at: float = math.inf
     answered_at: float = math.inf
 
@@ -43,6 +45,11 @@ class World:
     policy: Policy = POLICY
     greedy: bool = True
     """Every slot is filled at once."""
+    travel_s: float = DELTA_S
+    """How long opening a connection takes; no request and no answer travels for longer."""
+    pickers: int = 1
+    crowd: int = 0
+    """So many wait, by what readings tell, though there may be room."""
     now: float = 100.0
     log: list[Sent] = field(default_factory=list)
     proven_by: int | None = None
@@ -50,9 +57,15 @@ class World:
     limits: list[int] = field(default_factory=list)
     """The limit after each event since the last `forget_limits`."""
     last_limit: int = 0
+    stepped: bool = False
+    """The queue's clock was stepped: what it tells of older readings may look newer than what is known."""
 
     def __post_init__(self) -> None:
         self.limiter = Limiter(self.policy, (Signal.SATURATION,))
+        if self.travel_s != DELTA_S:
+            for key in range(-OPENINGS, 0):
+                self.limiter.sent(key, self.now - 40)
+                self.limiter.answered(key, self.now - 30, opened_s=self.travel_s)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self._running: dict[int, Sent] = {}
@@ -74,6 +87,21 @@ class World:
     def in_flight(self) -> int:
         return len(self._running)
 
+    @property
+    def after_s(self) -> float:
+        """A reading is applied by then."""
+        return 1.01 * self.travel_s
+
+    @property
+    def _travels_s(self) -> float:
+        """What this one travels."""
+        return self.dice.random() * 0.9 * self.travel_s
+
+    @property
+    def _least_s(self) -> float:
+        """Openings count for exchanges that are not shorter than this."""
+        return 1.01 * self.travel_s / EACH_WAY if self.travel_s > DELTA_S else 0.0
+
     def later(self, delay_s: float, do: Callable[[], None]) -> None:
         heapq.heappush(self._agenda, (self.now + delay_s, next(self._order), do))
 
@@ -88,10 +116,12 @@ class World:
 
     def finish(self, most: int) -> None:
         """Up to so many of ours leave the gateway; their answers are known up to δ later."""
-        there = [(key, sent) for key, sent in self._running.items() if sent.left_at == math.inf]
+        begun_by = self.now - self._least_s
+        running = [(key, sent) for key, sent in self._running.items() if sent.left_at == math.inf]
+        there = [(key, sent) for key, sent in running if sent.at <= begun_by]
         for key, sent in self.dice.sample(there, min(most, len(there))):
             sent.left_at = max(self.now, sent.arrives_at)
-            travel_s = sent.left_at - self.now + self.dice.random() * MOST_TRAVEL_S
+            travel_s = sent.left_at - self.now + self._travels_s
             self.later(travel_s, lambda key=key: self._answer(key))
 
     def _answer(self, key: int) -> None:
@@ -102,18 +132,46 @@ class World:
 
     def sample(self, earlier_s: float = 0.0, later_s: float = 0.0, lag_s: float = 0.0) -> float:
         """A sample taken now; its window is wider, and it is handed in late. How long until it is applied."""
-        ours = sum(sent.arrives_at <= self.now < sent.left_at for sent in self.log)
+        looks = [self.now - self.dice.random() * earlier_s for _ in range(self.pickers - 1)] + [self.now]
+        ours = sum(sent.arrives_at <= looks[sent.picker] < sent.left_at for sent in self.log)
         later_s += self.dice.random() * 1e-3  # no two windows end at one moment
         opened_at, closed_at = self.now - earlier_s, self.now + later_s
         load = self.realtime + ours
         self._seen[closed_at] = (self.realtime, ours)
         f_epp = self.dice.choice((0, load // 3)) / self.max_sys
         f_sys = load / self.max_sys - f_epp
-        reading = Reading(Signal.SATURATION, opened_at, closed_at, max(0.0, f_sys), f_epp, self.max_sys)
+        waiting = min(load, self.crowd)
+        reading = Reading(
+            signal=Signal.SATURATION,
+            opened_at=opened_at,
+            closed_at=closed_at,
+            f_sys=max(0.0, f_sys),
+            f_epp=f_epp,
+            max_sys=self.max_sys,
+            running=load - waiting if self.crowd else None,
+            waiting=waiting,
+        )
         self.later(later_s + lag_s, lambda: self.limiter.reading(reading, self.now))
         # Look at the limit the moment each reading is applied, so that none hides what another did.
-        heapq.heappush(self._agenda, (closed_at + DELTA_S, next(self._order), lambda: None))
-        return later_s + max(lag_s, AFTER_S)
+        heapq.heappush(self._agenda, (closed_at + self.travel_s, next(self._order), lambda: None))
+        return later_s + max(lag_s, self.after_s)
+
+    # Trouble.
+
+    def lose_a_scrape(self, closes_in_s: float) -> None:
+        self.limiter.reading_failed(Reason.UNREADABLE, "lost", self.now, closes_at=self.now + closes_in_s)
+
+    def refuse(self, retry_after_s: float) -> None:
+        until = self.now + retry_after_s
+        self.limiter.overloaded(self.now, until=until, capacity=True, in_flight=self.in_flight)
+
+    def echo(self, step_s: float) -> None:
+        """The queue tells the limit of our newest reading, by a clock that was stepped meanwhile; what would
+        be of later than now counts as now."""
+        allowance = self.limiter.allowance(self.now)
+        if not allowance.reason.closed:
+            self.stepped |= step_s != 0
+            self.limiter.shared(allowance.limit, min(self.now, allowance.read_at + step_s))
 
     # What the dispatcher does, and the laws.
 
@@ -123,23 +181,28 @@ class World:
         most = allowance.limit - self.in_flight
         for _ in range(most if self.greedy else self.dice.randint(0, max(0, most))):
             key = len(self.log)
-            sent = Sent(self.now, self.now + self.dice.random() * MOST_TRAVEL_S)
+            sent = Sent(self.now, self.now + self._travels_s, self.dice.randrange(self.pickers))
             self.log.append(sent)
             self._running[key] = sent
             self.limiter.sent(key, self.now)
             assert self.proven_by is not None
+            if self.stepped:
+                continue
             assert self.proven_by + self.in_flight <= self.room + 1e-6, "more than a reading ever proved"
 
     def check(self) -> None:
         allowance = self.limiter.allowance(self.now)
         limit = allowance.limit
         assert limit <= whole(self.room)
+        if allowance.reason in (Reason.UNREADABLE, Reason.BACKPRESSURE):
+            return  # closed for a while; what opens again is no rise
         newest = self.limiter.readings
         if newest:
             realtime, ours = self._seen[newest[0].closed_at]
             if limit > self.last_limit:
                 self.proven_by = realtime
-                assert limit <= self.room - realtime + 1e-6, "raised beyond what the reading proves"
+                proven = limit <= self.room - realtime + 1e-6
+                assert proven or self.stepped, "raised beyond what the reading proves"
             most = self._most_held(newest[0].opened_at, newest[0].closed_at)
             assert limit <= max(0, whole(self.room - realtime) + most - ours), "beyond the interval"
         self.last_limit = limit

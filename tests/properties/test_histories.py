@@ -1,0 +1,190 @@
+"""No past keeps a pool shut: when trouble is over, batch work has all its room within 30 readings.
+
+A history is up to 60 events of any kind, with times up to a second wrong, in a pool of 2 to 2,000 slots. Then
+all is well: nothing of realtime's is there, each second a reading shows what runs, and every slot is filled
+at once. What counts is how many readings it takes until the limit is all but the reserve. A Retry-After has
+its time first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.held import DELTA_S
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.travel import MOST_S
+
+SLOTS = (2, 8, 20, 64, 200, 512, 2000)
+MOST_READINGS = 30
+RETRY_AFTER_S = 60.0
+FORMS = [(Signal.SATURATION,), (Signal.REQUESTS,), (Signal.SATURATION, Signal.REQUESTS)]
+
+
+class History:
+    """One limiter, and what happened to it."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = Random(seed)
+        self.slots = self.dice.choice(SLOTS)
+        backoff = self.dice.uniform(0.1, 0.9)
+        self.policy = Policy(retry_after_max_s=RETRY_AFTER_S, overload_backoff=backoff)
+        self.signals = self.dice.choice(FORMS)
+        self.limiter = Limiter(self.policy, self.signals)
+        self.now = 1000.0
+        self.running: list[int] = []
+        self.keys = 0
+        self.lost = 0
+
+    def live(self) -> None:
+        """Up to 60 events."""
+        events: list[Callable[[], None]] = [
+            self.read,
+            self.read,
+            self.read,
+            self.fill,
+            self.fill,
+            self.answer,
+            self.refuse,
+            self.lose_scrape,
+            self.count_leases,
+            self.tell_limit,
+            self.lose_gateway,
+            self.meet_switch,
+            self.shrink,
+        ]
+        for _ in range(self.dice.randint(1, 60)):
+            self.now += self.dice.choice((0.0, 0.05, 0.5, 2.0, 15.0)) * self.dice.random()
+            self.dice.choice(events)()
+            if self.dice.random() < 0.7:
+                self.limiter.allowance(self.about_now())
+
+    def readings_until_open(self) -> int:
+        """From the moment at which all is well; more than MOST_READINGS: not by then."""
+        self.limiter.pause(False, self.now)
+        self.limiter.queue(None, self.now)
+        self.limiter.capacity(None, self.now)
+        self.now += RETRY_AFTER_S + 2.0
+        for key in self.running:
+            self.limiter.answered(key, self.now)
+        self.running.clear()
+        full = self.policy.most(float(self.slots))
+        self.limiter.waiting(full + 1, self.now)
+        for several in range(MOST_READINGS + 1):
+            self.limiter.leases(self.now, others=0, young=0, lost=self.lost)
+            self._probe()
+            if self.limiter.allowance(self.now).limit == full:
+                return several
+            self._fill_up()
+            self.now += 1.0
+            self._show(load=len(self.running), waiting=0)
+            self.now += MOST_S + 0.01
+        return MOST_READINGS + 1
+
+    # What may happen.
+
+    def about_now(self) -> float:
+        return self.now + self.dice.uniform(-1, 1) * self.dice.choice((0.0, 1.0))
+
+    def read(self) -> None:
+        load = self.dice.randint(0, round(1.3 * self.slots))
+        waiting = self.dice.choice((0, 0, self.dice.randint(0, self.slots)))
+        self._show(load=load, waiting=waiting, at=self.about_now(), window_s=self.dice.random() * 5)
+        self.limiter.allowance(self.now + DELTA_S)
+
+    def fill(self) -> None:
+        self._fill_up(most=self.dice.randint(1, self.slots))
+
+    def answer(self) -> None:
+        opened_s = self.dice.choice((None, 0.001, 0.05, 0.3))
+        for _ in range(self.dice.randint(1, 20)):
+            if self.running:
+                key = self.running.pop(self.dice.randrange(len(self.running)))
+                self.limiter.answered(key, self.about_now(), opened_s)
+
+    def refuse(self) -> None:
+        at = self.about_now()
+        self.limiter.overloaded(
+            at,
+            until=at + self.dice.choice((0.0, 1.0, RETRY_AFTER_S, 1e6)),
+            capacity=self.dice.random() < 0.8,
+            in_flight=self.dice.randint(0, self.slots),
+            heard=self.dice.random() < 0.3,
+        )
+
+    def lose_scrape(self) -> None:
+        closes_at = self.now + self.dice.random() * 5
+        self.limiter.reading_failed(Reason.UNREADABLE, "lost", self.about_now(), closes_at=closes_at)
+
+    def count_leases(self) -> None:
+        gone = self.dice.choice((0, 0, self.dice.randint(0, 5)))
+        self.lost += gone
+        others = self.dice.randint(0, self.slots)
+        young, stray = self.dice.randint(0, others), self.dice.randint(0, gone)
+        self.limiter.leases(self.about_now(), others=others, young=young, lost=self.lost, stray=stray)
+
+    def tell_limit(self) -> None:
+        self.limiter.shared(self.dice.randint(0, self.slots), self.about_now())
+
+    def lose_gateway(self) -> None:
+        if self.dice.random() < 0.5:
+            self.limiter.unreachable(self.about_now(), "refused")
+        else:
+            self.limiter.nobody_home(self.now, self.now - 0.01, "empty 503")
+
+    def meet_switch(self) -> None:
+        if self.dice.random() < 0.5:
+            self.limiter.pause(self.dice.random() < 0.5, self.now)
+        else:
+            self.limiter.queue(self.dice.choice((None, "away")), self.now)
+
+    def shrink(self) -> None:
+        self.limiter.capacity(
+            self.dice.choice((None, 0.0, float(self.dice.randint(1, self.slots)))), self.now
+        )
+
+    # How.
+
+    def _show(self, *, load: int, waiting: int, at: float | None = None, window_s: float = 0.1) -> None:
+        at = self.now if at is None else at
+        waiting = min(load, waiting)
+        for signal in self.signals:
+            reading = Reading(
+                signal=signal,
+                opened_at=at - window_s,
+                closed_at=at,
+                f_sys=(load - waiting) / self.slots,
+                f_epp=waiting / self.slots,
+                max_sys=float(self.slots),
+                running=float(load - waiting),
+                waiting=float(waiting),
+            )
+            self.limiter.reading(reading, self.now)
+
+    def _fill_up(self, most: int | None = None) -> None:
+        room = self.limiter.allowance(self.now).limit - len(self.running)
+        for _ in range(room if most is None else min(room, most)):
+            self.keys += 1
+            self.running.append(self.keys)
+            self.limiter.sent(self.keys, self.now)
+
+    def _probe(self) -> None:
+        if self.limiter.without_gateway_since is not None and self.limiter.allowance(self.now).probe:
+            self.limiter.probed(self.now)
+            self.now += 0.05
+            self.limiter.reached(self.now, self.now - 0.05)
+
+
+@pytest.mark.parametrize("histories", [400, pytest.param(100_000, marks=pytest.mark.long)])
+def test_any_past_is_over_within_thirty_readings(histories: int) -> None:
+    shut = []
+    for seed in range(histories):
+        history = History(seed)
+        history.live()
+        took = history.readings_until_open()
+        if took > MOST_READINGS:
+            shut.append((seed, history.slots, repr(history.limiter.allowance(history.now))))
+    assert not shut, shut[:5]
