@@ -10,18 +10,19 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from dispatcher.core.budget import SLACK
+from dispatcher.core.revised import Revised
 
 KEPT = 1024
 
 
 @dataclass(slots=True)
-class Losses:
+class Losses(Revised):
     """Counts of leases lost, and of the strays among them, as they became known."""
 
-    _counts: list[tuple[float, int, int]] = field(default_factory=list)
+    _counts: tuple[tuple[float, int, int], ...] = ()
 
     @property
     def lost(self) -> int:
@@ -30,11 +31,10 @@ class Losses:
     def counted(self, at: float, lost: int, stray: int) -> bool:
         """False: the first count, or one of a queue that was emptied; nothing is known of what was before."""
         if not self._counts or lost < self.lost:
-            self._counts = [(at, lost, stray)]
+            self._counts = ((at, lost, stray),)
             return False
         if lost > self.lost:
-            self._counts.append((at, lost, stray))
-            del self._counts[:-KEPT]
+            self._counts = (*self._counts[1 - KEPT :], (at, lost, stray))
         return True
 
     def lost_at(self, at: float) -> int:

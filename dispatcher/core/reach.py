@@ -20,7 +20,9 @@ While there is none, one probe at a time shows when it is back: by its answer, o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from dispatcher.core.revised import Revised
 
 PROBE_FIRST_S = 0.1
 PROBE_MOST_S = 1.0
@@ -41,7 +43,7 @@ HELD_TIMES = 4.0
 and at most CONNECTED_S longer, was let through to an endpoint that works."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Closure:
     """A stretch without a gateway."""
 
@@ -53,7 +55,7 @@ class Closure:
     pause_s: float = PROBE_FIRST_S
 
 
-class Reach:
+class Reach(Revised):
     """Events in any order, with their times; `closure` is the answer."""
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class Reach:
             self._bare = 0
             self._close(now, now, why, bare=False)
         else:
-            self.closure.why, self.closure.bare = why, False
+            self.closure = replace(self.closure, why=why, bare=False)
 
     def bare(self, now: float, sent_at: float, why: str, connected: Iterable[float]) -> bool:
         """An answer that no gateway gave, to a request sent at `sent_at`. True: there is none.
@@ -100,7 +102,7 @@ class Reach:
         if self.closure is None and self._bare >= NOBODY_HOME and not known:
             self._close(self._bare_since, now, why, bare=True)
         elif self.closure is not None:
-            self.closure.why, self.closure.bare = why, True
+            self.closure = replace(self.closure, why=why, bare=True)
         return self.closure is not None
 
     def look(self, now: float, connected: Iterable[float]) -> bool:
@@ -127,8 +129,11 @@ class Reach:
         closure = self.closure
         if closure is not None:
             most_s = PROBE_OTHERS_S if closure.bare and others else PROBE_MOST_S
-            closure.next_probe_at = now + min(closure.pause_s, most_s)
-            closure.pause_s = min(closure.pause_s * 2, PROBE_MOST_S)
+            self.closure = replace(
+                closure,
+                next_probe_at=now + min(closure.pause_s, most_s),
+                pause_s=min(closure.pause_s * 2, PROBE_MOST_S),
+            )
 
     def _close(self, since: float, now: float, why: str, *, bare: bool) -> None:
         self.closure = Closure(since, why, now + PROBE_FIRST_S, bare)

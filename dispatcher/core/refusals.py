@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dispatcher.core.revised import Revised
+
 HEARD_SLOP_S = 0.05
 """How far apart two replicas' ideas of one moment may lie, by the queue's clock."""
 
 
 @dataclass(slots=True)
-class Refusals:
+class Refusals(Revised):
     """The newest refusal, and the longest wait of all."""
 
     at: float = float("-inf")

@@ -1,4 +1,4 @@
-"""One signal as the limiter follows it: its newest reading, and the limit of its own. Pure."""
+"""One signal: its newest reading, and the limit that it proves. Pure."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from dataclasses import dataclass, field
 
 from dispatcher.core.budget import Budget, Policy, Reading, assess
 from dispatcher.core.held import Interval
+from dispatcher.core.revised import Revised
+
+KEPT_READINGS = 16
 
 
 @dataclass(slots=True)
-class Track:
+class Track(Revised):
     """One signal: its newest reading and the limit of its own."""
 
-    waiting: list[Reading] = field(default_factory=list)
+    pending: tuple[Reading, ...] = ()
     """Taken, but not yet older than δ."""
     reading: Reading | None = None
     interval: Interval = field(default=Interval(0, 0, 0))
@@ -29,10 +32,15 @@ class Track:
     disbelieved: int = 0
     """Readings in a row that showed less than we surely had running."""
 
-    def due(self, now: float, delta_s: float) -> list[Reading]:
-        """Those whose windows closed δ ago, oldest first; they wait no longer."""
-        due = [reading for reading in self.waiting if reading.closed_at + delta_s <= now]
-        self.waiting = [reading for reading in self.waiting if reading.closed_at + delta_s > now]
+    def hand_in(self, reading: Reading, now: float) -> None:
+        self.handed_at = now
+        self.pending = (*self.pending[1 - KEPT_READINGS :], reading)
+
+    def take_due(self, now: float, delta_s: float) -> list[Reading]:
+        """Those whose windows closed δ ago, oldest first; they are pending no longer."""
+        due = [reading for reading in self.pending if reading.closed_at + delta_s <= now]
+        if due:
+            self.pending = tuple(r for r in self.pending if r.closed_at + delta_s > now)
         return sorted(due, key=lambda reading: reading.closed_at)
 
     def reassess(self, policy: Policy, share: float | None) -> None:

@@ -12,7 +12,7 @@ from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, now
-from dispatcher.dispatch.gate import Changes, terms
+from dispatcher.dispatch.changes import Changes, terms
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options

@@ -11,8 +11,10 @@ import pytest
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import MOST_IN_FLIGHT, PLAUSIBLE_MOST, Policy, Reading, Reason, Signal
 from dispatcher.core.held import DELTA_S
-from dispatcher.core.limiter import HEARD_SLOP_S, KEPT_READINGS, Limiter
+from dispatcher.core.limiter import Limiter
 from dispatcher.core.reach import NOBODY_HOME
+from dispatcher.core.refusals import HEARD_SLOP_S
+from dispatcher.core.track import KEPT_READINGS
 
 SATURATION, REQUESTS = Signal.SATURATION, Signal.REQUESTS
 T0 = 1000.0

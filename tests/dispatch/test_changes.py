@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.budget import Reason
-from dispatcher.dispatch.gate import AT_ONCE, FLAPPING_S, OPEN_EACH_S, SETTLED_S, Changes
+from dispatcher.dispatch.changes import AT_ONCE, FLAPPING_S, OPEN_EACH_S, SETTLED_S, Changes
 
 
 def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
