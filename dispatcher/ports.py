@@ -426,18 +426,19 @@ class Gateway(Protocol):
     """The inference gateway: one try of one request."""
 
     async def forward(
-        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = ...
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = ...
     ) -> Forwarded:
-        """Try once. `deadline`: loop time at which the try ends, whatever happens. `may_send`: asked right
-        before the first byte of each sending leaves, for it may be long until then; else it is Unsent.
+        """Try once. `token`: names this try, and no other one. `deadline`: loop time at which it ends,
+        whatever happens. `may_send`: asked right before the first byte of each sending leaves, for it may be
+        long until then; else it is Unsent.
 
         Never raises for what a network or a server can do: that is an Outcome. Cancelling it closes the
         connection, which is the gateway's cue to stop.
         """
         ...
 
-    def connected(self, request: Request) -> float | None:
-        """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
+    def connected(self, token: str) -> float | None:
+        """Since when a running try holds a connection; None: it holds none (yet)."""
         ...
 
     def resize(self, limit: int) -> None:

@@ -113,6 +113,10 @@ class Limiter:
 
     # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
 
+    def in_flight_when_refused(self, now: float) -> int:
+        """How many of ours there were when one is refused at `now` and was told to be `answered`."""
+        return self._gate.refusals.together(self.in_flight, self.allowance(now).read_at)
+
     def overloaded(
         self, now: float, *, until: float, capacity: bool, in_flight: int, heard: bool = False
     ) -> None:

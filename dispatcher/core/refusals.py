@@ -19,6 +19,20 @@ class Refusals(Revised):
 
     at: float = float("-inf")
     until: float = 0.0
+    in_flight: int = 0
+    """The most of ours at any refusal under one reading."""
+    read_at: float = float("-inf")
+    """Which reading that was."""
+
+    def together(self, in_flight: int, read_at: float) -> int:
+        """How many of ours were in flight when one is refused that is counted out already.
+
+        Requests that are refused together count each other out one by one: of several refusals under one
+        reading the largest number is the truth.
+        """
+        self.in_flight = max(in_flight + 1, self.in_flight if self.read_at == read_at else 0)
+        self.read_at = read_at
+        return self.in_flight
 
     def refused(self, now: float, until: float, *, heard: bool) -> bool:
         """Refused at `now`, asked to wait until then; whether that was known.

@@ -16,6 +16,18 @@ Cut = Literal["cancelled", "lost", "drain"]
 
 
 @dataclass(slots=True, eq=False)
+class Try:
+    """One exchange with the gateway, for the leases that ride on it."""
+
+    token: str
+    """Names it to gateway and limiter, and is used once."""
+    request: Request
+    """What is sent."""
+    riders: list[Held]
+    task: asyncio.Task[None] | None = None
+
+
+@dataclass(slots=True, eq=False)
 class Held:
     """One lease, and what has become of its request here."""
 
@@ -24,10 +36,10 @@ class Held:
     """It was claimed to see whether the gateway is back."""
     request: Request | None = None
     """None where the member is none."""
-    task: asyncio.Task[None] | None = None
+    rides: Try | None = None
     """Set while it is at the gateway."""
     cut: Cut | None = None
-    """Why its task was cancelled."""
+    """Why its answer is no longer waited for."""
     answered_at: float | None = None
     """When its try ended; None: it was not tried, or its try was cut."""
     claimed_at: float = 0.0
@@ -38,11 +50,12 @@ class Held:
 
 
 class Holding:
-    """The leases by token, and those among them whose requests are at the gateway."""
+    """The leases by token, and the tries that are at the gateway."""
 
     def __init__(self) -> None:
         self._by_token: dict[str, Held] = {}
-        self._running: dict[str, Held] = {}
+        self._tries: dict[str, Try] = {}
+        self._running = 0
         self._stirred = asyncio.Event()
 
     def __len__(self) -> int:
@@ -53,7 +66,8 @@ class Holding:
 
     @property
     def running(self) -> int:
-        return len(self._running)
+        """How many of them are at the gateway."""
+        return self._running
 
     @property
     def suspects(self) -> int:
@@ -61,21 +75,29 @@ class Holding:
         return sum(held.lease.suspect for held in self._by_token.values())
 
     def at_gateway(self) -> list[Held]:
-        return list(self._running.values())
+        return [held for each in self._tries.values() for held in each.riders]
+
+    @property
+    def tries(self) -> list[Try]:
+        return list(self._tries.values())
 
     def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> Held:
         held = self._by_token[lease.token] = Held(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
         return held
 
-    def started(self, held: Held, task: asyncio.Task[None]) -> None:
-        held.task = task
-        self._running[held.lease.token] = held
+    def started(self, begun: Try) -> None:
+        self._tries[begun.token] = begun
+        self._running += len(begun.riders)
+        for held in begun.riders:
+            held.rides = begun
 
-    def back(self, held: Held) -> None:
-        """Its request is no longer at the gateway."""
-        held.task = None
-        self._running.pop(held.lease.token, None)
+    def back(self, ended: Try) -> None:
+        """It is no longer at the gateway."""
+        if self._tries.pop(ended.token, None) is not None:
+            self._running -= len(ended.riders)
+            for held in ended.riders:
+                held.rides = None
 
     def drop(self, token: str) -> Held | None:
         """The lease has ended; what was held of it."""
@@ -85,10 +107,13 @@ class Holding:
         return held
 
     def cut(self, held: Held, why: Cut) -> None:
-        """Cancel its try, which closes the connection."""
-        if held.task is not None and held.cut is None:
-            held.cut = why
-            held.task.cancel()
+        """Its answer is not waited for any more; where nobody's is, the try is cancelled, which closes the
+        connection."""
+        if held.rides is None or held.cut is not None:
+            return
+        held.cut = why
+        if all(rider.cut is not None for rider in held.rides.riders) and held.rides.task is not None:
+            held.rides.task.cancel()
 
     def stir(self) -> None:
         """Have `emptied` look again at how long it may wait."""

@@ -20,7 +20,7 @@ from dispatcher.core.outcome import Expired, Failed, Refused, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.line import CONNECT_S, Line, Prepared, Try, running
+from dispatcher.forward.line import CONNECT_S, Exchange, Line, Prepared, running
 from dispatcher.peer import reason
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Gateway, Tls
@@ -103,7 +103,7 @@ class HttpGateway:
     def __init__(self, options: Gateway) -> None:
         self._line: Line | None = None
         self._retired: list[Line] = []
-        self._tries: dict[int, Try] = {}
+        self._tries: dict[str, Exchange] = {}
         self._options: Gateway | None = None
         self.reconfigure(options)
 
@@ -127,9 +127,9 @@ class HttpGateway:
         if self._line is not None:
             self._line.connector.close_idle(max(0, limit - self._line.running))
 
-    def connected(self, request: Request) -> float | None:
-        """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
-        current = self._tries.get(id(request))
+    def connected(self, token: str) -> float | None:
+        """Since when a running try holds a connection; None: it holds none (yet)."""
+        current = self._tries.get(token)
         return None if current is None else current.connected_at
 
     async def aclose(self) -> None:
@@ -140,7 +140,7 @@ class HttpGateway:
             await line.aclose()
 
     async def forward(
-        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
     ) -> Forwarded:
         """Try once, until `deadline` (loop time) or gateway.timeout_s, whichever is first."""
         now = asyncio.get_running_loop().time
@@ -156,7 +156,7 @@ class HttpGateway:
             return Forwarded(line, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         ends = min(deadline, started + plan.timeout_s)
-        current = self._tries[id(request)] = Try(may_send=may_send)
+        current = self._tries[token] = Exchange(may_send=may_send)
         prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
         line.running += 1
@@ -168,7 +168,7 @@ class HttpGateway:
         finally:
             line.running -= 1
             current.end()
-            self._tries.pop(id(request), None)
+            self._tries.pop(token, None)
         if self._retired:
             await self._close_retired()
         ended = now()

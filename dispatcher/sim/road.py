@@ -137,16 +137,16 @@ class RoadGateway:
     def __init__(self, road: Road, job_of: Callable[[Request], Job]) -> None:
         self.road = road
         self._job_of = job_of
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[str, Job] = {}
 
     async def forward(
-        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
     ) -> Forwarded:
         loop = asyncio.get_running_loop()
         sent_at = loop.time()
         if not may_send():
             return Forwarded(Unsent(), sent_at, sent_at)
-        job = self._jobs[id(request)] = self._job_of(request)
+        job = self._jobs[token] = self._job_of(request)
         ended: asyncio.Future[End] = loop.create_future()
         self.road.send(job, ended.set_result)
         try:
@@ -156,15 +156,15 @@ class RoadGateway:
             outcome = Expired()
         finally:
             self.road.leave(job)
-            del self._jobs[id(request)]
+            del self._jobs[token]
         never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)
         ended_at = loop.time()
         if never_there:
             return Forwarded(outcome, ended_at, ended_at)
         return Forwarded(outcome, sent_at, ended_at, self.road.round_trip_s)
 
-    def connected(self, request: Request) -> float | None:
-        job = self._jobs.get(id(request))
+    def connected(self, token: str) -> float | None:
+        job = self._jobs.get(token)
         return None if job is None or isnan(job.arrived_at) or job.gone else job.arrived_at
 
     def resize(self, limit: int) -> None:

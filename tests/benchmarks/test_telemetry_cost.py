@@ -50,12 +50,12 @@ class Mute(Journal):
 
 
 class AtOnce:
-    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
         now = asyncio.get_running_loop().time()
         await asyncio.sleep(0)
         return Forwarded(ANSWER, now, now)
 
-    def connected(self, request: Request) -> float | None:
+    def connected(self, token: str) -> float | None:
         return None
 
     def resize(self, limit: int) -> None: ...

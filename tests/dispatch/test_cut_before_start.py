@@ -23,10 +23,10 @@ from dispatcher.telemetry.metrics import Metrics
 class NeverReached:
     """A gateway that nothing must come to."""
 
-    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
         raise AssertionError(f"{request.id} was sent")
 
-    def connected(self, request: Request) -> float | None:
+    def connected(self, token: str) -> float | None:
         return None
 
     def resize(self, limit: int) -> None: ...
@@ -44,8 +44,7 @@ def test_request_cut_before_its_first_step_leaves_nothing_behind(why: Cut, hande
         dispatcher = Dispatcher(
             MemoryQueue(store, "a"), NeverReached(), limiter, Options(RetryPolicy()), Journal(Metrics())
         )
-        async with asyncio.TaskGroup() as tasks:
-            dispatcher._tasks = tasks
+        async with dispatcher._tasks:
             await dispatcher._take()  # no step of the queue in memory suspends: the task has not begun
             (held,) = dispatcher._holding
             dispatcher._holding.cut(held, why)
@@ -80,7 +79,9 @@ class Answers(NeverReached):
     def __init__(self) -> None:
         self.sent: list[float] = []
 
-    async def forward(self, request: Request, *, deadline: float, may_send: Callable[[], bool]) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
+    ) -> Forwarded:
         await asyncio.sleep(self.slow_s)
         now = asyncio.get_running_loop().time()
         if not may_send():
@@ -110,8 +111,7 @@ def test_request_claimed_before_we_stood_still_is_not_sent_after_it(
         dispatcher = Dispatcher(
             queue, gateway, limiter, Options(RetryPolicy()), Journal(Metrics()), clock=queue.clock
         )
-        async with asyncio.TaskGroup() as tasks:
-            dispatcher._tasks = tasks
+        async with dispatcher._tasks:
             await dispatcher._take()
         assert len(gateway.sent) == sent
         await dispatcher._hand_in()

@@ -48,13 +48,13 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
         began = asyncio.get_running_loop().time()
         self.sent.append(request.id)
         await asyncio.sleep(self.takes_s)
         return Forwarded(Delivered(200, b"{}"), began, asyncio.get_running_loop().time())
 
-    def connected(self, request: Request) -> float | None:
+    def connected(self, token: str) -> float | None:
         return None
 
     def resize(self, limit: int) -> None: ...

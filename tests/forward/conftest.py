@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -146,6 +147,7 @@ async def forward(
     gateway: HttpGateway, request: Request | None = None, *, within_s: float = GENEROUS_S, **more: Any
 ) -> Forwarded:
     deadline = asyncio.get_running_loop().time() + within_s
+    more.setdefault("token", secrets.token_hex(8))
     return await gateway.forward(request or a_request(), deadline=deadline, **more)
 
 

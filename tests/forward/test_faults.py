@@ -309,13 +309,13 @@ async def test_cancelling_closes_the_connection_at_once(
     async with serving(script) as server:
         gateway = gateway_to(server.url)
         request = a_request(payload)
-        task = asyncio.create_task(outcome(gateway, request))
+        task = asyncio.create_task(outcome(gateway, request, token="one"))
         await wait_until(lambda: server.received or (payload is LARGE and server.connections))
-        await wait_until(lambda: gateway.connected(request) is not None)
+        await wait_until(lambda: gateway.connected("one") is not None)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert gateway.connected(request) is None
+        assert gateway.connected("one") is None
         server.go_on.set()
         await wait_until(server.gone.is_set, what="the server to see the connection closed")
 
@@ -355,17 +355,17 @@ async def test_a_running_try_tells_since_when_it_is_connected(gateway_to: MakeGa
 
     async with serving(script) as server:
         gateway = gateway_to(server.url)
-        request, before = a_request(), now()
-        assert gateway.connected(request) is None
-        task = asyncio.create_task(forward(gateway, request))
+        before = now()
+        assert gateway.connected("one") is None
+        task = asyncio.create_task(forward(gateway, token="one"))
         await wait_until(lambda: server.received)
-        since = gateway.connected(request)
+        since = gateway.connected("one")
         assert since is not None
         assert before <= since <= now()
-        assert gateway.connected(a_request()) is None  # an equal one, but not this one
+        assert gateway.connected("another") is None
         go_on.set()
         assert (await task).sent_at == since
-        assert gateway.connected(request) is None
+        assert gateway.connected("one") is None
 
 
 async def test_resizing_closes_idle_connections_beyond_the_limit(gateway_to: MakeGateway) -> None:

@@ -69,12 +69,12 @@ class Answers:
     def __init__(self) -> None:
         self.sent: list[str] = []
 
-    async def forward(self, request: Request, *, deadline: float, may_send: object) -> Forwarded:
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
         now = asyncio.get_running_loop().time()
         self.sent.append(request.id)
         return Forwarded(Delivered(200, b"{}"), now, now)
 
-    def connected(self, request: Request) -> float | None:
+    def connected(self, token: str) -> float | None:
         return None
 
     def resize(self, limit: int) -> None: ...

@@ -115,28 +115,31 @@ class Gateway(RoadGateway):
         super().__init__(stage.road, stage.job_of)
         self._stage = stage
         self._replica = replica
+        self._ids: dict[str, str] = {}
 
     async def forward(
-        self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
     ) -> Forwarded:
         stage = self._stage
+        self._ids[token] = request.id
         one = Try(request.id, self._replica, stage.now)
         stage.tries.append(one)
         try:
             outcome = None if stage.fault is None else await stage.fault(request)
             if outcome is None:
-                forwarded = await super().forward(request, deadline=deadline, may_send=may_send)
+                forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
             else:
                 sent_at = stage.now if isinstance(outcome, Unreachable) else one.began_at
                 forwarded = Forwarded(outcome, sent_at, stage.now)
             one.outcome = forwarded.outcome
         finally:
             one.ended_at = stage.now
+            del self._ids[token]
         return forwarded
 
-    def connected(self, request: Request) -> float | None:
-        held_open = self._stage.held_open.get(request.id)
-        return super().connected(request) if held_open is None else held_open
+    def connected(self, token: str) -> float | None:
+        held_open = self._stage.held_open.get(self._ids.get(token, ""))
+        return super().connected(token) if held_open is None else held_open
 
 
 class Stage:

@@ -1,0 +1,233 @@
+"""What runs: each try from its first step to the endings of its leases, and what it says of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from dispatcher.core.bounces import Bounces
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
+from dispatcher.core.request import Request
+from dispatcher.core.stranger import Stranger
+from dispatcher.core.tenants import Tenants
+from dispatcher.dispatch import endings
+from dispatcher.dispatch.access import Access, now
+from dispatcher.dispatch.endings import Ending
+from dispatcher.dispatch.holding import Held, Holding, Try
+from dispatcher.dispatch.journal import Journal
+from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.upkeep import Upkeep
+from dispatcher.ports import Forwarded, Gateway, Lease, Overload
+from dispatcher.telemetry.events import Event, emit
+
+LOOK_S = 0.1
+"""While there is no gateway, those that are connected are looked at this often."""
+
+
+class Tries:
+    """All that are running. `finish`: what each lease of a try ends with; `drop`: it is another's now."""
+
+    def __init__(
+        self,
+        gateway: Gateway,
+        limiter: Limiter,
+        options: Options,
+        holding: Holding,
+        access: Access,
+        upkeep: Upkeep,
+        journal: Journal,
+        rand: random.Random,
+        finish: Callable[[Ending], None],
+        drop: Callable[[str], object],
+    ) -> None:
+        self.options = options
+        self.others_wait = False
+        """The newest claim or probe left some to be claimed."""
+        self.tenants = Tenants()
+        self.bounces = Bounces()
+        self.stranger = Stranger()
+        self._gateway = gateway
+        self._limiter = limiter
+        self._holding = holding
+        self._access = access
+        self._upkeep = upkeep
+        self._journal = journal
+        self._random = rand
+        self._finish = finish
+        self._drop = drop
+        self._looking: asyncio.TimerHandle | None = None
+
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self._looking is not None:
+            self._looking.cancel()
+
+    def begin(self, begun: Try, tasks: asyncio.TaskGroup) -> None:
+        begun.task = tasks.create_task(self._run(begun))
+        begun.task.add_done_callback(partial(self._never_began, begun))
+        self._holding.started(begun)
+
+    async def _run(self, running: Try) -> None:
+        started, unix_now = now(), self._access.queue.unix_now()
+        self._limiter.sent(running.token, started)
+        for held in running.riders:
+            self._journal.sent(held, running.request, unix_now)
+        try:
+            forwarded = await self._gateway.forward(
+                running.request,
+                token=running.token,
+                deadline=started + running.request.deadline - unix_now,
+                may_send=partial(self._all_ours, running),
+            )
+        except asyncio.CancelledError:
+            self._limiter.answered(running.token, now())
+            if any(held.cut is None for held in running.riders):
+                raise
+            for held in running.riders:
+                self._was_cut(held)
+            return
+        except Exception as error:
+            emit(Event.SURPRISE, where="forward", error=repr(error))
+            forwarded = Forwarded(Failed(f"the dispatcher failed: {error!r}"), started, now())
+        finally:
+            self._holding.back(running)
+        self._limiter.answered(running.token, forwarded.ended_at, forwarded.opened_s)
+        outcome = self.stranger.judged(forwarded.outcome)
+        seen = forwarded if outcome is forwarded.outcome else replace(forwarded, outcome=outcome)
+        self._gateway_seen(running, seen)
+        for held in running.riders:
+            if held.cut is not None and len(running.riders) > 1:
+                self._was_cut(held)
+                continue
+            outcome = self._counted(held, seen)
+            self._journal.tried(held, forwarded, outcome)
+            self._finish(self._decide(held.lease, held.request or running.request, outcome))
+
+    def _all_ours(self, running: Try) -> bool:
+        return all(self._access.ours(held) for held in running.riders)
+
+    def _never_began(self, begun: Try, _task: asyncio.Task[None]) -> None:
+        """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
+        if any(held.rides is begun for held in begun.riders):
+            self._holding.back(begun)
+            for held in begun.riders:
+                self._was_cut(held)
+
+    def _was_cut(self, held: Held) -> None:
+        """Nobody waits for its answer any more; one that was cut with the whole process is given back."""
+        if held.cut == "cancelled" and held.request is not None:
+            self._finish(endings.cancelled(held.lease, held.request))
+        elif held.cut == "lost":
+            self._drop(held.lease.token)
+        else:
+            self._finish(endings.returned(held.lease))
+
+    def _gateway_seen(self, tried: Try, seen: Forwarded) -> None:
+        """Tell the limiter what the outcome says of the gateway."""
+        outcome, at, sent_at = seen.outcome, seen.ended_at, seen.sent_at
+        match outcome:
+            case Overloaded():
+                self._limiter.reached(at, sent_at)
+                self._refused(tried, outcome, at)
+            case Failed(nobody_home=True):
+                if self._limiter.nobody_home(at, sent_at, outcome.why, self._connected()):
+                    self._without_gateway()
+            case Unreachable():
+                self._limiter.unreachable(at, outcome.why)
+                self._without_gateway()
+            case Delivered() | TooLarge():
+                self._limiter.reached(at, sent_at)
+            case Failed() if outcome.status is not None:
+                self._limiter.reached(at, sent_at)
+            case _:
+                pass  # not sent, or no answer: it says nothing of the gateway
+
+    def _refused(self, tried: Try, outcome: Overloaded, at: float) -> None:
+        read_at = self._limiter.allowance(at).read_at
+        alone = all(other.claimed_at >= read_at for other in self._holding.at_gateway())
+        teaches = [
+            self.tenants.refused(self._tenant(held), at, read_at, again=held.lease.refusals > 0, alone=alone)
+            for held in tried.riders
+        ]
+        overload = Overload(
+            at=at,
+            until=at + min(outcome.retry_after_s or 0.0, self.options.retry.max_s),
+            capacity=outcome.capacity and all(teaches),
+            in_flight=self._limiter.in_flight_when_refused(at),
+        )
+        self._access.overloaded(overload)
+        self._upkeep.share(self._limiter.allowance(at), overload)
+
+    def _counted(self, held: Held, seen: Forwarded) -> Outcome:
+        """The outcome as it counts for one of the leases; what it says of its tenant."""
+        outcome, at, sent_at = seen.outcome, seen.ended_at, seen.sent_at
+        entry, tenant, again = held.lease.entry, self._tenant(held), held.lease.refusals > 0
+        match outcome:
+            case Overloaded():
+                self.bounces.answered(entry, sent_at)
+                return outcome
+            case Delivered() | TooLarge():
+                self.bounces.answered(entry, sent_at)
+                self.tenants.accepted(tenant, sent_at, again=again)
+                return outcome
+            case Failed(nobody_home=True):
+                blamed = self.bounces.bounced(entry, at)
+                if self._limiter.without_gateway_since is not None:
+                    outcome = Unreachable(outcome.why, self._make_way(held, at))
+                elif not blamed:
+                    again_s = self.bounces.again_s(entry, at - sent_at, self.options.retry)
+                    outcome = Unreachable(outcome.why, again_s)
+            case Failed() if outcome.status is not None:
+                self.bounces.answered(entry, sent_at)
+            case _:
+                pass
+        self.tenants.ended(tenant, again=again)
+        return outcome
+
+    def _make_way(self, held: Held, at: float) -> float:
+        """How long it lies aside, so that others can show whether there is a gateway; alone it does that."""
+        since = self._limiter.without_gateway_since
+        if since is None or held.request is None or not self.others_wait:
+            return 0.0
+        left_s = held.request.deadline - self._access.queue.unix_now()
+        return self.bounces.make_way(held.lease.entry, at, since=since, left_s=left_s)
+
+    def _without_gateway(self) -> None:
+        self._look_again()
+        self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
+
+    def rest_s(self, held: Held) -> float:
+        """How long its tenant, or the refused that it belongs to, rest."""
+        return self.tenants.rest_s(self._tenant(held), now(), again=held.lease.refusals > 0)
+
+    def _tenant(self, held: Held) -> str:
+        return "" if held.request is None else held.request.metadata.get(self.options.tenant_from, "")
+
+    def _decide(self, lease: Lease, request: Request, outcome: Outcome) -> Ending:
+        policy, at = self.options.retry, self._access.queue.unix_now()
+        return endings.after_try(lease, request, outcome, at, policy, self._random.random())
+
+    def _look(self) -> None:
+        """While there is no gateway: see whether a probe, or who was sent along with the first that failed,
+        stays connected. Who does has reached it, though the answer is still to come."""
+        if self._limiter.look(now(), self._connected()):
+            for held in self._holding:
+                held.probe = False
+            self._access.wake.set()
+        self._looking = None
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._looking is None and self._limiter.without_gateway_since is not None:
+            self._looking = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def _connected(self) -> Iterator[float]:
+        """Since when each request at the gateway holds its connection."""
+        for running in self._holding.tries:
+            since = self._gateway.connected(running.token)
+            if since is not None:
+                yield since
