@@ -12,7 +12,7 @@ from dispatcher.core.price import Price
 from dispatcher.dispatch.access import View
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
-from dispatcher.signals.poller import Poll
+from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry import status as show
 from dispatcher.telemetry.status import Status
 
@@ -25,7 +25,7 @@ def overview(
     limiter: Limiter,
     running: int,
     queue: View,
-    poll: Poll | None,
+    poll: SourcePoll | None,
     watched: Endpoints,
     slow: str | None,
 ) -> Status:
@@ -116,7 +116,7 @@ def _budget(
     allowance: Allowance,
     limiter: Limiter,
     settings: Settings,
-    poll: Poll | None,
+    poll: SourcePoll | None,
     watched: Endpoints,
     little: str | None,
 ) -> show.Budget:
@@ -178,7 +178,7 @@ def _max_sys(
     return budget.max_sys, "picker" if settings.budget.per_endpoint is None else "setting"
 
 
-def _signals(readings: list[Reading], poll: Poll | None, now: float) -> show.Signals:
+def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> show.Signals:
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None

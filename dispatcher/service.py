@@ -21,7 +21,6 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from dispatcher import __version__
@@ -46,7 +45,7 @@ from dispatcher.settings.watch import prepare as prepare_watch
 from dispatcher.settings.watch import watch
 from dispatcher.signals import capacity
 from dispatcher.signals.capacity import CapacityWatch, Endpoints
-from dispatcher.signals.poller import Poll, Poller
+from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
 from dispatcher.telemetry import catalogue as series
@@ -87,7 +86,7 @@ class Service:
         self._gateway = gateway
         self.metrics = Metrics(settings.pool.name, kept_s=PAGE_KEPT_S)
         self.journal = Journal(self.metrics)
-        self._poll: Poll | None = None
+        self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         options = _options(settings, observe)
         self.dispatcher = Dispatcher(
@@ -168,24 +167,11 @@ class Service:
 
     # What the parts tell.
 
-    def _polled(self, poll: Poll) -> None:
-        now = _now()
+    def _polled(self, poll: SourcePoll) -> None:
         self._poll = poll
-        worst = min(poll.unread, key=lambda unread: unread.reason.rank) if poll.unread else None
-        self.metrics.count(series.READ, poll.source, str(worst.reason) if worst else "ok")
-        self.limiter.uses(poll.signals)
-        policy = self.settings.policy()
-        if poll.max_age_s != policy.max_age_s:
-            policy = replace(policy, max_age_s=poll.max_age_s)
-        self.limiter.settings(policy, now)
-        self._tell_capacity(now)
-        for reading in poll.readings:
-            self.limiter.reading(reading, now)
-        if worst is not None:
-            why = f"{worst} (look at: {worst.hint})" if worst.hint else str(worst)
-            self.limiter.reading_failed(worst.reason, why, poll.at, closes_at=poll.closes_at)
-        self._gateway.resize(self.limiter.allowance(now).limit)
-        self.dispatcher.readings_came()
+        self.metrics.count(series.READ, poll.source, str(poll.worst.reason) if poll.worst else "ok")
+        self._tell_capacity(_now())
+        self.dispatcher.read(poll)
 
     def _batch_share(self) -> float | None:
         """Our requests in flight, all replicas together, as a share of the capacity."""

@@ -12,13 +12,13 @@ from dispatcher.dispatch.access import View
 from dispatcher.overview import overview
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
-from dispatcher.signals.poller import Poll
+from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.status import Process, Status
 
 PROCESS = Process("1", "3", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0)
 
 
-def learned(budget: dict[str, Any], poll: Poll | None = None) -> Status:
+def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
     """Of three readings of a pool of 500: 35 run, and as many wait."""
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     for at in range(3):
@@ -39,9 +39,13 @@ def learned(budget: dict[str, Any], poll: Poll | None = None) -> Status:
     )
 
 
-def polled(per_endpoint: float, source: Any) -> Poll:
-    return Poll(
-        3.0, "epp", (Signal.REQUESTS,), (), (), 10.0, per_endpoint=per_endpoint, per_endpoint_from=source
+def polled(per_endpoint: float, source: Any) -> SourcePoll:
+    return SourcePoll(
+        at=3.0,
+        source="epp",
+        signals=(Signal.REQUESTS,),
+        per_endpoint=per_endpoint,
+        per_endpoint_from=source,
     )
 
 
@@ -67,7 +71,7 @@ def polled(per_endpoint: float, source: Any) -> Poll:
     ],
 )
 def test_what_fitted_is_told_with_what_to_do(
-    budget: dict[str, Any], poll: Poll | None, sentence: str
+    budget: dict[str, Any], poll: SourcePoll | None, sentence: str
 ) -> None:
     shown = learned(budget, poll)
     assert shown.gate.explanation.endswith(sentence)

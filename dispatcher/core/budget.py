@@ -122,6 +122,8 @@ class Reading:
     """Requests that waited at that moment, in the picker or in the model servers."""
     flushed: bool = False
     """That moment was the last flush, which other samples show as well."""
+    good_s: float | None = None
+    """A sample of this source may grow so old before it is not acted upon; None: the policy's max_age_s."""
 
     @property
     def load(self) -> float:

@@ -33,6 +33,7 @@ from dataclasses import replace
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.gate import Failure, Gate
+from dispatcher.core.poll import Poll
 from dispatcher.core.tracking import Tracking
 
 REALTIME = "requests that are not ours, or of a dispatcher that died, take all but the reserve"
@@ -52,6 +53,16 @@ class Limiter:
         """The revisions that it was made of."""
 
     # ── events: the pool ────────────────────────────────────────────────────────────────────────────────
+
+    def poll(self, poll: Poll, now: float) -> None:
+        """All that one poll tells."""
+        self.uses(poll.signals)
+        for reading in poll.readings:
+            self.reading(reading, now)
+        worst = poll.worst
+        if worst is not None:
+            why = f"{worst} (look at: {worst.hint})" if worst.hint else str(worst)
+            self.reading_failed(worst.reason, why, poll.at, closes_at=poll.closes_at)
 
     def reading(self, reading: Reading, now: float) -> None:
         """A sample of one signal. It is applied once δ has passed after its window.

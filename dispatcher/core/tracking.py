@@ -37,7 +37,7 @@ class Tracking(Revised):
     def __init__(self, policy: Policy, signals: Iterable[Signal]) -> None:
         self.policy = policy
         self.tracks: dict[Signal, Track] = {signal: Track() for signal in signals}
-        self.held = Held(horizon_s=_horizon(policy))
+        self.held = Held(horizon_s=_horizon(policy.max_age_s))
         self.losses = Losses()
         self._learned = Capacity()
         self._travel = Travel()
@@ -56,6 +56,8 @@ class Tracking(Revised):
             return False
         if reading.closed_at > now:
             reading = replace(reading, opened_at=min(reading.opened_at, now), closed_at=now)
+        if reading.good_s is not None:
+            self.held.horizon_s = max(self.held.horizon_s, _horizon(reading.good_s))
         self._travel.reckon()
         track.hand_in(reading, now)
         return True
@@ -77,7 +79,7 @@ class Tracking(Revised):
     def set_policy(self, policy: Policy) -> None:
         """It holds at once, for the readings at hand too."""
         self.policy = policy
-        self.held.horizon_s = max(self.held.horizon_s, _horizon(policy))
+        self.held.horizon_s = max(self.held.horizon_s, _horizon(policy.max_age_s))
         self._reassess()
 
     def answered(self, key: Hashable, now: float, opened_s: float | None) -> None:
@@ -176,7 +178,7 @@ class Tracking(Revised):
     def stale(self, now: float) -> tuple[Reason, str] | None:
         """Why the newest readings are no longer acted upon."""
         for reading in self.readings:
-            if now > reading.closed_at + self.policy.max_age_s:
+            if now > self._good_until(reading):
                 age = now - reading.closed_at
                 return Reason.STALE, f"the newest sample of {reading.signal} is {age:.1f} s old"
         return None
@@ -185,7 +187,7 @@ class Tracking(Revised):
     def stale_at(self) -> list[float]:
         """When each reading is too old. A hair past it: at the very moment the reading still holds, and
         asking again must make headway."""
-        return [reading.closed_at + self.policy.max_age_s + 1e-6 for reading in self.readings]
+        return [self._good_until(reading) + 1e-6 for reading in self.readings]
 
     def fault(self) -> tuple[Reason, str] | None:
         """Why the newest readings cannot be right."""
@@ -209,7 +211,7 @@ class Tracking(Revised):
         """What batch work may hold by the newest readings, ours included, whatever closes the gate; None:
         not known. Where a signal counts requests, it is asked."""
         known = [t for t in self.tracks.values() if t.reading is not None and t.budget is not None]
-        if any(now - t.reading.closed_at > self.policy.max_age_s for t in known if t.reading):
+        if any(now > self._good_until(t.reading) for t in known if t.reading):
             return None
         counting = [t for t in known if t.reading is not None and t.reading.exact] or known
         rooms = [
@@ -220,6 +222,10 @@ class Tracking(Revised):
         return min(rooms) if rooms and len(rooms) == len(counting) else None
 
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _good_until(self, reading: Reading) -> float:
+        """When it is too old to be acted upon."""
+        return reading.closed_at + (self.policy.max_age_s if reading.good_s is None else reading.good_s)
 
     def _reassess(self) -> None:
         for track in self.tracks.values():
@@ -286,5 +292,6 @@ def _told_apart(reading: Reading) -> bool:
     return running is not None and 0 <= running <= PLAUSIBLE_MOST and 0 <= waiting <= PLAUSIBLE_MOST
 
 
-def _horizon(policy: Policy) -> float:
-    return policy.max_age_s + WINDOW_MOST_S + 2 * MOST_S
+def _horizon(oldest_s: float) -> float:
+    """How long ago requests may have ended that a reading of that age still shows."""
+    return oldest_s + WINDOW_MOST_S + 2 * MOST_S

@@ -28,6 +28,7 @@ from functools import partial
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request
 from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenure import Tenure
@@ -83,6 +84,7 @@ class Dispatcher:
         """When the loop last turned."""
         self._options = options
         self._queue = queue
+        self._gateway = gateway
         self._journal = journal
         self._suspects = Suspects()
         self._holding = Holding()
@@ -149,8 +151,11 @@ class Dispatcher:
         """Something that the allowance depends on has changed."""
         self._access.wake.set()
 
-    def readings_came(self) -> None:
-        """The limiter was handed new readings."""
+    def read(self, poll: Poll) -> None:
+        """What a poll of the pool told."""
+        at = now()
+        self.limiter.poll(poll, at)
+        self._gateway.resize(self.limiter.allowance(at).limit)
         self._upkeep.count()
         self.poke()
 

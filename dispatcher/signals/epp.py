@@ -22,10 +22,11 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.poll import Unread
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
-from dispatcher.signals.series import NAMES, Unread, View, view
+from dispatcher.signals.series import NAMES, View, view
 
 SLICE_BYTES = 64 * 1024
 """Parsed in one piece before the event loop has its turn again."""

@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.counting import Count, Guess
 from dispatcher.core.patience import Patience
+from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Growth, Histograms, Price, Shares, price
 from dispatcher.settings import Signals
 from dispatcher.settings import Source as SourceName
-from dispatcher.signals.series import Lessons, Unread, Verdict, View, at_most, judge
+from dispatcher.signals.series import Lessons, Verdict, View, at_most, judge
 from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3
@@ -63,22 +64,11 @@ class Source(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Poll:
-    """What one poll told: for each of `signals` a reading, or a reason why there is none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourcePoll(Poll):
+    """What one poll of a source told, and what people are shown of it."""
 
-    at: float
-    """When it was known, on the loop's clock; no reading in it is of later."""
     source: SourceName
-    signals: tuple[Signal, ...]
-    """The signals that the limit must follow from now on."""
-    readings: tuple[Reading, ...]
-    unread: tuple[Unread, ...]
-    """Not empty: the gate must close at `closes_at`, whatever `readings` say."""
-    max_age_s: float
-    """How old a sample of this source may grow before it is not acted upon."""
-    closes_at: float = float("-inf")
-    """Until then the readings before stand, where these are `unread`."""
     failing_since: float | None = None
     """When something was `unread` first, of those polls without a good one between."""
     detector: str = ""
@@ -140,7 +130,7 @@ class Poller:
         sources: Sequence[Source],
         signals: Signals,
         policy: Policy,
-        on_poll: Callable[[Poll], None],
+        on_poll: Callable[[SourcePoll], None],
         *,
         jitter: random.Random | None = None,
         batch_share: Callable[[], float | None] = lambda: None,
@@ -378,14 +368,14 @@ class Poller:
             )
         self._say(verdict)
         self._compare()
+        good_s = self._signals.max_age_for(name)
         self._on_poll(
-            Poll(
+            SourcePoll(
                 at=now,
                 source=name,
                 signals=verdict.signals,
-                readings=verdict.readings,
+                readings=tuple(replace(each, good_s=good_s) for each in verdict.readings),
                 unread=verdict.unread,
-                max_age_s=self._signals.max_age_for(name),
                 closes_at=self._patience.until(),
                 failing_since=self._failing_since,
                 detector=verdict.detector,

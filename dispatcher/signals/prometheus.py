@@ -21,12 +21,13 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
 from dispatcher.signals.instant import QueryError, document, vector
-from dispatcher.signals.series import Family, Unread, View, smallest, view
+from dispatcher.signals.series import Family, View, smallest, view
 
 ANSWER_MAX_BYTES = 8 * 1024 * 1024
 LATENCY_TIMEOUT_S = 10.0

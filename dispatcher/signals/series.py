@@ -14,6 +14,7 @@ from typing import Literal
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside, Page
+from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms
 from dispatcher.signals.exposition import Sample
 
@@ -56,21 +57,6 @@ INFO = ("llm_d_epp_info", "inference_extension_info")
 """Which build it is: on each picker's page from the start, also where there is nothing else."""
 NAMES = frozenset(name for family in Family for name in family.value).union(INFO)
 """Every series that is looked at."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """Why a signal (or, without one, the whole source) could not be read, and what mends it."""
-
-    reason: Reason
-    """UNREADABLE, STALE, NO_ENDPOINTS or IMPLAUSIBLE."""
-    why: str
-    hint: str = ""
-    """The setting or label that mends it; empty where only time or a repair does."""
-    signal: Signal | None = None
-
-    def __str__(self) -> str:
-        return self.why if self.signal is None else f"{self.signal}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from dispatcher.core.budget import Policy, Reading, Reason, assess
 from dispatcher.core.counting import ASSUMED, fitting
+from dispatcher.core.poll import Unread
 from dispatcher.settings import Settings, Tls
 from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource, Targets
 from dispatcher.signals.poller import Source
 from dispatcher.signals.prometheus import Access, PrometheusSource
-from dispatcher.signals.series import Family, Unread, Verdict, View, judge
+from dispatcher.signals.series import Family, Verdict, View, judge
 
 TIMEOUT_SHARE = 0.9
 """Of the interval; of a second where the interval is shorter, for a poll is never begun before its

@@ -10,11 +10,12 @@ from itertools import count
 import msgspec
 
 from dispatcher.core.budget import Policy as Budgeting
-from dispatcher.core.budget import Reading, Reason, Signal
+from dispatcher.core.budget import Reason, Signal
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.patience import Patience
+from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Gateway
@@ -50,6 +51,7 @@ class Replica:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
+        self._signals = tuple(uses)
         self._patience = Patience(0.0, budgeting.max_age_s)
         self.queue = MemoryQueue(store, owner, clock=clock, owner_timeout_s=options.owner_timeout_s)
         self.dispatcher = Dispatcher(
@@ -57,19 +59,19 @@ class Replica:
         )
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)
 
-    def read(self, readings: Sequence[Reading], now: float) -> None:
+    def read(self, poll: Poll) -> None:
         """What the poller tells, as the service hands it on."""
-        for reading in readings:
-            self.limiter.reading(reading, now)
-        if readings:
-            self._patience.read(
-                min(each.closed_at for each in readings), max(each.closed_at for each in readings)
-            )
-        self.dispatcher.readings_came()
+        self._signals = poll.signals
+        if poll.readings:
+            closed_at = [each.closed_at for each in poll.readings]
+            self._patience.read(min(closed_at), max(closed_at))
+        self.dispatcher.read(poll)
 
     def unread(self, why: str, now: float) -> None:
-        self.limiter.reading_failed(Reason.UNREADABLE, why, now, closes_at=self._patience.until())
-        self.dispatcher.readings_came()
+        """A scrape was lost."""
+        unread = Unread(Reason.UNREADABLE, why)
+        until = self._patience.until()
+        self.dispatcher.read(Poll(at=now, signals=self._signals, unread=(unread,), closes_at=until))
 
     def capacity(self, max_requests: float | None, now: float) -> None:
         """What the Kubernetes watch tells."""
@@ -110,10 +112,7 @@ class Law(Policy):
     def read(self, found: Verdict, now: float) -> None:
         self._store.lists.clear()  # nobody waits for these results
         for replica in self._replicas:
-            replica.limiter.uses(found.signals)
-            replica.read(found.readings, now)
-            for unread in found.unread:
-                replica.limiter.reading_failed(unread.reason, unread.why, now)
+            replica.read(Poll(at=now, signals=found.signals, readings=found.readings, unread=found.unread))
 
     def unread(self, why: str, now: float) -> None:
         for replica in self._replicas:

@@ -12,6 +12,7 @@ from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import MOST_IN_FLIGHT, PLAUSIBLE_MOST, Policy, Reading, Reason, Signal
 from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.reach import NOBODY_HOME
 from dispatcher.core.refusals import HEARD_SLOP_S
 from dispatcher.core.track import KEPT_READINGS
@@ -806,3 +807,23 @@ def test_a_gateway_that_is_gone_has_a_problem_and_one_that_stays_connected_has_n
     pool.unreachable(T0 + 1, "refused")
     assert pool.gateway_problem == "refused"
     assert pool.without_gateway_since is not None
+
+
+def test_reading_says_itself_how_long_it_is_good_whatever_the_settings_become() -> None:
+    limiter = Limiter(Policy(max_age_s=10), (Signal.REQUESTS,))
+    limiter.reading(Reading(Signal.REQUESTS, 0, 0, 0.5, 0, 50, good_s=60), 0)
+    limiter.settings(Policy(max_age_s=10, reserve=0.1), 20)
+    assert limiter.allowance(59.9).limit == 20
+    assert limiter.allowance(60.1).reason is Reason.STALE
+
+
+def test_one_poll_tells_all_there_is() -> None:
+    limiter = Limiter(Policy(), (Signal.REQUESTS,))
+    reading = Reading(Signal.SATURATION, 1, 1, 0.5, 0, 50)
+    limiter.poll(Poll(at=1, signals=(Signal.SATURATION,), readings=(reading,)), 1)
+    assert limiter.allowance(1.1).limit == 22
+    unread = (Unread(Reason.UNREADABLE, "no answer", "signals.epp"), Unread(Reason.NO_ENDPOINTS, "none"))
+    limiter.poll(Poll(at=2, signals=(Signal.SATURATION,), unread=unread, closes_at=3), 2)
+    assert limiter.allowance(2.9).limit == 22
+    closed = limiter.allowance(3.1)
+    assert (closed.reason, closed.because) == (Reason.UNREADABLE, "no answer (look at: signals.epp)")

@@ -21,6 +21,7 @@ from dispatcher.admin import Limits
 from dispatcher.core.budget import Policy
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RETRY_AFTER_CAP_S, classify
+from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
 from dispatcher.core.request import Rejection, answered, decode_result, encode_member, parse
 from dispatcher.core.usage import tokens
@@ -34,7 +35,7 @@ from dispatcher.signals import latency
 from dispatcher.signals.exposition import MalformedPageError, Page, Sample
 from dispatcher.signals.instant import QueryError, document, vector
 from dispatcher.signals.prometheus import Access, PrometheusSource
-from dispatcher.signals.series import NAMES, Lessons, Unread, View, at_most, judge, view
+from dispatcher.signals.series import NAMES, Lessons, View, at_most, judge, view
 from tests.admin.stage import Stage, write_token
 from tests.fuzz.engine import MB, cases, flaw
 from tests.signals.fakes import PAGES, row

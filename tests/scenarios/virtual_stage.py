@@ -18,6 +18,7 @@ from typing import Any
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable
+from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request, Result, decode_result, encode_member
 from dispatcher.core.score import score_of
 from dispatcher.dispatch import Options
@@ -213,17 +214,20 @@ class Stage:
             readings = list(self._exporter.read(self.world.observe()).readings)
             self._loop.call_later(setting.lag_s, self._tell, replica, readings, self.metrics)
 
+    def _poll(self, readings: list[Reading]) -> Poll:
+        return Poll(at=self.now, signals=tuple(r.signal for r in readings), readings=tuple(readings))
+
     def _tell(self, replica: Replica, readings: list[Reading], metrics: Metrics) -> None:
         match metrics:
             case Metrics.FINE:
                 self._frozen = readings
-                replica.read(readings, self.now)
+                replica.read(self._poll(readings))
             case Metrics.FROZEN:
-                replica.read(self._frozen, self.now)
+                replica.read(self._poll(self._frozen))
             case Metrics.GONE:
                 replica.unread("the metrics endpoint does not answer", self.now)
             case Metrics.GARBAGE:
-                replica.read([_garbage(reading) for reading in readings], self.now)
+                replica.read(self._poll([_garbage(reading) for reading in readings]))
             case Metrics.ABSENT:
                 pass
 

@@ -16,10 +16,10 @@ import aiohttp
 import pytest
 
 from dispatcher.core.budget import Policy
+from dispatcher.core.poll import Unread
 from dispatcher.settings import Signals
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.poller import Poll, Poller
-from dispatcher.signals.series import Unread
 from tests.floors import beside
 from tests.signals.fakes import fake_epp, golden
 from tests.support import running, wait_until

@@ -14,8 +14,9 @@ import trustme
 from aiohttp import web
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.poll import Unread
 from dispatcher.signals.epp import EppSource, Targets
-from dispatcher.signals.series import Unread, View
+from dispatcher.signals.series import View
 from tests.signals import fakes
 from tests.signals.fakes import FakeEpp, answering, fake_epp, golden, raw_server
 from tests.support import free_port

@@ -16,12 +16,13 @@ from structlog.testing import capture_logs
 
 from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms
 from dispatcher.settings import Signals
 from dispatcher.signals.epp import EppSource, Targets
-from dispatcher.signals.poller import RETURN_AFTER, Poll, Poller, Preference, Source
+from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, SourcePoll
 from dispatcher.signals.prometheus import Access, PrometheusSource
-from dispatcher.signals.series import Unread, View
+from dispatcher.signals.series import View
 from tests.signals import fakes
 from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server
 from tests.signals.test_epp import whole
@@ -82,9 +83,9 @@ def healthy(age_s: float = 0.0, **changes: Any) -> View:
 
 
 @contextlib.asynccontextmanager
-async def polling(*sources: Source, **signals: Any) -> AsyncIterator[tuple[Poller, list[Poll]]]:
+async def polling(*sources: Source, **signals: Any) -> AsyncIterator[tuple[Poller, list[SourcePoll]]]:
     """A poller at work, and everything it has told."""
-    told: list[Poll] = []
+    told: list[SourcePoll] = []
     settings = Signals.model_validate({"interval_s": INTERVAL_S, **signals})
     poller = Poller(sources, settings, Policy(), told.append, jitter=random.Random(1))
     running = asyncio.create_task(poller.run())
@@ -96,11 +97,11 @@ async def polling(*sources: Source, **signals: Any) -> AsyncIterator[tuple[Polle
             await running
 
 
-def later(told: list[Poll], want: Callable[[Poll], bool]) -> Callable[[], Any]:
+def later(told: list[SourcePoll], want: Callable[[SourcePoll], bool]) -> Callable[[], Any]:
     """Waits for a poll from now on that is as wanted."""
     start = len(told)
 
-    async def found() -> Poll:
+    async def found() -> SourcePoll:
         return await wait_until(lambda: next((poll for poll in told[start:] if want(poll)), None))
 
     return found
@@ -126,7 +127,7 @@ async def test_every_poll_is_told_with_what_it_came_from() -> None:
     assert poll.signals == (Signal.SATURATION, Signal.REQUESTS)
     assert {reading.signal for reading in poll.readings} == set(poll.signals)
     assert all(reading.source == "epp" and reading.closed_at <= poll.at for reading in poll.readings)
-    assert poll.max_age_s == 10
+    assert {reading.good_s for reading in poll.readings} == {10}
     assert epp.closed
 
 
@@ -287,7 +288,7 @@ async def test_prometheus_stands_in_without_closing_the_gate() -> None:
         await wait_until(lambda: len(told) >= 2)
         epp.answer = FAILED
         poll = await later(told, lambda poll: poll.source == "prometheus")()
-        assert poll.max_age_s == 60
+        assert {reading.good_s for reading in poll.readings} == {60}
         await wait_until(lambda: len(told) >= 8)
     assert all(not poll.unread for poll in told)
 
@@ -448,11 +449,11 @@ async def closes(source: Source, reason: Reason, before: str) -> None:
         # Older than what follows: the limiter goes by the newest sample.
         async with polling(Scripted("epp", age_s=8)) as (_, told):
             await wait_until(lambda: told)
-        tell(limiter, told[-1])
+        limiter.poll(told[-1], told[-1].at)
         assert limiter.allowance(told[-1].at + 1).limit > 0
     async with polling(source, use="both") as (_, told):
         await wait_until(lambda: told)
-    tell(limiter, told[0])
+    limiter.poll(told[0], told[0].at)
     allowance = limiter.allowance(loop.time() + 1)
     assert allowance.limit == 0
     if told[0].unread:
@@ -463,32 +464,23 @@ async def closes(source: Source, reason: Reason, before: str) -> None:
     assert not told[0].unread or told[0].unread[0].why
 
 
-def tell(limiter: Limiter, poll: Poll) -> None:
-    """What the dispatcher does with a poll."""
-    limiter.uses(poll.signals)
-    for reading in poll.readings:
-        limiter.reading(reading, poll.at)
-    if poll.unread:
-        limiter.reading_failed(poll.unread[0].reason, poll.unread[0].why, poll.at, closes_at=poll.closes_at)
-
-
 async def test_one_failed_scrape_of_several_closes_nothing_and_two_do() -> None:
     limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
     epp = Scripted("epp")
     async with polling(epp, interval_s=0.5) as (_, told):
         await wait_until(lambda: len(told) > 2)
         for poll in told:
-            tell(limiter, poll)
+            limiter.poll(poll, poll.at)
         read_at = told[-1].readings[0].closed_at
         epp.answer = FAILED
         first = await later(told, lambda poll: bool(poll.unread))()
-        tell(limiter, first)
+        limiter.poll(first, first.at)
         assert first.failing_since == first.at
         assert read_at + 2.2 * 0.5 < first.closes_at < read_at + 3 * 0.5
         assert limiter.allowance(first.at).limit > 0
         second = await later(told, lambda poll: bool(poll.unread))()
         assert (second.failing_since, second.closes_at) == (first.at, first.closes_at)
-        tell(limiter, second)
+        limiter.poll(second, second.at)
         closed = limiter.allowance(first.closes_at)
         assert (closed.limit, closed.reason) == (0, Reason.UNREADABLE)
         epp.answer = None
@@ -523,7 +515,7 @@ async def test_a_real_scrape_opens_the_limiter() -> None:
     limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
     async with fake_epp() as epp, polling(epp_source(epp.url)) as (_, told):
         await wait_until(lambda: told)
-    tell(limiter, told[0])
+    limiter.poll(told[0], told[0].at)
     # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400
     assert limiter.allowance(told[0].at + 1).limit == 208
 
@@ -556,10 +548,10 @@ async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, f
     two = tuple(healthy(**values) for _ in range(2))
     policy = Policy(per_endpoint=0.4)
     limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
-    told: list[Poll] = []
+    told: list[SourcePoll] = []
 
-    def hear(poll: Poll) -> None:
-        tell(limiter, poll)
+    def hear(poll: SourcePoll) -> None:
+        limiter.poll(poll, poll.at)
         told.append(poll)
 
     poller = Poller([Scripted("epp", two)], Signals(interval_s=0.1), policy, hear)
@@ -572,9 +564,9 @@ async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, f
 
 
 async def test_a_defect_in_what_hears_of_a_poll_ends_nothing() -> None:
-    told: list[Poll] = []
+    told: list[SourcePoll] = []
 
-    def hear(poll: Poll) -> None:
+    def hear(poll: SourcePoll) -> None:
         told.append(poll)
         if poll.readings:
             raise ZeroDivisionError("of ours")

@@ -17,8 +17,9 @@ import trustme
 from aiohttp import web
 
 from dispatcher.core.budget import Policy, Reason, Signal
+from dispatcher.core.poll import Unread
 from dispatcher.signals.prometheus import Access, PrometheusSource, pool_query
-from dispatcher.signals.series import FLUSH_S, Unread, View, judge
+from dispatcher.signals.series import FLUSH_S, View, judge
 from tests.signals import fakes
 from tests.signals.fakes import (
     GOOD,

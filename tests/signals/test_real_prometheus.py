@@ -19,11 +19,12 @@ import yaml
 from aiohttp import web
 
 from dispatcher.core.budget import Policy, Reason, Signal
+from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms, quantile
 from dispatcher.settings import Signals
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.signals.prometheus import Access, PrometheusSource
-from dispatcher.signals.series import Unread, View, judge
+from dispatcher.signals.series import View, judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.test_golden import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until

@@ -6,12 +6,12 @@ from typing import Any
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.poll import Unread
 from dispatcher.dispatch.access import View
 from dispatcher.overview import overview
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
-from dispatcher.signals.poller import Poll
-from dispatcher.signals.series import Unread
+from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import Process, Status
 
@@ -26,7 +26,7 @@ def told_at(now: float, *unread: Unread, **told: Any) -> Status:
     limiter.reading(Reading(Signal.REQUESTS, 100.0, 100.0, 0.5, 0.0, 64.0), 100.0)
     for each in unread:
         limiter.reading_failed(each.reason, each.why, 101.0, closes_at=told["closes_at"])
-    poll = Poll(101.0, "epp", REQUESTS, (), unread, 10.0, **told)
+    poll = SourcePoll(at=101.0, source="epp", signals=REQUESTS, unread=unread, **told)
     return overview(
         now,
         process=PROCESS,
