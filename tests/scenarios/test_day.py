@@ -239,7 +239,7 @@ async def test_every_surface_names_one_reason_through_a_day(
     (tmp_path / "prometheus").mkdir()
     picker = {
         "job_name": "picker",
-        "scrape_interval": "60s",
+        "scrape_interval": "20s",  # one that finds the metrics gone is made good within a minute
         "static_configs": [{"targets": [world.metrics.removeprefix("http://").removesuffix("/metrics")]}],
     }
     one = stage.dispatcher(base, KUBECONFIG=str(cluster.server.kubeconfig))
@@ -273,7 +273,7 @@ async def test_every_surface_names_one_reason_through_a_day(
             world.control(metrics="ok")
             await today.says("full")
 
-            # Too old: through a Prometheus that scrapes the picker once a minute.
+            # Too old: through a Prometheus that scrapes the picker every 20 s.
             url = f"http://127.0.0.1:{prometheus.port}"
             one.reconfigure(signals={"source": "prometheus", "max_age_s": 3, "prometheus": {"url": url}})
             await today.says("stale", timeout_s=60)
