@@ -13,7 +13,7 @@ from collections.abc import AsyncIterable, Iterable, Mapping
 import aiohttp
 
 from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, Unsent, classify
-from dispatcher.forward.line import Exchange, Line, Prepared
+from dispatcher.forward.line import Line, Prepared, Progress
 from dispatcher.forward.unpack import unpacked
 from dispatcher.peer import reason
 
@@ -22,7 +22,7 @@ ERRORS = (aiohttp.ClientError, OSError)
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
 
-async def exchange(line: Line, request: Prepared, current: Exchange, limit_bytes: int) -> Outcome:
+async def exchange(line: Line, request: Prepared, current: Progress, limit_bytes: int) -> Outcome:
     """Send and read the answer. The time limit is the caller's."""
     while True:
         try:

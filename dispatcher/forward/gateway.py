@@ -20,7 +20,7 @@ from dispatcher.core.outcome import Expired, Failed, Refused, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.line import CONNECT_S, Exchange, Line, Prepared, running
+from dispatcher.forward.line import CONNECT_S, Line, Prepared, Progress, running
 from dispatcher.peer import reason
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Gateway, Tls
@@ -103,7 +103,7 @@ class HttpGateway:
     def __init__(self, options: Gateway) -> None:
         self._line: Line | None = None
         self._retired: list[Line] = []
-        self._tries: dict[str, Exchange] = {}
+        self._tries: dict[str, Progress] = {}
         self._options: Gateway | None = None
         self.reconfigure(options)
 
@@ -156,7 +156,7 @@ class HttpGateway:
             return Forwarded(line, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         ends = min(deadline, started + plan.timeout_s)
-        current = self._tries[token] = Exchange(may_send=may_send)
+        current = self._tries[token] = Progress(may_send=may_send)
         prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
         line.running += 1

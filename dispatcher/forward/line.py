@@ -43,7 +43,7 @@ class _UnsentError(Exception):
 
 
 @dataclass(slots=True)
-class Exchange:
+class Progress:
     """What is known of a running try beside its outcome."""
 
     connected_at: float | None = None
@@ -66,7 +66,7 @@ class Exchange:
             raise _UnsentError
 
 
-running: ContextVar[Exchange] = ContextVar("try")
+running: ContextVar[Progress] = ContextVar("try")
 
 
 class _Protocol(ResponseHandler):
@@ -145,7 +145,7 @@ def _detect_dead_peer(transport: asyncio.Transport | None) -> None:
 class _Pieces(httpx.AsyncByteStream):
     """A large payload, written in pieces; can be read again for a second send."""
 
-    def __init__(self, payload: bytes, current: Exchange) -> None:
+    def __init__(self, payload: bytes, current: Progress) -> None:
         self._payload = payload
         self._try = current
 
@@ -158,7 +158,7 @@ class _Pieces(httpx.AsyncByteStream):
 class _Whole(aiohttp.BytesPayload):
     """A payload written in one piece, together with the head."""
 
-    def __init__(self, payload: bytes, current: Exchange) -> None:
+    def __init__(self, payload: bytes, current: Progress) -> None:
         super().__init__(payload)
         self._try = current
 
@@ -170,7 +170,7 @@ class _Whole(aiohttp.BytesPayload):
 class Prepared(httpx.Request):
     """A POST that holds just what the transport reads. Building a plain one costs a third of an exchange."""
 
-    def __init__(self, url: str, headers: dict[str, str], payload: bytes, current: Exchange) -> None:
+    def __init__(self, url: str, headers: dict[str, str], payload: bytes, current: Progress) -> None:
         self.url = url  # type: ignore[assignment] # the transport wants its text
         self.headers = CIMultiDict(headers)  # type: ignore[assignment]
         self.data: _Whole | _Pieces
