@@ -34,6 +34,7 @@ ALLOWED = {
     "dispatcher.signals.prometheus": {"prometheus_api_client", "requests", "urllib3", "msgspec"},
     "dispatcher.forward": {"aiohttp", "httpx", "httpx_aiohttp", "multidict"},
     "dispatcher.dispatch": set(),
+    "dispatcher.check": set(),
     "dispatcher.admin": {"aiohttp", "msgspec"},
     "dispatcher.client": {"msgspec", "redis"},
     "dispatcher.service": {"msgspec"},

@@ -30,11 +30,9 @@ from dispatcher.signals.digests import (
 )
 from dispatcher.signals.kube import Api, ApiError, Problem
 from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
-from dispatcher.signals.sources import Finding
 from dispatcher.telemetry.events import Event, diverted, emit
 
 HOLD_S = 60.0
-NOWHERE = "no Kubernetes here: neither a service account nor a kubeconfig"
 _GROUP = "inference.networking.k8s.io"
 _OLD_GROUP = "inference.networking.x-k8s.io"
 _CRDS = f"the CRDs of the Gateway API Inference Extension (inferencepools.{_GROUP})"
@@ -412,28 +410,3 @@ async def look(pool: Pool, epp: Epp, *, access: Access | None = None, timeout_s:
         return found
     late = Problem(f"the Kubernetes API did not answer within {timeout_s:g} s", str(access or Access()))
     return replace(found, problems=(*found.problems, late))
-
-
-async def probe(
-    pool: Pool, epp: Epp, *, access: Access | None = None, timeout_s: float = 5.0
-) -> list[Finding]:
-    """What `batch-dispatcher check` says of Kubernetes."""
-    return describe(pool, epp, await look(pool, epp, access=access, timeout_s=timeout_s))
-
-
-def describe(pool: Pool, epp: Epp, endpoints: Endpoints) -> list[Finding]:
-    """Findings for people. Without Kubernetes the dispatcher works, if it is told where the picker is."""
-    name = f"kubernetes {pool.namespace}/{pool.name}"
-    if not endpoints.watched:
-        hint = "signals.epp.urls or signals.prometheus.url: the endpoint picker cannot be found without it"
-        return [Finding(name, True, NOWHERE, hint if finds_epp(epp) else "")]
-    findings = []
-    if endpoints.ready is not None:
-        findings.append(Finding(name, endpoints.ready > 0, f"{endpoints.ready} ready endpoints"))
-    if endpoints.epp_addresses is not None:
-        there = ", ".join(endpoints.epp_addresses) or "none"
-        findings.append(
-            Finding(f"{name} endpoint picker", bool(endpoints.epp_addresses), f"replicas: {there}")
-        )
-    findings += [Finding(name, False, problem.what, problem.hint) for problem in endpoints.problems]
-    return findings
