@@ -8,8 +8,8 @@ import re
 import ssl
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import dispatcher
@@ -19,6 +19,7 @@ from dispatcher.check.words import words
 from dispatcher.core.outcome import Failed, classify
 from dispatcher.core.stranger import Stranger
 from dispatcher.settings import Settings
+from dispatcher.settings.tokens import TokenFileError, read_token
 
 ANSWER_S = 3.0
 BEGINNING_BYTES = 1000
@@ -127,8 +128,9 @@ def _get(settings: Settings, host: str, path: str) -> bytes:
     gateway = settings.gateway
     headers = {"host": host, "user-agent": f"batch-dispatcher/{dispatcher.__version__}", "accept": "*/*"}
     headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
-    if gateway.token_file and (token := _text(gateway.token_file)):
-        headers["authorization"] = f"Bearer {token}"
+    if gateway.token_file:
+        with suppress(TokenFileError):  # a finding of its own
+            headers["authorization"] = f"Bearer {read_token(gateway.token_file)}"
     elif gateway.url.credentials:
         given = base64.b64encode(":".join(gateway.url.credentials).encode()).decode()
         headers["authorization"] = f"Basic {given}"
@@ -149,10 +151,3 @@ async def _answer(reader: asyncio.StreamReader) -> Answer:
     body = await reader.read(most)
     chunks_end = "content-length" not in headers and body.startswith(b"0\r\n")
     return Answer(int(match[1]), headers, b"" if chunks_end else body)
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError):
-        return ""  # a finding of its own

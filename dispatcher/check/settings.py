@@ -10,6 +10,7 @@ from typing import Any
 from dispatcher.check.finding import Finding
 from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths
+from dispatcher.settings.tokens import TokenFileError, read_token
 
 
 def doubts(settings: Settings) -> Iterator[Finding]:
@@ -58,4 +59,9 @@ def _file(where: str, path: Path) -> Finding:
         return Finding("failed", where, f"{path}: {error.strerror or error}")
     if empty:
         return Finding("failed", where, f"{path}: is empty")
+    if where.endswith("token_file"):
+        try:
+            read_token(path)
+        except TokenFileError as error:
+            return Finding("failed", where, f"{path}: {error.why}")
     return Finding("ok", where, f"{path} is readable")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import re
 import ssl
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,12 +23,11 @@ from dispatcher.forward.line import CONNECT_S, Line, Prepared, Try, running
 from dispatcher.peer import reason
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Gateway, Tls
+from dispatcher.settings.tokens import read_token
 from dispatcher.telemetry.tracing import going_to
 
 WATCH_S = 1.0
 """Token and certificate files are looked at no more often."""
-
-_VISIBLE = re.compile(r"[!-~]+")
 
 T = TypeVar("T")
 
@@ -223,9 +221,4 @@ def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
 
 def _bearer(token_file: str) -> str:
     """The Authorization header of a token file; empty without one."""
-    if not token_file:
-        return ""
-    token = Path(token_file).read_text().strip()
-    if not _VISIBLE.fullmatch(token):
-        raise ValueError(f"{token_file} is empty, or holds more than a token")
-    return f"Bearer {token}"
+    return f"Bearer {read_token(token_file)}" if token_file else ""

@@ -14,7 +14,6 @@ import ssl
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -22,6 +21,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.budget import Reason
+from dispatcher.settings.tokens import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
@@ -142,14 +142,9 @@ class EppSource:
         if not self._token_file:
             return ""
         try:
-            token = Path(self._token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = f"the token file {self._token_file} cannot be read: {_words(error)}"
-            return Unread(Reason.UNREADABLE, why, "signals.epp.token_file")
-        if not token or not token.isprintable() or " " in token:
-            why = f"the token file {self._token_file} holds no bearer token"
-            return Unread(Reason.UNREADABLE, why, "signals.epp.token_file")
-        return token
+            return read_token(self._token_file)
+        except TokenFileError as error:
+            return Unread(Reason.UNREADABLE, f"the token file {error}", "signals.epp.token_file")
 
     async def _resolve(self) -> Sequence[_Target] | Unread:
         if self._targets.urls:

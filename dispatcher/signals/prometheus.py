@@ -16,12 +16,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.price import Histograms
+from dispatcher.settings.tokens import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
@@ -169,14 +169,9 @@ class PrometheusSource:
         headers = dict(self._access.headers)
         if self._access.token_file:
             try:
-                token = Path(self._access.token_file).read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                why = f"the token file {self._access.token_file} cannot be read: {error}"
-                raise QueryError(why, "signals.prometheus.token_file") from None
-            if not token or not token.isprintable() or " " in token:
-                why = f"the token file {self._access.token_file} holds no bearer token"
-                raise QueryError(why, "signals.prometheus.token_file")
-            headers["Authorization"] = f"Bearer {token}"
+                headers["Authorization"] = f"Bearer {read_token(self._access.token_file)}"
+            except TokenFileError as error:
+                raise QueryError(f"the token file {error}", "signals.prometheus.token_file") from None
         return headers
 
     def _views(

@@ -13,6 +13,7 @@ import trustme
 
 from dispatcher.check.connections import connections
 from dispatcher.check.finding import Finding
+from dispatcher.check.settings import files
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.settings import Settings
 from tests.queue.roles import grant, url_of
@@ -134,6 +135,23 @@ async def test_gateway_is_asked_once_with_a_get_and_our_credentials(tmp_path: Pa
     lines = head.split("\r\n")
     assert {"host: inference.example", "x-tenant: blue", "authorization: Bearer sesame"} <= set(lines)
     assert "sesame" not in "".join(map(str, told))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"sesame\n", "is readable"),
+        (b"open sesame", "holds no bearer token"),
+        (b"\n", "is empty"),
+        (b"", "is empty"),
+    ],
+)
+def test_a_token_file_must_hold_a_token(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "token").write_bytes(content)
+    options = {"url": "http://gateway", "token_file": str(tmp_path / "token")}
+    [finding] = files(Settings.model_validate({"gateway": options}))
+    assert (finding.level == "ok", what in finding.what) == (content == b"sesame\n", True), str(finding)
+    assert "sesame" not in str(finding)
 
 
 async def test_gateways_certificate_is_verified(tmp_path: Path) -> None:

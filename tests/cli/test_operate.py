@@ -218,7 +218,7 @@ async def test_why_no_dispatcher_answers_is_said(
                 str(tmp_path / "no"),
                 f"admin.token_file: {tmp_path / 'no'} cannot be read: No such file",
             ),
-            (refusing, str(lines), f"admin.token_file: {lines} cannot be read: no text"),
+            (refusing, str(lines), f"admin.token_file: {lines} holds no bearer token"),
             (other, None, f"what answers on admin.port {other} is no dispatcher"),
             (redis, None, f"what answers on admin.port {redis} is no dispatcher"),
             (1, None, "nobody on admin.port 1 of this machine"),
