@@ -21,8 +21,8 @@ from typing import TypeVar
 from dispatcher.check import gateway, queue, signals
 from dispatcher.check.addresses import CONNECT_S, Address, addresses, all_away
 from dispatcher.check.finding import Finding, Findings, Probe, Slow, known
-from dispatcher.check.words import words
 from dispatcher.pace import PaceWatch
+from dispatcher.peer import words
 from dispatcher.settings import Settings
 
 WHOLE_S = 10.0

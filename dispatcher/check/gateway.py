@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import dispatcher
 from dispatcher.check.addresses import CONNECT_S, Address, addresses
 from dispatcher.check.finding import Finding, Findings, Level, Probe, Slow, known
-from dispatcher.check.words import words
 from dispatcher.core.outcome import Failed, classify
 from dispatcher.core.stranger import Stranger
+from dispatcher.peer import words
 from dispatcher.settings import Settings
 from dispatcher.settings.tokens import TokenFileError, read_token
 

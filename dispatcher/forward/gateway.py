@@ -20,7 +20,7 @@ from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.forward.exchange import exchange
 from dispatcher.forward.line import CONNECT_S, Line, Prepared, Try, running
-from dispatcher.peer import reason
+from dispatcher.peer import words
 from dispatcher.ports import Forwarded
 from dispatcher.settings import Gateway, Tls
 from dispatcher.settings.tokens import read_token
@@ -208,7 +208,7 @@ async def _knock(line: Line, plan: _Plan) -> str:
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s"
     except OSError as error:
-        return f"no connection: {plan.host}:{plan.port}: {reason(error)}"
+        return f"no connection: {plan.host}:{plan.port}: {words(error)}"
     writer.transport.abort()
     return ""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 import zlib
@@ -21,6 +20,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.budget import Reason
+from dispatcher.peer import words
 from dispatcher.settings.tokens import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
@@ -174,7 +174,7 @@ class EppSource:
                 try:
                     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
                 except OSError as error:  # gaierror is one
-                    failure = failure or _words(error)
+                    failure = failure or words(error)
                 else:
                     # `localhost` and dual-stack names give one replica two addresses: take one family.
                     families = [entry[0] for entry in found]
@@ -217,7 +217,7 @@ class EppSource:
         except MalformedPageError as error:
             return _unread(target, f"the page is malformed: {error}")
         except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
-            return _unread(target, _words(error), "signals.epp: the address, or the network on the way there")
+            return _unread(target, words(error), "signals.epp: the address, or the network on the way there")
         if isinstance(page, Unread):
             return page
         seen = view(page.samples, self._pool, opened_at, loop.time())
@@ -322,20 +322,3 @@ def _refused(target: _Target, status: int, with_token: bool) -> Unread:
 
 def _unread(target: _Target, why: str, hint: str = "") -> Unread:
     return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)
-
-
-def _words(error: BaseException) -> str:
-    """What went wrong, in the operating system's or the TLS library's words where they are behind it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, aiohttp.ClientResponseError):  # its own words hold the URL, secrets and all
-            return f"the answer is not HTTP ({cause.message.partition(':')[0]})"
-        # aiohttp derives an exception of its own from the certificate's, and leaves the message behind.
-        if isinstance(cause, ssl.SSLCertVerificationError) and hasattr(cause, "verify_message"):
-            return f"its certificate is not trusted: {cause.verify_message}"
-        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", None):
-            return f"TLS failed: {cause.reason}"
-        if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ssl.SSLError):
-            return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
-        cause = cause.__cause__
-    return str(error) or type(error).__name__

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from dispatcher import __version__
-from dispatcher.peer import reason
+from dispatcher.peer import addressed, words
 from dispatcher.signals.cluster import Access
 
 USER_AGENT = f"batch-dispatcher/{__version__}"
@@ -109,9 +109,9 @@ class Api:
         except TimeoutError as error:
             raise ApiError("the Kubernetes API did not answer in time", hint) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(f"the Kubernetes API cannot be reached: {_words(error)}", hint) from error
+            raise ApiError(f"the Kubernetes API cannot be reached: {addressed(error)}", hint) from error
         except ValueError as error:  # a line longer than the buffer, or not the JSON that it should be
-            raise ApiError(f"the Kubernetes API's answer cannot be read: {_words(error)}", hint) from error
+            raise ApiError(f"the Kubernetes API's answer cannot be read: {words(error)}", hint) from error
 
     async def pause(self, seconds: float) -> None:
         """Wait, until the files with the credentials change at the longest."""
@@ -169,7 +169,7 @@ class Api:
                 )
             made = client.ApiClient(configuration)
         except Exception as error:  # whatever a file, a plugin or a certificate makes of it
-            raise ApiError(f"{self._access} cannot be used: {_words(error)}") from error
+            raise ApiError(f"{self._access} cannot be used: {words(error)}") from error
         made.user_agent = USER_AGENT
         return made
 
@@ -288,18 +288,11 @@ async def _request(
                 auth_settings=["BearerToken"],
             )
         except Exception as error:  # it reads the token's file now and then
-            raise ApiError(f"the token cannot be read: {_words(error)}") from error
+            raise ApiError(f"the token cannot be read: {words(error)}") from error
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
         answer = await client.call_api(method, url, headers, _request_timeout=timeout)
     response: aiohttp.ClientResponse = answer.response
     return response
-
-
-def _words(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
-        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
-    return _line(str(error)) or type(error).__name__
 
 
 def _line(text: str) -> str:

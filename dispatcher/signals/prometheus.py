@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.price import Histograms
+from dispatcher.peer import words
 from dispatcher.settings.tokens import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
@@ -387,7 +388,7 @@ class _Session:
                 raise QueryError(
                     "not a URL", "signals.prometheus.url"
                 ) from None  # its words hold the secrets
-            raise QueryError(_words(error)) from None
+            raise QueryError(words(error)) from None
         return _Answer(status, document(status, redirect, body))
 
     def close(self) -> None:
@@ -415,17 +416,3 @@ def _read(raw: Any, give_up_at: float) -> bytes:
         if time.monotonic() > give_up_at:
             raise QueryError("the answer did not end in time", "signals.interval_s allows more time")
     return bytes(body)
-
-
-def _words(error: BaseException) -> str:
-    """The innermost cause: the layers of requests and urllib3 repeat each other."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        inner = error.__cause__ or error.__context__
-        if inner is None:
-            break
-        error = inner
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).strip()[:300] or type(error).__name__
