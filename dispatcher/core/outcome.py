@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import assert_never
 
+from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.request import ErrorCode
 
-DROP_REASON = "x-llm-d-request-dropped-reason"
 RETRY_AFTER_CAP_S = 86400.0
 """A longer Retry-After is taken for this much; policy cuts it further."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.check.gateway import Answer, judged
-from dispatcher.core.outcome import DROP_REASON, Failed, classify
+from dispatcher.core.headers import DROP_REASON
+from dispatcher.core.outcome import Failed, classify
 from dispatcher.core.stranger import Stranger
 
 OWN = {405}

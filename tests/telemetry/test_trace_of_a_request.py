@@ -16,8 +16,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import DROP_REASON, RetryPolicy
+from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import ErrorCode, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
