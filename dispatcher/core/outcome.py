@@ -18,7 +18,8 @@ from dispatcher.core.request import ErrorCode
 RETRY_AFTER_CAP_S = 86400.0
 """A longer Retry-After is taken for this much; policy cuts it further."""
 
-_TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+"""How drop reasons begin that say nothing of the pool's size."""
 _NOT_ADMITTED = b"request cannot be admitted"
 
 
@@ -230,7 +231,7 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: flo
     reason = headers.get(DROP_REASON, "").strip()
     retry_after_s = _retry_after(headers, now_unix)
     if status == 429 or (status in (500, 503) and reason):
-        return Overloaded(status, reason, not reason.startswith(_TEACHES_NOTHING), retry_after_s)
+        return Overloaded(status, reason, not reason.startswith(TEACHES_NOTHING), retry_after_s)
     if status == 500 and _NOT_ADMITTED in body:
         # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
         return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)

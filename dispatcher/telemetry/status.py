@@ -7,13 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-CAPACITIES = ("learned", "watch", "picker", "setting", "query")
-"""What fitted, where that is less than all the others say; the Kubernetes watch where it lowers what the
-others say; the endpoint picker; `budget.max_sys`, or `budget.per_endpoint` × the ready endpoints; a query of
-one's own."""
-SOURCES = ("epp", "prometheus")
+from dispatcher.settings import Source
+
+CAPACITIES: Mapping[str, str] = {
+    "learned": "what fitted",
+    "watch": "the Kubernetes watch",
+    "picker": "the endpoint picker",
+    "setting": "budget.max_sys",
+    "query": "signals.prometheus.queries.capacity",
+}
+"""Whose word the capacity is, as people are told it. Learned: where that is less than all the others say; the
+watch: where it lowers what the others say; a setting: `budget.per_endpoint` × the ready endpoints too."""
+SOURCES = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
