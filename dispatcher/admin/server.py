@@ -154,7 +154,7 @@ class AdminServer:
 
     def _connection(self) -> asyncio.Protocol:
         assert self._server is not None  # noqa: S101 -- nobody connects before it is there
-        return _Connection(self._server, self._limits.head_s, self._make_room)
+        return _AdminConnection(self._server, self._limits.head_s, self._make_room)
 
     def _make_room(self, new: web.RequestHandler) -> None:
         assert self._server is not None  # noqa: S101
@@ -241,7 +241,7 @@ class AdminServer:
         return response
 
 
-class _Connection(web.RequestHandler):
+class _AdminConnection(web.RequestHandler):
     """One connection; `make_room` is called with it when it is there."""
 
     __slots__ = ("_make_room",)

@@ -33,7 +33,7 @@ _HINTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class GatewayAnswer:
     """How the answer to the GET begins."""
 
     status: int
@@ -88,7 +88,7 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
     return [replace(judged(answer, asked, plain=tls is None), certain=True)]
 
 
-def judged(answer: Answer, asked: str, *, plain: bool) -> Finding:
+def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
     """What the dispatcher would make of such an answer to its first request.
 
     Two things are its own: a GET may be answered 405 where a POST is taken, and a 400 to what is no TLS tells
@@ -138,7 +138,7 @@ def _get(settings: Settings, host: str, path: str) -> bytes:
     return "\r\n".join(lines).encode("latin-1")
 
 
-async def _answer(reader: asyncio.StreamReader) -> Answer:
+async def _answer(reader: asyncio.StreamReader) -> GatewayAnswer:
     """Raises ValueError for what is not HTTP."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     match = re.match(r"HTTP/1\.[01] (\d{3})\b", head)
@@ -150,4 +150,4 @@ async def _answer(reader: asyncio.StreamReader) -> Answer:
     most = min(int(length), BEGINNING_BYTES) if length.isdecimal() and len(length) < 10 else BEGINNING_BYTES
     body = await reader.read(most)
     chunks_end = "content-length" not in headers and body.startswith(b"0\r\n")
-    return Answer(int(match[1]), headers, b"" if chunks_end else body)
+    return GatewayAnswer(int(match[1]), headers, b"" if chunks_end else body)

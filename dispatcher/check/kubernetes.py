@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from dispatcher.check.finding import Finding, Findings, Level
-from dispatcher.settings import Epp, Pool, Settings
-from dispatcher.signals.cluster import Access
+from dispatcher.settings import EppSettings, PoolSettings, Settings
+from dispatcher.signals.cluster import ClusterAccess
 
 if TYPE_CHECKING:
     from dispatcher.signals.capacity import Endpoints
@@ -18,7 +18,9 @@ NOWHERE = "no Kubernetes here: neither a service account nor a kubeconfig"
 Look = Callable[[], Awaitable[tuple[Findings, tuple[str, ...] | None]]]
 
 
-def look_around(settings: Settings, *, access: Access | None = None, timeout_s: float = ANSWER_S) -> Look:
+def look_around(
+    settings: Settings, *, access: ClusterAccess | None = None, timeout_s: float = ANSWER_S
+) -> Look:
     """What looks around in the cluster: what it finds, and where the endpoint picker is (None: not known).
 
     The client library is imported here, not when the look is taken.
@@ -36,7 +38,7 @@ def look_around(settings: Settings, *, access: Access | None = None, timeout_s: 
     return looked
 
 
-def findings(pool: Pool, epp: Epp, endpoints: Endpoints) -> Findings:
+def findings(pool: PoolSettings, epp: EppSettings, endpoints: Endpoints) -> Findings:
     """Without Kubernetes the dispatcher works, if it is told where the picker is."""
     from dispatcher.signals.capacity import finds_epp
 

@@ -8,7 +8,7 @@ from dispatcher.check import kubernetes
 from dispatcher.check.addresses import Address, addresses, all_away
 from dispatcher.check.finding import Finding, Findings, Probe, known
 from dispatcher.settings import SecretUrl, Settings
-from dispatcher.signals.cluster import Access
+from dispatcher.signals.cluster import ClusterAccess
 
 _WHERE = "signals.epp.urls, signals.epp.service or signals.prometheus.url"
 
@@ -24,7 +24,7 @@ def urls(settings: Settings) -> list[SecretUrl]:
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
     """What asks Kubernetes, where there is one, and then each source; nothing that is `away`."""
     signals, given = settings.signals, urls(settings)
-    direct, watched = signals.source != "prometheus", bool(Access())
+    direct, watched = signals.source != "prometheus", bool(ClusterAccess())
     by_watch = direct and not signals.epp.urls and not signals.epp.service
     if by_watch and not watched and not given:
         what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"

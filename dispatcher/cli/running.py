@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import Any
 
-from dispatcher.settings import Admin
+from dispatcher.settings import AdminSettings
 from dispatcher.settings.tokens import TokenFileError, read_token
 
 WAIT_S = 2.0
@@ -14,7 +14,7 @@ LONGEST = 1 << 20
 """Bytes of an answer."""
 
 
-async def running(admin: Admin) -> tuple[dict[str, Any] | None, str | None]:
+async def running(admin: AdminSettings) -> tuple[dict[str, Any] | None, str | None]:
     """/status of the dispatcher that runs by a configuration on this machine; or why it is not known."""
     token = ""
     if admin.token_file:

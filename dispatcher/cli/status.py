@@ -10,7 +10,7 @@ import typer
 
 from dispatcher.cli.running import running
 from dispatcher.cli.screen import say
-from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Target, ask, find
+from dispatcher.cli.target import Config, Json, QueueName, QueueTarget, QueueUrl, ask, find
 from dispatcher.telemetry.status import CAPACITIES
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def explain(
     say(json.dumps({"explanation": paragraph, **shown}) if json_output else paragraph)
 
 
-async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
+async def look(target: QueueTarget, desk: RedisDesk) -> dict[str, Any]:
     """What the queue tells, and the dispatcher where it answers."""
     counts = await desk.counts()
     paused = await desk.paused()

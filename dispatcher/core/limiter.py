@@ -25,7 +25,7 @@ from dataclasses import replace
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity, Sight
-from dispatcher.core.held import Held, Interval
+from dispatcher.core.held import Interval, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.reach import Reach
 from dispatcher.core.refusals import HEARD_SLOP_S, Refusals
@@ -46,7 +46,7 @@ class Limiter:
     def __init__(self, policy: Policy, uses: Iterable[Signal]) -> None:
         self._policy = policy
         self._tracks = {signal: Track() for signal in uses}
-        self._held = Held(horizon_s=_horizon(policy))
+        self._held = LoadLedger(horizon_s=_horizon(policy))
         self._learned = Capacity()
         self._travel = Travel()
         self._capacity: float | None = None

@@ -83,7 +83,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
+class TooLate:
     """The deadline passed before or during the try."""
 
 
@@ -92,7 +92,7 @@ class Unsent:
     """Its lease may be another's by now: nothing was sent, or not again."""
 
 
-Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | Expired | Unsent
+Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | TooLate | Unsent
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ def after(
             return Finish(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
         case Refused(why):
             return Finish(ErrorCode.INVALID_REQUEST, why)
-        case Expired():
+        case TooLate():
             return _TOO_LATE
         case Failed() if attempts + 1 >= policy.max_attempts:
             tries = f"{attempts + 1} attempt{'s' if attempts else ''}"

@@ -16,7 +16,7 @@ Cut = Literal["cancelled", "lost", "drain"]
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldLease:
     """One lease, and what has become of its request here."""
 
     lease: Lease
@@ -41,14 +41,14 @@ class Holding:
     """The leases by token, and those among them whose requests are at the gateway."""
 
     def __init__(self) -> None:
-        self._by_token: dict[str, Held] = {}
-        self._running: dict[str, Held] = {}
+        self._by_token: dict[str, HeldLease] = {}
+        self._running: dict[str, HeldLease] = {}
         self._stirred = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[HeldLease]:
         return iter(list(self._by_token.values()))
 
     @property
@@ -60,31 +60,31 @@ class Holding:
         """How many of them are of requests whose owners died."""
         return sum(held.lease.suspect for held in self._by_token.values())
 
-    def at_gateway(self) -> list[Held]:
+    def at_gateway(self) -> list[HeldLease]:
         return list(self._running.values())
 
-    def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> Held:
-        held = self._by_token[lease.token] = Held(lease, probe, confirmed_at=confirmed_at)
+    def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> HeldLease:
+        held = self._by_token[lease.token] = HeldLease(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
         return held
 
-    def started(self, held: Held, task: asyncio.Task[None]) -> None:
+    def started(self, held: HeldLease, task: asyncio.Task[None]) -> None:
         held.task = task
         self._running[held.lease.token] = held
 
-    def back(self, held: Held) -> None:
+    def back(self, held: HeldLease) -> None:
         """Its request is no longer at the gateway."""
         held.task = None
         self._running.pop(held.lease.token, None)
 
-    def drop(self, token: str) -> Held | None:
+    def drop(self, token: str) -> HeldLease | None:
         """The lease has ended; what was held of it."""
         held = self._by_token.pop(token, None)
         if not self._by_token:
             self._stirred.set()
         return held
 
-    def cut(self, held: Held, why: Cut) -> None:
+    def cut(self, held: HeldLease, why: Cut) -> None:
         """Cancel its try, which closes the connection."""
         if held.task is not None and held.cut is None:
             held.cut = why

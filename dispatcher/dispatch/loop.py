@@ -43,9 +43,9 @@ from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
 from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import Access, View, now, withheld
+from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.holding import Cut, Held, Holding
+from dispatcher.dispatch.holding import Cut, HeldLease, Holding
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.suspects import Suspects
@@ -104,7 +104,8 @@ class Dispatcher:
         self._stranger = Stranger()
         self._suspects = Suspects()
         self._holding = Holding()
-        self._access = Access(queue, limiter, Tenure(options.lease_s, options.owner_timeout_s), clock or now)
+        tenure = Tenure(options.lease_s, options.owner_timeout_s)
+        self._access = QueueAccess(queue, limiter, tenure, clock or now)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
@@ -173,7 +174,7 @@ class Dispatcher:
         return self._holding.running
 
     @property
-    def view(self) -> View:
+    def view(self) -> QueueView:
         return self._access.view
 
     def allowance(self) -> Allowance:
@@ -269,8 +270,7 @@ class Dispatcher:
             self._others_wait = claimed.waiting > 0
             if self._others_wait and claimed.leases:
                 (lease,) = claimed.leases
-                rest_s = self._bounces.rest_s(lease.entry, now())
-                if rest_s > 0:  # it has probed before: let another one, at once
+                if (rest_s := self._bounces.rest_s(lease.entry, now())) > 0:  # let another one probe, at once
                     self._holding.add(lease, self._probe_asked_at, probe=True)
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
@@ -279,7 +279,7 @@ class Dispatcher:
 
     async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
-        ready: list[tuple[Held, Request]] = []
+        ready: list[tuple[HeldLease, Request]] = []
         for lease in leases:
             held = self._holding.add(lease, asked_at, probe=probe)
             parsed = parse(lease.member, max_payload_bytes=self._options.max_payload_bytes)
@@ -315,7 +315,7 @@ class Dispatcher:
 
     # One request.
 
-    async def _run(self, held: Held, request: Request) -> None:
+    async def _run(self, held: HeldLease, request: Request) -> None:
         lease = held.lease
         started = now()
         self.limiter.sent(lease.token, started)
@@ -340,13 +340,13 @@ class Dispatcher:
         self._journal.tried(held, forwarded, outcome)
         self._finish(self._decide(lease, request, outcome))
 
-    def _never_began(self, held: Held, request: Request, _task: asyncio.Task[None]) -> None:
+    def _never_began(self, held: HeldLease, request: Request, _task: asyncio.Task[None]) -> None:
         """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
         if held.task is not None:
             self._holding.back(held)
             self._was_cut(held, held.cut or "drain", request)
 
-    def _was_cut(self, held: Held, why: Cut, request: Request) -> None:
+    def _was_cut(self, held: HeldLease, why: Cut, request: Request) -> None:
         if why == "cancelled":
             self._finish(endings.cancelled(held.lease, request))
         elif why == "drain":
@@ -354,7 +354,7 @@ class Dispatcher:
         else:
             self._drop(held.lease.token)
 
-    def _gateway_seen(self, held: Held, request: Request, forwarded: Forwarded) -> Outcome:
+    def _gateway_seen(self, held: HeldLease, request: Request, forwarded: Forwarded) -> Outcome:
         """Tell the limiter what the outcome says of the gateway; the outcome as it counts for the request."""
         outcome, at, sent_at = self._stranger.judged(forwarded.outcome), forwarded.ended_at, forwarded.sent_at
         limiter, tenant = self.limiter, self._tenant(request)
@@ -482,7 +482,7 @@ class Dispatcher:
             if self._suspects.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
                 self._access.work = True
 
-    def _drop(self, token: str) -> Held | None:
+    def _drop(self, token: str) -> HeldLease | None:
         self.poke()
         return self._holding.drop(token)
 

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterable, Iterable, Mapping
 import aiohttp
 
 from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, Unsent, classify
-from dispatcher.forward.line import Line, Prepared, Try
 from dispatcher.forward.unpack import unpacked
+from dispatcher.forward.wire import Prepared, Try, Wire
 from dispatcher.peer import addressed
 
 ERRORS = (aiohttp.ClientError, OSError)
@@ -22,11 +22,11 @@ ERRORS = (aiohttp.ClientError, OSError)
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
 
-async def exchange(line: Line, request: Prepared, current: Try, limit_bytes: int) -> Outcome:
+async def exchange(wire: Wire, request: Prepared, current: Try, limit_bytes: int) -> Outcome:
     """Send and read the answer. The time limit is the caller's."""
     while True:
         try:
-            response = await line.send(request)
+            response = await wire.send(request)
             break
         except ERRORS as error:
             if current.unsent:
@@ -35,7 +35,7 @@ async def exchange(line: Line, request: Prepared, current: Try, limit_bytes: int
                 current.fresh, current.reused, current.connected_at = True, False, None
                 continue
             if current.connected_at is None:
-                line.connector.close_idle(0)  # they lead to what is not there any more
+                wire.connector.close_idle(0)  # they lead to what is not there any more
             if current.connected_at is None or _is_tls(error):
                 return Unreachable(f"no connection: {addressed(error)}")
             return Failed(f"no answer: {addressed(error)}")

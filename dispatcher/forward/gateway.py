@@ -15,14 +15,14 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 import dispatcher
-from dispatcher.core.outcome import Expired, Failed, Refused, Unreachable
+from dispatcher.core.outcome import Failed, Refused, TooLate, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.line import CONNECT_S, Line, Prepared, Try, running
+from dispatcher.forward.wire import CONNECT_S, Prepared, Try, Wire, running
 from dispatcher.peer import words
 from dispatcher.ports import Forwarded
-from dispatcher.settings import Gateway, Tls
+from dispatcher.settings import GatewaySettings, TlsSettings
 from dispatcher.settings.tokens import read_token
 from dispatcher.telemetry.tracing import going_to
 
@@ -74,7 +74,7 @@ def _identity(path: Path) -> object:
 class _Plan:
     """Options prepared for use: everything that is the same for all requests."""
 
-    def __init__(self, options: Gateway) -> None:
+    def __init__(self, options: GatewaySettings) -> None:
         self.secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
@@ -98,14 +98,14 @@ class HttpGateway:
     are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
     """
 
-    def __init__(self, options: Gateway) -> None:
-        self._line: Line | None = None
-        self._retired: list[Line] = []
+    def __init__(self, options: GatewaySettings) -> None:
+        self._wire: Wire | None = None
+        self._retired: list[Wire] = []
         self._tries: dict[int, Try] = {}
-        self._options: Gateway | None = None
+        self._options: GatewaySettings | None = None
         self.reconfigure(options)
 
-    def reconfigure(self, options: Gateway) -> None:
+    def reconfigure(self, options: GatewaySettings) -> None:
         """Use these options from the next request on."""
         self._plan = _Plan(options)
         before, self._options = self._options, options
@@ -122,8 +122,8 @@ class HttpGateway:
 
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once."""
-        if self._line is not None:
-            self._line.connector.close_idle(max(0, limit - self._line.running))
+        if self._wire is not None:
+            self._wire.connector.close_idle(max(0, limit - self._wire.running))
 
     def connected(self, request: Request) -> float | None:
         """Since when the running try of this very request holds a connection; None: it holds none (yet)."""
@@ -132,10 +132,10 @@ class HttpGateway:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        lines, self._line = [*self._retired, *([self._line] if self._line else [])], None
+        wires, self._wire = [*self._retired, *([self._wire] if self._wire else [])], None
         self._retired = []
-        for line in lines:
-            await line.aclose()
+        for wire in wires:
+            await wire.aclose()
 
     async def forward(
         self, request: Request, *, deadline: float, may_send: Callable[[], bool] = lambda: True
@@ -144,66 +144,66 @@ class HttpGateway:
         now = asyncio.get_running_loop().time
         started = now()
         if deadline <= started:
-            return Forwarded(Expired(), started, started)
+            return Forwarded(TooLate(), started, started)
         plan = self._plan
         url = plan.url(request.endpoint)
         if isinstance(url, Refused):
             return Forwarded(url, started, started)
-        line = self._refresh(started)
-        if isinstance(line, Unreachable):
-            return Forwarded(line, started, started)
+        wire = self._refresh(started)
+        if isinstance(wire, Unreachable):
+            return Forwarded(wire, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         ends = min(deadline, started + plan.timeout_s)
         current = self._tries[id(request)] = Try(may_send=may_send)
         prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
-        line.running += 1
+        wire.running += 1
         try:
             async with asyncio.timeout_at(ends):
-                outcome = await exchange(line, prepared, current, plan.max_response_bytes)
+                outcome = await exchange(wire, prepared, current, plan.max_response_bytes)
         except TimeoutError:
-            outcome = Expired() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
+            outcome = TooLate() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
         finally:
-            line.running -= 1
+            wire.running -= 1
             current.end()
             self._tries.pop(id(request), None)
         if self._retired:
             await self._close_retired()
         ended = now()
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
-            why = await _knock(line, plan)
+            why = await _knock(wire, plan)
             outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
         if current.connected_at is None:
             return Forwarded(outcome, ended, ended)
         opened_s = None if current.reused or current.fresh else current.connected_at - started
         return Forwarded(outcome, current.connected_at, ended, opened_s)
 
-    def _refresh(self, now: float) -> Line | Unreachable:
-        """The line to use, after a look at the files that rotate: certificates and token."""
+    def _refresh(self, now: float) -> Wire | Unreachable:
+        """The wire to use, after a look at the files that rotate: certificates and token."""
         if self._tls.refresh(now) and self._tls.value is not None:
-            if self._line is not None:
-                self._retired.append(self._line)
-            self._line = Line(self._tls.value)
+            if self._wire is not None:
+                self._retired.append(self._wire)
+            self._wire = Wire(self._tls.value)
         self._bearer.refresh(now)
-        if self._line is None or self._tls.value is None:
+        if self._wire is None or self._tls.value is None:
             return Unreachable(f"gateway.tls: {self._tls.fault}")
         if self._bearer.value is None:
             return Unreachable(f"gateway.token_file: {self._bearer.fault}")
-        return self._line
+        return self._wire
 
     async def _close_retired(self) -> None:
-        done = [line for line in self._retired if not line.running]
-        self._retired = [line for line in self._retired if line.running]
-        for line in done:
-            await line.aclose()
+        done = [wire for wire in self._retired if not wire.running]
+        self._retired = [wire for wire in self._retired if wire.running]
+        for wire in done:
+            await wire.aclose()
 
 
-async def _knock(line: Line, plan: _Plan) -> str:
+async def _knock(wire: Wire, plan: _Plan) -> str:
     """Connect to the gateway and hang up; why that cannot be done, or nothing."""
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(
-                plan.host, plan.port, ssl=line.tls if plan.secure else None
+                plan.host, plan.port, ssl=wire.tls if plan.secure else None
             )
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s"
@@ -213,7 +213,7 @@ async def _knock(line: Line, plan: _Plan) -> str:
     return ""
 
 
-def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
+def _tls_context(options: TlsSettings, *, secure: bool) -> ssl.SSLContext:
     if not secure:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
     return options.context()

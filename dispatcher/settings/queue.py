@@ -17,7 +17,7 @@ QueueUrl = Annotated[
 OWNER_TIMEOUT_S = 5.0
 
 
-class Queue(Section):
+class QueueSettings(Section):
     """The queue in Redis or Valkey."""
 
     url: QueueUrl = Field(

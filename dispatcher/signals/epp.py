@@ -51,7 +51,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _ScrapeTarget:
     url: str
     label: str
     """For people: host and port, without what may be secret in a URL."""
@@ -146,7 +146,7 @@ class EppSource:
         except TokenFileError as error:
             return Unread(Reason.UNREADABLE, f"the token file {error}", "signals.epp.token_file")
 
-    async def _resolve(self) -> Sequence[_Target] | Unread:
+    async def _resolve(self) -> Sequence[_ScrapeTarget] | Unread:
         if self._targets.urls:
             try:
                 return [_of_url(url) for url in self._targets.urls]
@@ -164,7 +164,7 @@ class EppSource:
             return Unread(Reason.UNREADABLE, "the Kubernetes watch sees no ready pod of the endpoint picker")
         return [self._of_address(address) for address in self._found]
 
-    async def _resolve_service(self) -> Sequence[_Target] | Unread:
+    async def _resolve_service(self) -> Sequence[_ScrapeTarget] | Unread:
         service, port = self._targets.service, self._targets.port
         names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
 
@@ -195,7 +195,7 @@ class EppSource:
         name, addresses = answer
         return [self._of_address(address, server_name=name) for address in addresses]
 
-    def _of_address(self, address: str, server_name: str = "") -> _Target:
+    def _of_address(self, address: str, server_name: str = "") -> _ScrapeTarget:
         scheme = "https" if self._targets.secure else "http"
         if address.startswith("[") or address.count(":") == 1:
             host = address
@@ -203,9 +203,9 @@ class EppSource:
             host = f"[{address}]" if ":" in address else address
         if host.endswith("]") or ":" not in host:
             host = f"{host}:{self._targets.port}"
-        return _Target(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
+        return _ScrapeTarget(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
 
-    async def _scrape(self, target: _Target, token: str, latencies: bool) -> View | Unread:
+    async def _scrape(self, target: _ScrapeTarget, token: str, latencies: bool) -> View | Unread:
         loop = asyncio.get_running_loop()
         opened_at = loop.time()
         try:
@@ -228,7 +228,7 @@ class EppSource:
         found = latency.histograms(page.also, target.label, marked=self._marked, spoiled=page.spoiled)
         return replace(seen, histograms=found)
 
-    async def _page(self, target: _Target, token: str, latencies: bool) -> Page | Unread:
+    async def _page(self, target: _ScrapeTarget, token: str, latencies: bool) -> Page | Unread:
         if self._client is None:
             transport = AiohttpTransport(verify=self._tls, trust_env=False)
             self._client = httpx.AsyncClient(
@@ -299,14 +299,14 @@ def _tls_context(secure: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-def _of_url(url: str) -> _Target:
+def _of_url(url: str) -> _ScrapeTarget:
     parsed = httpx.URL(url)
     if parsed.path in ("", "/"):
         parsed = parsed.copy_with(path="/metrics")
-    return _Target(str(parsed), parsed.netloc.decode("ascii", "replace"))
+    return _ScrapeTarget(str(parsed), parsed.netloc.decode("ascii", "replace"))
 
 
-def _refused(target: _Target, status: int, with_token: bool) -> Unread:
+def _refused(target: _ScrapeTarget, status: int, with_token: bool) -> Unread:
     if status in (401, 403):
         hint = (
             "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
@@ -320,5 +320,5 @@ def _refused(target: _Target, status: int, with_token: bool) -> Unread:
     return _unread(target, f"HTTP {status}", hints.get(status, ""))
 
 
-def _unread(target: _Target, why: str, hint: str = "") -> Unread:
+def _unread(target: _ScrapeTarget, why: str, hint: str = "") -> Unread:
     return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dispatcher.settings import Settings, Tls
+from dispatcher.settings import Settings, TlsSettings
 from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource, Targets
 from dispatcher.signals.poller import Source
-from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 
 TIMEOUT_SHARE = 0.9
 """Of the interval; of a second where the interval is shorter, for a poll is never begun before its
@@ -39,9 +39,9 @@ def _epp(settings: Settings, timeout_s: float) -> EppSource:
         service=epp.service,
         namespace=settings.pool.namespace,
         port=epp.port,
-        secure=epp.tls != Tls(),
+        secure=epp.tls != TlsSettings(),
     )
-    tls = epp.tls.context() if epp.tls != Tls() else None
+    tls = epp.tls.context() if epp.tls != TlsSettings() else None
     return EppSource(
         settings.pool.name,
         targets,
@@ -54,7 +54,7 @@ def _epp(settings: Settings, timeout_s: float) -> EppSource:
 
 def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:
     prometheus = settings.signals.prometheus
-    access = Access(
+    access = PrometheusAddress(
         url=prometheus.url.reveal(),
         token_file=prometheus.token_file,
         headers=prometheus.headers,

@@ -16,12 +16,12 @@ from dispatcher.core.harvest import Work
 from dispatcher.core.outcome import (
     TEACHES_NOTHING,
     Delivered,
-    Expired,
     Failed,
     Outcome,
     Overloaded,
     Refused,
     TooLarge,
+    TooLate,
     Unreachable,
     Unsent,
 )
@@ -120,7 +120,7 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     Unreachable: "unreachable",
     TooLarge: "toolarge",
     Refused: "refused",
-    Expired: "expired",
+    TooLate: "expired",
     Unsent: "unsent",
 }
 STATUSES = ("none", "2xx", "3xx", "4xx", "5xx")

@@ -24,7 +24,7 @@ SOURCES = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessStatus:
     """Which dispatcher this is, and how it is set up."""
 
     version: str
@@ -44,7 +44,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GateStatus:
     """What may be in flight, and why not more."""
 
     reason: str
@@ -75,7 +75,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class BudgetStatus:
     """D = 1 − (F_SYS + F_EPP + B), of the signal whose limit is the smallest, and of each."""
 
     reserve: float
@@ -105,7 +105,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
+class SignalsStatus:
     """What is read of the pool."""
 
     source: str | None
@@ -134,7 +134,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LineStatus:
     """What is in the queue."""
 
     pending: int | None = None
@@ -157,7 +157,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class PriceStatus:
     """What interactive users wait, as the pool shows it, beside what batch work took of the pool."""
 
     ttft_p50_s: float | None = None
@@ -185,13 +185,13 @@ class Price:
 class Status:
     """All of it."""
 
-    process: Process
-    gate: Gate
-    budget: Budget
-    signals: Signals
+    process: ProcessStatus
+    gate: GateStatus
+    budget: BudgetStatus
+    signals: SignalsStatus
     watch: Watch = field(default_factory=Watch)
-    line: Line = field(default_factory=Line)
-    price: Price = field(default_factory=Price)
+    line: LineStatus = field(default_factory=LineStatus)
+    price: PriceStatus = field(default_factory=PriceStatus)
 
     def json(self) -> dict[str, Any]:
         """One flat object."""

@@ -12,7 +12,7 @@ import pytest
 from dispatcher.check.finding import Finding
 from dispatcher.check.kubernetes import ANSWER_S, look_around
 from dispatcher.settings import Settings
-from dispatcher.signals.cluster import Access
+from dispatcher.signals.cluster import ClusterAccess
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,
@@ -35,7 +35,7 @@ async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
         yield server
 
 
-async def look(access: Access, *, service: str = "", timeout_s: float = ANSWER_S) -> list[Finding]:
+async def look(access: ClusterAccess, *, service: str = "", timeout_s: float = ANSWER_S) -> list[Finding]:
     settings = Settings.model_validate(
         {
             "pool": {"name": "qwen", "namespace": "default"},
@@ -68,7 +68,7 @@ async def test_of_a_server_that_wants_tls(tmp_path: Path) -> None:
 @pytest.mark.parametrize("both", [False, True])
 async def test_of_a_kubeconfig_that_is_not_there(tmp_path: Path, both: bool) -> None:
     named = [tmp_path / "none", *([tmp_path / "nor-this"] if both else [])]
-    nowhere = Access(environ={"KUBECONFIG": ":".join(map(str, named))}, service_account=tmp_path)
+    nowhere = ClusterAccess(environ={"KUBECONFIG": ":".join(map(str, named))}, service_account=tmp_path)
     (found,) = await look(nowhere)
     assert found.what == f"kubeconfig {':'.join(map(str, named))} cannot be used: no such file"
     assert found.hint == "the environment variable KUBECONFIG, which names it"
@@ -172,7 +172,7 @@ async def test_of_a_server_that_does_not_answer(server: ApiServer) -> None:
 
 
 async def test_of_no_cluster(tmp_path: Path) -> None:
-    nowhere = Access(environ={}, service_account=tmp_path)
+    nowhere = ClusterAccess(environ={}, service_account=tmp_path)
     (found,) = await look(nowhere)
     assert found.level == "ok"
     assert "signals.epp.urls" in found.hint

@@ -12,7 +12,7 @@ import trustme
 from dispatcher.check.finding import Finding
 from dispatcher.check.readings import ask
 from dispatcher.settings import Settings
-from dispatcher.settings.model import Budget
+from dispatcher.settings.model import BudgetSettings
 from dispatcher.signals.sources import sources
 from tests.signals.fakes import GOOD, FakeEpp, fake_epp, fake_prometheus, golden
 from tests.support import free_port
@@ -82,7 +82,7 @@ async def test_what_the_picker_counts_with_is_compared(per_endpoint: object, lev
         epp.page = golden("router-newest-concurrency-detector")
         budget = {"per_endpoint": per_endpoint}
         wanted = settings(epp={"urls": [epp.url]}).model_copy(
-            update={"budget": Budget.model_validate(budget)}
+            update={"budget": BudgetSettings.model_validate(budget)}
         )
         found = [each for each in await probe(wanted) if each.where == "budget.per_endpoint"]
     assert [(each.level, each.what) for each in found] == ([(level, told)] if told else [])

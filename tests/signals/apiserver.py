@@ -21,7 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dispatcher.signals.cluster import Access
+from dispatcher.signals.cluster import ClusterAccess
 
 Object = dict[str, Any]
 POOLS = "inference.networking.k8s.io/v1/inferencepools"
@@ -489,5 +489,5 @@ def populate(server: ApiServer, pods: int = 3, **more: Any) -> None:
         server.put(PODS, pod(f"p{number}"))
 
 
-def access(server: ApiServer) -> Access:
-    return Access(environ={"KUBECONFIG": str(server.kubeconfig)}, service_account=Path("/nonexistent"))
+def access(server: ApiServer) -> ClusterAccess:
+    return ClusterAccess(environ={"KUBECONFIG": str(server.kubeconfig)}, service_account=Path("/nonexistent"))

@@ -19,9 +19,9 @@ import trustme
 import yaml
 
 from dispatcher import __version__
-from dispatcher.settings import Epp, Pool
+from dispatcher.settings import EppSettings, PoolSettings
 from dispatcher.signals.capacity import ABSENT, CapacityWatch, Endpoints
-from dispatcher.signals.cluster import Access
+from dispatcher.signals.cluster import ClusterAccess
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,
@@ -37,7 +37,7 @@ from tests.signals.apiserver import (
 )
 from tests.support import wait_until
 
-QWEN = Pool(name="qwen", namespace="default")
+QWEN = PoolSettings(name="qwen", namespace="default")
 
 
 @pytest.fixture
@@ -81,10 +81,12 @@ class Seen:
 
 
 @asynccontextmanager
-async def watching(where: ApiServer | Access, epp: Epp | None = None, **more: Any) -> AsyncIterator[Seen]:
+async def watching(
+    where: ApiServer | ClusterAccess, epp: EppSettings | None = None, **more: Any
+) -> AsyncIterator[Seen]:
     seen = Seen()
-    way = where if isinstance(where, Access) else access(where)
-    watch = seen.watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
+    way = where if isinstance(where, ClusterAccess) else access(where)
+    watch = seen.watch = CapacityWatch(QWEN, epp or EppSettings(), seen, access=way, **more)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(watch.run())
         try:
@@ -459,7 +461,7 @@ class TestCredentials:
             authority.cert_pem.write_to_path(tmp_path / "ca.crt")
             (tmp_path / "token").write_text("t0")
             environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
-            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+            async with watching(ClusterAccess(environ=environ, service_account=tmp_path)) as seen:
                 await seen.ready(1)
                 (tmp_path / "token").write_text("t1")
                 server.tokens = {"t1"}
@@ -469,8 +471,8 @@ class TestCredentials:
 
     async def test_without_a_cluster_it_says_so_once_and_ends(self, tmp_path: Path) -> None:
         seen = Seen()
-        nowhere = Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
-        await CapacityWatch(QWEN, Epp(), seen, access=nowhere).run()
+        nowhere = ClusterAccess(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
+        await CapacityWatch(QWEN, EppSettings(), seen, access=nowhere).run()
         assert seen.history == [ABSENT]
 
     async def test_the_usual_kubeconfig_is_found(self, server: ApiServer, tmp_path: Path) -> None:
@@ -478,7 +480,7 @@ class TestCredentials:
         (tmp_path / ".kube").mkdir()
         server.kubeconfig.rename(tmp_path / ".kube" / "config")
         async with watching(
-            Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
+            ClusterAccess(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
         ) as seen:
             await seen.ready(1)
 
@@ -518,7 +520,7 @@ class TestCredentials:
             populate(server, 1)
             host, _, port = server.url.removeprefix("https://").partition(":")
             environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
-            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+            async with watching(ClusterAccess(environ=environ, service_account=tmp_path)) as seen:
                 await seen.ready(1)
                 await server.down()
                 await server.up(tls_of(new))
@@ -576,7 +578,7 @@ class TestEndpointPicker:
         self, server: ApiServer, epp: dict[str, Any]
     ) -> None:
         populate(server, 1)
-        async with watching(server, Epp.model_validate(epp)) as seen:
+        async with watching(server, EppSettings.model_validate(epp)) as seen:
             await seen.ready(1)
             server.put(PODS, pod("p1"))
             await seen.ready(2)
@@ -585,11 +587,11 @@ class TestEndpointPicker:
 
     async def test_it_is_looked_for_once_the_settings_name_it_no_longer(self, server: ApiServer) -> None:
         populate(server, 1)
-        async with watching(server, Epp(service="epp")) as seen:
+        async with watching(server, EppSettings(service="epp")) as seen:
             await wait_until(lambda: seen.fine(1))
-            seen.watch.reconfigure(Epp())
+            seen.watch.reconfigure(EppSettings())
             await wait_until(lambda: seen.fine(1, "10.0.0.1"))
-            seen.watch.reconfigure(Epp(service="epp"))
+            seen.watch.reconfigure(EppSettings(service="epp"))
             await wait_until(lambda: seen.fine(1))
 
 
