@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dispatcher.admin.stream import STREAMS_MOST, Feed
 from dispatcher.ports import Dead
-from dispatcher.settings.tokens import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.telemetry.status import Status
 
 SHUTDOWN_S = 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import re
 import ssl
 import time
@@ -12,14 +11,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-import dispatcher
+from dispatcher import USER_AGENT
 from dispatcher.check.addresses import CONNECT_S, Address, addresses
 from dispatcher.check.finding import Finding, Findings, Level, Probe, Slow, known
 from dispatcher.core.outcome import Failed, classify
 from dispatcher.core.stranger import Stranger
 from dispatcher.peer import words
 from dispatcher.settings import Settings
-from dispatcher.settings.tokens import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, read_token
 
 ANSWER_S = 3.0
 BEGINNING_BYTES = 1000
@@ -126,14 +125,13 @@ def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
 
 def _get(settings: Settings, host: str, path: str) -> bytes:
     gateway = settings.gateway
-    headers = {"host": host, "user-agent": f"batch-dispatcher/{dispatcher.__version__}", "accept": "*/*"}
+    headers = {"host": host, "user-agent": USER_AGENT, "accept": "*/*"}
     headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
     if gateway.token_file:
         with suppress(TokenFileError):  # a finding of its own
             headers["authorization"] = f"Bearer {read_token(gateway.token_file)}"
     elif gateway.url.credentials:
-        given = base64.b64encode(":".join(gateway.url.credentials).encode()).decode()
-        headers["authorization"] = f"Basic {given}"
+        headers["authorization"] = gateway.url.authorization
     lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
     return "\r\n".join(lines).encode("latin-1")
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from dispatcher.check.finding import Finding
 from dispatcher.settings import Settings
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.settings.load import key_paths
-from dispatcher.settings.tokens import TokenFileError, read_token
 
 
 def doubts(settings: Settings) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from dispatcher.settings import AdminSettings
-from dispatcher.settings.tokens import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, read_token
 
 WAIT_S = 2.0
 LONGEST = 1 << 20

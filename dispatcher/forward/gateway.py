@@ -7,14 +7,12 @@ running with it. So the gateway is asked for a connection then: where it gives n
 from __future__ import annotations
 
 import asyncio
-import base64
 import ssl
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
-import dispatcher
+from dispatcher import USER_AGENT
 from dispatcher.core.outcome import Failed, Refused, TooLate, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
@@ -23,7 +21,7 @@ from dispatcher.forward.wire import CONNECT_S, Prepared, Try, Wire, running
 from dispatcher.peer import words
 from dispatcher.ports import Forwarded
 from dispatcher.settings import GatewaySettings, TlsSettings
-from dispatcher.settings.tokens import read_token
+from dispatcher.settings.files import looks, read_token
 from dispatcher.telemetry.tracing import going_to
 
 WATCH_S = 1.0
@@ -51,7 +49,7 @@ class _Watched(Generic[T]):
         if now < self._look_at:
             return False
         self._look_at = now + WATCH_S
-        seen = [_identity(Path(path)) for path in self.paths if path]
+        seen = [looks(path) for path in self.paths if path]
         if seen == self._seen and not self.fault:
             return False
         try:
@@ -63,14 +61,6 @@ class _Watched(Generic[T]):
         return True
 
 
-def _identity(path: Path) -> object:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
 class _Plan:
     """Options prepared for use: everything that is the same for all requests."""
 
@@ -78,10 +68,8 @@ class _Plan:
         self.secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
-        self.route = Route(options, user_agent=f"batch-dispatcher/{dispatcher.__version__}")
-        self.basic = ""
-        if options.url.credentials:
-            self.basic = "Basic " + base64.b64encode(":".join(options.url.credentials).encode()).decode()
+        self.route = Route(options, user_agent=USER_AGENT)
+        self.basic = options.url.authorization
         self._base = options.url.bare.rstrip("/")
         address = urlsplit(self._base)
         self.host, self.port = address.hostname or "", address.port or (443 if self.secure else 80)

@@ -5,6 +5,7 @@ Each refuses with a sentence that never repeats the value: it may be a secret.
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -86,6 +87,12 @@ class SecretUrl:
         userinfo, at, _ = match["netloc"].rpartition("@") if match else ("", "", "")
         user, _, password = userinfo.partition(":")
         return (unquote(user), unquote(password)) if at else None
+
+    @property
+    def authorization(self) -> str:
+        """The Authorization header that user and password come to; empty where the URL holds neither."""
+        given = self.credentials
+        return "Basic " + base64.b64encode(":".join(given).encode()).decode() if given else ""
 
     @property
     def bare(self) -> str:

@@ -21,7 +21,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.budget import Reason
 from dispatcher.peer import words
-from dispatcher.settings.tokens import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page

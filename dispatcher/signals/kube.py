@@ -18,11 +18,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from dispatcher import __version__
+from dispatcher import USER_AGENT
 from dispatcher.peer import addressed, words
+from dispatcher.settings.files import looks
 from dispatcher.signals.cluster import ClusterAccess
 
-USER_AGENT = f"batch-dispatcher/{__version__}"
 _HEAD_S = 10.0
 """An answer must begin within this; a watch's head comes at once, too."""
 _LOOK_S = 1.0
@@ -222,15 +222,7 @@ class _Files:
         return self._are() != self._were
 
     def _are(self) -> list[tuple[int, int, int] | None]:
-        return [_looks(path) for path in self._paths]
-
-
-def _looks(path: Path) -> tuple[int, int, int] | None:
-    try:
-        seen = path.stat()
-    except OSError:
-        return None
-    return seen.st_mtime_ns, seen.st_ino, seen.st_size
+        return [looks(path) for path in self._paths]
 
 
 class _NamedFiles(msgspec.Struct):

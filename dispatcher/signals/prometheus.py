@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from dispatcher.core.budget import Reason
 from dispatcher.core.price import Histograms
 from dispatcher.peer import words
-from dispatcher.settings.tokens import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample

@@ -7,7 +7,6 @@ else. OpenTelemetry is imported only where there is an endpoint.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextvars
 import logging
 import re
@@ -247,7 +246,7 @@ def exporter_to(url: SecretUrl) -> SpanExporter:
     library.handlers, library.propagate = [_Complaints()], False
     headers = {}
     if url.credentials:
-        headers["authorization"] = "Basic " + base64.b64encode(":".join(url.credentials).encode()).decode()
+        headers["authorization"] = url.authorization
     return OTLPSpanExporter(endpoint_of(url), headers=headers, timeout=ANSWER_S)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.settings.tokens import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, read_token
 from tests.test_house import MODULES
 
 GOOD = "eyJhbGciOi.J9_~-+/=!"

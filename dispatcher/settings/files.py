@@ -1,4 +1,4 @@
-"""Bearer tokens in files that others replace while we run: one reader for all that send or ask for one."""
+"""Files that others replace while we run: whether one has changed, and the one reader of bearer tokens."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ class TokenFileError(ValueError):
         self.why = why
         """The end of a sentence that begins with the file, or with the setting that names it."""
         self.readable = readable
+
+
+def looks(path: str | Path) -> tuple[int, int, int] | None:
+    """What changes with a file, whether it is written in place or replaced; None: it is not there.
+
+    It is looked at, not read, for that is done each second.
+    """
+    try:
+        seen = Path(path).stat()
+    except OSError:
+        return None
+    return seen.st_mtime_ns, seen.st_ino, seen.st_size
 
 
 def read_token(path: str | Path) -> str:
