@@ -104,8 +104,9 @@ def _pattern(rules: Sequence[Any]) -> dict[str, str]:
 def settings_facts() -> str:
     """files/settings.json: what templates have to know of the settings."""
     defaults = {}
-    for path in ("shutdown.drain_s", "admin.port", "signals.epp.port", "signals.interval_s", "budget.reserve",
-                 "retry.base_s", "retry.max_s", "queue.lease_s"):  # fmt: skip
+    templates = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.*")))
+    asked = set(re.findall(r'"batch-dispatcher\.setting" \(list \S+ "([a-z_.]+)"', templates))
+    for path in filter(asked.__contains__, key_paths(Settings)):
         value: Any = Settings.model_construct(gateway=None)
         for name in path.split("."):
             value = getattr(value, name)

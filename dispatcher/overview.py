@@ -9,7 +9,7 @@ from dispatcher.core.budget import Budget, Reading, Reason
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
-from dispatcher.dispatch.access import View
+from dispatcher.dispatch.access import QueueView
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
@@ -20,11 +20,11 @@ from dispatcher.telemetry.status import Status
 def overview(
     now: float,
     *,
-    process: show.Process,
+    process: show.ProcessStatus,
     settings: Settings,
     limiter: Limiter,
     running: int,
-    queue: View,
+    queue: QueueView,
     poll: SourcePoll | None,
     watched: Endpoints,
     slow: str | None,
@@ -44,7 +44,7 @@ def overview(
     ]
     return Status(
         process=process,
-        gate=show.Gate(
+        gate=show.GateStatus(
             reason=str(allowance.reason),
             open=not allowance.reason.closed,
             explanation=" ".join(told),
@@ -62,7 +62,7 @@ def overview(
             watch_problems=[str(problem) for problem in watched.problems],
         ),
         line=_line(queue),
-        price=_price(poll.price) if poll else show.Price(),
+        price=_price(poll.price) if poll else show.PriceStatus(),
     )
 
 
@@ -71,7 +71,7 @@ def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:
     return f"Observing only, nothing is claimed by this process. It would be: {told}" if observe else told
 
 
-def _failing(allowance: Allowance, signals: show.Signals) -> list[str]:
+def _failing(allowance: Allowance, signals: show.SignalsStatus) -> list[str]:
     """While the gate is open by readings of before: how long it will be."""
     if allowance.reason.closed or not signals.signals_problem:
         return []
@@ -80,7 +80,9 @@ def _failing(allowance: Allowance, signals: show.Signals) -> list[str]:
     return [f"{failing} ({signals.signals_problem}): {standing}."]
 
 
-def _little_reserve(allowance: Allowance, limiter: Limiter, settings: Settings, queue: View) -> str | None:
+def _little_reserve(
+    allowance: Allowance, limiter: Limiter, settings: Settings, queue: QueueView
+) -> str | None:
     budget = allowance.budget
     if budget is None or budget.fault is not None or queue.outlook is None:
         return None
@@ -93,7 +95,7 @@ def _little_reserve(allowance: Allowance, limiter: Limiter, settings: Settings, 
     )
 
 
-def _fitted(budget: show.Budget, settings: Settings) -> list[str]:
+def _fitted(budget: show.BudgetStatus, settings: Settings) -> list[str]:
     """Where less was learned to fit: what, and what to do about it."""
     fits, configured = budget.max_sys, budget.configured_max_sys
     if budget.max_sys_by != "learned" or fits is None or configured is None:
@@ -119,7 +121,7 @@ def _budget(
     poll: SourcePoll | None,
     watched: Endpoints,
     little: str | None,
-) -> show.Budget:
+) -> show.BudgetStatus:
     budget = allowance.budget
     max_sys, max_sys_by = _max_sys(budget, limiter.readings, settings, watched)
     believed = budget is not None and budget.fault is None
@@ -127,7 +129,7 @@ def _budget(
     if per_endpoint is None and max_sys_by in ("setting", "learned") and settings.budget.max_sys is None:
         # Nothing could be read just now: the capacity is that of the reading before, and so is its origin.
         per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
-    return show.Budget(
+    return show.BudgetStatus(
         reserve=settings.budget.reserve,
         signal=str(allowance.signal) if allowance.signal else None,
         f_sys=budget.f_sys if budget else None,
@@ -178,11 +180,11 @@ def _max_sys(
     return budget.max_sys, "picker" if settings.budget.per_endpoint is None else "setting"
 
 
-def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> show.Signals:
+def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> show.SignalsStatus:
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None
-    return show.Signals(
+    return show.SignalsStatus(
         source=poll.source if poll else None,
         reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
         detector=poll.detector if poll else None,
@@ -205,10 +207,10 @@ def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> sh
     )
 
 
-def _line(queue: View) -> show.Line:
+def _line(queue: QueueView) -> show.LineStatus:
     counts, ahead = queue.counts, queue.outlook
     replicas = ahead.replicas if ahead else ()
-    return show.Line(
+    return show.LineStatus(
         pending=counts.pending if counts else None,
         leased=counts.leased if counts else None,
         delayed=counts.delayed if counts else None,
@@ -225,8 +227,8 @@ def _line(queue: View) -> show.Line:
     )
 
 
-def _price(price: Price) -> show.Price:
-    return show.Price(
+def _price(price: Price) -> show.PriceStatus:
+    return show.PriceStatus(
         ttft_p50_s=price.ttft_p50_s,
         ttft_p95_s=price.ttft_p95_s,
         tpot_p50_s=price.tpot_p50_s,

@@ -4,9 +4,61 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import ssl
+from collections.abc import Iterator
+
+_MOST_CHARS = 200
+"""Of an error's own words: bytes of the peer may be among them."""
 
 
-def reason(error: OSError) -> str:
-    """Why there is no connection: one reason, however many addresses of a name were tried."""
-    numbers = re.findall(r"Errno (\d+)", str(error))  # of a name's failed look-up it is below 0
-    return os.strerror(int(numbers[0])).lower() if numbers else str(error.strerror or error)
+def words(error: BaseException) -> str:
+    """What went wrong, in one line: TLS's or the system's words where either is behind it.
+
+    Client libraries wrap errors in errors of their own, whose words say less, or too much: a URL with its
+    secrets.
+    """
+    for cause in _chain(error):
+        if (told := _told(cause)) is not None:
+            return told
+    return " ".join(str(error).split())[:_MOST_CHARS] or type(error).__name__
+
+
+def addressed(error: BaseException) -> str:
+    """The same, with the address before it where the error names one, as aiohttp's connector does."""
+    host, port = getattr(error, "host", None), getattr(error, "port", None)
+    return f"{host}:{port}: {words(error)}" if host and port else words(error)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what is behind it, the outermost first."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _told(error: BaseException) -> str | None:
+    """What is known of this one; None: nothing better than its own words, or those of what is behind it."""
+    if hasattr(error, "request_info"):  # aiohttp's ClientResponseError: its own words hold the URL
+        return (
+            f"the answer is not HTTP ({str(getattr(error, 'message', '')).partition(':')[0][:_MOST_CHARS]})"
+        )
+    if isinstance(error, ssl.SSLError):
+        # aiohttp derives an exception of its own from the certificate's, and leaves the message behind.
+        if verify := getattr(error, "verify_message", ""):
+            return f"its certificate is not trusted: {verify}"
+        return f"TLS failed: {reason}" if (reason := getattr(error, "reason", None)) else None
+    if isinstance(error, EOFError):
+        return "the connection was closed"
+    if not isinstance(error, OSError):
+        return None
+    if isinstance(error, socket.gaierror) or (error.errno or 0) < 0:
+        return f"the name cannot be resolved ({error.strerror})"
+    # One reason, however many addresses of a name were tried.
+    numbers = [error.errno] if error.errno else re.findall(r"Errno (\d+)", str(error))
+    if numbers:
+        why = os.strerror(int(numbers[0])).lower()
+        return f"{error.filename}: {why}" if error.filename else why
+    return "no answer in time" if isinstance(error, TimeoutError) else None

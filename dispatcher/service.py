@@ -52,7 +52,7 @@ from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry import logs, otlp
 from dispatcher.telemetry.events import Event, emit, heard_by
 from dispatcher.telemetry.metrics import PAGE_KEPT_S, Metrics
-from dispatcher.telemetry.status import Process, Status
+from dispatcher.telemetry.status import ProcessStatus, Status
 
 LIVE_WITHIN_S = 30.0
 """The loop turns each second; a call to Redis may hold one turn up for a few."""
@@ -224,7 +224,7 @@ class Service:
         self._count_time()
         return overview(
             now,
-            process=Process(
+            process=ProcessStatus(
                 version=__version__,
                 python=platform.python_version(),
                 pool=self.settings.pool.name,

@@ -1,7 +1,9 @@
-"""Writes the pages of docs/ that are made from the code; with `--check` only says which are out of date."""
+"""Writes what of docs/ and the admin page is made from code; with `--check` only says what is out of date."""
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from logging import getLevelName
@@ -11,14 +13,17 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from dispatcher.core.budget import Reason
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART
 from dispatcher.settings.source import MAX_BYTES, MAX_EVENTS, PREFIX
 from dispatcher.settings.values import AUTO
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event
+from dispatcher.telemetry.status import CAPACITIES
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent
 
 
 _INTRODUCTION = f"""# Configuration
@@ -212,25 +217,44 @@ def logs() -> str:
     return _LOGS + "\n".join(rows) + "\n"
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "configuration.md": configuration,
-    "logs.md": logs,
-    "metrics.md": metrics,
+_SCRIPT = ROOT / "dispatcher" / "admin" / "page" / "page.js"
+_MADE = re.compile(r"(// \{\{\{ .*\n)(?:.*\n)*?(// \}\}\}\n)")
+
+
+def page() -> str:
+    """The page's script, with the words in it that are the program's own."""
+    words: dict[str, Any] = {
+        "MEANINGS": {str(reason): reason.meaning for reason in Reason},
+        "OPEN": [str(reason) for reason in Reason if not reason.closed],
+        "BY": dict(CAPACITIES),
+    }
+    made = "".join(
+        f"const {name} = {json.dumps(value, indent=2, ensure_ascii=False)};\n"
+        for name, value in words.items()
+    )
+    return _MADE.sub(lambda found: found[1] + made + found[2], _SCRIPT.read_text())
+
+
+PAGES: dict[Path, Callable[[], str]] = {
+    HERE / "configuration.md": configuration,
+    HERE / "logs.md": logs,
+    HERE / "metrics.md": metrics,
+    _SCRIPT: page,
 }
 
 
 def main() -> int:
     check = "--check" in sys.argv[1:]
     stale = []
-    for name, page in PAGES.items():
-        path, text = HERE / name, page()
+    for path, make in PAGES.items():
+        text = make()
         if path.exists() and path.read_text() == text:
             continue
-        stale.append(name)
+        stale.append(path.relative_to(ROOT))
         if not check:
             path.write_text(text)
     for name in stale:
-        print(f"docs/{name} {'is out of date: run `make docs`' if check else 'written'}")  # noqa: T201 -- a script
+        print(f"{name} {'is out of date: run `make docs`' if check else 'written'}")  # noqa: T201 -- a script
     return 1 if check and stale else 0
 
 

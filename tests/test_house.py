@@ -34,6 +34,7 @@ ALLOWED = {
     "dispatcher.signals.prometheus": {"prometheus_api_client", "requests", "urllib3", "msgspec"},
     "dispatcher.forward": {"aiohttp", "httpx", "httpx_aiohttp", "multidict"},
     "dispatcher.dispatch": set(),
+    "dispatcher.check": set(),
     "dispatcher.admin": {"aiohttp", "msgspec"},
     "dispatcher.client": {"msgspec", "redis"},
     "dispatcher.service": {"msgspec"},
@@ -99,6 +100,34 @@ def is_clock(node: ast.Attribute) -> bool:
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_module_is_short_enough_to_read(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 500
+
+
+NAMED_TWICE = {
+    "Entry": "a request in the memory queue, and one in the record that the stand-in for a gateway keeps",
+    "Gateway": "the port, and the stand-in for what is behind it",
+    "Job": "a request in each of the simulator's two worlds, over HTTP and in virtual time",
+    "Policy": "what the operator decided, and the strategies that a simulation compares with it",
+    "Replica": "a dispatcher as its line knows it, and one of the simulated fleet",
+    "Server": "what a Redis says of itself, and the HTTP server of the stand-ins",
+    "Verdict": "on the views of one poll, and on a demonstration",
+    "View": "of the pool, as a picker's page shows it and as the simulated picker has it",
+    "World": "the simulator has two, over HTTP and in virtual time",
+}
+"""Names of several classes, each with what they are: the simulator's, which production never imports, mirrors
+or measures the other."""
+
+
+def test_a_class_name_is_used_once() -> None:
+    """An underscore makes no other word of it."""
+    named: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                named.setdefault(node.name.lstrip("_"), []).append(name_of(path))
+    twice = {name: sorted(where) for name, where in named.items() if len(where) > 1}
+    assert {name: where for name, where in twice.items() if name not in NAMED_TWICE} == {}
+    assert set(NAMED_TWICE) - set(twice) == set(), "no exception is needed any more"
+    assert all(any(module.startswith("dispatcher.sim.") for module in twice[name]) for name in NAMED_TWICE)
 
 
 def test_import_table_would_notice_a_new_package(tmp_path: Path) -> None:

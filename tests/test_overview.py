@@ -7,11 +7,11 @@ import pytest
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
-from dispatcher.dispatch.access import View
+from dispatcher.dispatch.access import QueueView
 from dispatcher.overview import overview
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
-from dispatcher.telemetry.status import Process, Status
+from dispatcher.telemetry.status import ProcessStatus, Status
 
 
 def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: float = 0.9) -> Status:
@@ -24,11 +24,11 @@ def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: fl
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": {"reserve": reserve}})
     return overview(
         1.2,
-        process=Process("1", "3", "default", "q", "one", False, 0.0),
+        process=ProcessStatus("1", "3", "default", "q", "one", False, 0.0),
         settings=settings,
         limiter=limiter,
         running=ours,
-        queue=View(outlook=Outlook(None, None, 0, 1.0, service_s)),
+        queue=QueueView(outlook=Outlook(None, None, 0, 1.0, service_s)),
         poll=None,
         watched=Endpoints(),
         slow=None,

@@ -8,14 +8,14 @@ import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.dispatch.access import View
+from dispatcher.dispatch.access import QueueView
 from dispatcher.overview import overview
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
-from dispatcher.telemetry.status import Process, Status
+from dispatcher.telemetry.status import ProcessStatus, Status
 
-PROCESS = Process("1", "3", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0)
+PROCESS = ProcessStatus("1", "3", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0)
 
 
 def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
@@ -32,7 +32,7 @@ def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
         settings=settings,
         limiter=limiter,
         running=0,
-        queue=View(),
+        queue=QueueView(),
         poll=poll,
         watched=Endpoints(),
         slow=None,

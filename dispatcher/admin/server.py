@@ -21,6 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dispatcher.admin.stream import STREAMS_MOST, Feed
 from dispatcher.ports import Dead
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.telemetry.status import Status
 
 SHUTDOWN_S = 0.5
@@ -111,7 +112,7 @@ class AdminServer:
         self._feed = feed
         self._host = host
         self._limits = limits
-        self._token_file = Path(token_file) if token_file else None
+        self._token_file = token_file
         self._server: web.Server | None = None
         self._busy: set[object] = set()
         """Connections with a request that is being answered."""
@@ -153,7 +154,7 @@ class AdminServer:
 
     def _connection(self) -> asyncio.Protocol:
         assert self._server is not None  # noqa: S101 -- nobody connects before it is there
-        return _Connection(self._server, self._limits.head_s, self._make_room)
+        return _AdminConnection(self._server, self._limits.head_s, self._make_room)
 
     def _make_room(self, new: web.RequestHandler) -> None:
         assert self._server is not None  # noqa: S101
@@ -176,14 +177,16 @@ class AdminServer:
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         """Why the request may not be answered; None: it may."""
-        if self._token_file is None or request.path in _OPEN:
+        if not self._token_file or request.path in _OPEN:
             return None
         try:
-            token = self._token_file.read_bytes().strip()
-        except OSError as error:
-            return web.Response(status=503, text=f"admin.token_file cannot be read: {error.strerror}\n")
+            token = read_token(self._token_file)
+        except TokenFileError as error:
+            if not error.readable:
+                return web.Response(status=503, text=f"admin.token_file {error.why}\n")
+            token = ""
         given = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if token and hmac.compare_digest(given.encode(errors="surrogateescape"), token):
+        if token and hmac.compare_digest(given.encode(errors="surrogateescape"), token.encode()):
             return None
         return web.Response(
             status=401, text="a bearer token is needed\n", headers={"WWW-Authenticate": "Bearer"}
@@ -238,7 +241,7 @@ class AdminServer:
         return response
 
 
-class _Connection(web.RequestHandler):
+class _AdminConnection(web.RequestHandler):
     """One connection; `make_room` is called with it when it is there."""
 
     __slots__ = ("_make_room",)

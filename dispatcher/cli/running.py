@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
-from dispatcher.settings import Admin
+from dispatcher.settings import AdminSettings
+from dispatcher.settings.files import TokenFileError, read_token
 
 WAIT_S = 2.0
 LONGEST = 1 << 20
 """Bytes of an answer."""
 
 
-async def running(admin: Admin) -> tuple[dict[str, Any] | None, str | None]:
+async def running(admin: AdminSettings) -> tuple[dict[str, Any] | None, str | None]:
     """/status of the dispatcher that runs by a configuration on this machine; or why it is not known."""
     token = ""
     if admin.token_file:
         try:
-            token = _token(admin.token_file)
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or "no text"
-            return None, f"admin.token_file: {admin.token_file} cannot be read: {why}"
+            token = read_token(admin.token_file)
+        except TokenFileError as error:
+            return None, f"admin.token_file: {error}"
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin.host, admin.host)  # noqa: S104 - what is listened on
     try:
         async with asyncio.timeout(WAIT_S):
@@ -62,10 +61,3 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
     except asyncio.IncompleteReadError as whole:
         return whole.partial
     raise ValueError("an answer without end")
-
-
-def _token(path: str) -> str:
-    token = Path(path).read_text().strip()
-    if not token.isprintable():
-        raise ValueError("more than a token")
-    return token

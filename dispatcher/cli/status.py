@@ -10,7 +10,8 @@ import typer
 
 from dispatcher.cli.running import running
 from dispatcher.cli.screen import say
-from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Target, ask, find
+from dispatcher.cli.target import Config, Json, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.telemetry.status import CAPACITIES
 
 if TYPE_CHECKING:
     from dispatcher.queue.desk import RedisDesk
@@ -50,7 +51,7 @@ def explain(
     say(json.dumps({"explanation": paragraph, **shown}) if json_output else paragraph)
 
 
-async def look(target: Target, desk: RedisDesk) -> dict[str, Any]:
+async def look(target: QueueTarget, desk: RedisDesk) -> dict[str, Any]:
     """What the queue tells, and the dispatcher where it answers."""
     counts = await desk.counts()
     paused = await desk.paused()
@@ -96,12 +97,6 @@ def _paused(switch: dict[str, str]) -> str:
 
 
 _REFUSED = "The changed configuration is refused, the one before is in force"
-_WORDS = {
-    "learned": "what fitted",
-    "watch": "the Kubernetes watch",
-    "picker": "the endpoint picker",
-    "query": "signals.prometheus.queries.capacity",
-}
 
 
 def _capacity(gate: dict[str, Any]) -> str:
@@ -123,10 +118,10 @@ def _capacity(gate: dict[str, Any]) -> str:
 def _whose_word(gate: dict[str, Any]) -> str:
     by, each = gate["max_sys_by"], gate.get("per_endpoint")
     if by == "setting":
-        return "budget.max_sys" if each is None else f"budget.per_endpoint, {each:g}, × ready endpoints"
+        return CAPACITIES[by] if each is None else f"budget.per_endpoint, {each:g}, × ready endpoints"
     if by == "picker" and gate.get("per_endpoint_from") in ("unseen", "assumption"):
         return "an assumption"
-    return _WORDS.get(by, str(by))
+    return CAPACITIES.get(by, str(by))
 
 
 def _per_endpoint(gate: dict[str, Any]) -> str:

@@ -45,7 +45,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class QueueTarget:
     url: str
     names: Names
     settings: Settings | None = None
@@ -62,20 +62,20 @@ def settings_of(config: Path) -> Settings:
     raise typer.Exit(2)
 
 
-def find(config: Path | None, url: str, queue: str) -> Target:
+def find(config: Path | None, url: str, queue: str) -> QueueTarget:
     """The queue that was meant; else say what to do and exit: with 1 where it is not there now, or with 2."""
     if (config is None) == (not url):
         raise _wrong("give either --config or --queue-url")
     try:
         if config is None:
             name = queue or "batch:{default}:requests"
-            return Target(url, Names(name, f"{name.removesuffix(':requests')}:results"))
+            return QueueTarget(url, Names(name, f"{name.removesuffix(':requests')}:results"))
         settings = settings_of(config)
         names = Names(settings.queue.name, settings.queue.results, settings.queue.result_lists)
     except QueueNameError as error:
         raise _wrong(str(error)) from error
     if settings.queue.url:
-        return Target(settings.queue.url.reveal(), names, settings)
+        return QueueTarget(settings.queue.url.reveal(), names, settings)
     embedded = running_url(Path(settings.queue.data_dir))
     if embedded is None:
         what = (
@@ -84,10 +84,10 @@ def find(config: Path | None, url: str, queue: str) -> Target:
             f"`batch-dispatcher run --config {config}`, or name a Redis in queue.url"
         )
         raise _exit(what, 1)
-    return Target(embedded, names, settings)
+    return QueueTarget(embedded, names, settings)
 
 
-def ask(target: Target, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
+def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     """What the act brings, done at the queue's desk; where that cannot be reached, say so and exit with 1."""
     import asyncio
 

@@ -34,22 +34,30 @@ class Signal(StrEnum):
 class Reason(StrEnum):
     """Why the limit is what it is; the first that holds is shown (declared in that order)."""
 
-    DRAINING = "draining"
-    PAUSED = "paused"
-    QUEUE_UNREACHABLE = "queue-unreachable"
-    STARTING = "starting"
-    UNREADABLE = "unreadable"
-    STALE = "stale"
-    NO_ENDPOINTS = "no-endpoints"
-    IMPLAUSIBLE = "implausible"
-    GATEWAY_UNREACHABLE = "gateway-unreachable"
-    BACKPRESSURE = "backpressure"
-    NO_ROOM = "no-room"
+    meaning: str
+    """In a few words, for whoever sees the reason alone."""
+
+    def __new__(cls, value: str, meaning: str) -> Reason:
+        reason = str.__new__(cls, value)
+        reason._value_, reason.meaning = value, meaning
+        return reason
+
+    DRAINING = ("draining", "shutting down")
+    PAUSED = ("paused", "an operator paused the queue")
+    QUEUE_UNREACHABLE = ("queue-unreachable", "the queue's server cannot be reached")
+    STARTING = ("starting", "a signal has not been read yet")
+    UNREADABLE = ("unreadable", "the metrics cannot be read")
+    STALE = ("stale", "the newest sample is too old")
+    NO_ENDPOINTS = ("no-endpoints", "the pool has no ready endpoint")
+    IMPLAUSIBLE = ("implausible", "the metrics cannot be true")
+    GATEWAY_UNREACHABLE = ("gateway-unreachable", "the gateway cannot be reached")
+    BACKPRESSURE = ("backpressure", "the gateway refused a request as overloaded")
+    NO_ROOM = ("no-room", "requests that are not ours take everything but the reserve")
     # Closed above this line (the limit is 0), open below.
-    SATURATED = "saturated"
-    FULL = "full"
-    IDLE = "idle"
-    OPEN = "open"
+    SATURATED = ("saturated", "the pool is fuller than the reserve allows")
+    FULL = ("full", "our work fills what there is")
+    IDLE = ("idle", "nothing waits to be sent")
+    OPEN = ("open", "there is room, and work for it")
 
     @property
     def closed(self) -> bool:

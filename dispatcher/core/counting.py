@@ -56,7 +56,7 @@ share of them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class PickerPage:
     """What one replica of the picker shows, as far as it matters here."""
 
     saturation: float
@@ -79,7 +79,7 @@ class Count:
     """Of when the first page was that showed it."""
     _pages: int = 0
     _fills: set[float] = field(default_factory=set)
-    _seen: tuple[Page, ...] = ()
+    _seen: tuple[PickerPage, ...] = ()
     _odd: bool = False
     """The newest page was off by more than a race explains."""
     _loaded: bool = False
@@ -118,7 +118,7 @@ class Count:
         self._loaded = True
         self._contradicted()
 
-    def learn(self, pages: Sequence[Page], at: float) -> None:
+    def learn(self, pages: Sequence[PickerPage], at: float) -> None:
         """Take in one sample: a page of each replica, of `at`. The same sample again teaches nothing."""
         if tuple(pages) == self._seen:
             return
@@ -140,7 +140,7 @@ class Count:
         elif at - self._lost_at > LOST_S:
             self.last = self._lost_at = None
 
-    def _learn(self, page: Page, at: float) -> None:
+    def _learn(self, page: PickerPage, at: float) -> None:
         believed = self.k if self.k is not None else self._candidate
         if believed is not None and not self._fits(page, believed):
             self._contradicted()
@@ -162,7 +162,7 @@ class Count:
             if lasted and self._pages >= PAGES and len(self._fills) >= FILLS and self._apart() >= SPREAD:
                 self.k = self.last = found
 
-    def _fits(self, page: Page, k: int) -> bool:
+    def _fits(self, page: PickerPage, k: int) -> bool:
         """Whether the page can be of a detector that counts with this k."""
         counted = page.saturation * page.ready * k
         if not math.isfinite(counted) or abs(counted - round(counted)) > EXACT * max(1.0, counted):
@@ -180,7 +180,7 @@ class Count:
         return max(self._fills) - min(self._fills)
 
 
-def fitting(page: Page) -> int | None:
+def fitting(page: PickerPage) -> int | None:
     """The k that explains this page exactly; None where none does."""
     share = page.saturation * page.ready
     if not (share > 0 and page.in_flight > 0 and math.isfinite(share)):
@@ -189,7 +189,7 @@ def fitting(page: Page) -> int | None:
     return round(k) if math.isfinite(k) and k > 0.5 and abs(k - round(k)) <= EXACT * k else None
 
 
-def _is_pressure(page: Page) -> bool:
+def _is_pressure(page: PickerPage) -> bool:
     """The other formula explains the page as well."""
     return page.pressure is not None and math.isclose(page.saturation, page.pressure, rel_tol=EXACT)
 

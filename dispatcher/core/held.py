@@ -42,7 +42,7 @@ class Interval:
 
 
 @dataclass(slots=True)
-class _Count:
+class _LeaseCount:
     at: float
     surely: int
     maybe: int
@@ -52,7 +52,7 @@ _at = attrgetter("at")
 
 
 @dataclass(slots=True)
-class Held:
+class LoadLedger:
     """The ledger behind those bounds. `horizon_s`: windows opening longer ago than this are not asked for."""
 
     horizon_s: float
@@ -60,7 +60,7 @@ class Held:
     _ends: list[float] = field(default_factory=list)
     """When answered requests ended, ascending; `_starts` has when each was sent."""
     _starts: list[float] = field(default_factory=list)
-    _others: list[_Count] = field(default_factory=list)
+    _others: list[_LeaseCount] = field(default_factory=list)
 
     def sent(self, key: Hashable, at: float) -> None:
         self._live[key] = at
@@ -90,7 +90,7 @@ class Held:
         if len(last_two) == 2 and all(c.surely == surely and c.maybe == others for c in last_two):
             last_two[1].at = at  # a run of equal counts is kept as its two ends
             return
-        self._others.append(_Count(at, surely, others))
+        self._others.append(_LeaseCount(at, surely, others))
         if len(self._others) > 1024 and self._others[512].at < at - self.horizon_s:
             del self._others[:512]
 

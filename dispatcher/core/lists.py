@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dispatcher.core.slot import tag_of
+
 OURS = "batch-results:*"
 """The lists of our own client, one for each."""
 
@@ -9,6 +11,4 @@ OURS = "batch-results:*"
 def usual(queue: str, results: str) -> tuple[str, ...]:
     """What is allowed where the operator says nothing: the lists of our client; those that begin with the
     default list's name (each processor of llm-d's batch gateway has one); names with the queue's hash tag."""
-    head, brace, rest = queue.partition("{")
-    tag = rest.partition("}")[0] if brace else head
-    return OURS, f"{results}:*", f"*{{{tag}}}*"
+    return OURS, f"{results}:*", f"*{{{tag_of(queue)}}}*"

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import assert_never
 
+from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.request import ErrorCode
 
-DROP_REASON = "x-llm-d-request-dropped-reason"
 RETRY_AFTER_CAP_S = 86400.0
 """A longer Retry-After is taken for this much; policy cuts it further."""
 
-_TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
+"""How drop reasons begin that say nothing of the pool's size."""
 _NOT_ADMITTED = b"request cannot be admitted"
 
 
@@ -82,7 +83,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Expired:
+class TooLate:
     """The deadline passed before or during the try."""
 
 
@@ -91,7 +92,7 @@ class Unsent:
     """Its lease may be another's by now: nothing was sent, or not again."""
 
 
-Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | Expired | Unsent
+Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | TooLate | Unsent
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ def after(
             return Finish(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
         case Refused(why):
             return Finish(ErrorCode.INVALID_REQUEST, why)
-        case Expired():
+        case TooLate():
             return _TOO_LATE
         case Failed() if attempts + 1 >= policy.max_attempts:
             tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
@@ -230,7 +231,7 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: flo
     reason = headers.get(DROP_REASON, "").strip()
     retry_after_s = _retry_after(headers, now_unix)
     if status == 429 or (status in (500, 503) and reason):
-        return Overloaded(status, reason, not reason.startswith(_TEACHES_NOTHING), retry_after_s)
+        return Overloaded(status, reason, not reason.startswith(TEACHES_NOTHING), retry_after_s)
     if status == 500 and _NOT_ADMITTED in body:
         # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
         return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)

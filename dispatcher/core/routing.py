@@ -13,52 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 from urllib.parse import quote
 
+from dispatcher.core.headers import FAIRNESS_ID, OBJECTIVE, REQUEST_ID, doubtful, passed_on, plain
 from dispatcher.core.outcome import Refused
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.request import Request
-
-# What a caller must not set: what belongs to the connection, to us, or steers gateway and picker.
-NOT_PASSED_ON = frozenset(
-    {
-        # The connection's (and those a Connection header names, and all of proxy-*).
-        *("connection", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "via"),
-        *("expect", "forwarded", "http2-settings"),
-        # Ours.
-        *("accept-encoding", "content-encoding", "content-length", "content-type", "x-request-id"),
-        # Credentials: those of whoever submits are not those of the dispatcher.
-        *("authorization", "cookie"),
-    }
-)
-PREFIXES_NOT_PASSED_ON = (
-    "proxy-",
-    "x-data-parallel-",
-    "x-encoder-",
-    "x-envoy-",
-    "x-forwarded-",
-    "x-gateway-",
-    "x-llm-d-",
-    "x-prefiller-",
-)
-# Left out unless `gateway.allowed_headers` names them: programs behind a gateway may take them for its own
-# words on who the caller is, or what he is after.
-DOUBTFUL = frozenset(
-    {
-        *("api-key", "x-api-key", "x-session-token", "x-scope-orgid", "x-tenant-id", "x-user-id"),
-        *("true-client-ip", "x-client-ip", "x-real-ip", "x-http-method", "x-http-method-override"),
-        *("x-method-override", "x-authenticated-user", "x-ms-client-principal"),
-    }
-)
-DOUBTFUL_PREFIXES = (
-    "test-epp-",
-    "x-auth-",
-    "x-goog-authenticated-",
-    "x-original-",
-    "x-remote-",
-    "x-rewrite-",
-    "x-slo-",
-)
-OBJECTIVE = "x-llm-d-inference-objective"
-FAIRNESS_ID = "x-llm-d-inference-fairness-id"
 
 ENDPOINT_MOST = 2048
 
@@ -92,7 +50,7 @@ class Route:
         self._path = options.path
         self._allowed = options.allowed_paths
         allowed = options.allowed_headers
-        self._passing = None if allowed is None else [_plain(pattern) for pattern in allowed]
+        self._passing = None if allowed is None else [plain(pattern) for pattern in allowed]
         """Patterns of the callers' headers that pass; None: all but the doubtful."""
         self._fairness_from = options.fairness_from
         chosen = {name.lower(): value for name, value in options.headers.items()}
@@ -131,7 +89,7 @@ class Route:
             headers.update(self._passed_on(request.headers))
         if bearer:
             headers["authorization"] = bearer
-        headers["x-request-id"] = _header_safe(request.id)
+        headers[REQUEST_ID] = _header_safe(request.id)
         metadata = request.metadata
         if metadata:
             if fairness_id := metadata.get(self._fairness_from):
@@ -152,17 +110,14 @@ class Route:
         return {
             name: value
             for name, value in lowered.items()
-            if (plain := _plain(name)) not in NOT_PASSED_ON
-            and not plain.startswith(PREFIXES_NOT_PASSED_ON)
-            and plain not in self._chosen
+            if passed_on(known := plain(name))
+            and known not in self._chosen
             and name not in named
-            and self._passes(plain)
+            and self._passes(known)
         }
 
-    def _passes(self, plain: str) -> bool:
-        if self._passing is not None:
-            return any_fits(self._passing, plain)
-        return plain not in DOUBTFUL and not plain.startswith(DOUBTFUL_PREFIXES)
+    def _passes(self, known: str) -> bool:
+        return any_fits(self._passing, known) if self._passing is not None else not doubtful(known)
 
 
 def trace_of(request: Request) -> tuple[str, str]:
@@ -173,11 +128,6 @@ def trace_of(request: Request) -> tuple[str, str]:
         return "", ""
     state = metadata.get("tracestate", "")
     return trace, state if _TRACESTATE.fullmatch(state) else ""
-
-
-def _plain(name: str) -> str:
-    """As some of the programs behind the gateway read it: to them an underscore is a hyphen."""
-    return name.lower().replace("_", "-")
 
 
 def _header_safe(value: str) -> str:

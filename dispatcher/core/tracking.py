@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity, Sight
-from dispatcher.core.held import Held, Interval
+from dispatcher.core.held import Interval, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.refusals import HEARD_SLOP_S
 from dispatcher.core.revised import Revised
@@ -37,7 +37,7 @@ class Tracking(Revised):
     def __init__(self, policy: Policy, signals: Iterable[Signal]) -> None:
         self.policy = policy
         self.tracks: dict[Signal, Track] = {signal: Track() for signal in signals}
-        self.held = Held(horizon_s=_horizon(policy.max_age_s))
+        self.held = LoadLedger(horizon_s=_horizon(policy.max_age_s))
         self.losses = Losses()
         self._learned = Capacity()
         self._travel = Travel()

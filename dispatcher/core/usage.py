@@ -19,11 +19,11 @@ class _Usage(msgspec.Struct):
     output_tokens: int | None = None
 
 
-class _Answer(msgspec.Struct):
+class _WithUsage(msgspec.Struct):
     usage: _Usage | None = None
 
 
-_answer = msgspec.json.Decoder(_Answer, strict=False)
+_answer = msgspec.json.Decoder(_WithUsage, strict=False)
 
 
 def tokens(body: bytes) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
 from dispatcher.core.tenure import Tenure
-from dispatcher.dispatch.holding import Held
+from dispatcher.dispatch.holding import HeldLease
 from dispatcher.ports import (
     CallRefusedError,
     Claimed,
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class View:
+class QueueView:
     """What is known of the queue, for people."""
 
     counts: Counts | None = None
@@ -47,7 +47,7 @@ class View:
     problem: str | None = None
 
 
-class Access:
+class QueueAccess:
     """One owner's access to its queue, shared by all parts of the loop.
 
     `wake`: set whenever there may be something for the loop to do. `work`: there may be something to claim.
@@ -60,7 +60,7 @@ class Access:
         self.tenure = tenure
         self.clock = clock
         """The clock of `tenure`, which goes on while the machine sleeps."""
-        self.view = View()
+        self.view = QueueView()
         self.wake = asyncio.Event()
         self.robbed = asyncio.Event()
         self.blind = asyncio.Event()
@@ -146,7 +146,7 @@ class Access:
         """A call that shows that we live, asked at `asked_at`, has just been answered."""
         self.tenure.heard(asked_at, self.clock())
 
-    def ours(self, held: Held) -> bool:
+    def ours(self, held: HeldLease) -> bool:
         """Whether its lease is surely still ours, so that its request may be sent."""
         return self.tenure.holds(held.confirmed_at, self.clock())
 
@@ -187,7 +187,7 @@ class Access:
             heard=heard,
         )
 
-    async def cancelled(self, several: Sequence[Held]) -> Sequence[bool | None]:
+    async def cancelled(self, several: Sequence[HeldLease]) -> Sequence[bool | None]:
         """Which of them have been cancelled; None for each where that cannot be known.
 
         Then the gate is closed until `look_again` has read these markers: what is claimed meanwhile would

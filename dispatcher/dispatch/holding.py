@@ -23,12 +23,12 @@ class Try:
     """Names it to gateway and limiter, and is used once."""
     request: Request
     """What is sent."""
-    riders: list[Held]
+    riders: list[HeldLease]
     task: asyncio.Task[None] | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldLease:
     """One lease, and what has become of its request here."""
 
     lease: Lease
@@ -53,7 +53,7 @@ class Holding:
     """The leases by token, and the tries that are at the gateway."""
 
     def __init__(self) -> None:
-        self._by_token: dict[str, Held] = {}
+        self._by_token: dict[str, HeldLease] = {}
         self._tries: dict[str, Try] = {}
         self._running = 0
         self._stirred = asyncio.Event()
@@ -61,7 +61,7 @@ class Holding:
     def __len__(self) -> int:
         return len(self._by_token)
 
-    def __iter__(self) -> Iterator[Held]:
+    def __iter__(self) -> Iterator[HeldLease]:
         return iter(list(self._by_token.values()))
 
     @property
@@ -74,15 +74,15 @@ class Holding:
         """How many of them are of requests whose owners died."""
         return sum(held.lease.suspect for held in self._by_token.values())
 
-    def at_gateway(self) -> list[Held]:
+    def at_gateway(self) -> list[HeldLease]:
         return [held for each in self._tries.values() for held in each.riders]
 
     @property
     def tries(self) -> list[Try]:
         return list(self._tries.values())
 
-    def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> Held:
-        held = self._by_token[lease.token] = Held(lease, probe, confirmed_at=confirmed_at)
+    def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> HeldLease:
+        held = self._by_token[lease.token] = HeldLease(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
         return held
 
@@ -99,14 +99,14 @@ class Holding:
             for held in ended.riders:
                 held.rides = None
 
-    def drop(self, token: str) -> Held | None:
+    def drop(self, token: str) -> HeldLease | None:
         """The lease has ended; what was held of it."""
         held = self._by_token.pop(token, None)
         if not self._by_token:
             self._stirred.set()
         return held
 
-    def cut(self, held: Held, why: Cut) -> None:
+    def cut(self, held: HeldLease, why: Cut) -> None:
         """Its answer is not waited for any more; where nobody's is, the try is cancelled, which closes the
         connection."""
         if held.rides is None or held.cut is not None:

@@ -15,7 +15,7 @@ from dispatcher.core.routing import trace_of
 from dispatcher.core.usage import tokens
 from dispatcher.dispatch.access import now
 from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.holding import Held
+from dispatcher.dispatch.holding import HeldLease
 from dispatcher.ports import Burial, Forwarded, Release, Settled, Settlement
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.events import Event, detailed, emit, speaking_of
@@ -64,7 +64,7 @@ class Journal:
         self.meter.observe(Observation(at, allowance.reason, used, free, waiting))
 
     @_ends_nothing
-    def sent(self, held: Held, request: Request, unix_now: float) -> None:
+    def sent(self, held: HeldLease, request: Request, unix_now: float) -> None:
         """Its try begins, in the task that calls this."""
         lease = held.lease
         if self.tracing is not None:
@@ -82,7 +82,7 @@ class Journal:
             self._metrics.observe(series.WAIT, unix_now - request.created)
 
     @_ends_nothing
-    def tried(self, held: Held, forwarded: Forwarded, outcome: Outcome) -> None:
+    def tried(self, held: HeldLease, forwarded: Forwarded, outcome: Outcome) -> None:
         """Its try has ended, and this is how it counts."""
         held.answered_at = forwarded.ended_at
         metrics = self._metrics
@@ -106,7 +106,9 @@ class Journal:
                 metrics.count(series.TOKENS, "out", by=tokens_out)
 
     @_ends_nothing
-    def ended(self, held: Held | None, ending: Ending, answer: Settled, at: float, unix_now: float) -> None:
+    def ended(
+        self, held: HeldLease | None, ending: Ending, answer: Settled, at: float, unix_now: float
+    ) -> None:
         """The queue has confirmed its end."""
         metrics = self._metrics
         metrics.count(series.ENDED, series.ENDINGS[type(ending)], answer)
@@ -132,7 +134,9 @@ class Journal:
         if held.request.created:
             metrics.observe(series.WHOLE, unix_now - held.request.created)
 
-    def _tell_end(self, held: Held, request: Request, ending: Ending, answer: Settled, at: float) -> None:
+    def _tell_end(
+        self, held: HeldLease, request: Request, ending: Ending, answer: Settled, at: float
+    ) -> None:
         """Its trail and its line in the log."""
         step = _STEPS[type(ending)]
         settlement = ending.settlement if isinstance(ending, Burial) else ending
@@ -159,14 +163,14 @@ class Journal:
         self._metrics.count(series.RECLAIMED, by=count)
 
     @_ends_nothing
-    def lost(self, held: Held) -> None:
+    def lost(self, held: HeldLease) -> None:
         """A lease of ours is another's now."""
         self._metrics.count(series.LOST)
         if held.trail is not None:
             held.trail.lost(now())
 
 
-def _follow(tracing: Tracing, held: Held, request: Request) -> Trail | None:
+def _follow(tracing: Tracing, held: HeldLease, request: Request) -> Trail | None:
     trace, state = trace_of(request)
     return tracing.follow(
         held.claimed_at,

@@ -33,10 +33,10 @@ from dispatcher.core.request import Request
 from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import Access, View, now, withheld
+from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
 from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.holding import Held, Holding, Try
+from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.suspects import Suspects
@@ -88,7 +88,8 @@ class Dispatcher:
         self._journal = journal
         self._suspects = Suspects()
         self._holding = Holding()
-        self._access = Access(queue, limiter, Tenure(options.lease_s, options.owner_timeout_s), clock or now)
+        tenure = Tenure(options.lease_s, options.owner_timeout_s)
+        self._access = QueueAccess(queue, limiter, tenure, clock or now)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._tries = Tries(
             gateway,
@@ -165,7 +166,7 @@ class Dispatcher:
         return self._holding.running
 
     @property
-    def view(self) -> View:
+    def view(self) -> QueueView:
         return self._access.view
 
     def allowance(self) -> Allowance:
@@ -271,7 +272,7 @@ class Dispatcher:
 
     async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
-        cases: list[tuple[Held, Case]] = []
+        cases: list[tuple[HeldLease, Case]] = []
         for lease in leases:
             held = self._holding.add(lease, asked_at, probe=probe)
             request = admit(lease, self._options.max_payload_bytes)
@@ -333,7 +334,7 @@ class Dispatcher:
             if self._suspects.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
                 self._access.work = True
 
-    def _drop(self, token: str) -> Held | None:
+    def _drop(self, token: str) -> HeldLease | None:
         self.poke()
         return self._holding.drop(token)
 

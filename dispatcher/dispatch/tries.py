@@ -15,9 +15,9 @@ from dispatcher.core.request import Request
 from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
 from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import Access, now
+from dispatcher.dispatch.access import QueueAccess, now
 from dispatcher.dispatch.endings import Ending
-from dispatcher.dispatch.holding import Held, Holding, Try
+from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.upkeep import Upkeep
@@ -37,7 +37,7 @@ class Tries:
         limiter: Limiter,
         options: Options,
         holding: Holding,
-        access: Access,
+        access: QueueAccess,
         upkeep: Upkeep,
         journal: Journal,
         rand: random.Random,
@@ -117,7 +117,7 @@ class Tries:
             for held in begun.riders:
                 self._was_cut(held)
 
-    def _was_cut(self, held: Held) -> None:
+    def _was_cut(self, held: HeldLease) -> None:
         """Nobody waits for its answer any more; one that was cut with the whole process is given back."""
         if held.cut == "cancelled" and held.request is not None:
             self._finish(endings.cancelled(held.lease, held.request))
@@ -162,7 +162,7 @@ class Tries:
         self._access.overloaded(overload)
         self._upkeep.share(self._limiter.allowance(at), overload)
 
-    def _counted(self, held: Held, seen: Forwarded) -> Outcome:
+    def _counted(self, held: HeldLease, seen: Forwarded) -> Outcome:
         """The outcome as it counts for one of the leases; what it says of its tenant."""
         outcome, at, sent_at = seen.outcome, seen.ended_at, seen.sent_at
         entry, tenant, again = held.lease.entry, self._tenant(held), held.lease.refusals > 0
@@ -188,7 +188,7 @@ class Tries:
         self.tenants.ended(tenant, again=again)
         return outcome
 
-    def _make_way(self, held: Held, at: float) -> float:
+    def _make_way(self, held: HeldLease, at: float) -> float:
         """How long it lies aside, so that others can show whether there is a gateway; alone it does that."""
         since = self._limiter.without_gateway_since
         if since is None or held.request is None or not self.others_wait:
@@ -200,11 +200,11 @@ class Tries:
         self._look_again()
         self._gateway.resize(0)  # what is kept alive may be dead: a probe must prove the way anew
 
-    def rest_s(self, held: Held) -> float:
+    def rest_s(self, held: HeldLease) -> float:
         """How long its tenant, or the refused that it belongs to, rest."""
         return self.tenants.rest_s(self._tenant(held), now(), again=held.lease.refusals > 0)
 
-    def _tenant(self, held: Held) -> str:
+    def _tenant(self, held: HeldLease) -> str:
         return "" if held.request is None else held.request.metadata.get(self.options.tenant_from, "")
 
     def _decide(self, lease: Lease, request: Request, outcome: Outcome) -> Ending:

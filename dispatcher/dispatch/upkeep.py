@@ -11,7 +11,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
 from dispatcher.dispatch import endings
-from dispatcher.dispatch.access import Access, now
+from dispatcher.dispatch.access import QueueAccess, now
 from dispatcher.dispatch.changes import Changes, terms
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.journal import Journal
@@ -34,7 +34,7 @@ class Upkeep:
     """Renews leases, sweeps the queue, shares limits, hears of work and of cancelled requests."""
 
     def __init__(
-        self, access: Access, holding: Holding, limiter: Limiter, options: Options, journal: Journal
+        self, access: QueueAccess, holding: Holding, limiter: Limiter, options: Options, journal: Journal
     ) -> None:
         self.options = options
         self._access = access

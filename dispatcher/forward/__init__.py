@@ -4,6 +4,6 @@
 """
 
 from dispatcher.forward.gateway import HttpGateway
-from dispatcher.forward.line import CONNECT_S, STREAMED_BYTES
+from dispatcher.forward.wire import CONNECT_S, STREAMED_BYTES
 
 __all__ = ["CONNECT_S", "STREAMED_BYTES", "HttpGateway"]

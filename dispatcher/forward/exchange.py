@@ -13,20 +13,20 @@ from collections.abc import AsyncIterable, Iterable, Mapping
 import aiohttp
 
 from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, Unsent, classify
-from dispatcher.forward.line import Line, Prepared, Progress
 from dispatcher.forward.unpack import unpacked
-from dispatcher.peer import reason
+from dispatcher.forward.wire import Prepared, Progress, Wire
+from dispatcher.peer import addressed
 
 ERRORS = (aiohttp.ClientError, OSError)
 """All that a network or a server can do to us."""
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
 
-async def exchange(line: Line, request: Prepared, current: Progress, limit_bytes: int) -> Outcome:
+async def exchange(wire: Wire, request: Prepared, current: Progress, limit_bytes: int) -> Outcome:
     """Send and read the answer. The time limit is the caller's."""
     while True:
         try:
-            response = await line.send(request)
+            response = await wire.send(request)
             break
         except ERRORS as error:
             if current.unsent:
@@ -35,15 +35,15 @@ async def exchange(line: Line, request: Prepared, current: Progress, limit_bytes
                 current.fresh, current.reused, current.connected_at = True, False, None
                 continue
             if current.connected_at is None:
-                line.connector.close_idle(0)  # they lead to what is not there any more
+                wire.connector.close_idle(0)  # they lead to what is not there any more
             if current.connected_at is None or _is_tls(error):
-                return Unreachable(f"no connection: {_words(error)}")
-            return Failed(f"no answer: {_words(error)}")
+                return Unreachable(f"no connection: {addressed(error)}")
+            return Failed(f"no answer: {addressed(error)}")
     stream, headers = response.body, _plain(response.raw_headers)
     try:
         body = await read(headers, stream, limit_bytes)
     except ERRORS as error:
-        return Failed(f"the answer ({response.status_code}) broke off: {_words(error)}")
+        return Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
     finally:
         await stream.aclose()
     if body is None:
@@ -85,10 +85,3 @@ def _is_tls(error: BaseException | None) -> bool:
             return True
         error, seen = error.__cause__ or error.__context__, seen + 1
     return False
-
-
-def _words(error: BaseException) -> str:
-    """One line that names the error, with no bytes of the peer's beyond 200."""
-    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
-        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".rstrip(": ")

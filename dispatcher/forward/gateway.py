@@ -7,29 +7,25 @@ running with it. So the gateway is asked for a connection then: where it gives n
 from __future__ import annotations
 
 import asyncio
-import base64
-import re
 import ssl
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
-import dispatcher
-from dispatcher.core.outcome import Expired, Failed, Refused, Unreachable
+from dispatcher import USER_AGENT
+from dispatcher.core.outcome import Failed, Refused, TooLate, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.line import CONNECT_S, Line, Prepared, Progress, running
-from dispatcher.peer import reason
+from dispatcher.forward.wire import CONNECT_S, Prepared, Progress, Wire, running
+from dispatcher.peer import words
 from dispatcher.ports import Forwarded
-from dispatcher.settings import Gateway, Tls
+from dispatcher.settings import GatewaySettings, TlsSettings
+from dispatcher.settings.files import looks, read_token
 from dispatcher.telemetry.tracing import going_to
 
 WATCH_S = 1.0
 """Token and certificate files are looked at no more often."""
-
-_VISIBLE = re.compile(r"[!-~]+")
 
 T = TypeVar("T")
 
@@ -53,7 +49,7 @@ class _Watched(Generic[T]):
         if now < self._look_at:
             return False
         self._look_at = now + WATCH_S
-        seen = [_identity(Path(path)) for path in self.paths if path]
+        seen = [looks(path) for path in self.paths if path]
         if seen == self._seen and not self.fault:
             return False
         try:
@@ -65,25 +61,15 @@ class _Watched(Generic[T]):
         return True
 
 
-def _identity(path: Path) -> object:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
-
-
 class _Plan:
     """Options prepared for use: everything that is the same for all requests."""
 
-    def __init__(self, options: Gateway) -> None:
+    def __init__(self, options: GatewaySettings) -> None:
         self.secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
-        self.route = Route(options, user_agent=f"batch-dispatcher/{dispatcher.__version__}")
-        self.basic = ""
-        if options.url.credentials:
-            self.basic = "Basic " + base64.b64encode(":".join(options.url.credentials).encode()).decode()
+        self.route = Route(options, user_agent=USER_AGENT)
+        self.basic = options.url.authorization
         self._base = options.url.bare.rstrip("/")
         address = urlsplit(self._base)
         self.host, self.port = address.hostname or "", address.port or (443 if self.secure else 80)
@@ -100,14 +86,14 @@ class HttpGateway:
     are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
     """
 
-    def __init__(self, options: Gateway) -> None:
-        self._line: Line | None = None
-        self._retired: list[Line] = []
+    def __init__(self, options: GatewaySettings) -> None:
+        self._wire: Wire | None = None
+        self._retired: list[Wire] = []
         self._tries: dict[str, Progress] = {}
-        self._options: Gateway | None = None
+        self._options: GatewaySettings | None = None
         self.reconfigure(options)
 
-    def reconfigure(self, options: Gateway) -> None:
+    def reconfigure(self, options: GatewaySettings) -> None:
         """Use these options from the next request on."""
         self._plan = _Plan(options)
         before, self._options = self._options, options
@@ -124,8 +110,8 @@ class HttpGateway:
 
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once."""
-        if self._line is not None:
-            self._line.connector.close_idle(max(0, limit - self._line.running))
+        if self._wire is not None:
+            self._wire.connector.close_idle(max(0, limit - self._wire.running))
 
     def connected(self, token: str) -> float | None:
         """Since when a running try holds a connection; None: it holds none (yet)."""
@@ -134,10 +120,10 @@ class HttpGateway:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        lines, self._line = [*self._retired, *([self._line] if self._line else [])], None
+        wires, self._wire = [*self._retired, *([self._wire] if self._wire else [])], None
         self._retired = []
-        for line in lines:
-            await line.aclose()
+        for wire in wires:
+            await wire.aclose()
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
@@ -146,76 +132,76 @@ class HttpGateway:
         now = asyncio.get_running_loop().time
         started = now()
         if deadline <= started:
-            return Forwarded(Expired(), started, started)
+            return Forwarded(TooLate(), started, started)
         plan = self._plan
         url = plan.url(request.endpoint)
         if isinstance(url, Refused):
             return Forwarded(url, started, started)
-        line = self._refresh(started)
-        if isinstance(line, Unreachable):
-            return Forwarded(line, started, started)
+        wire = self._refresh(started)
+        if isinstance(wire, Unreachable):
+            return Forwarded(wire, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         ends = min(deadline, started + plan.timeout_s)
         current = self._tries[token] = Progress(may_send=may_send)
         prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
-        line.running += 1
+        wire.running += 1
         try:
             async with asyncio.timeout_at(ends):
-                outcome = await exchange(line, prepared, current, plan.max_response_bytes)
+                outcome = await exchange(wire, prepared, current, plan.max_response_bytes)
         except TimeoutError:
-            outcome = Expired() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
+            outcome = TooLate() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
         finally:
-            line.running -= 1
+            wire.running -= 1
             current.end()
             self._tries.pop(token, None)
         if self._retired:
             await self._close_retired()
         ended = now()
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
-            why = await _knock(line, plan)
+            why = await _knock(wire, plan)
             outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
         if current.connected_at is None:
             return Forwarded(outcome, ended, ended)
         opened_s = None if current.reused or current.fresh else current.connected_at - started
         return Forwarded(outcome, current.connected_at, ended, opened_s)
 
-    def _refresh(self, now: float) -> Line | Unreachable:
-        """The line to use, after a look at the files that rotate: certificates and token."""
+    def _refresh(self, now: float) -> Wire | Unreachable:
+        """The wire to use, after a look at the files that rotate: certificates and token."""
         if self._tls.refresh(now) and self._tls.value is not None:
-            if self._line is not None:
-                self._retired.append(self._line)
-            self._line = Line(self._tls.value)
+            if self._wire is not None:
+                self._retired.append(self._wire)
+            self._wire = Wire(self._tls.value)
         self._bearer.refresh(now)
-        if self._line is None or self._tls.value is None:
+        if self._wire is None or self._tls.value is None:
             return Unreachable(f"gateway.tls: {self._tls.fault}")
         if self._bearer.value is None:
             return Unreachable(f"gateway.token_file: {self._bearer.fault}")
-        return self._line
+        return self._wire
 
     async def _close_retired(self) -> None:
-        done = [line for line in self._retired if not line.running]
-        self._retired = [line for line in self._retired if line.running]
-        for line in done:
-            await line.aclose()
+        done = [wire for wire in self._retired if not wire.running]
+        self._retired = [wire for wire in self._retired if wire.running]
+        for wire in done:
+            await wire.aclose()
 
 
-async def _knock(line: Line, plan: _Plan) -> str:
+async def _knock(wire: Wire, plan: _Plan) -> str:
     """Connect to the gateway and hang up; why that cannot be done, or nothing."""
     try:
         async with asyncio.timeout(CONNECT_S):
             _, writer = await asyncio.open_connection(
-                plan.host, plan.port, ssl=line.tls if plan.secure else None
+                plan.host, plan.port, ssl=wire.tls if plan.secure else None
             )
     except TimeoutError:
         return f"no connection within {CONNECT_S:g} s"
     except OSError as error:
-        return f"no connection: {plan.host}:{plan.port}: {reason(error)}"
+        return f"no connection: {plan.host}:{plan.port}: {words(error)}"
     writer.transport.abort()
     return ""
 
 
-def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
+def _tls_context(options: TlsSettings, *, secure: bool) -> ssl.SSLContext:
     if not secure:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
     return options.context()
@@ -223,9 +209,4 @@ def _tls_context(options: Tls, *, secure: bool) -> ssl.SSLContext:
 
 def _bearer(token_file: str) -> str:
     """The Authorization header of a token file; empty without one."""
-    if not token_file:
-        return ""
-    token = Path(token_file).read_text().strip()
-    if not _VISIBLE.fullmatch(token):
-        raise ValueError(f"{token_file} is empty, or holds more than a token")
-    return f"Bearer {token}"
+    return f"Bearer {read_token(token_file)}" if token_file else ""

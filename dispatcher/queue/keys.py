@@ -8,6 +8,7 @@ from functools import cached_property
 
 from dispatcher.core.lists import usual
 from dispatcher.core.patterns import any_fits
+from dispatcher.core.slot import fault_of_braces
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
@@ -64,13 +65,8 @@ class Names:
             raise QueueNameError("queue.name: must not be empty")
         if not self.results:
             raise QueueNameError("queue.results: must not be empty")
-        opens, closes = self.queue.count("{"), self.queue.count("}")
-        if opens or closes:
-            first, last = self.queue.find("{"), self.queue.find("}")
-            if (opens, closes) != (1, 1) or last < first + 2:
-                raise QueueNameError(
-                    f"queue.name: {self.queue!r} has stray braces: none, or one {{…}} around a part of it"
-                )
+        if (why := fault_of_braces(self.queue)) is not None:
+            raise QueueNameError(f"queue.name: {self.queue!r} {why}")
         if self.is_own(self.results) or self.results.startswith((ACTIVE, CANCEL)):
             raise QueueNameError(f"queue.results: {self.results!r} is one of the queue's own keys")
 

@@ -19,7 +19,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9/.][A-Za-z0-9_./@:*-]*[A-Za-z0-9_./*-]|[A-Za-z0-
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class ShownLine:
     """One line of the YAML."""
 
     text: str
@@ -33,7 +33,7 @@ class Line:
         return f"{self.text}  # {remark}" if remark else self.text
 
 
-def lines(settings: Settings) -> Iterator[Line]:
+def lines(settings: Settings) -> Iterator[ShownLine]:
     """The settings as YAML, every key of them: read back, it is the same configuration but for secrets."""
     yield from _section(settings, settings.model_dump(mode="json"), 0, _notes(settings))
 
@@ -46,18 +46,20 @@ def as_json(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _section(section: BaseModel, shown: dict[str, Any], depth: int, notes: dict[str, str]) -> Iterator[Line]:
+def _section(
+    section: BaseModel, shown: dict[str, Any], depth: int, notes: dict[str, str]
+) -> Iterator[ShownLine]:
     for name in type(section).model_fields:
         value, indent = getattr(section, name), "  " * depth
         if isinstance(value, BaseModel):
-            yield Line(f"{indent}{name}:")
+            yield ShownLine(f"{indent}{name}:")
             inner = {
                 path.partition(".")[2]: note for path, note in notes.items() if path.startswith(f"{name}.")
             }
             yield from _section(value, shown[name], depth + 1, inner)
         else:
             default = name not in section.model_fields_set
-            yield Line(f"{indent}{name}: {_yaml(shown[name])}", default, notes.get(name, ""))
+            yield ShownLine(f"{indent}{name}: {_yaml(shown[name])}", default, notes.get(name, ""))
 
 
 def _is_default(settings: Settings, path: str) -> bool:

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dispatcher.core.budget import Policy
-from dispatcher.settings.queue import Queue
+from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.values import (
@@ -40,7 +40,7 @@ HttpUrl = Annotated[SecretUrl, url("http", "https")]
 MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0}
 
 
-class Pool(Section):
+class PoolSettings(Section):
     """The InferencePool that this dispatcher fills. One dispatcher runs per pool."""
 
     name: Label = Field(
@@ -49,7 +49,7 @@ class Pool(Section):
     namespace: Label = Field("default", description="Namespace of the InferencePool.")
 
 
-class Tls(Section):
+class TlsSettings(Section):
     """How a TLS server is verified, and what it is shown."""
 
     ca_file: Text = Field(
@@ -80,7 +80,7 @@ class Tls(Section):
         return context
 
 
-class Gateway(Section):
+class GatewaySettings(Section):
     """The inference gateway that requests are forwarded to."""
 
     url: HttpUrl = Field(
@@ -121,7 +121,7 @@ class Gateway(Section):
     token_file: Text = Field(
         "", description="File with a bearer token, read again as it rotates. Empty: no Authorization header."
     )
-    tls: Tls = Field(Tls(), description="For `https`.")
+    tls: TlsSettings = Field(TlsSettings(), description="For `https`.")
 
     @field_validator("url")
     @classmethod
@@ -152,7 +152,7 @@ class Gateway(Section):
         return mask_headers(headers)
 
 
-class Prometheus(Section):
+class PrometheusSettings(Section):
     """Signals read through a Prometheus server, or what speaks its API (Thanos, Mimir)."""
 
     url: HttpUrl = Field(SecretUrl(""), description="Base URL of the server. Empty: not used.")
@@ -160,7 +160,7 @@ class Prometheus(Section):
     headers: Headers = Field(
         default_factory=dict, repr=False, description="Headers of each query, for example a tenant's name."
     )
-    tls: Tls = Field(Tls(), description="For `https`.")
+    tls: TlsSettings = Field(TlsSettings(), description="For `https`.")
     queries: dict[Literal["saturation", "queued", "capacity", "ttft", "tpot"], Text] = Field(
         default_factory=dict,
         description="Own PromQL in place of the known series: `saturation` (a fraction), `queued` and "
@@ -173,7 +173,7 @@ class Prometheus(Section):
         return mask_headers(headers)
 
 
-class Epp(Section):
+class EppSettings(Section):
     """Signals scraped from the endpoint picker itself.
 
     With neither `urls` nor `service` its replicas are found through the InferencePool. Those that are found
@@ -190,10 +190,10 @@ class Epp(Section):
         description="File with a bearer token, read again for each scrape. Empty: the service account's, if"
         " any.",
     )
-    tls: Tls = Tls()
+    tls: TlsSettings = TlsSettings()
 
 
-class Signals(Section):
+class SignalsSettings(Section):
     """How it is known how full the pool is."""
 
     source: Literal["auto", "prometheus", "epp"] = Field(
@@ -214,8 +214,8 @@ class Signals(Section):
         "that its saturation counts requests; then saturation alone. The default detector can read near 0 "
         "while every slot is taken: `saturation` alone suits the concurrency detector only.",
     )
-    prometheus: Prometheus = Prometheus()
-    epp: Epp = Epp()
+    prometheus: PrometheusSettings = PrometheusSettings()
+    epp: EppSettings = EppSettings()
 
     @field_validator("max_age_s")
     @classmethod
@@ -229,7 +229,7 @@ class Signals(Section):
 
     @field_validator("prometheus")
     @classmethod
-    def _reachable(cls, prometheus: Prometheus, info: ValidationInfo) -> Prometheus:
+    def _reachable(cls, prometheus: PrometheusSettings, info: ValidationInfo) -> PrometheusSettings:
         if info.data.get("source") == "prometheus" and not prometheus.url:
             raise refuse("url is required when signals.source is prometheus")
         return prometheus
@@ -241,7 +241,7 @@ class Signals(Section):
         return max(MAX_AGE_S[source], 2 * self.interval_s)
 
 
-class Budget(Section):
+class BudgetSettings(Section):
     """How much of the pool's slack batch work takes."""
 
     reserve: float = Field(
@@ -285,7 +285,7 @@ class Budget(Section):
         return upper
 
 
-class Retry(Section):
+class RetrySettings(Section):
     """What happens to requests whose tries fail."""
 
     base_s: float = Field(
@@ -313,7 +313,7 @@ class Retry(Section):
         return max_s
 
 
-class Shutdown(Section):
+class ShutdownSettings(Section):
     """How the process ends."""
 
     drain_s: float = Field(
@@ -324,7 +324,7 @@ class Shutdown(Section):
     )
 
 
-class Admin(Section):
+class AdminSettings(Section):
     """The port with health, metrics, status and the live page."""
 
     host: Text = Field(
@@ -343,7 +343,7 @@ class Admin(Section):
     )
 
 
-class Log(Section):
+class LogSettings(Section):
     """Logging, to standard error."""
 
     level: Literal["debug", "info", "warning", "error"] = Field(
@@ -354,7 +354,7 @@ class Log(Section):
     )
 
 
-class Tracing(Section):
+class TracingSettings(Section):
     """OpenTelemetry traces; needs the `otel` extra."""
 
     endpoint: HttpUrl = Field(
@@ -374,16 +374,16 @@ class Settings(Section, BaseSettings):
 
     model_config: ClassVar[SettingsConfigDict] = {}  # a section's, with the library's own beside it
 
-    pool: Pool = Pool()
-    gateway: Gateway
-    queue: Queue = Queue()
-    signals: Signals = Signals()
-    budget: Budget = Budget()
-    retry: Retry = Retry()
-    shutdown: Shutdown = Shutdown()
-    admin: Admin = Admin()
-    log: Log = Log()
-    tracing: Tracing = Tracing()
+    pool: PoolSettings = PoolSettings()
+    gateway: GatewaySettings
+    queue: QueueSettings = QueueSettings()
+    signals: SignalsSettings = SignalsSettings()
+    budget: BudgetSettings = BudgetSettings()
+    retry: RetrySettings = RetrySettings()
+    shutdown: ShutdownSettings = ShutdownSettings()
+    admin: AdminSettings = AdminSettings()
+    log: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
 
     @classmethod
     def settings_customise_sources(
@@ -417,7 +417,9 @@ class Settings(Section, BaseSettings):
             "results": queue.results or f"batch:{{{self.pool.name}}}:results",
         }
         # Once, before anybody else sees the object: frozen from here on.
-        object.__setattr__(self, "queue", Queue.model_construct(_fields_set=queue.model_fields_set, **values))
+        object.__setattr__(
+            self, "queue", QueueSettings.model_construct(_fields_set=queue.model_fields_set, **values)
+        )
         return self
 
     def policy(self, source: Source | None = None) -> Policy:

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from dispatcher.core.slot import fault_of_braces
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import Key, SecretUrl, Text, fault_of_braces, refuse, url
+from dispatcher.settings.values import Key, SecretUrl, Text, refuse, url
 
 QueueUrl = Annotated[
     SecretUrl,
@@ -16,7 +17,7 @@ QueueUrl = Annotated[
 OWNER_TIMEOUT_S = 5.0
 
 
-class Queue(Section):
+class QueueSettings(Section):
     """The queue in Redis or Valkey."""
 
     url: QueueUrl = Field(

@@ -5,6 +5,7 @@ Each refuses with a sentence that never repeats the value: it may be a secret.
 
 from __future__ import annotations
 
+import base64
 import re
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -12,23 +13,23 @@ from urllib.parse import unquote
 from pydantic import AfterValidator, BeforeValidator, GetCoreSchemaHandler, PlainSerializer
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from dispatcher.core.headers import (
+    FAIRNESS_ID,
+    HOP_BY_HOP,
+    NAME,
+    OBJECTIVE,
+    OLD_FAIRNESS_ID,
+    OLD_OBJECTIVE,
+    REQUEST_ID,
+)
+
 MASK = "***"
 CONTROL_HEADERS = {
-    "x-llm-d-inference-objective": "set gateway.objective",
-    "x-gateway-inference-objective": "set gateway.objective",
-    "x-llm-d-inference-fairness-id": "set gateway.fairness_from",
-    "x-gateway-inference-fairness-id": "set gateway.fairness_from",
-    "x-request-id": "it is the request's id",
+    **dict.fromkeys((OBJECTIVE, OLD_OBJECTIVE), "set gateway.objective"),
+    **dict.fromkeys((FAIRNESS_ID, OLD_FAIRNESS_ID), "set gateway.fairness_from"),
+    REQUEST_ID: "it is the request's id",
     "content-length": "it follows from the payload",
-    "connection": "it belongs to the connection",
-    "keep-alive": "it belongs to the connection",
-    "proxy-authenticate": "it belongs to the connection",
-    "proxy-authorization": "it belongs to the connection",
-    "proxy-connection": "it belongs to the connection",
-    "te": "it belongs to the connection",
-    "trailer": "it belongs to the connection",
-    "transfer-encoding": "it belongs to the connection",
-    "upgrade": "it belongs to the connection",
+    **dict.fromkeys(HOP_BY_HOP, "it belongs to the connection"),
 }
 """Headers the dispatcher sets itself, or that no request may carry, and what to do instead."""
 
@@ -45,7 +46,6 @@ SECRET_NAME = re.compile(
 )
 """The short ones are whole words: `X-Tenant-Pw`, and not `X-Power`."""
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _LABEL = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
 
 
@@ -87,6 +87,12 @@ class SecretUrl:
         userinfo, at, _ = match["netloc"].rpartition("@") if match else ("", "", "")
         user, _, password = userinfo.partition(":")
         return (unquote(user), unquote(password)) if at else None
+
+    @property
+    def authorization(self) -> str:
+        """The Authorization header that user and password come to; empty where the URL holds neither."""
+        given = self.credentials
+        return "Basic " + base64.b64encode(":".join(given).encode()).decode() if given else ""
 
     @property
     def bare(self) -> str:
@@ -200,7 +206,7 @@ def _without_controls(value: str) -> str:
 
 
 def _header_name(value: str) -> str:
-    if _TOKEN.fullmatch(value) is None:
+    if NAME.fullmatch(value) is None:
         raise refuse("is not a header name")
     return value
 
@@ -235,19 +241,6 @@ def _key(value: str) -> str:
     if _CONTROL.search(value) or len(value) > 512:
         raise refuse("must not hold control characters, nor more than 512 characters")
     return value
-
-
-def fault_of_braces(name: str) -> str | None:
-    """Why a queue's name could not keep all its keys in one Redis Cluster slot; None when it can.
-
-    One `{tag}` is kept; a name without braces is wrapped whole. Anything else would be hashed in a way that
-    nobody meant.
-    """
-    if "{" not in name and "}" not in name:
-        return None
-    if name.count("{") != 1 or name.count("}") != 1 or re.search(r"\{[^{}]+\}", name) is None:
-        return "must hold one {tag} that is not empty, or no braces at all"
-    return None
 
 
 Text = Annotated[str, AfterValidator(_without_controls)]

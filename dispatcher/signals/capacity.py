@@ -17,9 +17,9 @@ from typing import Any, Final, Generic, Literal, TypeVar
 
 import msgspec
 
-from dispatcher.settings import Epp, Pool
+from dispatcher.settings import EppSettings, PoolSettings
 from dispatcher.signals import kube
-from dispatcher.signals.cluster import Access
+from dispatcher.signals.cluster import ClusterAccess
 from dispatcher.signals.digests import (
     InferencePool,
     addresses,
@@ -28,13 +28,11 @@ from dispatcher.signals.digests import (
     digest_pool,
     digest_slice,
 )
-from dispatcher.signals.kube import Api, ApiError, Problem
+from dispatcher.signals.kube import Api, ApiError, ClusterProblem
 from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
-from dispatcher.signals.sources import Finding
 from dispatcher.telemetry.events import Event, diverted, emit
 
 HOLD_S = 60.0
-NOWHERE = "no Kubernetes here: neither a service account nor a kubeconfig"
 _GROUP = "inference.networking.k8s.io"
 _OLD_GROUP = "inference.networking.x-k8s.io"
 _CRDS = f"the CRDs of the Gateway API Inference Extension (inferencepools.{_GROUP})"
@@ -53,7 +51,7 @@ class Endpoints:
     """Ready endpoints (pods × target ports); None: not known, and then no bound on the capacity."""
     epp_addresses: tuple[str, ...] | None = None
     """IP addresses of the endpoint picker's ready replicas; None: not known."""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ClusterProblem, ...] = ()
     """All that keeps something from being known, or makes it 0."""
     unsure_since: float | None = None
     """When the API was last heard of something that `ready` is counted from and cannot be asked now, on the
@@ -72,7 +70,7 @@ class _Found:
     """What is known of the InferencePool."""
 
     pool: InferencePool | None
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[ClusterProblem, ...] = ()
     ready: int | None = None
     """Without a pool: 0 where it surely is not there."""
     answered: bool = True
@@ -97,11 +95,11 @@ class CapacityWatch:
 
     def __init__(
         self,
-        pool: Pool,
-        epp: Epp,
+        pool: PoolSettings,
+        epp: EppSettings,
         on_change: Callable[[Endpoints], None],
         *,
-        access: Access | None = None,
+        access: ClusterAccess | None = None,
         hold_s: float = HOLD_S,
         watch_s: float = WATCH_S,
     ) -> None:
@@ -109,7 +107,7 @@ class CapacityWatch:
         self._namespace = pool.namespace
         self._find_epp = finds_epp(epp)
         self._on_change = on_change
-        self._access = Access() if access is None else access
+        self._access = ClusterAccess() if access is None else access
         self._hold_s = hold_s
         self._watch_s = watch_s
         self._running = False
@@ -138,7 +136,7 @@ class CapacityWatch:
                 self._timer.cancel()
             await api.close()
 
-    def reconfigure(self, epp: Epp) -> None:
+    def reconfigure(self, epp: EppSettings) -> None:
         """Find the endpoint picker from now on, or leave it, as the settings say."""
         if finds_epp(epp) != self._find_epp:
             self._find_epp = finds_epp(epp)
@@ -149,8 +147,8 @@ class CapacityWatch:
         self._running = True
         self._loop = asyncio.get_running_loop()
 
-        def place(digest: Callable[[msgspec.Raw], V]) -> _Place[V]:
-            return _Place(
+        def place(digest: Callable[[msgspec.Raw], V]) -> _MovableMirror[V]:
+            return _MovableMirror(
                 tasks, lambda resource: Mirror(api, resource, digest, self._look, watch_s=self._watch_s)
             )
 
@@ -190,12 +188,16 @@ class CapacityWatch:
             if replicas == () and not self._problems(self._slices):
                 where = f"Service {self._namespace}/{found.pool.service}"
                 problems.append(
-                    Problem(f"{where} has no ready endpoint: no endpoint picker runs", "the picker's pods")
+                    ClusterProblem(
+                        f"{where} has no ready endpoint: no endpoint picker runs", "the picker's pods"
+                    )
                 )
         places = (self._pool, self._old_pool, self._pods, self._slices)
         self._counted = self._counted or ready is not None
         if ready is None and self._counted:
-            problems.append(Problem("what it showed before no longer counts: it bounds no capacity now"))
+            problems.append(
+                ClusterProblem("what it showed before no longer counts: it bounds no capacity now")
+            )
         return Endpoints(
             ready=ready,
             epp_addresses=replicas,
@@ -234,13 +236,15 @@ class CapacityWatch:
         gone = gone or (unserved and older == _NOT_THERE)
         return _Found(None, (self._missing(newer, older),), ready=0 if gone else None)
 
-    def _found(self, place: _Place[InferencePool], pool: InferencePool) -> _Found:
+    def _found(self, place: _MovableMirror[InferencePool], pool: InferencePool) -> _Found:
         if pool.selector:
             return _Found(pool, self._problems(place))
         what = f"InferencePool {self._namespace}/{self._name} selects no pods"
-        return _Found(None, (Problem(what, "its spec.selector"),), ready=0)
+        return _Found(None, (ClusterProblem(what, "its spec.selector"),), ready=0)
 
-    def _seen(self, place: _Place[InferencePool]) -> InferencePool | ApiError | Literal["not there"] | None:
+    def _seen(
+        self, place: _MovableMirror[InferencePool]
+    ) -> InferencePool | ApiError | Literal["not there"] | None:
         """What one version of the API says of the pool; None: nothing yet."""
         mirror = place.mirror
         if mirror is None:
@@ -252,7 +256,7 @@ class CapacityWatch:
 
     def _missing(
         self, newer: ApiError | Literal["not there"], older: ApiError | Literal["not there"]
-    ) -> Problem:
+    ) -> ClusterProblem:
         """Why neither version of the API shows the pool: each says that it has none, 403 or 404.
 
         An API server looks at rights before it looks whether it serves what is asked for.
@@ -262,20 +266,22 @@ class CapacityWatch:
         refused = [group for group, it in answers.items() if isinstance(it, ApiError) and it.status == 403]
         unserved = [group for group, it in answers.items() if isinstance(it, ApiError) and it.status == 404]
         if len(unserved) == len(answers):
-            return Problem("the cluster serves no InferencePools", f"install {_CRDS}")
+            return ClusterProblem("the cluster serves no InferencePools", f"install {_CRDS}")
         if not refused:
-            return Problem(f"{name} does not exist", "pool.name, pool.namespace")
+            return ClusterProblem(f"{name} does not exist", "pool.name, pool.namespace")
         needed = f"the Role there: it needs the rule {rule(refused, 'inferencepools')}"
         if newer == _NOT_THERE:
             hint = f"pool.name, pool.namespace; where the cluster serves that, too, {needed}"
-            return Problem(f"{name} does not exist, unless in {_OLD_GROUP}, which we may not read", hint)
+            return ClusterProblem(
+                f"{name} does not exist, unless in {_OLD_GROUP}, which we may not read", hint
+            )
         place = self._pool if _GROUP in refused else self._old_pool
         verb = place.mirror.verb if place.mirror is not None else "list"
         if len(refused) > 1:
             needed += f" ({_OLD_GROUP} only where the cluster serves it)"
         if older != _NOT_THERE:
             needed += f"; or, if the cluster serves no InferencePools, install {_CRDS}"
-        return Problem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
+        return ClusterProblem(f"not allowed to {verb} inferencepools in namespace {self._namespace}", needed)
 
     # What is seen of the rest.
 
@@ -296,7 +302,7 @@ class CapacityWatch:
             return self._known.epp_addresses
         return addresses(each for replicas in mirror.items.values() for each in replicas)
 
-    def _problems(self, place: _Place[Any]) -> tuple[Problem, ...]:
+    def _problems(self, place: _MovableMirror[Any]) -> tuple[ClusterProblem, ...]:
         """What is wrong with a watch: nothing or one thing."""
         mirror = place.mirror
         problem = mirror.problem if mirror is not None else None
@@ -314,7 +320,7 @@ class CapacityWatch:
     def _given_up(self, mirror: Mirror[Any]) -> bool:
         return mirror.failure is not None and self._loop.time() >= mirror.heard_at + self._hold_s
 
-    def _had(self, place: _Place[Any]) -> bool:
+    def _had(self, place: _MovableMirror[Any]) -> bool:
         """Whether it was seen once."""
         return place.mirror is not None and place.mirror.synced
 
@@ -357,7 +363,7 @@ class CapacityWatch:
         self._on_change(endpoints)
 
 
-class _Place(Generic[V]):
+class _MovableMirror(Generic[V]):
     """A mirror that can be pointed at another collection; only one runs at a time."""
 
     def __init__(self, tasks: asyncio.TaskGroup, make: Callable[[Resource], Mirror[V]]) -> None:
@@ -377,18 +383,20 @@ class _Place(Generic[V]):
             self._task = self._tasks.create_task(self.mirror.run(), name=f"watch of {resource.plural}")
 
 
-def finds_epp(epp: Epp) -> bool:
+def finds_epp(epp: EppSettings) -> bool:
     """Whether the settings leave it to the watch to find the endpoint picker."""
     return not epp.urls and not epp.service
 
 
 def prepare() -> None:
     """Import what the watch needs where there is a cluster: a second that no event loop has to spend."""
-    if Access():
+    if ClusterAccess():
         kube.prepare()
 
 
-async def look(pool: Pool, epp: Epp, *, access: Access | None = None, timeout_s: float = 5.0) -> Endpoints:
+async def look(
+    pool: PoolSettings, epp: EppSettings, *, access: ClusterAccess | None = None, timeout_s: float = 5.0
+) -> Endpoints:
     """What the watch knows once it has looked around, and all that it complains of; within `timeout_s`.
 
     Nothing is logged: it is the caller's to tell.
@@ -410,30 +418,7 @@ async def look(pool: Pool, epp: Epp, *, access: Access | None = None, timeout_s:
             watch.cancel()
     if found.whole:
         return found
-    late = Problem(f"the Kubernetes API did not answer within {timeout_s:g} s", str(access or Access()))
+    late = ClusterProblem(
+        f"the Kubernetes API did not answer within {timeout_s:g} s", str(access or ClusterAccess())
+    )
     return replace(found, problems=(*found.problems, late))
-
-
-async def probe(
-    pool: Pool, epp: Epp, *, access: Access | None = None, timeout_s: float = 5.0
-) -> list[Finding]:
-    """What `batch-dispatcher check` says of Kubernetes."""
-    return describe(pool, epp, await look(pool, epp, access=access, timeout_s=timeout_s))
-
-
-def describe(pool: Pool, epp: Epp, endpoints: Endpoints) -> list[Finding]:
-    """Findings for people. Without Kubernetes the dispatcher works, if it is told where the picker is."""
-    name = f"kubernetes {pool.namespace}/{pool.name}"
-    if not endpoints.watched:
-        hint = "signals.epp.urls or signals.prometheus.url: the endpoint picker cannot be found without it"
-        return [Finding(name, True, NOWHERE, hint if finds_epp(epp) else "")]
-    findings = []
-    if endpoints.ready is not None:
-        findings.append(Finding(name, endpoints.ready > 0, f"{endpoints.ready} ready endpoints"))
-    if endpoints.epp_addresses is not None:
-        there = ", ".join(endpoints.epp_addresses) or "none"
-        findings.append(
-            Finding(f"{name} endpoint picker", bool(endpoints.epp_addresses), f"replicas: {there}")
-        )
-    findings += [Finding(name, False, problem.what, problem.hint) for problem in endpoints.problems]
-    return findings

@@ -11,7 +11,7 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class ClusterAccess:
     """The pod's service account, else a kubeconfig. False: there is neither."""
 
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)

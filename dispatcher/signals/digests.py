@@ -20,7 +20,7 @@ class InferencePool:
     """The endpoint picker's."""
 
 
-class Replica(NamedTuple):
+class PickerReplica(NamedTuple):
     """One of the endpoint picker's, in one slice."""
 
     pod: str
@@ -43,7 +43,7 @@ class _PodStatus(msgspec.Struct):
     conditions: list[_Condition] | None = None
 
 
-class _Pod(msgspec.Struct):
+class _PodObject(msgspec.Struct):
     metadata: _Metadata
     status: _PodStatus = msgspec.field(default_factory=_PodStatus)
 
@@ -62,7 +62,7 @@ class _PoolSpec(msgspec.Struct):
     picker: _Reference = msgspec.field(default_factory=_Reference, name="endpointPickerRef")
 
 
-class _Pool(msgspec.Struct):
+class _PoolObject(msgspec.Struct):
     spec: _PoolSpec
 
 
@@ -79,7 +79,7 @@ class _EndpointConditions(msgspec.Struct):
     ready: bool | None = None
 
 
-class _Target(msgspec.Struct):
+class _TargetReference(msgspec.Struct):
     name: str = ""
     uid: str = ""
 
@@ -87,7 +87,7 @@ class _Target(msgspec.Struct):
 class _Endpoint(msgspec.Struct):
     addresses: list[str] | None = None
     conditions: _EndpointConditions = msgspec.field(default_factory=_EndpointConditions)
-    target: _Target | None = msgspec.field(default=None, name="targetRef")
+    target: _TargetReference | None = msgspec.field(default=None, name="targetRef")
 
 
 class _Slice(msgspec.Struct):
@@ -97,7 +97,7 @@ class _Slice(msgspec.Struct):
 
 def digest_pod(pod: msgspec.Raw) -> bool:
     """Whether a pod takes requests: Ready, and not on its way out."""
-    read = msgspec.json.decode(pod, type=_Pod)
+    read = msgspec.json.decode(pod, type=_PodObject)
     conditions = read.status.conditions or ()
     return read.metadata.deleting is None and any(
         condition.type == "Ready" and condition.status == "True" for condition in conditions
@@ -105,7 +105,7 @@ def digest_pod(pod: msgspec.Raw) -> bool:
 
 
 def digest_pool(pool: msgspec.Raw) -> InferencePool:
-    spec = msgspec.json.decode(pool, type=_Pool).spec
+    spec = msgspec.json.decode(pool, type=_PoolObject).spec
     return InferencePool(_selector(spec.selector.labels), len(spec.ports or ()), spec.picker.name)
 
 
@@ -115,14 +115,14 @@ def digest_old_pool(pool: msgspec.Raw) -> InferencePool:
     return InferencePool(_selector(spec.selector), 1, spec.picker.name)
 
 
-def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[Replica, ...]:
+def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
     """What takes traffic in a slice; a condition that is not given means ready.
 
     An endpoint's addresses all lead to the same place: the first stands for it.
     """
     read = msgspec.json.decode(endpoint_slice, type=_Slice)
     return tuple(
-        Replica(
+        PickerReplica(
             endpoint.target.uid or endpoint.target.name if endpoint.target is not None else "",
             read.family,
             endpoint.addresses[0],
@@ -132,10 +132,10 @@ def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[Replica, ...]:
     )
 
 
-def addresses(replicas: Iterable[Replica]) -> tuple[str, ...]:
+def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
     """One address of each replica, IPv4 where it has several: a Service of two families has slices of both.
     What names no pod is told apart by its address."""
-    found: dict[str, Replica] = {}
+    found: dict[str, PickerReplica] = {}
     for replica in sorted(replicas, key=lambda each: (each.family, each.address)):  # IPv4 comes before IPv6
         found.setdefault(replica.pod or replica.address, replica)
     return tuple(sorted(replica.address for replica in found.values()))

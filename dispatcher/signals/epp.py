@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import ssl
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 import aiohttp
@@ -23,6 +21,8 @@ from httpx_aiohttp import AiohttpTransport
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.poll import Unread
+from dispatcher.peer import words
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
@@ -52,7 +52,7 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _ScrapeTarget:
     url: str
     label: str
     """For people: host and port, without what may be secret in a URL."""
@@ -143,16 +143,11 @@ class EppSource:
         if not self._token_file:
             return ""
         try:
-            token = Path(self._token_file).read_text(encoding="ascii").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            why = f"the token file {self._token_file} cannot be read: {_words(error)}"
-            return Unread(Reason.UNREADABLE, why, "signals.epp.token_file")
-        if not token or not token.isprintable() or " " in token:
-            why = f"the token file {self._token_file} holds no bearer token"
-            return Unread(Reason.UNREADABLE, why, "signals.epp.token_file")
-        return token
+            return read_token(self._token_file)
+        except TokenFileError as error:
+            return Unread(Reason.UNREADABLE, f"the token file {error}", "signals.epp.token_file")
 
-    async def _resolve(self) -> Sequence[_Target] | Unread:
+    async def _resolve(self) -> Sequence[_ScrapeTarget] | Unread:
         if self._targets.urls:
             try:
                 return [_of_url(url) for url in self._targets.urls]
@@ -170,7 +165,7 @@ class EppSource:
             return Unread(Reason.UNREADABLE, "the Kubernetes watch sees no ready pod of the endpoint picker")
         return [self._of_address(address) for address in self._found]
 
-    async def _resolve_service(self) -> Sequence[_Target] | Unread:
+    async def _resolve_service(self) -> Sequence[_ScrapeTarget] | Unread:
         service, port = self._targets.service, self._targets.port
         names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
 
@@ -180,7 +175,7 @@ class EppSource:
                 try:
                     found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
                 except OSError as error:  # gaierror is one
-                    failure = failure or _words(error)
+                    failure = failure or words(error)
                 else:
                     # `localhost` and dual-stack names give one replica two addresses: take one family.
                     families = [entry[0] for entry in found]
@@ -201,7 +196,7 @@ class EppSource:
         name, addresses = answer
         return [self._of_address(address, server_name=name) for address in addresses]
 
-    def _of_address(self, address: str, server_name: str = "") -> _Target:
+    def _of_address(self, address: str, server_name: str = "") -> _ScrapeTarget:
         scheme = "https" if self._targets.secure else "http"
         if address.startswith("[") or address.count(":") == 1:
             host = address
@@ -209,9 +204,9 @@ class EppSource:
             host = f"[{address}]" if ":" in address else address
         if host.endswith("]") or ":" not in host:
             host = f"{host}:{self._targets.port}"
-        return _Target(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
+        return _ScrapeTarget(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
 
-    async def _scrape(self, target: _Target, token: str, latencies: bool) -> View | Unread:
+    async def _scrape(self, target: _ScrapeTarget, token: str, latencies: bool) -> View | Unread:
         loop = asyncio.get_running_loop()
         opened_at = loop.time()
         try:
@@ -223,7 +218,7 @@ class EppSource:
         except MalformedPageError as error:
             return _unread(target, f"the page is malformed: {error}")
         except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
-            return _unread(target, _words(error), "signals.epp: the address, or the network on the way there")
+            return _unread(target, words(error), "signals.epp: the address, or the network on the way there")
         if isinstance(page, Unread):
             return page
         seen = view(page.samples, self._pool, opened_at, loop.time())
@@ -234,7 +229,7 @@ class EppSource:
         found = latency.histograms(page.also, target.label, marked=self._marked, spoiled=page.spoiled)
         return replace(seen, histograms=found)
 
-    async def _page(self, target: _Target, token: str, latencies: bool) -> Page | Unread:
+    async def _page(self, target: _ScrapeTarget, token: str, latencies: bool) -> Page | Unread:
         if self._client is None:
             transport = AiohttpTransport(verify=self._tls, trust_env=False)
             self._client = httpx.AsyncClient(
@@ -305,14 +300,14 @@ def _tls_context(secure: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=False)
 
 
-def _of_url(url: str) -> _Target:
+def _of_url(url: str) -> _ScrapeTarget:
     parsed = httpx.URL(url)
     if parsed.path in ("", "/"):
         parsed = parsed.copy_with(path="/metrics")
-    return _Target(str(parsed), parsed.netloc.decode("ascii", "replace"))
+    return _ScrapeTarget(str(parsed), parsed.netloc.decode("ascii", "replace"))
 
 
-def _refused(target: _Target, status: int, with_token: bool) -> Unread:
+def _refused(target: _ScrapeTarget, status: int, with_token: bool) -> Unread:
     if status in (401, 403):
         hint = (
             "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
@@ -326,22 +321,5 @@ def _refused(target: _Target, status: int, with_token: bool) -> Unread:
     return _unread(target, f"HTTP {status}", hints.get(status, ""))
 
 
-def _unread(target: _Target, why: str, hint: str = "") -> Unread:
+def _unread(target: _ScrapeTarget, why: str, hint: str = "") -> Unread:
     return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)
-
-
-def _words(error: BaseException) -> str:
-    """What went wrong, in the operating system's or the TLS library's words where they are behind it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, aiohttp.ClientResponseError):  # its own words hold the URL, secrets and all
-            return f"the answer is not HTTP ({cause.message.partition(':')[0]})"
-        # aiohttp derives an exception of its own from the certificate's, and leaves the message behind.
-        if isinstance(cause, ssl.SSLCertVerificationError) and hasattr(cause, "verify_message"):
-            return f"its certificate is not trusted: {cause.verify_message}"
-        if isinstance(cause, ssl.SSLError) and getattr(cause, "reason", None):
-            return f"TLS failed: {cause.reason}"
-        if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ssl.SSLError):
-            return os.strerror(cause.errno) if cause.errno > 0 else str(cause.strerror)
-        cause = cause.__cause__
-    return str(error) or type(error).__name__

@@ -17,12 +17,12 @@ class QueryError(Exception):
         self.hint = hint
 
 
-class _Row(msgspec.Struct):
+class _VectorRow(msgspec.Struct):
     metric: dict[str, str]
     value: tuple[float, str]
 
 
-class _Data(msgspec.Struct):
+class _QueryData(msgspec.Struct):
     resultType: str = "nothing"  # noqa: N815 -- Prometheus' name
     result: msgspec.Raw = msgspec.Raw(b"")
 
@@ -33,11 +33,11 @@ class _Document(msgspec.Struct):
     status: str = ""
     error: str = ""
     warnings: list[str] | None = None
-    data: _Data | None = None
+    data: _QueryData | None = None
 
 
 _decode_document = msgspec.json.Decoder(_Document).decode
-_decode_rows = msgspec.json.Decoder(list[_Row]).decode
+_decode_rows = msgspec.json.Decoder(list[_VectorRow]).decode
 
 
 def vector(result: msgspec.Raw) -> list[Sample]:
@@ -69,7 +69,7 @@ def document(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
         raise QueryError(f"the answer is not Prometheus' JSON{shape}", "signals.prometheus.url")
     if said.warnings:
         raise QueryError(f"the answer may be partial: {said.warnings[0][:300]}")
-    data = said.data or _Data()
+    data = said.data or _QueryData()
     if data.resultType != "vector":
         why = f"the answer is {data.resultType[:40]}, not an instant vector"
         raise QueryError(why, "signals.prometheus.queries")

@@ -18,11 +18,11 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from dispatcher import __version__
-from dispatcher.peer import reason
-from dispatcher.signals.cluster import Access
+from dispatcher import USER_AGENT
+from dispatcher.peer import addressed, words
+from dispatcher.settings.files import looks
+from dispatcher.signals.cluster import ClusterAccess
 
-USER_AGENT = f"batch-dispatcher/{__version__}"
 _HEAD_S = 10.0
 """An answer must begin within this; a watch's head comes at once, too."""
 _LOOK_S = 1.0
@@ -40,7 +40,7 @@ def prepare() -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ClusterProblem:
     """What is wrong, in one sentence, and what to look at."""
 
     what: str
@@ -57,7 +57,7 @@ class ApiError(Exception):
         self, what: str, hint: str = "", *, status: int | None = None, retry_after_s: float = 0.0
     ) -> None:
         super().__init__(what)
-        self.problem = Problem(what, hint)
+        self.problem = ClusterProblem(what, hint)
         self.status = status
         """None: no HTTP answer at all, or none that can be read."""
         self.retry_after_s = retry_after_s
@@ -81,9 +81,9 @@ class ApiError(Exception):
 class Api:
     """The API server. Every failure comes out as an ApiError."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: ClusterAccess) -> None:
         self._access = access
-        self._session: _Session | None = None
+        self._session: _SharedSession | None = None
         self._read_from = _Files(())
         self._connecting = asyncio.Lock()
 
@@ -109,9 +109,9 @@ class Api:
         except TimeoutError as error:
             raise ApiError("the Kubernetes API did not answer in time", hint) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise ApiError(f"the Kubernetes API cannot be reached: {_words(error)}", hint) from error
+            raise ApiError(f"the Kubernetes API cannot be reached: {addressed(error)}", hint) from error
         except ValueError as error:  # a line longer than the buffer, or not the JSON that it should be
-            raise ApiError(f"the Kubernetes API's answer cannot be read: {_words(error)}", hint) from error
+            raise ApiError(f"the Kubernetes API's answer cannot be read: {words(error)}", hint) from error
 
     async def pause(self, seconds: float) -> None:
         """Wait, until the files with the credentials change at the longest."""
@@ -134,7 +134,7 @@ class Api:
                     await session.client.close()
             if self._session is None:
                 made = await self._connect()
-                self._session = _Session(made, asyncio.get_running_loop().time())
+                self._session = _SharedSession(made, asyncio.get_running_loop().time())
         session = self._session
         session.users += 1
         try:
@@ -169,14 +169,14 @@ class Api:
                 )
             made = client.ApiClient(configuration)
         except Exception as error:  # whatever a file, a plugin or a certificate makes of it
-            raise ApiError(f"{self._access} cannot be used: {_words(error)}") from error
+            raise ApiError(f"{self._access} cannot be used: {words(error)}") from error
         made.user_agent = USER_AGENT
         return made
 
     async def _failure(self, response: aiohttp.ClientResponse) -> ApiError:
         body = await response.content.read(64 * 1024)
         try:
-            message = msgspec.json.decode(body, type=Status).message
+            message = msgspec.json.decode(body, type=ApiStatus).message
         except msgspec.MsgspecError:
             message = body[:200].decode("utf-8", "replace").strip()
         hint = ""
@@ -196,7 +196,7 @@ class Api:
         )
 
 
-class Status(msgspec.Struct):
+class ApiStatus(msgspec.Struct):
     """The object by which the API says that it will not."""
 
     message: str = ""
@@ -205,7 +205,7 @@ class Status(msgspec.Struct):
 
 
 @dataclass(slots=True, eq=False)
-class _Session:
+class _SharedSession:
     client: Any
     made_at: float
     users: int = 0
@@ -222,18 +222,10 @@ class _Files:
         return self._are() != self._were
 
     def _are(self) -> list[tuple[int, int, int] | None]:
-        return [_looks(path) for path in self._paths]
+        return [looks(path) for path in self._paths]
 
 
-def _looks(path: Path) -> tuple[int, int, int] | None:
-    try:
-        seen = path.stat()
-    except OSError:
-        return None
-    return seen.st_mtime_ns, seen.st_ino, seen.st_size
-
-
-class _Named(msgspec.Struct):
+class _NamedFiles(msgspec.Struct):
     """What a cluster or a user of a kubeconfig names files by."""
 
     authority: str = msgspec.field(default="", name="certificate-authority")
@@ -242,17 +234,17 @@ class _Named(msgspec.Struct):
     key: str = msgspec.field(default="", name="client-key")
 
 
-class _Entry(msgspec.Struct):
-    cluster: _Named = msgspec.field(default_factory=_Named)
-    user: _Named = msgspec.field(default_factory=_Named)
+class _KubeconfigEntry(msgspec.Struct):
+    cluster: _NamedFiles = msgspec.field(default_factory=_NamedFiles)
+    user: _NamedFiles = msgspec.field(default_factory=_NamedFiles)
 
 
 class _Kubeconfig(msgspec.Struct):
-    clusters: list[_Entry] | None = None
-    users: list[_Entry] | None = None
+    clusters: list[_KubeconfigEntry] | None = None
+    users: list[_KubeconfigEntry] | None = None
 
 
-def _read_by(access: Access) -> tuple[Path, ...]:
+def _read_by(access: ClusterAccess) -> tuple[Path, ...]:
     """The files that the credentials are read from, those that a kubeconfig names included."""
     if access.in_cluster:
         return (access.service_account / "token", access.service_account / "ca.crt")
@@ -288,18 +280,11 @@ async def _request(
                 auth_settings=["BearerToken"],
             )
         except Exception as error:  # it reads the token's file now and then
-            raise ApiError(f"the token cannot be read: {_words(error)}") from error
+            raise ApiError(f"the token cannot be read: {words(error)}") from error
         timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=5.0)
         answer = await client.call_api(method, url, headers, _request_timeout=timeout)
     response: aiohttp.ClientResponse = answer.response
     return response
-
-
-def _words(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
-        return f"{error.host}:{error.port}: {reason(error.os_error)}"  # its own words speak of TLS always
-    return _line(str(error)) or type(error).__name__
 
 
 def _line(text: str) -> str:

@@ -23,7 +23,7 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-from dispatcher.signals.kube import Api, ApiError, Problem, Status
+from dispatcher.signals.kube import Api, ApiError, ApiStatus, ClusterProblem
 
 WATCH_S = 20.0
 SOON_S, SOON_FOR_S, LATE_S = 4.0, 300.0, 30.0
@@ -117,14 +117,14 @@ class Mirror(Generic[V]):
         return self.watched or self.failure is not None
 
     @property
-    def problem(self) -> Problem | None:
+    def problem(self) -> ClusterProblem | None:
         """What is wrong now, with what mends it."""
         if self.failure is None:
             return None
         if self.failure.status != 403:
             return self.failure.problem
         where = self.resource
-        return Problem(
+        return ClusterProblem(
             f"not allowed to {self.verb} {where.plural} in namespace {where.namespace}",
             f"the Role there: it needs the rule {rule([where.group], where.plural)}",
         )
@@ -169,7 +169,7 @@ class Mirror(Generic[V]):
             if more:
                 query.append(("continue", more))
             async with self._api.get(self.resource.path, query, _LIST_S) as body:
-                page = msgspec.json.decode(await body.read(), type=_Page)
+                page = msgspec.json.decode(await body.read(), type=_ObjectPage)
                 for item in page.items or ():
                     items[_name(item)] = self._digest(item)
             more = page.metadata.more
@@ -201,19 +201,19 @@ class Mirror(Generic[V]):
             try:
                 async for line in body:
                     if line.strip():
-                        self._apply(msgspec.json.decode(line, type=_Event))
+                        self._apply(msgspec.json.decode(line, type=_WatchEvent))
                 self._hear()
             finally:
                 if self._loop.time() - opened_at >= _ALIVE_S:
                     self._fruitful = True
 
-    def _apply(self, event: _Event) -> None:
+    def _apply(self, event: _WatchEvent) -> None:
         if event.type == "ERROR":
-            status = msgspec.json.decode(event.object, type=Status)
+            status = msgspec.json.decode(event.object, type=ApiStatus)
             self._version = ""  # 410 or not: where we stood, the server cannot go on from
             why = f"the Kubernetes API ended the watch ({status.message or status.reason})"
             raise ApiError(why, status=status.code)
-        metadata = msgspec.json.decode(event.object, type=_Named).metadata
+        metadata = msgspec.json.decode(event.object, type=_NamedObject).metadata
         value = None if event.type in ("BOOKMARK", "DELETED") else self._digest(event.object)
         self._version = metadata.version or self._version
         self._fruitful = True
@@ -244,25 +244,25 @@ class Mirror(Generic[V]):
             self._changed()
 
 
-class _Metadata(msgspec.Struct):
+class _ObjectMetadata(msgspec.Struct):
     name: str = ""
     version: str = msgspec.field(default="", name="resourceVersion")
     more: str = msgspec.field(default="", name="continue")
 
 
-class _Named(msgspec.Struct):
-    metadata: _Metadata
+class _NamedObject(msgspec.Struct):
+    metadata: _ObjectMetadata
 
 
-class _Page(msgspec.Struct):
-    metadata: _Metadata
+class _ObjectPage(msgspec.Struct):
+    metadata: _ObjectMetadata
     items: list[msgspec.Raw] | None = None
 
 
-class _Event(msgspec.Struct):
+class _WatchEvent(msgspec.Struct):
     type: str
     object: msgspec.Raw
 
 
 def _name(item: msgspec.Raw) -> str:
-    return msgspec.json.decode(item, type=_Named).metadata.name
+    return msgspec.json.decode(item, type=_NamedObject).metadata.name

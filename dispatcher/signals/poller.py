@@ -22,7 +22,7 @@ from dispatcher.core.counting import Count, Guess
 from dispatcher.core.patience import Patience
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Growth, Histograms, Price, Shares, price
-from dispatcher.settings import Signals
+from dispatcher.settings import SignalsSettings
 from dispatcher.settings import Source as SourceName
 from dispatcher.signals.series import Lessons, Verdict, View, at_most, judge
 from dispatcher.telemetry.events import Event, emit
@@ -128,7 +128,7 @@ class Poller:
     def __init__(
         self,
         sources: Sequence[Source],
-        signals: Signals,
+        signals: SignalsSettings,
         policy: Policy,
         on_poll: Callable[[SourcePoll], None],
         *,
@@ -169,7 +169,7 @@ class Poller:
         """The source whose word counts now; None before the first answer."""
         return self._source
 
-    def reconfigure(self, sources: Sequence[Source], signals: Signals, policy: Policy) -> None:
+    def reconfigure(self, sources: Sequence[Source], signals: SignalsSettings, policy: Policy) -> None:
         """Go on with other sources and settings, at once. The sources before are closed."""
         self._next = tuple(sources)
         self._signals = signals

@@ -16,13 +16,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms
+from dispatcher.peer import words
+from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
 from dispatcher.signals.errand import Errand, StillRunningError
 from dispatcher.signals.exposition import Sample
@@ -49,7 +50,7 @@ _ONE_EACH = ("cluster", "namespace", "job")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class PrometheusAddress:
     """How to reach Prometheus, or what speaks its API (Thanos, Mimir)."""
 
     url: str
@@ -71,7 +72,7 @@ class PrometheusSource:
 
     def __init__(
         self,
-        access: Access,
+        access: PrometheusAddress,
         pool: str,
         namespace: str,
         *,
@@ -94,12 +95,12 @@ class PrometheusSource:
         # Not in the errand's thread: two threads that import parts of one package see it unfinished.
         importlib.import_module("prometheus_api_client.prometheus_connect")
         self._errand = Errand("prometheus")
-        self._session = _Session(access, timeout_s)
+        self._session = _QuerySession(access, timeout_s)
         self._client: Any = None
         # Apart, for it may take its time and fail as it likes.
         self._latency_query = latency.latency_query(_literal(pool), _literal(namespace), given, marked=marked)
         self._latency_errand = Errand("prometheus-latency")
-        self._latency_session = _Session(access, LATENCY_TIMEOUT_S)
+        self._latency_session = _QuerySession(access, LATENCY_TIMEOUT_S)
         self._latency_client: Any = None
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
@@ -153,7 +154,7 @@ class PrometheusSource:
         rows = self._rows(self._query, {}) if needs_series else []
         return rows, self._rows(self._own_query, self._own_options) if self._own else []
 
-    def _connect(self, session: _Session) -> Any:
+    def _connect(self, session: _QuerySession) -> Any:
         from prometheus_api_client import PrometheusConnect  # imported when we were made
         from urllib3.util.retry import Retry
 
@@ -170,14 +171,9 @@ class PrometheusSource:
         headers = dict(self._access.headers)
         if self._access.token_file:
             try:
-                token = Path(self._access.token_file).read_text(encoding="ascii").strip()
-            except (OSError, UnicodeDecodeError) as error:
-                why = f"the token file {self._access.token_file} cannot be read: {error}"
-                raise QueryError(why, "signals.prometheus.token_file") from None
-            if not token or not token.isprintable() or " " in token:
-                why = f"the token file {self._access.token_file} holds no bearer token"
-                raise QueryError(why, "signals.prometheus.token_file")
-            headers["Authorization"] = f"Bearer {token}"
+                headers["Authorization"] = f"Bearer {read_token(self._access.token_file)}"
+            except TokenFileError as error:
+                raise QueryError(f"the token file {error}", "signals.prometheus.token_file") from None
         return headers
 
     def _views(
@@ -200,15 +196,15 @@ class PrometheusSource:
             )
         return tuple(views)
 
-    def _replicas(self, rows: Sequence[Sample]) -> list[_Replica | Unread]:
+    def _replicas(self, rows: Sequence[Sample]) -> list[_ScrapedReplica | Unread]:
         """The rows by the target they were scraped from, those of our pool."""
         named = any(row.labels.get("name") == self._pool for row in rows) or any(
             row.labels.get("inference_pool") == self._pool for row in rows
         )
-        replicas: dict[frozenset[tuple[str, str]], _Replica] = {}
+        replicas: dict[frozenset[tuple[str, str]], _ScrapedReplica] = {}
         for row in rows:
             target = frozenset(item for item in row.labels.items() if item[0] not in _SERIES_LABELS)
-            replicas.setdefault(target, _Replica(dict(target))).rows.append(row)
+            replicas.setdefault(target, _ScrapedReplica(dict(target))).rows.append(row)
         found = [replica for replica in replicas.values() if replica.holds(self._pool if named else "")]
         # A scrape job that is taken out of the configuration leaves its last samples behind for minutes.
         found = [each for each in found if not each.age_s > self._max_age_s] or found
@@ -274,7 +270,7 @@ class PrometheusSource:
 
 
 @dataclass(slots=True)
-class _Replica:
+class _ScrapedReplica:
     """What was scraped from one target."""
 
     target: dict[str, str]
@@ -356,14 +352,14 @@ def _literal(text: str) -> str:
     return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-class _Session:
+class _QuerySession:
     """What the client library needs of a requests.Session, with a bound on time and size.
 
     requests bounds the wait for each piece of an answer, not the answer; and it would follow a redirect and
     take the tenant's headers along.
     """
 
-    def __init__(self, access: Access, timeout_s: float) -> None:
+    def __init__(self, access: PrometheusAddress, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._session: Any = None
         self._mounts: list[tuple[str, Any]] = []
@@ -393,8 +389,8 @@ class _Session:
                 raise QueryError(
                     "not a URL", "signals.prometheus.url"
                 ) from None  # its words hold the secrets
-            raise QueryError(_words(error)) from None
-        return _Answer(status, document(status, redirect, body))
+            raise QueryError(words(error)) from None
+        return _QueryAnswer(status, document(status, redirect, body))
 
     def close(self) -> None:
         if self._session is not None:
@@ -402,7 +398,7 @@ class _Session:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _QueryAnswer:
     """What the client library needs of a requests.Response."""
 
     status_code: int
@@ -421,17 +417,3 @@ def _read(raw: Any, give_up_at: float) -> bytes:
         if time.monotonic() > give_up_at:
             raise QueryError("the answer did not end in time", "signals.interval_s allows more time")
     return bytes(body)
-
-
-def _words(error: BaseException) -> str:
-    """The innermost cause: the layers of requests and urllib3 repeat each other."""
-    seen: set[int] = set()
-    while id(error) not in seen:
-        seen.add(id(error))
-        inner = error.__cause__ or error.__context__
-        if inner is None:
-            break
-        error = inner
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).strip()[:300] or type(error).__name__

@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Literal
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside, Page
+from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside, PickerPage
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms
 from dispatcher.signals.exposition import Sample
@@ -104,7 +104,7 @@ class View:
         return (self.running + self.waiting) * self.ready
 
     @property
-    def page(self) -> Page | None:
+    def page(self) -> PickerPage | None:
         """What may show that the saturation is a count; None where it cannot."""
         if self.own or self.utilization or self.saturation is None or self.ready is None:
             return None
@@ -112,7 +112,7 @@ class View:
         if self.waiting is not None and self.kv_cache is not None:
             pressure = max(self.waiting / QUEUE_AT_FULL, self.kv_cache / KV_AT_FULL)
         # The series is made with the picker's first request.
-        return Page(self.saturation, self.ready, self.in_flight or 0.0, pressure)
+        return PickerPage(self.saturation, self.ready, self.in_flight or 0.0, pressure)
 
 
 class Lessons:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from enum import Enum
 from math import inf, isnan
 
-from dispatcher.core.outcome import Delivered, Expired, Outcome, Overloaded, Unreachable, Unsent
+from dispatcher.core.outcome import Delivered, Outcome, Overloaded, TooLate, Unreachable, Unsent
 from dispatcher.core.request import Request
 from dispatcher.ports import Forwarded
 from dispatcher.sim.world import Arrival, Job, World
@@ -153,7 +153,7 @@ class RoadGateway:
             async with asyncio.timeout_at(deadline):
                 outcome = _outcome(await ended, request)
         except TimeoutError:
-            outcome = Expired()
+            outcome = TooLate()
         finally:
             self.road.leave(job)
             del self._jobs[token]

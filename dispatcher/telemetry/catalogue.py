@@ -14,13 +14,14 @@ from enum import StrEnum
 from dispatcher.core.budget import Reason, Signal
 from dispatcher.core.harvest import Work
 from dispatcher.core.outcome import (
+    TEACHES_NOTHING,
     Delivered,
-    Expired,
     Failed,
     Outcome,
     Overloaded,
     Refused,
     TooLarge,
+    TooLate,
     Unreachable,
     Unsent,
 )
@@ -119,7 +120,7 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     Unreachable: "unreachable",
     TooLarge: "toolarge",
     Refused: "refused",
-    Expired: "expired",
+    TooLate: "expired",
     Unsent: "unsent",
 }
 STATUSES = ("none", "2xx", "3xx", "4xx", "5xx")
@@ -128,9 +129,7 @@ DROP_REASONS = (
     "none",
     "rejected-saturated",
     "rejected-ttl-expired",
-    "rejected-no-endpoints",
-    "rejected-shutting-down",
-    "rejected-context-cancelled",
+    *TEACHES_NOTHING,
     "evicted",
     OTHER,
 )
@@ -143,7 +142,10 @@ ANSWERS = tuple(str(answer) for answer in Settled)
 CODES = ("2xx", "4xx", *(str(code) for code in ErrorCode))
 """Of results: the class of the gateway's answer, or the error code."""
 COUNTED = ("attempt", "refusal")
-READS = ("ok", "unreadable", "stale", "no-endpoints", "implausible")
+READS = (
+    "ok",
+    *map(str, (Reason.UNREADABLE, Reason.STALE, Reason.NO_ENDPOINTS, Reason.IMPLAUSIBLE)),
+)
 WORK = tuple(str(work) for work in Work)
 QUANTILES = ("0.5", "0.95")
 PARTS = ("queue", "gateway", "signals")
@@ -215,7 +217,7 @@ CONFIGURED_MAX_SYS = _gauge(
     "The same as the configuration, the endpoint picker or the watch say; more where less was learned to fit",
 )
 MAX_SYS_BY = _states(
-    "max_sys_by", lambda s: s.budget.max_sys_by, "1 for whose word max_sys is", by=CAPACITIES
+    "max_sys_by", lambda s: s.budget.max_sys_by, "1 for whose word max_sys is", by=tuple(CAPACITIES)
 )
 PER_ENDPOINT = _gauge(
     "per_endpoint",

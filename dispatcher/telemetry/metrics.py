@@ -53,7 +53,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         GCCollector(registry=self._registry)
-        self._registry.register(_Page(self._families))
+        self._registry.register(_PageCollector(self._families))
 
     def count(self, series: Series, *labels: str, by: float = 1.0) -> None:
         """One more. What is not declared counts as `other`; where there is none, not at all."""
@@ -153,7 +153,7 @@ class _Seconds:
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
-class _Page(Collector):
+class _PageCollector(Collector):
     """Asked by the registry whenever somebody scrapes."""
 
     def __init__(self, families: Callable[[], Iterator[Metric]]) -> None:

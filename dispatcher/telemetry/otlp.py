@@ -7,7 +7,6 @@ else. OpenTelemetry is imported only where there is an endpoint.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextvars
 import logging
 import re
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 from dispatcher import __version__
 from dispatcher.settings.values import MASK
 from dispatcher.telemetry.events import Event, emit
-from dispatcher.telemetry.tracing import Span, Tracing
+from dispatcher.telemetry.tracing import EndedSpan, Tracing
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource
@@ -53,7 +52,7 @@ _MODULES = (
 _WHY_CHARS = 200
 
 
-class Line:
+class SpanSender:
     """Spans that wait to be sent, and the thread that sends them.
 
     `tell`: called in that thread, with an event that is worth a line in the log: the first loss, and that
@@ -74,7 +73,7 @@ class Line:
         self._exporter = exporter
         self._resource = resource
         self._tell = tell
-        self._spans: deque[Span] = deque()
+        self._spans: deque[EndedSpan] = deque()
         self._wake = threading.Event()
         self._close_by: float | None = None
         self._failures = 0
@@ -90,7 +89,7 @@ class Line:
     def __len__(self) -> int:
         return len(self._spans)
 
-    def add(self, span: Span) -> None:
+    def add(self, span: EndedSpan) -> None:
         """Put it in line, or count it as lost. Never waits."""
         waiting = len(self._spans)
         if waiting >= IN_LINE or self._close_by is not None:
@@ -147,7 +146,7 @@ class Line:
             self._tell(Event.TRACES_LOST, {"lost": count, "why": why})
         self._lost_at = time.monotonic()
 
-    def _export(self, batch: list[Span]) -> str:
+    def _export(self, batch: list[EndedSpan]) -> str:
         """Why they could not be sent, or nothing."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
@@ -167,7 +166,7 @@ def _without_secrets(why: str) -> str:
     return re.sub(r"//[^/@\s]+@", f"//{MASK}@", re.sub(r"\?\S+", f"?{MASK}", why))[:_WHY_CHARS]
 
 
-def _built(span: Span, resource: Resource) -> ReadableSpan:
+def _built(span: EndedSpan, resource: Resource) -> ReadableSpan:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
     from opentelemetry.trace.span import TraceState
@@ -226,7 +225,7 @@ async def tracing(settings: Settings, owner: str) -> AsyncIterator[Tracing | Non
         yield None
         return
     prepare(settings)
-    line = Line(exporter_to(settings.tracing.endpoint), resource(settings.pool.name, owner), _teller())
+    line = SpanSender(exporter_to(settings.tracing.endpoint), resource(settings.pool.name, owner), _teller())
     try:
         yield Tracing(
             line.add,
@@ -247,7 +246,7 @@ def exporter_to(url: SecretUrl) -> SpanExporter:
     library.handlers, library.propagate = [_Complaints()], False
     headers = {}
     if url.credentials:
-        headers["authorization"] = "Basic " + base64.b64encode(":".join(url.credentials).encode()).decode()
+        headers["authorization"] = url.authorization
     return OTLPSpanExporter(endpoint_of(url), headers=headers, timeout=ANSWER_S)
 
 

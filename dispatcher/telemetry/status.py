@@ -7,17 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-CAPACITIES = ("learned", "watch", "picker", "setting", "query")
-"""What fitted, where that is less than all the others say; the Kubernetes watch where it lowers what the
-others say; the endpoint picker; `budget.max_sys`, or `budget.per_endpoint` × the ready endpoints; a query of
-one's own."""
-SOURCES = ("epp", "prometheus")
+from dispatcher.settings import Source
+
+CAPACITIES: Mapping[str, str] = {
+    "learned": "what fitted",
+    "watch": "the Kubernetes watch",
+    "picker": "the endpoint picker",
+    "setting": "budget.max_sys",
+    "query": "signals.prometheus.queries.capacity",
+}
+"""Whose word the capacity is, as people are told it. Learned: where that is less than all the others say; the
+watch: where it lowers what the others say; a setting: `budget.per_endpoint` × the ready endpoints too."""
+SOURCES = get_args(Source)
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessStatus:
     """Which dispatcher this is, and how it is set up."""
 
     version: str
@@ -37,7 +44,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Gate:
+class GateStatus:
     """What may be in flight, and why not more."""
 
     reason: str
@@ -68,7 +75,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class BudgetStatus:
     """D = 1 − (F_SYS + F_EPP + B), of the signal whose limit is the smallest, and of each."""
 
     reserve: float
@@ -98,7 +105,7 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
-class Signals:
+class SignalsStatus:
     """What is read of the pool."""
 
     source: str | None
@@ -127,7 +134,7 @@ class Watch:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LineStatus:
     """What is in the queue."""
 
     pending: int | None = None
@@ -150,7 +157,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class PriceStatus:
     """What interactive users wait, as the pool shows it, beside what batch work took of the pool."""
 
     ttft_p50_s: float | None = None
@@ -178,13 +185,13 @@ class Price:
 class Status:
     """All of it."""
 
-    process: Process
-    gate: Gate
-    budget: Budget
-    signals: Signals
+    process: ProcessStatus
+    gate: GateStatus
+    budget: BudgetStatus
+    signals: SignalsStatus
     watch: Watch = field(default_factory=Watch)
-    line: Line = field(default_factory=Line)
-    price: Price = field(default_factory=Price)
+    line: LineStatus = field(default_factory=LineStatus)
+    price: PriceStatus = field(default_factory=PriceStatus)
 
     def json(self) -> dict[str, Any]:
         """One flat object."""

@@ -47,7 +47,7 @@ class Parent(NamedTuple):
     """Its tracestate."""
 
 
-class Span(NamedTuple):
+class EndedSpan(NamedTuple):
     """A span that has ended, as it waits to be sent. Times are Unix nanoseconds."""
 
     name: str
@@ -90,7 +90,7 @@ class Trail:
         if first and created:
             since = min(max(0, created) * 1_000_000_000, until)
         tracing.record(
-            Span(f"wait {tracing.queue}", "INTERNAL", self._root, new_id(), since, until, self._message)
+            EndedSpan(f"wait {tracing.queue}", "INTERNAL", self._root, new_id(), since, until, self._message)
         )
         self._sent_at = at
         self._try_id = new_id()
@@ -118,7 +118,7 @@ class Trail:
         sent_at, ended_at = tracing.unix_ns(self._sent_at), tracing.unix_ns(at)
         words = None if error is None else why[:_WHY_CHARS] or error
         tracing.record(
-            Span("POST", "CLIENT", self._within, self._try_id, sent_at, ended_at, attributes, words)
+            EndedSpan("POST", "CLIENT", self._within, self._try_id, sent_at, ended_at, attributes, words)
         )
 
     def ended(self, since: float, at: float, *, step: str, error: str | None) -> None:
@@ -132,7 +132,7 @@ class Trail:
             self.tried(at, status=None, error="cut")
         name, began, ended = f"{step} {tracing.queue}", tracing.unix_ns(since), tracing.unix_ns(at)
         settled = self._operation(step, "settle")
-        tracing.record(Span(name, "CLIENT", self._within, new_id(), began, ended, settled))
+        tracing.record(EndedSpan(name, "CLIENT", self._within, new_id(), began, ended, settled))
         self._processed(at, error)
 
     def lost(self, at: float) -> None:
@@ -149,7 +149,7 @@ class Trail:
             attributes["error.type"] = error
         name = f"process {tracing.queue}"
         tracing.record(
-            Span(name, "CONSUMER", self._root, span_id, began, ended, attributes, error, linked=True)
+            EndedSpan(name, "CONSUMER", self._root, span_id, began, ended, attributes, error, linked=True)
         )
 
     def _operation(self, name: str, kind: str) -> dict[str, str | int]:
@@ -206,7 +206,7 @@ class Tracing:
 
     def __init__(
         self,
-        record: Callable[[Span], None],
+        record: Callable[[EndedSpan], None],
         *,
         queue: str,
         gateway: str,

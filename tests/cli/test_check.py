@@ -12,6 +12,7 @@ import pytest
 
 from tests.floors import beside, cpu_of, of_children
 from tests.support import free_port
+from tests.warm import warm_run
 
 COMMAND = [sys.executable, "-m", "dispatcher"]
 
@@ -193,3 +194,42 @@ def test_tracing_without_its_extra_says_what_to_install(
     done = run(*verb, "--config", config, PYTHONPATH=path)
     assert done.returncode == (1 if verb == ["run"] else 0)
     assert "pip install 'batch-dispatcher[otel]'" in done.stderr
+
+
+@pytest.fixture
+def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Outside any cluster."""
+    for name in ("KUBERNETES_SERVICE_HOST", "KUBECONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        f"gateway: {{url: 'http://127.0.0.1:{free_port()}', objective: batch}}\n"
+        f"queue: {{url: 'redis://127.0.0.1:{free_port()}'}}\n"
+    )
+    return config
+
+
+def test_failed_connection_fails_the_check_only_where_it_is_strict(unreachable: Path) -> None:
+    told = warm_run("check", "--config", unreachable)
+    assert told.returncode == 0
+    assert told.stderr.count("failed: ") == 3
+    assert "  lease_s: 30  # default" in told.stdout
+    assert warm_run("check", "--config", unreachable, "--strict").returncode == 1
+
+
+@pytest.mark.parametrize("flag", ["--offline", "--no-connect"])
+def test_offline_tries_nothing(unreachable: Path, flag: str) -> None:
+    told = warm_run("check", "--config", unreachable, flag, "--strict")
+    assert (told.returncode, told.stderr) == (0, "")
+
+
+def test_json_holds_what_was_found(unreachable: Path) -> None:
+    done = warm_run("check", "--config", unreachable, "--strict", "--json")
+    answer = json.loads(done.stdout)
+    assert (done.returncode, answer["ok"], answer["problems"]) == (1, False, [])
+    assert [finding["where"] for finding in answer["findings"] if finding["level"] == "failed"] == [
+        "gateway.url",
+        "queue.url",
+        "signals",
+    ]

@@ -27,7 +27,7 @@ from tests.support import free_port, wait_until
 CHECK = """
 import asyncio, os, sys
 from pathlib import Path
-from dispatcher.cli.probes import ask, prepare, reach
+from dispatcher.check.connections import ask, prepare, reach
 from dispatcher.settings import load
 
 settings = load(Path(sys.argv[1]), os.environ)

@@ -27,7 +27,16 @@ from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import RedisQueue
-from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Watch
+from dispatcher.telemetry.status import (
+    BudgetStatus,
+    GateStatus,
+    LineStatus,
+    PriceStatus,
+    ProcessStatus,
+    SignalsStatus,
+    Status,
+    Watch,
+)
 from tests.queue.servers import ENGINES, Server, server
 from tests.warm import warm_run
 
@@ -130,9 +139,11 @@ def dispatchers() -> dict[str, Any]:
     """/status of one that has something to say of each subject."""
     reading = {"signal": "saturation", "age_s": 41.7, "f_sys": 0.5, "f_epp": 0.25, "max_sys": 32.0}
     return Status(
-        Process("1", "3", "default", NAMES.queue, "one", False, 0.0, config_problem="budget.reserv: unknown"),
-        Gate("full", True, "18 in flight.", 18, 18, 1, None, gateway_problem="refused"),
-        Budget(
+        ProcessStatus(
+            "1", "3", "default", NAMES.queue, "one", False, 0.0, config_problem="budget.reserv: unknown"
+        ),
+        GateStatus("full", True, "18 in flight.", 18, 18, 1, None, gateway_problem="refused"),
+        BudgetStatus(
             0.05,
             max_sys=32.0,
             max_sys_by="setting",
@@ -140,7 +151,7 @@ def dispatchers() -> dict[str, Any]:
             per_endpoint_from="setting",
             reserve_problem="batch requests last 48 s",
         ),
-        Signals(
+        SignalsStatus(
             "epp",
             41.7,
             None,
@@ -150,7 +161,7 @@ def dispatchers() -> dict[str, Any]:
             [{**reading, "source": "epp", "raw": {"queue_size": 8.0}}],
         ),
         Watch(watch_problems=["403 for pods"]),
-        Line(
+        LineStatus(
             pending=7,
             earliest_deadline_s=61.0,
             at_risk=3,
@@ -160,7 +171,7 @@ def dispatchers() -> dict[str, Any]:
                 {"owner": "two", "leases": 17, "silent_s": 3},
             ],
         ),
-        Price(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
+        PriceStatus(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
     ).json()
 
 
@@ -218,7 +229,7 @@ async def test_why_no_dispatcher_answers_is_said(
                 str(tmp_path / "no"),
                 f"admin.token_file: {tmp_path / 'no'} cannot be read: No such file",
             ),
-            (refusing, str(lines), f"admin.token_file: {lines} cannot be read: no text"),
+            (refusing, str(lines), f"admin.token_file: {lines} holds no bearer token"),
             (other, None, f"what answers on admin.port {other} is no dispatcher"),
             (redis, None, f"what answers on admin.port {redis} is no dispatcher"),
             (1, None, "nobody on admin.port 1 of this machine"),

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core import counting
-from dispatcher.core.counting import ASSUMED, FILLS, FIRST, FLUSH_S, PAGES, Outside, Page, fitting
+from dispatcher.core.counting import ASSUMED, FILLS, FIRST, FLUSH_S, PAGES, Outside, PickerPage, fitting
 
 FULL = list(range(0, 48, 5))
 
 
-def page(requests: float, k: int = 16, ready: float = 3, race: float = 0) -> Page:
+def page(requests: float, k: int = 16, ready: float = 3, race: float = 0) -> PickerPage:
     """A page of the concurrency detector; `race`: how far its other counter is ahead."""
-    return Page(requests / (ready * k), ready, requests + race)
+    return PickerPage(requests / (ready * k), ready, requests + race)
 
 
 class Count(counting.Count):
@@ -25,12 +25,12 @@ class Count(counting.Count):
 
     now = 0.0
 
-    def learn(self, pages: Sequence[Page], at: float | None = None) -> None:
+    def learn(self, pages: Sequence[PickerPage], at: float | None = None) -> None:
         self.now = self.now + 2.0 if at is None else at
         super().learn(pages, self.now)
 
 
-def taught(pages: Sequence[Page]) -> Count:
+def taught(pages: Sequence[PickerPage]) -> Count:
     count = Count()
     for each in pages:
         count.learn([each])
@@ -47,7 +47,7 @@ class Servers:
         self.size = 0.9 / self.slots
         self.equal = equal
 
-    def pages(self) -> Iterator[Page]:
+    def pages(self) -> Iterator[PickerPage]:
         while True:
             scores, total = [], 0
             for _ in range(self.pods):
@@ -56,7 +56,7 @@ class Servers:
                 kv = sum(self.size * (1 if self.equal else self.rand.uniform(0.3, 1)) for _ in range(running))
                 scores.append(max((requests - running) / 5, kv / 0.8))
                 total += requests
-            yield Page(sum(scores) / self.pods, self.pods, total)
+            yield PickerPage(sum(scores) / self.pods, self.pods, total)
 
 
 @given(
@@ -94,7 +94,7 @@ def test_a_cache_that_could_be_counted_in_requests_is_known_by_its_own_formula()
     count = Count()
     for requests in (*FULL, *FULL):
         saturation = requests / 100 / 3
-        count.learn([Page(saturation, 3, requests, pressure=saturation)])
+        count.learn([PickerPage(saturation, 3, requests, pressure=saturation)])
     assert count.k is None
 
 
@@ -109,7 +109,7 @@ def test_a_cache_that_could_be_counted_in_requests_is_known_by_its_own_formula()
     ],
     ids=["one fill", "two fills", "fills side by side", "too few pages", "idle"],
 )
-def test_too_little_is_not_believed(pages: list[Page]) -> None:
+def test_too_little_is_not_believed(pages: list[PickerPage]) -> None:
     assert taught(pages).k is None
 
 
@@ -134,7 +134,7 @@ def test_endpoints_that_came_since_the_last_flush_make_no_other_k(every_s: float
         pages = []
         for _ in range(replicas):
             requests = rand.randint(1, 15)
-            pages.append(Page(requests / (16 * pods), shown, requests))
+            pages.append(PickerPage(requests / (16 * pods), shown, requests))
         count.learn(pages, at)
         assert count.k in (None, 16)
         assert count.per_endpoint in (16, FIRST)
@@ -144,14 +144,14 @@ def test_endpoints_that_came_since_the_last_flush_make_no_other_k(every_s: float
 @pytest.mark.parametrize(
     "contradiction",
     [
-        [Page(0.123456, 3, 20)],
+        [PickerPage(0.123456, 3, 20)],
         [page(20, k=32)],
         [page(20, race=10), page(21, race=10)],
-        [Page(float("nan"), 3, 20)],
+        [PickerPage(float("nan"), 3, 20)],
     ],
     ids=["no whole number", "another k", "twice off by more than a race", "no number"],
 )
-def test_one_contradiction_ends_the_belief(contradiction: list[Page]) -> None:
+def test_one_contradiction_ends_the_belief(contradiction: list[PickerPage]) -> None:
     count = taught([page(fill) for fill in FULL])
     assert count.k == 16
     for each in contradiction:
@@ -162,16 +162,16 @@ def test_one_contradiction_ends_the_belief(contradiction: list[Page]) -> None:
 def test_a_capacity_that_was_known_is_kept_until_another_is() -> None:
     """What ends the belief is no reason to send more."""
     count = taught([page(fill) for fill in FULL])
-    count.learn([Page(0.123456, 3, 20)])
+    count.learn([PickerPage(0.123456, 3, 20)])
     assert (count.k, count.per_endpoint, count.guess) == (None, 16, "picker")
     for fill in (*FULL, 48):
         count.learn([page(fill, k=32)])
     assert (count.k, count.per_endpoint) == (32, 32)
 
 
-def tokens(requests: int, each: float) -> Page:
+def tokens(requests: int, each: float) -> PickerPage:
     """Of a detector that counts tokens, a million per endpoint."""
-    return Page(requests * each / 3e6, 3, requests)
+    return PickerPage(requests * each / 3e6, 3, requests)
 
 
 def test_tokens_in_flight_are_no_capacity_however_alike_requests_were() -> None:
@@ -194,7 +194,7 @@ def test_a_large_capacity_outlives_endpoints_that_come() -> None:
         count.learn([page(fill, k=256)], at := at + 2.0)
     assert count.k == 256
     for fill in (20, 25, 30):  # ready endpoints follow at the flush: 4 count already, 3 are shown
-        count.learn([Page(fill / (4 * 256), 3, fill)], at := at + 2.0)
+        count.learn([PickerPage(fill / (4 * 256), 3, fill)], at := at + 2.0)
     assert count.k is None
     for fill in FULL:
         count.learn([page(fill, k=256, ready=4)], at := at + 2.0)
@@ -204,9 +204,9 @@ def test_a_large_capacity_outlives_endpoints_that_come() -> None:
 
 def test_a_score_that_fits_a_k_now_and_then_does_not_move_the_capacity_each_time() -> None:
     """Queues of 2 of 5 and 3 of 5 give round numbers that look like counts."""
-    count = taught([page(20, k=32), Page(0.123456, 3, 20)])
+    count = taught([page(20, k=32), PickerPage(0.123456, 3, 20)])
     assumed = set()
-    for each in [page(20, k=7), page(20, k=9), Page(0.123456, 3, 20), page(20, k=8)]:
+    for each in [page(20, k=7), page(20, k=9), PickerPage(0.123456, 3, 20), page(20, k=8)]:
         count.learn([each])
         assumed.add(count.per_endpoint)
     assert assumed == {ASSUMED}
@@ -223,7 +223,7 @@ def test_what_is_assumed_before_anything_is_known() -> None:
     count.learn([page(5)])
     assert guessed(count) == (16, "suggestion"), "one page shows it"
     assert guessed(taught([page(5, k=3000)])) == (ASSUMED, "assumption"), "but proves nothing"
-    assert guessed(taught([Page(0.123456, 3, 20)])) == (ASSUMED, "assumption")
+    assert guessed(taught([PickerPage(0.123456, 3, 20)])) == (ASSUMED, "assumption")
     count = Count()
     count.unknowable()
     assert guessed(count) == (ASSUMED, "assumption")
@@ -240,16 +240,16 @@ def test_every_replica_must_agree() -> None:
 def test_no_page_raises(pages: list[tuple[float, float, float]]) -> None:
     count = Count()
     for each in pages:
-        count.learn([Page(*each)])
+        count.learn([PickerPage(*each)])
         assert count.per_endpoint > 0
 
 
 def test_one_page_that_fits() -> None:
     assert fitting(page(20)) == 16
-    assert fitting(Page(0.0, 3, 20)) is None
-    assert fitting(Page(0.4, 0, 20)) is None
-    assert fitting(Page(0.4, 4, 0)) is None
-    assert fitting(Page(0.4, 4, 127)) is None
+    assert fitting(PickerPage(0.0, 3, 20)) is None
+    assert fitting(PickerPage(0.4, 0, 20)) is None
+    assert fitting(PickerPage(0.4, 4, 0)) is None
+    assert fitting(PickerPage(0.4, 4, 127)) is None
 
 
 def test_what_the_picker_did_not_send_is_what_the_averages_have_more() -> None:

@@ -8,15 +8,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.held import DELTA_S, Held, Interval
+from dispatcher.core.held import DELTA_S, Interval, LoadLedger
 
 HORIZON_S = 20.0
 Stay = tuple[float, float | None]
 """When a request was sent, and when answered (None: not yet)."""
 
 
-def held_with(stays: list[Stay]) -> Held:
-    held = Held(HORIZON_S)
+def held_with(stays: list[Stay]) -> LoadLedger:
+    held = LoadLedger(HORIZON_S)
     for key, (sent, _) in enumerate(stays):
         held.sent(key, sent)
     for key, (_, answered) in enumerate(stays):
@@ -88,7 +88,7 @@ def test_others_are_bounded_by_the_counts_in_the_window_and_next_to_it(
 ) -> None:
     a, b = sorted((one, other))
     counts = sorted(counts, key=lambda count: count[0])
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     for at, others, young in counts:
         held.counted(at, others, young)
     before = [count for count in counts if count[0] <= a][-1:]
@@ -105,7 +105,7 @@ def test_others_are_bounded_by_the_counts_in_the_window_and_next_to_it(
 
 
 def test_others_nearest_counts_bound_a_window_between_them() -> None:
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     for at, others, young in ((1, 5, 0), (2, 9, 2), (3, 4, 1), (4, 8, 0)):
         held.counted(at, others, young)
     assert held.between(0.1, 0.5) == Interval(0, 5, 0)  # nothing before: the first one after
@@ -131,7 +131,7 @@ def test_slot_refilled_within_the_window_dips_surely_and_never_doubles() -> None
 
 
 def test_answer_to_a_request_that_was_never_sent_is_ignored() -> None:
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     held.answered("ghost", 1.0)
     assert (held.own, held.between(0, 2)) == (0, Interval(0, 0, 0))
 
@@ -144,7 +144,7 @@ def test_answer_is_not_before_its_sending() -> None:
 
 
 def test_count_told_late_counts_as_of_the_one_before_it() -> None:
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     held.counted(5, 3, 0)
     held.counted(4, 7, 0)
     assert held.others == 7
@@ -153,7 +153,7 @@ def test_count_told_late_counts_as_of_the_one_before_it() -> None:
 
 
 def test_equal_counts_are_kept_as_the_ends_of_their_run() -> None:
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     for second in range(100):
         held.counted(second, 4, 0)
     held.counted(100, 6, 0)
@@ -163,7 +163,7 @@ def test_equal_counts_are_kept_as_the_ends_of_their_run() -> None:
 
 
 def test_memory_does_not_grow_with_the_work_done() -> None:
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     for n in range(50_000):
         held.sent(n, n / 100)
         held.answered(n, n / 100 + 0.5)

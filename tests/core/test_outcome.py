@@ -9,7 +9,6 @@ from dispatcher.core.outcome import (
     Bury,
     Decision,
     Delivered,
-    Expired,
     Failed,
     Finish,
     Outcome,
@@ -18,6 +17,7 @@ from dispatcher.core.outcome import (
     Retry,
     RetryPolicy,
     TooLarge,
+    TooLate,
     Unreachable,
     Unsent,
     after,
@@ -189,7 +189,7 @@ def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
         ErrorCode.TOO_LARGE, "the answer (200) is larger than 10 bytes"
     )
     assert decide(Refused("no such path")) == Finish(ErrorCode.INVALID_REQUEST, "no such path")
-    assert decide(Expired()) == Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+    assert decide(TooLate()) == Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
 def test_an_unreachable_gateway_costs_nothing() -> None:

@@ -11,16 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dispatcher.core.headers import DOUBTFUL, DOUBTFUL_PREFIXES, NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.core.outcome import Refused
 from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.core.routing import (
-    DOUBTFUL,
-    DOUBTFUL_PREFIXES,
-    ENDPOINT_MOST,
-    NOT_PASSED_ON,
-    PREFIXES_NOT_PASSED_ON,
-    Route,
-)
+from dispatcher.core.routing import ENDPOINT_MOST, Route
 
 TRACE = f"00-{'a' * 32}-{'b' * 16}-01"
 

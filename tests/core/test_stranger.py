@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.core.outcome import Delivered, Expired, Failed, Outcome, Overloaded, TooLarge, classify
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, TooLate, classify
 from dispatcher.core.stranger import Stranger
 
 
@@ -38,7 +38,7 @@ def test_once_it_answered_as_a_gateway_does_such_an_answer_is_the_request_s_own(
 
 
 @pytest.mark.parametrize(
-    "shown", [Delivered(400, b""), TooLarge(404, 9), Overloaded(429, "", True), Expired()]
+    "shown", [Delivered(400, b""), TooLarge(404, 9), Overloaded(429, "", True), TooLate()]
 )
 def test_any_web_server_may_answer_so(shown: Outcome) -> None:
     stranger = Stranger()

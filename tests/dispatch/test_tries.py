@@ -13,9 +13,9 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, RetryPolicy
 from dispatcher.core.request import ErrorCode, Request
 from dispatcher.core.tenure import Tenure
-from dispatcher.dispatch.access import Access
+from dispatcher.dispatch.access import QueueAccess
 from dispatcher.dispatch.endings import Ending, lease_of
-from dispatcher.dispatch.holding import Held, Holding, Try
+from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.tries import Tries
@@ -67,7 +67,7 @@ class Scene:
         self.dropped: list[str] = []
         options, journal = Options(RetryPolicy()), Journal(Metrics())
         queue = MemoryQueue(MemoryStore(clock=loop.time), "a")
-        access = Access(queue, self.limiter, Tenure(60.0, 60.0), loop.time)
+        access = QueueAccess(queue, self.limiter, Tenure(60.0, 60.0), loop.time)
         access.heard(loop.time())
         upkeep = Upkeep(access, self.holding, self.limiter, options, journal)
         self.tries = Tries(
@@ -83,7 +83,7 @@ class Scene:
             self.dropped.append,
         )
 
-    def held(self, entry: int) -> Held:
+    def held(self, entry: int) -> HeldLease:
         lease = Lease(entry, f"t-{entry}", b"", 0.0, deliveries=1, attempts=0, refusals=0, losses=0)
         held = self.holding.add(lease, asyncio.get_running_loop().time(), probe=False)
         held.request = Request(id=f"r-{entry}", deadline=10**10, payload=b"{}")
@@ -96,7 +96,7 @@ class Scene:
         }
 
 
-def perform(outcome: Outcome, then: Callable[[Scene, list[Held]], Awaitable[None]]) -> Scene:
+def perform(outcome: Outcome, then: Callable[[Scene, list[HeldLease]], Awaitable[None]]) -> Scene:
     async def main() -> Scene:
         scene = Scene(outcome)
         riders = [scene.held(entry) for entry in (1, 2, 3)]
@@ -114,7 +114,7 @@ def perform(outcome: Outcome, then: Callable[[Scene, list[Held]], Awaitable[None
     return run(main(), start=2.0)
 
 
-async def nothing(scene: Scene, riders: list[Held]) -> None:
+async def nothing(scene: Scene, riders: list[HeldLease]) -> None:
     await asyncio.sleep(0.5)
     assert scene.limiter.in_flight == 1, "one try is one exchange"
 
@@ -138,7 +138,7 @@ def test_a_failure_is_every_riders(outcome: Outcome) -> None:
 
 
 def test_one_that_is_cancelled_or_lost_does_not_end_the_others() -> None:
-    async def then(scene: Scene, riders: list[Held]) -> None:
+    async def then(scene: Scene, riders: list[HeldLease]) -> None:
         await asyncio.sleep(0.5)
         scene.holding.cut(riders[0], "cancelled")
         scene.holding.cut(riders[1], "lost")
@@ -151,7 +151,7 @@ def test_one_that_is_cancelled_or_lost_does_not_end_the_others() -> None:
 
 
 def test_exchange_ends_when_nobody_waits_for_its_answer() -> None:
-    async def then(scene: Scene, riders: list[Held]) -> None:
+    async def then(scene: Scene, riders: list[HeldLease]) -> None:
         await asyncio.sleep(0.5)
         scene.holding.cut(riders[0], "cancelled")
         scene.holding.cut(riders[1], "lost")
@@ -165,7 +165,7 @@ def test_exchange_ends_when_nobody_waits_for_its_answer() -> None:
 
 
 def test_exchange_that_is_cut_before_its_first_step_ends_each_lease() -> None:
-    async def then(scene: Scene, riders: list[Held]) -> None:
+    async def then(scene: Scene, riders: list[HeldLease]) -> None:
         for held in riders:
             scene.holding.cut(held, "cancelled")
 

@@ -16,7 +16,7 @@ from dispatcher.core.outcome import Outcome
 from dispatcher.core.request import Request
 from dispatcher.forward import HttpGateway
 from dispatcher.ports import Forwarded
-from dispatcher.settings import Gateway
+from dispatcher.settings import GatewaySettings
 
 GENEROUS_S = 30.0
 """Deadline of tries that are not about deadlines."""
@@ -135,8 +135,8 @@ def always(**answer: Any) -> Script:
     return script
 
 
-def options(url: str, **more: Any) -> Gateway:
-    return Gateway(url=url, **more)
+def options(url: str, **more: Any) -> GatewaySettings:
+    return GatewaySettings(url=url, **more)
 
 
 def a_request(payload: bytes = b'{"prompt":"hi"}', **more: Any) -> Request:

@@ -8,8 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.outcome import (
+from dispatcher.core.headers import (
+    DOUBTFUL,
+    DOUBTFUL_PREFIXES,
     DROP_REASON,
+    NOT_PASSED_ON,
+    PREFIXES_NOT_PASSED_ON,
+)
+from dispatcher.core.outcome import (
     Delivered,
     Failed,
     Outcome,
@@ -19,13 +25,7 @@ from dispatcher.core.outcome import (
     classify,
 )
 from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.core.routing import (
-    DOUBTFUL,
-    DOUBTFUL_PREFIXES,
-    NOT_PASSED_ON,
-    PREFIXES_NOT_PASSED_ON,
-    Route,
-)
+from dispatcher.core.routing import Route
 from tests.forward.conftest import options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "forwarding.md").read_text()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.core.outcome import Delivered, Expired, Failed, Unreachable
+from dispatcher.core.outcome import Delivered, Failed, TooLate, Unreachable
 from dispatcher.forward import CONNECT_S, HttpGateway
 from tests.forward.conftest import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import free_port, wait_until
@@ -333,14 +333,14 @@ async def test_a_try_takes_no_longer_than_the_timeout(gateway_to: MakeGateway, s
 @pytest.mark.parametrize("script", [silence, half_an_answer], ids=["before the answer", "within the answer"])
 async def test_a_try_ends_with_the_deadline(gateway_to: MakeGateway, script: Script) -> None:
     async with serving(script) as server:
-        assert await outcome(gateway_to(server.url), within_s=0.3) == Expired()
+        assert await outcome(gateway_to(server.url), within_s=0.3) == TooLate()
         await wait_until(server.gone.is_set)
 
 
 @pytest.mark.parametrize("within_s", [0.0, -1.0, float("-inf")])
 async def test_past_the_deadline_nothing_is_sent(gateway_to: MakeGateway, within_s: float) -> None:
     async with serving(always()) as server:
-        assert await outcome(gateway_to(server.url), within_s=within_s) == Expired()
+        assert await outcome(gateway_to(server.url), within_s=within_s) == TooLate()
         assert not server.connections
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from dispatcher.core.outcome import Delivered, Failed, TooLarge
 from dispatcher.forward import HttpGateway
-from dispatcher.forward.line import INTERIM_MOST
 from dispatcher.forward.unpack import CODINGS_MOST, MEMBERS_MOST, OUT_BYTES, unpacked
+from dispatcher.forward.wire import INTERIM_MOST
 from tests.forward.conftest import Connection, always, outcome, serving
 
 MakeGateway = Callable[..., HttpGateway]

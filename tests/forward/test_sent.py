@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from dispatcher import __version__
+from dispatcher.core.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.core.outcome import Delivered, Refused, Unreachable, Unsent
-from dispatcher.core.routing import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
 from tests.forward.conftest import Connection, a_request, always, forward, options, outcome, serving
 from tests.support import wait_until

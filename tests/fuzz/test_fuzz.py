@@ -34,7 +34,7 @@ from dispatcher.settings.source import MAX_BYTES
 from dispatcher.signals import latency
 from dispatcher.signals.exposition import MalformedPageError, Page, Sample
 from dispatcher.signals.instant import QueryError, document, vector
-from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import NAMES, Lessons, View, at_most, judge, view
 from tests.admin.stage import Stage, write_token
 from tests.fuzz.engine import MB, cases, flaw
@@ -109,7 +109,9 @@ def page(data: bytes) -> None:
     growth.price(None, "epp")
 
 
-SOURCE = PrometheusSource(Access("http://prometheus"), "qwen", "default", timeout_s=1, max_age_s=60)
+SOURCE = PrometheusSource(
+    PrometheusAddress("http://prometheus"), "qwen", "default", timeout_s=1, max_age_s=60
+)
 
 
 def prometheus(data: bytes) -> None:

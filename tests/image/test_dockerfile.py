@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from sbom import bill, plain
 
 from dispatcher import __version__
-from dispatcher.settings.model import Admin
+from dispatcher.settings.model import AdminSettings
 
 ROOT = Path(__file__).parent.parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -83,7 +83,7 @@ def test_it_runs_without_rights_and_starts_our_program() -> None:
     verb, option, file = json.loads(said(IMAGE, "CMD")[0])
     assert (verb, option) == ("run", "--config")
     assert Path(file).is_absolute()
-    assert said(IMAGE, "EXPOSE") == [str(Admin().port)]
+    assert said(IMAGE, "EXPOSE") == [str(AdminSettings().port)]
 
 
 def test_its_labels_say_what_it_is() -> None:

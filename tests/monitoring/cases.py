@@ -5,17 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Terms
+from dispatcher.telemetry.status import (
+    BudgetStatus,
+    GateStatus,
+    LineStatus,
+    PriceStatus,
+    ProcessStatus,
+    SignalsStatus,
+    Status,
+    Terms,
+)
 
 IDLE = Status(
-    process=Process("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
-    gate=Gate("idle", True, "…", 30, 0, 0, 30.0, None),
-    budget=Budget(
+    process=ProcessStatus("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
+    gate=GateStatus("idle", True, "…", 30, 0, 0, 30.0, None),
+    budget=BudgetStatus(
         0.05, "saturation", 0.2, 0.0, 0.75, 24, 32.0, "picker", terms=[Terms("saturation", 0.2, 0.0, 0.75, 24, 32.0)]
     ),
-    signals=Signals("epp", 0.3),
-    line=Line(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
-    price=Price(batch_share=0.0),
+    signals=SignalsStatus("epp", 0.3),
+    line=LineStatus(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
+    price=PriceStatus(batch_share=0.0),
 )  # fmt: skip
 REPLICAS = ("a:8080", "b:8080")
 SCRAPE_S = 30

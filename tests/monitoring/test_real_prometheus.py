@@ -17,7 +17,7 @@ import pytest
 
 from dispatcher.telemetry.catalogue import CATALOGUE, Kind
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import Budget, Line, Price, Terms, Watch
+from dispatcher.telemetry.status import BudgetStatus, LineStatus, PriceStatus, Terms, Watch
 from tests.monitoring.cases import IDLE
 from tests.monitoring.files import Query, alerts, recorded
 from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue, seen_of_catalogue
@@ -36,18 +36,18 @@ NOT_HERE = {
 ALL_KNOWN = replace(
     IDLE,
     gate=replace(IDLE.gate, reason="no-room"),
-    budget=Budget(
+    budget=BudgetStatus(
         0.05, "requests", 0.9, 0.1, -0.05, -2, 32.0, "watch", 48.0,
         per_endpoint=32.0, picker_max_concurrency=31,
         terms=[Terms(name, 0.9, 0.1, -0.05, -2, 32.0) for name in ("saturation", "requests")],
     ),
     signals=replace(IDLE.signals, signals_problem="timed out", signals_failing_s=3.0, signals_close_in_s=1.0),
     watch=Watch(watch_endpoints=1, watch_unsure_s=5.0, watch_problems=["one"]),
-    line=Line(
+    line=LineStatus(
         pending=9, leased=2, delayed=1, dead=3, paused=True, oldest_pending_age_s=30.0,
         earliest_deadline_s=-5.0, at_risk=4, service_rate=0.5, replica_count=2,
     ),
-    price=Price(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
+    price=PriceStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
 )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from dispatcher.core.outcome import (
     RETRY_AFTER_CAP_S,
     Bury,
     Delivered,
-    Expired,
     Failed,
     Finish,
     Overloaded,
@@ -20,6 +19,7 @@ from dispatcher.core.outcome import (
     Retry,
     RetryPolicy,
     TooLarge,
+    TooLate,
     Unreachable,
     after,
     classify,
@@ -37,7 +37,7 @@ outcomes = st.one_of(
     st.builds(Unreachable, st.text(), st.floats(0, 60)),
     st.builds(TooLarge, statuses, st.integers(1)),
     st.builds(Refused, st.text()),
-    st.just(Expired()),
+    st.just(TooLate()),
 )
 policies = st.builds(
     RetryPolicy,
@@ -84,7 +84,7 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
             assert (decision.status, decision.body) == (outcome.status, outcome.body)
         case Finish():
             assert not isinstance(outcome, Delivered)
-            late = isinstance(outcome, Expired | Failed | Overloaded | Unreachable)
+            late = isinstance(outcome, TooLate | Failed | Overloaded | Unreachable)
             assert late == (decision.code is ErrorCode.DEADLINE_EXCEEDED)
         case _:
             assert_never(decision)

@@ -21,6 +21,8 @@ from typing import Any
 
 from aiohttp import web
 
+from dispatcher.signals.cluster import ClusterAccess
+
 Object = dict[str, Any]
 POOLS = "inference.networking.k8s.io/v1/inferencepools"
 OLD_POOLS = "inference.networking.x-k8s.io/v1alpha2/inferencepools"
@@ -478,3 +480,14 @@ def _status_object(code: int, reason: str, message: str) -> Object:
 
 def _status(code: int, reason: str, message: str) -> web.Response:
     return web.json_response(_status_object(code, reason, message), status=code)
+
+
+def populate(server: ApiServer, pods: int = 3, **more: Any) -> None:
+    server.put(POOLS, pool(**more))
+    server.put(SLICES, endpoint_slice("qwen-epp-x1", "qwen-epp", "10.0.0.1"))
+    for number in range(pods):
+        server.put(PODS, pod(f"p{number}"))
+
+
+def access(server: ApiServer) -> ClusterAccess:
+    return ClusterAccess(environ={"KUBECONFIG": str(server.kubeconfig)}, service_account=Path("/nonexistent"))

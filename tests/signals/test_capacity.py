@@ -14,32 +14,30 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import trustme
 import yaml
 
 from dispatcher import __version__
-from dispatcher.settings import Epp, Pool
-from dispatcher.signals import capacity
+from dispatcher.settings import EppSettings, PoolSettings
 from dispatcher.signals.capacity import ABSENT, CapacityWatch, Endpoints
-from dispatcher.signals.cluster import Access
-from dispatcher.signals.sources import Finding
+from dispatcher.signals.cluster import ClusterAccess
 from tests.signals.apiserver import (
     OLD_POOLS,
     PODS,
     POOLS,
     SLICES,
     ApiServer,
+    access,
     endpoint_slice,
     old_pool,
     pod,
     pool,
+    populate,
 )
-from tests.signals.fakes import answering, raw_server
-from tests.support import free_port, wait_until
+from tests.support import wait_until
 
-QWEN = Pool(name="qwen", namespace="default")
+QWEN = PoolSettings(name="qwen", namespace="default")
 
 
 @pytest.fixture
@@ -82,28 +80,19 @@ class Seen:
         return problem
 
 
-def access(server: ApiServer) -> Access:
-    return Access(environ={"KUBECONFIG": str(server.kubeconfig)}, service_account=Path("/nonexistent"))
-
-
 @asynccontextmanager
-async def watching(where: ApiServer | Access, epp: Epp | None = None, **more: Any) -> AsyncIterator[Seen]:
+async def watching(
+    where: ApiServer | ClusterAccess, epp: EppSettings | None = None, **more: Any
+) -> AsyncIterator[Seen]:
     seen = Seen()
-    way = where if isinstance(where, Access) else access(where)
-    watch = seen.watch = CapacityWatch(QWEN, epp or Epp(), seen, access=way, **more)
+    way = where if isinstance(where, ClusterAccess) else access(where)
+    watch = seen.watch = CapacityWatch(QWEN, epp or EppSettings(), seen, access=way, **more)
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(watch.run())
         try:
             yield seen
         finally:
             task.cancel()
-
-
-def populate(server: ApiServer, pods: int = 3, **more: Any) -> None:
-    server.put(POOLS, pool(**more))
-    server.put(SLICES, endpoint_slice("qwen-epp-x1", "qwen-epp", "10.0.0.1"))
-    for number in range(pods):
-        server.put(PODS, pod(f"p{number}"))
 
 
 async def test_ready_pods_times_ports_count(server: ApiServer) -> None:
@@ -472,7 +461,7 @@ class TestCredentials:
             authority.cert_pem.write_to_path(tmp_path / "ca.crt")
             (tmp_path / "token").write_text("t0")
             environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
-            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+            async with watching(ClusterAccess(environ=environ, service_account=tmp_path)) as seen:
                 await seen.ready(1)
                 (tmp_path / "token").write_text("t1")
                 server.tokens = {"t1"}
@@ -482,8 +471,8 @@ class TestCredentials:
 
     async def test_without_a_cluster_it_says_so_once_and_ends(self, tmp_path: Path) -> None:
         seen = Seen()
-        nowhere = Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
-        await CapacityWatch(QWEN, Epp(), seen, access=nowhere).run()
+        nowhere = ClusterAccess(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
+        await CapacityWatch(QWEN, EppSettings(), seen, access=nowhere).run()
         assert seen.history == [ABSENT]
 
     async def test_the_usual_kubeconfig_is_found(self, server: ApiServer, tmp_path: Path) -> None:
@@ -491,7 +480,7 @@ class TestCredentials:
         (tmp_path / ".kube").mkdir()
         server.kubeconfig.rename(tmp_path / ".kube" / "config")
         async with watching(
-            Access(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
+            ClusterAccess(environ={"HOME": str(tmp_path)}, service_account=tmp_path / "none")
         ) as seen:
             await seen.ready(1)
 
@@ -531,7 +520,7 @@ class TestCredentials:
             populate(server, 1)
             host, _, port = server.url.removeprefix("https://").partition(":")
             environ = {"KUBERNETES_SERVICE_HOST": host, "KUBERNETES_SERVICE_PORT": port}
-            async with watching(Access(environ=environ, service_account=tmp_path)) as seen:
+            async with watching(ClusterAccess(environ=environ, service_account=tmp_path)) as seen:
                 await seen.ready(1)
                 await server.down()
                 await server.up(tls_of(new))
@@ -589,7 +578,7 @@ class TestEndpointPicker:
         self, server: ApiServer, epp: dict[str, Any]
     ) -> None:
         populate(server, 1)
-        async with watching(server, Epp.model_validate(epp)) as seen:
+        async with watching(server, EppSettings.model_validate(epp)) as seen:
             await seen.ready(1)
             server.put(PODS, pod("p1"))
             await seen.ready(2)
@@ -598,134 +587,12 @@ class TestEndpointPicker:
 
     async def test_it_is_looked_for_once_the_settings_name_it_no_longer(self, server: ApiServer) -> None:
         populate(server, 1)
-        async with watching(server, Epp(service="epp")) as seen:
+        async with watching(server, EppSettings(service="epp")) as seen:
             await wait_until(lambda: seen.fine(1))
-            seen.watch.reconfigure(Epp())
+            seen.watch.reconfigure(EppSettings())
             await wait_until(lambda: seen.fine(1, "10.0.0.1"))
-            seen.watch.reconfigure(Epp(service="epp"))
+            seen.watch.reconfigure(EppSettings(service="epp"))
             await wait_until(lambda: seen.fine(1))
-
-
-class TestCheck:
-    """What `batch-dispatcher check` says."""
-
-    async def test_of_a_server_that_is_away_no_word_of_tls(self, server: ApiServer) -> None:
-        port = free_port()
-        config = server.kubeconfig.read_text().replace(server.url, f"http://127.0.0.1:{port}")
-        server.kubeconfig.write_text(config)
-        (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert found.detail == f"the Kubernetes API cannot be reached: 127.0.0.1:{port}: connection refused"
-
-    async def test_of_a_server_that_wants_tls(self, tmp_path: Path) -> None:
-        answer = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
-        async with raw_server(answering(answer)) as port, ApiServer().serve(tmp_path) as server:
-            config = server.kubeconfig.read_text().replace(server.url, f"http://127.0.0.1:{port}")
-            server.kubeconfig.write_text(config)
-            (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert "answered 400 (Client sent an HTTP request to an HTTPS server.)" in found.detail
-        assert found.hint.endswith("the server's address, http or https")
-
-    @pytest.mark.parametrize("both", [False, True])
-    async def test_of_a_kubeconfig_that_is_not_there(self, tmp_path: Path, both: bool) -> None:
-        named = [tmp_path / "none", *([tmp_path / "nor-this"] if both else [])]
-        nowhere = Access(environ={"KUBECONFIG": ":".join(map(str, named))}, service_account=tmp_path)
-        (found,) = await capacity.probe(QWEN, Epp(), access=nowhere)
-        assert found.detail == f"kubeconfig {':'.join(map(str, named))} cannot be used: no such file"
-        assert found.hint == "the environment variable KUBECONFIG, which names it"
-
-    async def test_of_a_pool_that_is_fine(self, server: ApiServer) -> None:
-        populate(server, 2)
-        found = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert [(each.ok, each.detail) for each in found] == [
-            (True, "2 ready endpoints"),
-            (True, "replicas: 10.0.0.1"),
-        ]
-
-    async def test_of_a_missing_right(self, server: ApiServer) -> None:
-        server.faults.forbidden = {POOLS}
-        (found,) = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert not found.ok
-        assert found.hint.startswith("the Role there: it needs the rule apiGroups")
-
-    async def test_of_no_rights_at_all_every_rule_at_once(self, server: ApiServer) -> None:
-        populate(server, 2)
-        server.faults.rules = []
-        found = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert [each.detail for each in found if not each.ok] == [
-            "not allowed to list inferencepools in namespace default",
-            "not allowed to list pods in namespace default",
-            "not allowed to list endpointslices in namespace default",
-        ]
-        await self._follows_the_hints(server, found, rounds=1)
-
-    async def test_of_a_right_to_list_alone_every_rule_at_once(self, server: ApiServer) -> None:
-        populate(server, 2)
-        server.faults.forbidden = {f"watch {each}" for each in (POOLS, PODS, SLICES)}
-        found = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert [each.detail for each in found if not each.ok] == [
-            "not allowed to watch inferencepools in namespace default",
-            "not allowed to watch pods in namespace default",
-            "not allowed to watch endpointslices in namespace default",
-        ]
-
-    async def test_of_no_rights_with_the_older_api(self, server: ApiServer) -> None:
-        server.faults.rules, server.faults.unserved = [], {POOLS}
-        server.put(OLD_POOLS, old_pool())
-        server.put(PODS, pod("p0"))
-        server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
-        found = await capacity.probe(QWEN, Epp(), access=access(server))
-        await self._follows_the_hints(server, found, rounds=1)
-
-    async def test_of_no_rights_where_the_picker_is_named(self, server: ApiServer) -> None:
-        populate(server, 2)
-        server.faults.rules = []
-        found = await capacity.probe(QWEN, Epp(service="epp"), access=access(server))
-        assert len(found) == 2
-        assert not server.asked(SLICES, watch=False)
-
-    async def _follows_the_hints(self, server: ApiServer, found: list[Finding], rounds: int) -> None:
-        """Who adds the rules that the hints name is done after so many rounds."""
-        rules = server.faults.rules
-        assert rules is not None
-        for _ in range(rounds):
-            for each in found:
-                for rule in re.findall(r"the rule (apiGroups: .*?, verbs: \[.*?\])", each.hint):
-                    rules.append(msgspec.yaml.decode(f"{{{rule}}}"))
-            found = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert [each for each in found if not each.ok] == []
-
-    async def test_says_nothing_to_the_log(
-        self, server: ApiServer, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        server.faults.forbidden = {POOLS}
-        await capacity.probe(QWEN, Epp(), access=access(server))
-        assert "kubernetes-problem" not in "".join(capsys.readouterr())
-
-    async def test_of_a_pool_that_is_not_there_and_a_missing_right(self, server: ApiServer) -> None:
-        server.faults.forbidden = {PODS}
-        found = await capacity.probe(QWEN, Epp(), access=access(server))
-        assert [each.detail for each in found] == [
-            "0 ready endpoints",
-            "InferencePool default/qwen does not exist",
-            "not allowed to list pods in namespace default",
-        ]
-
-    async def test_of_a_pool_without_pods(self, server: ApiServer) -> None:
-        populate(server, 0)
-        found = await capacity.probe(QWEN, Epp(service="epp"), access=access(server))
-        assert [(each.ok, each.detail) for each in found] == [(False, "0 ready endpoints")]
-
-    async def test_of_a_server_that_does_not_answer(self, server: ApiServer) -> None:
-        server.faults.mute = True
-        (found,) = await capacity.probe(QWEN, Epp(), access=access(server), timeout_s=0.3)
-        assert not found.ok
-        assert "did not answer within 0.3 s" in found.detail
-
-    async def test_of_no_cluster(self, tmp_path: Path) -> None:
-        nowhere = Access(environ={}, service_account=tmp_path)
-        (found,) = await capacity.probe(QWEN, Epp(), access=nowhere)
-        assert found.ok
-        assert "signals.epp.urls" in found.hint
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.settings import Epp
+from dispatcher.settings import EppSettings
 from dispatcher.signals import kube
 from dispatcher.signals.capacity import HOLD_S, CapacityWatch
 from dispatcher.signals.mirror import LATE_S, SOON_FOR_S, SOON_S, WATCH_S
@@ -120,7 +120,7 @@ async def stage(tmp_path: Path, pods: int = 3) -> AsyncIterator[Stage]:
         made = Stage(server)
         if pods:
             populate(server, pods)
-        watch = CapacityWatch(QWEN, Epp(), made.seen, access=access(server))
+        watch = CapacityWatch(QWEN, EppSettings(), made.seen, access=access(server))
         async with asyncio.TaskGroup() as tasks:
             task = tasks.create_task(watch.run())
             try:

@@ -17,7 +17,7 @@ import pytest
 
 from dispatcher.core.budget import Policy
 from dispatcher.core.poll import Unread
-from dispatcher.settings import Signals
+from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.poller import Poll, Poller
 from tests.floors import beside
@@ -126,7 +126,7 @@ async def test_polling_an_ordinary_page_each_second_takes_no_hundredth_of_a_core
     told: list[Poll] = []
     async with fake_epp() as epp:
         source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
-        poller = Poller([source], Signals.model_validate({"interval_s": 0.05}), Policy(), told.append)
+        poller = Poller([source], SignalsSettings.model_validate({"interval_s": 0.05}), Policy(), told.append)
         polling = asyncio.create_task(poller.run())
         try:
             await wait_until(lambda: len(told) >= 5, every_s=0.1)

@@ -11,12 +11,12 @@ import pytest
 
 from dispatcher.core.budget import Policy
 from dispatcher.core.price import Histograms, Price
-from dispatcher.settings import Signals
+from dispatcher.settings import SignalsSettings
 from dispatcher.signals import latency
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.exposition import Page, Sample
 from dispatcher.signals.poller import Poll, Poller
-from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import NAMES, View
 from tests.signals.fakes import GOOD, FakePrometheus, fake_epp, fake_prometheus, golden
 from tests.support import wait_until
@@ -105,7 +105,7 @@ def later(page: str, ttft_times: int) -> str:
 @contextlib.asynccontextmanager
 async def polling(*sources, share: float | None = 0.25, **settings) -> AsyncIterator[list[Poll]]:
     told: list[Poll] = []
-    wanted = Signals.model_validate({"interval_s": 0.05, **settings})
+    wanted = SignalsSettings.model_validate({"interval_s": 0.05, **settings})
     poller = Poller(sources, wanted, Policy(per_endpoint=100), told.append, batch_share=lambda: share)
     task = asyncio.create_task(poller.run())
     try:
@@ -188,7 +188,7 @@ class TestPolled:
         ):
             sources = [
                 EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20),
-                PrometheusSource(Access(server.url), "qwen", "default", timeout_s=5, max_age_s=60),
+                PrometheusSource(PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60),
             ]
             async with polling(*sources) as told:
                 await wait_until(lambda: told and told[-1].price.requests)
@@ -215,7 +215,9 @@ async def prometheus_with(ttft: dict[str, float]) -> AsyncIterator[FakePrometheu
 
 class TestThroughPrometheus:
     async def ask(self, server: FakePrometheus, **options) -> Histograms:
-        source = PrometheusSource(Access(server.url), "qwen", "default", timeout_s=5, max_age_s=60, **options)
+        source = PrometheusSource(
+            PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60, **options
+        )
         try:
             return await source.latency()
         finally:
@@ -239,7 +241,9 @@ class TestThroughPrometheus:
         assert "inference_pool" in found.why_not
 
     async def test_a_server_that_does_not_answer_is_a_reason_and_no_exception(self):
-        source = PrometheusSource(Access("http://127.0.0.1:9"), "qwen", "default", timeout_s=5, max_age_s=60)
+        source = PrometheusSource(
+            PrometheusAddress("http://127.0.0.1:9"), "qwen", "default", timeout_s=5, max_age_s=60
+        )
         found = await source.latency()
         await source.close()
         assert found.why_not.startswith("Prometheus: ")
@@ -254,7 +258,12 @@ class TestThroughPrometheus:
         async with fake_prometheus() as server:
             server.show(GOOD)
             source = PrometheusSource(
-                Access(server.url), "qwen", "default", timeout_s=5, max_age_s=60, queries={"ttft": "mine"}
+                PrometheusAddress(server.url),
+                "qwen",
+                "default",
+                timeout_s=5,
+                max_age_s=60,
+                queries={"ttft": "mine"},
             )
             seen = await source.poll()
             await source.close()

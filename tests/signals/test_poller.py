@@ -18,10 +18,10 @@ from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms
-from dispatcher.settings import Signals
+from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, SourcePoll
-from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import View
 from tests.signals import fakes
 from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server
@@ -86,7 +86,7 @@ def healthy(age_s: float = 0.0, **changes: Any) -> View:
 async def polling(*sources: Source, **signals: Any) -> AsyncIterator[tuple[Poller, list[SourcePoll]]]:
     """A poller at work, and everything it has told."""
     told: list[SourcePoll] = []
-    settings = Signals.model_validate({"interval_s": INTERVAL_S, **signals})
+    settings = SignalsSettings.model_validate({"interval_s": INTERVAL_S, **signals})
     poller = Poller(sources, settings, Policy(), told.append, jitter=random.Random(1))
     running = asyncio.create_task(poller.run())
     try:
@@ -207,7 +207,7 @@ async def test_reconfigure_takes_effect_at_once_and_closes_what_was() -> None:
     async with polling(old, interval_s=3600) as (poller, told):
         await wait_until(lambda: told)
         poller.discovered(("10.0.0.1",))
-        settings = Signals.model_validate({"interval_s": INTERVAL_S, "use": "requests"})
+        settings = SignalsSettings.model_validate({"interval_s": INTERVAL_S, "use": "requests"})
         poller.reconfigure([new], settings, Policy(max_sys=64))
         poll = await later(told, lambda poll: poll.source == "prometheus")()
         assert old.closed
@@ -232,7 +232,7 @@ async def test_what_is_learned_is_logged_once_and_each_setting_that_differs() ->
             pages()
 
             async def proven(policy: Policy) -> None:
-                poller.reconfigure([epp], Signals(interval_s=INTERVAL_S), policy)
+                poller.reconfigure([epp], SignalsSettings(interval_s=INTERVAL_S), policy)
                 count = len(told)
                 for number in range(1, 9):
                     await wait_until(lambda number=number: len(told) >= count + number)  # type: ignore[misc]
@@ -360,7 +360,7 @@ def epp_source(url: str, fault: str = "") -> Source:
 
 def prometheus_source(url: str, fault: str = "") -> Source:
     timeout_s = fakes.patience_s(fault)
-    return PrometheusSource(Access(url), "qwen", "default", timeout_s=timeout_s, max_age_s=60)
+    return PrometheusSource(PrometheusAddress(url), "qwen", "default", timeout_s=timeout_s, max_age_s=60)
 
 
 def page(*replacements: tuple[str, str]) -> bytes:
@@ -505,7 +505,7 @@ async def test_after_a_new_configuration_nothing_stands_that_was_read_before() -
     epp, other = Scripted("epp"), Scripted("epp", FAILED)
     async with polling(epp) as (poller, told):
         await wait_until(lambda: told)
-        poller.reconfigure((other,), Signals(interval_s=INTERVAL_S), Policy())
+        poller.reconfigure((other,), SignalsSettings(interval_s=INTERVAL_S), Policy())
         poll = await later(told, lambda poll: bool(poll.unread))()
         assert poll.closes_at == -inf
 
@@ -554,7 +554,7 @@ async def test_what_no_pool_has_is_implausible_and_no_defect(values: dict[str, f
         limiter.poll(poll, poll.at)
         told.append(poll)
 
-    poller = Poller([Scripted("epp", two)], Signals(interval_s=0.1), policy, hear)
+    poller = Poller([Scripted("epp", two)], SignalsSettings(interval_s=0.1), policy, hear)
     task = asyncio.create_task(poller.run())
     await wait_until(lambda: len(told) >= 2 or task.done())
     assert not task.done(), task.exception()
@@ -571,7 +571,7 @@ async def test_a_defect_in_what_hears_of_a_poll_ends_nothing() -> None:
         if poll.readings:
             raise ZeroDivisionError("of ours")
 
-    poller = Poller([Scripted("epp")], Signals(interval_s=0.1), Policy(), hear)
+    poller = Poller([Scripted("epp")], SignalsSettings(interval_s=0.1), Policy(), hear)
     task = asyncio.create_task(poller.run())
     await wait_until(lambda: len(told) >= 4 or task.done())
     assert not task.done(), task.exception()

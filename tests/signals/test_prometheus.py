@@ -18,7 +18,7 @@ from aiohttp import web
 
 from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.poll import Unread
-from dispatcher.signals.prometheus import Access, PrometheusSource, pool_query
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource, pool_query
 from dispatcher.signals.series import FLUSH_S, View, judge
 from tests.signals import fakes
 from tests.signals.fakes import (
@@ -41,7 +41,9 @@ async def prometheus() -> AsyncIterator[FakePrometheus]:
 
 
 def source(url: str, **options: Any) -> PrometheusSource:
-    access = Access(url, **{key: options.pop(key) for key in tuple(options) if key in Access.__slots__})
+    access = PrometheusAddress(
+        url, **{key: options.pop(key) for key in tuple(options) if key in PrometheusAddress.__slots__}
+    )
     return PrometheusSource(
         access, "qwen", "default", **{"timeout_s": fakes.PATIENT_S, "max_age_s": 60, **options}
     )

@@ -21,9 +21,9 @@ from aiohttp import web
 from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Histograms, quantile
-from dispatcher.settings import Signals
+from dispatcher.settings import SignalsSettings
 from dispatcher.signals.poller import Poll, Poller
-from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import View, judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.test_golden import GOLDEN, POLICY
@@ -83,7 +83,7 @@ class Server:
         self, namespace: str = "default", max_age_s: float = 60, *, marked: bool = False, **queries: str
     ) -> PrometheusSource:
         return PrometheusSource(
-            Access(self.url),
+            PrometheusAddress(self.url),
             "qwen",
             namespace,
             timeout_s=5,
@@ -188,7 +188,7 @@ async def test_a_stopped_exporter_closes_the_gate_and_its_return_opens_it(server
         server.configure(job(epp.port, 1))
         await stack.enter_async_context(server.up())
         told: list[Poll] = []
-        settings = Signals.model_validate(
+        settings = SignalsSettings.model_validate(
             {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 8}
         )
         poller = Poller([server.source()], settings, Policy(), told.append)
@@ -230,7 +230,7 @@ async def test_a_prometheus_that_stops_scraping_goes_stale(server: Server) -> No
             kept = (await server.scrapes())[-1]
             assert before.opened_at - CLOCK_S <= kept.at <= before.closed_at + CLOCK_S
             told: list[Poll] = []
-            settings = Signals.model_validate(
+            settings = SignalsSettings.model_validate(
                 {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 2}
             )
             polling = asyncio.create_task(Poller([source], settings, Policy(), told.append).run())

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dispatcher.core.budget import Policy
-from dispatcher.settings import Signals
+from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.poller import Poll, Poller
 from dispatcher.sim.epp import TPOT_BOUNDS, TTFT_BOUNDS
@@ -87,7 +87,7 @@ async def test_a_dispatcher_reads_from_it_what_realtime_pays() -> None:
             "qwen", Targets(urls=(world.metrics_url,)), timeout_s=20, marked=True, latencies_each_s=0.2
         )
         told: list[Poll] = []
-        settings = Signals.model_validate({"interval_s": 0.1})
+        settings = SignalsSettings.model_validate({"interval_s": 0.1})
         poller = Poller([source], settings, Policy(per_endpoint=16), told.append, batch_share=lambda: 0.5)
         polling = asyncio.create_task(poller.run())
         done: list[Job] = []

@@ -19,14 +19,24 @@ from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.catalogue import CATALOGUE, PREFIX, Kind
 from dispatcher.telemetry.events import Event, diverted, emit
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import Budget, Gate, Line, Process, Signals, Status, Terms
+from dispatcher.telemetry.status import (
+    BudgetStatus,
+    GateStatus,
+    LineStatus,
+    ProcessStatus,
+    SignalsStatus,
+    Status,
+    Terms,
+)
 from tests.floors import beside, cpu_of
 from tests.support import require_tool
 
 STATUS = Status(
-    process=Process("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
-    gate=Gate("open", True, "…", 30, 12, 12, 30.0, None),
-    budget=Budget(
+    process=ProcessStatus(
+        "1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0
+    ),
+    gate=GateStatus("open", True, "…", 30, 12, 12, 30.0, None),
+    budget=BudgetStatus(
         0.05,
         "saturation",
         0.5,
@@ -37,8 +47,8 @@ STATUS = Status(
         "picker",
         terms=[Terms("saturation", 0.5, 0.0, 0.45, 28, 64.0), Terms("requests", 0.4, 0.1, None, None, 64.0)],
     ),
-    signals=Signals("epp", 0.3),
-    line=Line(pending=5, leased=12, delayed=0, dead=1),
+    signals=SignalsStatus("epp", 0.3),
+    line=LineStatus(pending=5, leased=12, delayed=0, dead=1),
 )
 
 

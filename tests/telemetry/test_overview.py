@@ -7,16 +7,16 @@ from typing import Any
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Unread
-from dispatcher.dispatch.access import View
+from dispatcher.dispatch.access import QueueView
 from dispatcher.overview import overview
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import Process, Status
+from dispatcher.telemetry.status import ProcessStatus, Status
 
 SETTINGS = Settings.model_validate({"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}})
-PROCESS = Process("1", "3", "qwen", "batch:{qwen}:requests", "one", observe=False, started_at=0.0)
+PROCESS = ProcessStatus("1", "3", "qwen", "batch:{qwen}:requests", "one", observe=False, started_at=0.0)
 REQUESTS = (Signal.REQUESTS,)
 
 
@@ -33,7 +33,7 @@ def told_at(now: float, *unread: Unread, **told: Any) -> Status:
         settings=SETTINGS,
         limiter=limiter,
         running=0,
-        queue=View(),
+        queue=QueueView(),
         poll=poll,
         watched=Endpoints(),
         slow=None,

@@ -14,15 +14,15 @@ from dispatcher.settings import SecretUrl
 from dispatcher.telemetry import otlp
 from dispatcher.telemetry.events import Event, heard_by
 from dispatcher.telemetry.otlp import AT_ONCE, IN_LINE, endpoint_of, exporter_to
-from dispatcher.telemetry.tracing import Parent, Span, Tracing
+from dispatcher.telemetry.tracing import EndedSpan, Parent, Tracing
 from tests.support import free_port, wait_until, wait_until_sync
 from tests.telemetry.traces import Collector, Told, line_into
 
 ENOUGH = 3 * IN_LINE
 
 
-def a_span(number: int = 1) -> Span:
-    return Span("POST", "CLIENT", Parent(0xA, 0xB, "k=v"), number, 10, 20, {"n": number})
+def a_span(number: int = 1) -> EndedSpan:
+    return EndedSpan("POST", "CLIENT", Parent(0xA, 0xB, "k=v"), number, 10, 20, {"n": number})
 
 
 @contextmanager

@@ -16,8 +16,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind, StatusCode
 
 from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import DROP_REASON, RetryPolicy
+from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import ErrorCode, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
@@ -29,8 +30,8 @@ from dispatcher.settings import Settings
 from dispatcher.settings.load import parse
 from dispatcher.telemetry.events import heard_by
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.otlp import Line
-from dispatcher.telemetry.tracing import Span, Tracing
+from dispatcher.telemetry.otlp import SpanSender
+from dispatcher.telemetry.tracing import EndedSpan, Tracing
 from tests.forward.conftest import Connection, Script, Server, options, serving
 from tests.queue.servers import server
 from tests.support import wait_until
@@ -91,7 +92,7 @@ async def dispatching(queue: Queue, gateway: Server, tracing: Tracing | None) ->
     await sender.aclose()
 
 
-def tracing_into(line: Line, ratio: float = 1.0) -> Tracing:
+def tracing_into(line: SpanSender, ratio: float = 1.0) -> Tracing:
     return Tracing(line.add, queue=QUEUE, gateway="http://gateway:8080", sample_ratio=ratio)
 
 
@@ -278,7 +279,7 @@ async def test_a_hostile_time_of_creation_costs_no_span(created: int) -> None:
 
 
 async def test_a_defect_in_what_is_only_shown_costs_no_request_anything() -> None:
-    def broken(_: Span) -> None:
+    def broken(_: EndedSpan) -> None:
         raise RuntimeError("no span")
 
     heard: list[str] = []
@@ -309,7 +310,7 @@ async def test_why_a_try_failed_is_told_in_our_words(status: str, headers: str, 
             await connection.receive()
             await connection.answer(status=status, headers=f"{headers}\r\n")
 
-    spans: list[Span] = []
+    spans: list[EndedSpan] = []
     store = MemoryStore(clock=asyncio.get_running_loop().time)
     deadline = int(time.time() + 600)
     await store.submit([Submission(encode_member("r-1", b"{}", deadline), float(deadline))])

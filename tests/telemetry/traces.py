@@ -13,17 +13,17 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from dispatcher.telemetry.events import Event
-from dispatcher.telemetry.otlp import Line
+from dispatcher.telemetry.otlp import SpanSender
 
 QUEUE = "batch:{qwen}:requests"
 Told = list[tuple[Event, Mapping[str, Any]]]
 
 
 @contextmanager
-def line_into(exporter: Any, **paces: float) -> Iterator[tuple[Line, Told]]:
+def line_into(exporter: Any, **paces: float) -> Iterator[tuple[SpanSender, Told]]:
     """A line to that exporter, and what it tells."""
     told: Told = []
-    line = Line(exporter, Resource({}), lambda event, fields: told.append((event, fields)), **paces)
+    line = SpanSender(exporter, Resource({}), lambda event, fields: told.append((event, fields)), **paces)
     try:
         yield line, told
     finally:

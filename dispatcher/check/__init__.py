@@ -1,0 +1,1 @@
+"""What `batch-dispatcher check` finds, and how it says it: adapters tell facts, this room words them."""

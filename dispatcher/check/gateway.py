@@ -1,0 +1,151 @@
+"""The gateway: one GET, for which no gateway computes anything, judged as the dispatcher judges answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import ssl
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from urllib.parse import urlsplit
+
+from dispatcher import USER_AGENT
+from dispatcher.check.addresses import CONNECT_S, Address, addresses
+from dispatcher.check.finding import Finding, Findings, Level, Probe, Slow, known
+from dispatcher.core.outcome import Failed, classify
+from dispatcher.core.stranger import Stranger
+from dispatcher.peer import words
+from dispatcher.settings import Settings
+from dispatcher.settings.files import TokenFileError, read_token
+
+ANSWER_S = 3.0
+BEGINNING_BYTES = 1000
+"""So much of an answer's body is looked at."""
+_WHERE = "gateway.url"
+_HINTS = {
+    401: "gateway.token_file",
+    407: "gateway.token_file",
+    404: "gateway.path, the HTTPRoute, or a Host in gateway.headers",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAnswer:
+    """How the answer to the GET begins."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+
+    @property
+    def takes_post(self) -> bool:
+        """Unless it names the methods that it takes, and POST is none of them."""
+        allow = self.headers.get("allow", "")
+        return not allow or "POST" in allow.upper()
+
+
+def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
+    """What asks the gateway; nothing where it is `away`."""
+    gateway = settings.gateway
+    [address] = addresses([gateway.url])
+    if address in away:
+        return known(Finding("failed", _WHERE, away[address]))
+    try:
+        tls = gateway.tls.context() if gateway.url.scheme == "https" else None
+    except OSError as error:
+        return known(Finding("failed", "gateway.tls", f"cannot be used: {error}"))
+    return lambda: _get_once(settings, address, tls)
+
+
+async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | None) -> Findings:
+    parts = urlsplit(settings.gateway.url.bare)
+    host, port = address
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(host, port, ssl=tls)
+    except OSError as error:  # of which time-outs and what TLS has to say
+        hint = "gateway.tls" if isinstance(error, ssl.SSLError) else ""
+        refused = isinstance(error, ConnectionRefusedError)
+        return [Finding("failed", _WHERE, f"{host}:{port}: {words(error)}", hint, certain=refused)]
+    path = parts.path.rstrip("/") + settings.gateway.path
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            writer.write(_get(settings, f"{host}:{port}" if parts.port else host, path))
+            answer = await _answer(reader)
+    except TimeoutError:
+        what = f"{host}:{port} accepted the connection; GET {path} was not answered within {ANSWER_S:g} s"
+        return [Slow("warning", _WHERE, what, "gateway.url: its port, and http or https; else it is slow")]
+    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+        what = f"{host}:{port} accepts connections, but does not answer HTTP: {words(error)}"
+        return [Finding("failed", _WHERE, what, "gateway.url: its port, and http or https")]
+    finally:
+        writer.transport.abort()
+    asked = f"connected ({'TCP' if tls is None else 'TLS'}); GET {path}"
+    return [replace(judged(answer, asked, plain=tls is None), certain=True)]
+
+
+def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
+    """What the dispatcher would make of such an answer to its first request.
+
+    Two things are its own: a GET may be answered 405 where a POST is taken, and a 400 to what is no TLS tells
+    that TLS is wanted. `plain`: it was none.
+    """
+    status = answer.status
+    what = f"{asked} was answered {status}"
+    if status == 400 and plain and b"HTTPS" in answer.body.upper():  # as nginx and Go's servers put it
+        return Finding("failed", _WHERE, f"{what}: that port speaks TLS", "gateway.url: https")
+    if status == 405 and answer.takes_post:
+        return Finding("ok", _WHERE, what)
+    itself = classify(status, answer.headers, answer.body, time.time())
+    counted = Stranger().judged(itself)
+    if not isinstance(counted, Failed):
+        hint = "gateway.url, gateway.path and gateway.headers, if requests are answered so too"
+        return Finding("ok", _WHERE, what, hint if status == 400 else "")
+    if status >= 500:
+        hint = "the gateway's endpoint picker and model servers"
+        return Finding("warning", _WHERE, what + ("" if answer.body else " with an empty body"), hint)
+    if isinstance(itself, Failed):
+        level: Level = "failed" if itself.nobody_home else "warning"
+        return Finding(level, _WHERE, f"{asked}: {itself.why}", _HINTS.get(status, _WHERE))
+    # Delivered to whoever asked once a request was answered with 2xx; until then it may be no gateway.
+    if status == 403:
+        why = "it forbids that; requests that are answered so get it as their result once another got 2xx"
+        return Finding("warning", _WHERE, f"{what}: {why}", "gateway.token_file, gateway.url, gateway.path")
+    took = (
+        f"takes {answer.headers['allow'][:40]!r} there, and no POST"
+        if status == 405
+        else "has nothing at this path"
+    )
+    hint = "gateway.url, gateway.path"
+    return Finding("failed", _WHERE, f"{what}: it {took}, and may be no inference gateway", hint)
+
+
+def _get(settings: Settings, host: str, path: str) -> bytes:
+    gateway = settings.gateway
+    headers = {"host": host, "user-agent": USER_AGENT, "accept": "*/*"}
+    headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
+    if gateway.token_file:
+        with suppress(TokenFileError):  # a finding of its own
+            headers["authorization"] = f"Bearer {read_token(gateway.token_file)}"
+    elif gateway.url.credentials:
+        headers["authorization"] = gateway.url.authorization
+    lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    return "\r\n".join(lines).encode("latin-1")
+
+
+async def _answer(reader: asyncio.StreamReader) -> GatewayAnswer:
+    """Raises ValueError for what is not HTTP."""
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    match = re.match(r"HTTP/1\.[01] (\d{3})\b", head)
+    if match is None:
+        raise ValueError("its first line is none of HTTP/1")
+    lines = (line.partition(":") for line in head.split("\r\n")[1:])
+    headers = {name.strip().lower(): value.strip() for name, colon, value in lines if colon}
+    length = headers.get("content-length", "")
+    most = min(int(length), BEGINNING_BYTES) if length.isdecimal() and len(length) < 10 else BEGINNING_BYTES
+    body = await reader.read(most)
+    chunks_end = "content-length" not in headers and body.startswith(b"0\r\n")
+    return GatewayAnswer(int(match[1]), headers, b"" if chunks_end else body)

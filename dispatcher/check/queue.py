@@ -1,0 +1,108 @@
+"""The queue: a server, asked through the dispatcher's own client, or the embedded Valkey."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dispatcher.check.addresses import Address, addresses, all_away
+from dispatcher.check.finding import Finding, Findings, Probe, known
+from dispatcher.settings import SecretUrl, Settings
+
+if TYPE_CHECKING:
+    from dispatcher.queue.survey import Server, Survey
+
+
+def asked(settings: Settings) -> set[Address]:
+    """The addresses that accept connections where the queue is there; none for the embedded one."""
+    url = settings.queue.url
+    return addresses([url], _usual_port(url)) if url else set()
+
+
+def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
+    """What asks the queue; nothing where it is `away`."""
+    url = settings.queue.url
+    if not url:
+        return _embedded(settings)
+    why = all_away(asked(settings), away)
+    if why is not None:
+        return known(Finding("failed", "queue.url", why))
+    return _survey("queue.url", url.reveal(), settings)
+
+
+def _usual_port(url: SecretUrl) -> int:
+    return 26379 if "sentinel" in url.scheme else 6379
+
+
+def _embedded(settings: Settings) -> Probe:
+    """The Valkey of our own: the one that runs, else whether one could."""
+    from dispatcher.queue.embedded import EmbeddedError, find_server, running_url
+
+    data_dir = Path(settings.queue.data_dir).absolute()
+    running = running_url(data_dir)
+    if running is not None:
+        return _survey("queue.data_dir", running, settings)
+    try:
+        find_server()
+    except EmbeddedError as error:
+        return known(Finding("failed", "queue.url", str(error)))
+    there = next(path for path in (data_dir, *data_dir.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        hint = "a directory on a writable volume, or a Redis in queue.url"
+        return known(Finding("failed", "queue.data_dir", f"{there} cannot be written", hint))
+    what = f"{data_dir} can be written; an embedded Valkey runs there while a dispatcher does, none now"
+    return known(Finding("ok", "queue.data_dir", what))
+
+
+def _survey(where: str, url: str, settings: Settings) -> Probe:
+    from dispatcher.ports import QueueUnavailableError
+    from dispatcher.queue.connect import QueueUrlError
+    from dispatcher.queue.keys import Names, QueueNameError
+    from dispatcher.queue.survey import survey
+
+    queue = settings.queue
+
+    async def surveyed() -> Findings:
+        try:
+            found = await survey(url, Names(queue.name, queue.results, queue.result_lists))
+        except (QueueUnavailableError, QueueUrlError, QueueNameError) as error:
+            return [Finding("failed", where, str(error))]
+        return list(_told(where, queue.name, found))
+
+    return surveyed
+
+
+def _told(where: str, name: str, found: Survey) -> Iterator[Finding]:
+    server, counts = found.server, found.counts
+    shown = f"{server.name} {server.version}" if server else "a server that does not show its version"
+    yield Finding("ok", where, f"{shown} answers in {found.answer_s * 1000:.1f} ms")
+    if server is not None:
+        yield from _doubts(where, server)
+    if not found.wakes:
+        what = "this user may not hear of new work: it is noticed within queue.poll_s"
+        yield Finding("warning", where, what, "docs/security.md")
+    what = f"{counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, {counts.dead} dead"
+    yield Finding("ok", "queue.name", f"{name}: {what}")
+    if found.paused is not None:
+        by, why = found.paused
+        yield Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume")
+
+
+def _doubts(where: str, server: Server) -> Iterator[Finding]:
+    from dispatcher.queue.survey import OLDEST
+
+    if server.too_old:
+        least = ".".join(map(str, OLDEST[server.name]))
+        yield Finding(
+            "failed", where, f"{server.name} {server.version} is too old: {least} or newer is needed"
+        )
+    if server.replica:
+        yield Finding("failed", where, "this is a replica: it takes no writes", "the primary, or Sentinel")
+    if server.evicts:
+        what = f"when its memory is full it drops keys ({server.evicts}): accepted requests are lost"
+        yield Finding("warning", where, what, "maxmemory-policy noeviction in the server's configuration")
+    if not server.durable:
+        what = "no append-only file: when it dies, what it accepted since its last snapshot is lost"
+        yield Finding("warning", where, what, "appendonly yes in the server's configuration")

@@ -1,0 +1,143 @@
+"""What the sources of the signals show: series, values, ages, and the budget that follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from dispatcher.check.finding import Finding, Findings
+from dispatcher.core.budget import Policy, Reading, Reason, assess
+from dispatcher.core.counting import ASSUMED, fitting
+from dispatcher.core.poll import Unread
+from dispatcher.settings import Settings
+from dispatcher.signals.poller import Source
+from dispatcher.signals.series import Family, Verdict, View, judge
+
+
+async def ask(
+    settings: Settings, sources: Sequence[Source], epp_addresses: tuple[str, ...] | None = None
+) -> Findings:
+    """Ask every source once and say what it shows.
+
+    `epp_addresses`: the EPP's pods, where the Kubernetes watch knows them.
+    """
+    findings: Findings = []
+    for source in sources:
+        source.discovered(epp_addresses)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            seen = await source.poll()
+        finally:
+            await source.close()
+        now = loop.time()
+        name = f"signals.{source.name}"
+        if isinstance(seen, Unread):
+            findings.append(Finding("failed", name, seen.why, seen.hint))
+            continue
+        detail = (
+            f"{_count(len(seen), 'replica')} of the endpoint picker, read in {(now - began) * 1000:.0f} ms"
+        )
+        findings.append(Finding("ok", name, detail))
+        for number, view in enumerate(seen):
+            part = name if len(seen) == 1 else f"{name}[{number}]"
+            findings += _series(part, view, now)
+        policy = settings.policy(source.name)
+        verdict = judge(seen, settings.signals.use, policy, source.name)
+        findings += _verdict(name, verdict, policy, now)
+        if policy.max_sys is None:
+            findings += _per_endpoint(seen, policy.per_endpoint, verdict)
+    return findings
+
+
+def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict) -> Findings:
+    """What one sample says of `budget.per_endpoint`: a hint, which a running dispatcher makes sure of."""
+    assumed, guess = verdict.per_endpoint or ASSUMED, verdict.per_endpoint_from
+    name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
+    fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
+    k = fits.pop() if len(fits) == 1 else None
+    suggested = f"the picker's page suggests {k} requests per endpoint; not proven yet"
+    if k is not None and wanted is None:
+        until = "" if k == assumed else f", and {assumed:g} are assumed until it is"
+        return [Finding("ok", name, f"auto: {suggested}{until}")]
+    if k is not None and wanted != k:
+        return [Finding("warning", name, f"{wanted:g}, but {suggested}", f"{hint}; or auto")]
+    if wanted is None and guess == "unseen":
+        what = f"auto: {assumed:g} is assumed until the picker's page shows requests; not learned yet"
+        return [Finding("warning", name, what, hint)]
+    if wanted is None:
+        what = f"auto, and this page does not suggest what an endpoint runs: {assumed:g} is assumed"
+        return [Finding("warning", name, what, hint)]
+    return []
+
+
+def _series(part: str, view: View, now: float) -> Findings:
+    """Every series that was found with its value and age, and those that were not."""
+    shown = {family: [name for name in view.raw if name in family.value] for family in Family}
+    age_s = max(0.0, now - view.closed_at)
+    found = [
+        Finding("ok", f"{part} {name}", f"{view.raw[name]:g}, {age_s:.1f} s old")
+        for names in shown.values()
+        for name in names
+    ]
+    own = [
+        Finding("ok", f"{part} {name}", f"{value:g}")
+        for name, value in view.raw.items()
+        if name.startswith("queries.")
+    ]
+    if view.utilization:  # a label tells it; the series' value says nothing
+        names = ", ".join(sorted(filter(None, view.utilization))) or "(without a name)"
+        what = f"utilization detector {names}: its saturation is no count"
+        found.append(Finding("ok", f"{part} {Family.STALE.value[0]}", what))
+    absent = [
+        Finding("ok", f"{part} {family.value[0]}", f"not there: {_ABSENT[family]}")
+        for family, names in shown.items()
+        if not names and family in _ABSENT
+    ]
+    shown_latencies = [
+        Finding("ok", f"{part} latencies", told.why_not or f"{told.name}, of {_OF[told.of]}")
+        for told in (view.histograms,)
+        if told is not None
+    ]
+    return found + own + absent + shown_latencies
+
+
+_OF = {"realtime": "realtime alone", "all": "all requests"}
+
+_ABSENT = {
+    Family.SATURATION: "flow control is off, or a saturation query of your own stands for it",
+    Family.QUEUED: "nothing waits in the endpoint picker, or flow control is off",
+    Family.RUNNING: "an endpoint picker older than GIE 1.5, or one that has just started",
+    Family.READY: "budget.max_sys has to say the capacity",
+    Family.IN_FLIGHT: "no request has passed the endpoint picker since it started",
+}
+
+
+def _verdict(name: str, verdict: Verdict, policy: Policy, now: float) -> Findings:
+    """The signals that count, with the budget of each, and those that cannot be read."""
+    findings = [_budget(name, reading, policy) for reading in verdict.readings]
+    for unread in verdict.unread:
+        signal = f"{name} {unread.signal}" if unread.signal is not None else f"{name} {unread.reason}"
+        findings.append(Finding("failed", signal, unread.why, unread.hint))
+    oldest = min((reading.closed_at for reading in verdict.readings), default=now)
+    if now - oldest > policy.max_age_s:
+        why = f"the sample is {now - oldest:.1f} s old, more than {policy.max_age_s:g} s"
+        findings.append(Finding("failed", f"{name} {Reason.STALE}", why, "signals.max_age_s"))
+    return findings
+
+
+def _budget(name: str, reading: Reading, policy: Policy) -> Finding:
+    budget = assess(reading, policy)
+    detail = (
+        f"F_SYS {reading.f_sys:.3f} + F_EPP {reading.f_epp:.3f} + reserve {policy.reserve:g} of "
+        f"{reading.max_sys:g} requests"
+    )
+    if budget.fault is not None:
+        hint = "budget.per_endpoint, budget.max_sys" if budget.fault is Reason.IMPLAUSIBLE else ""
+        return Finding("failed", f"{name} {reading.signal}", f"{detail}: {budget.because}", hint)
+    room = f"room for {budget.headroom} more" if budget.headroom > 0 else "no room now"
+    return Finding("ok", f"{name} {reading.signal}", f"{detail}: D {budget.d:.3f}, {room}")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

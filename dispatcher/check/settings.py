@@ -1,0 +1,67 @@
+"""What a configuration tells without any connection, and a dispatcher that runs by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from dispatcher.check.finding import Finding
+from dispatcher.settings import Settings
+from dispatcher.settings.files import TokenFileError, read_token
+from dispatcher.settings.load import key_paths
+
+
+def doubts(settings: Settings) -> Iterator[Finding]:
+    """What is allowed, but seldom meant, or cannot be done here."""
+    for where in key_paths(Settings):
+        if where.endswith(".insecure_skip_verify") and attrgetter(where)(settings):
+            yield Finding("warning", where, "anybody on the way can read and answer")
+    if not settings.gateway.objective:
+        what = "none named: batch requests compete with everything of priority 0"
+        yield Finding("warning", "gateway.objective", what)
+    if settings.tracing.endpoint:
+        from dispatcher.telemetry import otlp  # the log comes with it
+
+        try:
+            otlp.prepare(settings)
+        except OSError as error:
+            yield Finding("failed", "tracing.endpoint", str(error))
+    if settings.signals.use == "saturation":
+        what = (
+            "the EPP's default detector can read near 0 while every slot is taken; use auto unless it runs "
+        )
+        yield Finding("warning", "signals.use", what + "the concurrency detector")
+
+
+def files(settings: Settings) -> Iterator[Finding]:
+    """Every file that a setting names: their keys end in `_file`."""
+    for where in key_paths(Settings):
+        if where.endswith("_file"):
+            name = attrgetter(where)(settings)
+            if name:
+                yield _file(where, Path(name))
+
+
+def of_running(status: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """What a dispatcher that runs by this configuration has seen, by its /status."""
+    little = status.get("reserve_problem") if status else None
+    if little:
+        yield Finding("warning", "budget.reserve", str(little))
+
+
+def _file(where: str, path: Path) -> Finding:
+    try:
+        with path.open("rb") as file:
+            empty = not file.read(1)
+    except OSError as error:
+        return Finding("failed", where, f"{path}: {error.strerror or error}")
+    if empty:
+        return Finding("failed", where, f"{path}: is empty")
+    if where.endswith("token_file"):
+        try:
+            read_token(path)
+        except TokenFileError as error:
+            return Finding("failed", where, f"{path}: {error.why}")
+    return Finding("ok", where, f"{path} is readable")
