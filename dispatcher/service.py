@@ -34,11 +34,11 @@ from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
-from dispatcher.queue.connect import connect
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import presence
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.settings import Settings, effective
 from dispatcher.settings.load import Refusal, read, reload
 from dispatcher.settings.source import Problem

@@ -320,9 +320,9 @@ def _embedded(settings: Settings) -> Probe:
 
 def _survey(where: str, url: str, settings: Settings) -> Probe:
     from dispatcher.ports import QueueUnavailableError
-    from dispatcher.queue.connect import QueueUrlError
     from dispatcher.queue.keys import Names, QueueNameError
-    from dispatcher.queue.survey import OLDEST, Survey, survey
+    from dispatcher.queue.redis.connect import QueueUrlError
+    from dispatcher.queue.redis.survey import OLDEST, Survey, survey
 
     def told(found: Survey) -> Iterator[Finding]:
         server, counts = found.server, found.counts

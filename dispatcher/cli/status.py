@@ -13,7 +13,7 @@ from dispatcher.cli.screen import say
 from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Target, ask, find
 
 if TYPE_CHECKING:
-    from dispatcher.queue.desk import RedisDesk
+    from dispatcher.queue.redis.desk import RedisDesk
 
 
 def status(

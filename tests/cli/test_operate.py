@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from dispatcher.cli import app
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Watch
 from tests.queue.servers import ENGINES, Server, server
 from tests.warm import warm_run

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.roles import grant, url_of
 from tests.queue.servers import Server

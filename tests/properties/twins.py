@@ -34,8 +34,8 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.store import Place
+from dispatcher.queue.memory.desk import Place
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.servers import Server, server
 

@@ -13,9 +13,9 @@ import msgspec
 from dispatcher.core.outcome import Delivered
 from dispatcher.core.request import Request
 from dispatcher.ports import Claimed, Forwarded, Lease, Permit, Queue, Settlement, Submission
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
 
 NAMES = Names("batch:{pool}:requests", "batch:{pool}:results", lists=("*",))
 """Any list may be named: test_contract.py has which may by default."""

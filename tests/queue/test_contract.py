@@ -17,7 +17,7 @@ from redis.crc import key_slot
 
 from dispatcher.ports import Burial, Release
 from dispatcher.queue.keys import Names, QueueNameError
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool

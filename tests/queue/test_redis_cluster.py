@@ -18,10 +18,10 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Release, Settled
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.survey import survey
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, Answers, answer, claim, claim_one, member, queues, submission

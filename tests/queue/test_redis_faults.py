@@ -11,10 +11,10 @@ import pytest
 import redis.asyncio
 
 from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.scripts import Scripts
 from tests.queue.known import assert_drained, assert_only_known_keys
 from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, queues, submission
 from tests.queue.servers import Server, server

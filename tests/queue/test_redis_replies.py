@@ -19,11 +19,11 @@ from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import Rejection, parse
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Burial, Lease, QueueUnavailableError, Settled
-from dispatcher.queue.connect import QueueUrlError, connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.scripts import Scripts
-from dispatcher.queue.wake import WakeUps
+from dispatcher.queue.redis.connect import QueueUrlError, connect
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.redis.wake import WakeUps
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
@@ -397,7 +397,7 @@ def test_a_password_that_breaks_its_url_is_not_told(url: str) -> None:
 
 def test_scripts_are_read_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has no descriptor left when a script is first run must not fail by that."""
-    from dispatcher.queue import scripts
+    from dispatcher.queue.redis import scripts
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.ports import Overload, Permit, Release
-from dispatcher.queue.clock import ServerClock
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.clock import ServerClock
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, permit, queues, submission
 from tests.queue.servers import Server

@@ -34,14 +34,14 @@ from dispatcher.ports import (
     Shared,
     Swept,
 )
-from dispatcher.queue.desk import REPLY_TTL_S, RedisDesk
-from dispatcher.queue.destinations import Destinations, key_of
 from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
-from dispatcher.queue.outbox import Outbox
-from dispatcher.queue.overdue import Overdue, place_of
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.replies import leases_of, line_of, untold_bytes
-from dispatcher.queue.scripts import (
+from dispatcher.queue.redis.desk import REPLY_TTL_S, RedisDesk
+from dispatcher.queue.redis.destinations import Destinations, key_of
+from dispatcher.queue.redis.outbox import Outbox
+from dispatcher.queue.redis.overdue import Overdue, place_of
+from dispatcher.queue.redis.replies import leases_of, line_of, untold_bytes
+from dispatcher.queue.redis.scripts import (
     SCRIPT_BYTES,
     SCRIPT_ITEMS,
     Argument,
@@ -50,7 +50,7 @@ from dispatcher.queue.scripts import (
     Reply,
     in_steps,
 )
-from dispatcher.queue.wake import WakeUps
+from dispatcher.queue.redis.wake import WakeUps
 from dispatcher.telemetry.events import Event, emit
 
 CLAIM_BYTES = 2**20

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dispatcher.core.request import NO_LIST
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
-from dispatcher.queue.outbox import Outbox
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.redis.outbox import Outbox
+from dispatcher.queue.redis.scripts import Scripts
 
 _FIT_S = 60.0
 """How long a list that was found fit is not asked about again."""

@@ -32,10 +32,8 @@ from dispatcher.ports import (
     Shared,
     Swept,
 )
+from dispatcher.queue.memory.desk import NEVER_CLAIMED, Held, MemoryStore, Place
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.store import NEVER_CLAIMED, Held, MemoryStore, Place
-
-__all__ = ["MemoryQueue", "MemoryStore"]
 
 YOUNG_S = 0.02
 """A lease touched within this is young: its request is not surely sent yet."""

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from dispatcher.core.request import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import ForbiddenError, Scripts
+from dispatcher.queue.redis.scripts import ForbiddenError, Scripts
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800

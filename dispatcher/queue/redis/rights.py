@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dispatcher.queue.keys import ACTIVE, CANCEL, Names
-from dispatcher.queue.scripts import Scripts, source
+from dispatcher.queue.redis.scripts import Scripts, source
 
 _COMMANDS = (
     *("type", "exists", "get", "mget", "set", "del", "expire", "lpush"),

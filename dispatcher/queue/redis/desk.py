@@ -13,10 +13,10 @@ import msgspec
 from redis import exceptions as errors
 
 from dispatcher.ports import Counts, Dead, Submission
-from dispatcher.queue.clock import ServerClock
 from dispatcher.queue.keys import ACTIVE, MAX_TOKEN_BYTES, Names
+from dispatcher.queue.redis.clock import ServerClock
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Client, Reply, Scripts, in_steps
 from dispatcher.queue.requeue import accept_anew
-from dispatcher.queue.scripts import SCRIPT_BYTES, Argument, Client, Reply, Scripts, in_steps
 
 CANCEL_TTL_S = 604_800
 REPLY_TTL_S = 60
