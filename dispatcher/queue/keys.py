@@ -16,27 +16,30 @@ MAX_TOKEN_BYTES = 1024
 """A longer one names no key: its request is cancelled by llm-d's marker alone."""
 MAX_LIST_NAME_BYTES = 1024
 
-_DERIVED = (
-    "returned",
-    "suspects",
-    "delayed",
-    "delayed:order",
-    "leases",
-    "entries",
-    "members",
-    "dead",
-    "dead:age",
-    "control",
-    "owners",
-    "paused",
-    "outbox",
-    "beats",
-)
-"""In the order in which every script gets them, after the queue itself: lua/common.lua names them again."""
+KEYS = {
+    "PENDING": ("", "zset"),
+    "RETURNED": ("returned", "zset"),
+    "SUSPECTS": ("suspects", "zset"),
+    "DELAYED": ("delayed", "zset"),
+    "DELAYED_ORDER": ("delayed:order", "zset"),
+    "LEASES": ("leases", "zset"),
+    "ENTRIES": ("entries", "hash"),
+    "MEMBERS": ("members", "hash"),
+    "DEAD": ("dead", "zset"),
+    "DEAD_AGE": ("dead:age", "zset"),
+    "CONTROL": ("control", "hash"),
+    "OWNERS": ("owners", "hash"),
+    "PAUSED": ("paused", "string"),
+    "OUTBOX": ("outbox", "zset"),
+    "BEATS": ("beats", "zset"),
+}
+"""What the scripts call each lasting key, in the order in which they get them; its suffix (none: the queue
+itself), and its type."""
+_SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
-    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_DERIVED)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
+    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
     re.DOTALL,
 )
 """What may be a key of any queue: all bear a hash tag, but for a queue itself that its operator named."""
@@ -81,7 +84,7 @@ class Names:
     @property
     def keys(self) -> tuple[str, ...]:
         """Every lasting key of the queue, as the scripts expect them."""
-        return (self.queue, *(f"{self.prefix}:{suffix}" for suffix in _DERIVED))
+        return tuple(f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in KEYS.values())
 
     @property
     def paused(self) -> str:

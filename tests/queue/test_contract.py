@@ -16,7 +16,8 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from dispatcher.ports import Burial, Release
-from dispatcher.queue.keys import Names, QueueNameError
+from dispatcher.queue.constants import LUA
+from dispatcher.queue.keys import KEYS, Names, QueueNameError
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
@@ -117,6 +118,13 @@ def test_every_script_is_on_the_page_and_states_its_promise(script):
     assert head is not None
     for part in ("-- KEYS ", "-- Returns ", "-- Keeps: "):
         assert part in head[0], f"{script.name}: its head lacks {part!r}"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script):
+    locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {name.strip() for names in locals_ for name in names.split(",")}
+    assert named & {*LUA, *KEYS, "OWN", "TYPES"} == set()
 
 
 @pytest.mark.parametrize(

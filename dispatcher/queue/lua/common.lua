@@ -1,21 +1,11 @@
--- What every script shares. Each gets the queue's own keys first, in the order of keys.py.
+-- What every script shares. Each gets the queue's own keys first. Their names (PENDING …), how many they are (OWN), their
+-- TYPES, and the numbers that stand in capitals come before this, from keys.py and constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
 local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED = 6, 7, 8, 9, 10, 11, 12
 -- WHERE is the set that holds it: 'L'eases, 'R'eturned, 'S'uspects, 'D'elayed, dead ('X'). SCORE stays the
 -- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties.
-local PENDING, RETURNED, SUSPECTS, DELAYED, DELAYED_ORDER = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local LEASES, ENTRIES, MEMBERS, DEAD, DEAD_AGE = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local CONTROL, OWNERS, PAUSED, OUTBOX, BEATS = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local OWN = 15
-local TYPES = {'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'zset', 'zset', 'hash', 'hash',
-               'string', 'zset', 'zset'}
-local PREFIX_BYTES = 512
-local SUSPECT_DEATHS = 2
-local SAME_READING_S = 0.001 -- clocks are known no better: two readings this close are the same
-local AHEAD_S = 1 -- nothing is of so much later than now, unless a clock stepped
-local YOUNG_S = 0.02
 local call = redis.call
 
 -- A foreign key under one of our names would fail a script half way: look before the first write.
@@ -88,7 +78,6 @@ local function end_leases(items, probe)
 end
 
 -- A member that is longer than any may be moves no further: its head is kept, and how long it was (core/oversize.py).
-local HEAD_BYTES = 16384
 local function shortened(member, largest)
   if #member <= largest then return member end
   return string.sub(member, 1, HEAD_BYTES) .. '\0cut:' .. string.format('%.0f', #member)

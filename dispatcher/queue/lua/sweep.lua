@@ -9,7 +9,6 @@
 -- longer than owner_timeout_s/2 or 2 s no silence counts for as long as any owner may be silent. When the clock
 -- jumps back, every time kept here moves back with it, but for what `rewind` has of now.
 local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local GAP_S = 2 -- every owner sweeps each second
 local now, shared = clock(), control()
 open()
 rewind(shared, now)

@@ -29,12 +29,10 @@ from dispatcher.ports import (
     Settlement,
     Submission,
 )
+from dispatcher.queue.constants import CANCEL_TTL_S, SUSPECT_DEATHS
 from dispatcher.queue.keys import Names
 from dispatcher.queue.requeue import accept_anew
 
-SUSPECT_DEATHS = 2
-"""Owners that died holding a request before it runs apart from others like it."""
-CANCEL_TTL_S = 604800
 NEVER_CLAIMED = 2**62
 
 

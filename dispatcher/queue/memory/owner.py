@@ -32,21 +32,9 @@ from dispatcher.ports import (
     Shared,
     Swept,
 )
+from dispatcher.queue.constants import AHEAD_S, CLAIM_BYTES, GAP_S, REPLY_TTL_S, SAME_READING_S, YOUNG_S
 from dispatcher.queue.memory.desk import NEVER_CLAIMED, Held, MemoryStore, Place
 from dispatcher.queue.owners import Prover
-
-YOUNG_S = 0.02
-"""A lease touched within this is young: its request is not surely sent yet."""
-CLAIM_BYTES = 2**20
-"""A claim stops before its members sum to more than this."""
-GAP_S = 2.0
-"""Between sweeps this is an outage at the latest, for every owner sweeps each second."""
-SAME_READING_S = 0.001
-"""Clocks are known no better: two readings this close are the same."""
-AHEAD_S = 1.0
-"""Nothing is of so much later than now, unless a clock stepped."""
-NONCE_TTL_S = 60.0
-"""How long a claim can be repeated."""
 
 
 class MemoryQueue:
@@ -387,7 +375,7 @@ class MemoryQueue:
             tuple(each.token for each in held),
             tuple(each.entry.id for each in held),
         )
-        while nonces[oldest := next(iter(nonces))][0] < now - NONCE_TTL_S:
+        while nonces[oldest := next(iter(nonces))][0] < now - REPLY_TTL_S:
             del nonces[oldest]
 
     def _settle_each(self, ends: Sequence[tuple[Settlement, str | None]]) -> Sequence[Settled | None]:

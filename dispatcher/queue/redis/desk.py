@@ -13,15 +13,12 @@ import msgspec
 from redis import exceptions as errors
 
 from dispatcher.ports import Counts, Dead, Submission
+from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S, SUSPECT_DEATHS
 from dispatcher.queue.keys import ACTIVE, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Client, Reply, Scripts, in_steps
 from dispatcher.queue.requeue import accept_anew
 
-CANCEL_TTL_S = 604_800
-REPLY_TTL_S = 60
-"""How long a repetition of a call gets the same reply."""
-SUSPECT_DEATHS = 2
 _BATCH = 1000
 
 

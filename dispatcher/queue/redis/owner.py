@@ -34,9 +34,10 @@ from dispatcher.ports import (
     Shared,
     Swept,
 )
+from dispatcher.queue.constants import BAD_LIST, CLAIM_BYTES, DONE, REPLY_TTL_S, STUCK, TOO_LARGE
 from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis.desk import REPLY_TTL_S, RedisDesk
+from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.destinations import Destinations, key_of
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import Overdue, place_of
@@ -53,13 +54,11 @@ from dispatcher.queue.redis.scripts import (
 from dispatcher.queue.redis.wake import WakeUps
 from dispatcher.telemetry.events import Event, emit
 
-CLAIM_BYTES = 2**20
 _CLAIM_MOST = 1000
 _MOVES = 3
 _SWEEP_MOST = 500
-_DONE, _LOST, _BAD_LIST, _STUCK, _TOO_LARGE = range(5)
 _STATUSES = (Settled.DONE, Settled.LOST, Settled.BAD_LIST, None, Settled.TOO_LARGE)
-_WRITTEN = (_DONE, _BAD_LIST, _TOO_LARGE)
+_WRITTEN = (DONE, BAD_LIST, TOO_LARGE)
 _ALONE_BYTES = 65_536
 """A larger result that the server does not take, while it answers, is taken to be too large for it."""
 _WRITES_S = 10.0
@@ -75,7 +74,7 @@ class _Write:
     settlement: Settlement
     head: tuple[Argument, ...]
     tail: tuple[Argument, ...] = ()
-    instead: int = _DONE
+    instead: int = DONE
     """What it comes to where the result stands for another one: INVALID_REQUEST for one whose list was
     refused, TOO_LARGE for one that the server does not take."""
 
@@ -313,13 +312,13 @@ class RedisQueue(RedisDesk):
         await self._wake_ups.wait()
 
     async def _write(self, script: str, writes: Sequence[_Write]) -> list[int]:
-        """Run settle or expire for all of them; a status for each, `_STUCK` where it stays as it is.
+        """Run settle or expire for all of them; a status for each, `STUCK` where it stays as it is.
 
         A refused list is answered on the default list. Raises where nothing could be written.
         """
         checked = [self._checked(write) for write in writes]
         statuses, failure = await self._write_apart(script, checked)
-        again = [at for at, status in enumerate(statuses) if status == _BAD_LIST and not checked[at].instead]
+        again = [at for at, status in enumerate(statuses) if status == BAD_LIST and not checked[at].instead]
         if again:
             refused, failure = await self._write_apart(script, [_refused(checked[at]) for at in again])
             for at, status in zip(again, refused, strict=True):
@@ -327,7 +326,7 @@ class RedisQueue(RedisDesk):
         if self._scripts.is_cluster:
             with contextlib.suppress(QueueUnavailableError):
                 await self._clean_up(checked, statuses)
-        if statuses and statuses.count(_STUCK) == len(statuses):
+        if statuses and statuses.count(STUCK) == len(statuses):
             raise failure or CallRefusedError(
                 f"{self.names.results} is no list that this user may push to: results have no place to go"
             )
@@ -340,7 +339,7 @@ class RedisQueue(RedisDesk):
         else: a step that fails while the server answers is repeated write by write. And why any failed."""
         clock = asyncio.get_running_loop().time
         enough_at = clock() + _WRITES_S
-        statuses = [_STUCK] * len(writes)
+        statuses = [STUCK] * len(writes)
         order = sorted(range(len(writes)), key=lambda at: writes[at].size > _ALONE_BYTES)
         steps = deque(in_steps(order, lambda at: writes[at].size))
         failure: QueueUnavailableError | None = None
@@ -379,7 +378,7 @@ class RedisQueue(RedisDesk):
         known = hash(write.head)
         if known not in self._doubted:
             self._doubted.add(known)
-            return _STUCK
+            return STUCK
         settlement = write.settlement
         message = f"the result ({len(settlement.result)} bytes) cannot be written to the queue: {why}"
         told = settlement.request_id or decode_result(settlement.result).id
@@ -388,10 +387,10 @@ class RedisQueue(RedisDesk):
         )
         try:
             (status,) = await self._write_some(
-                script, [replace(write, settlement=short, instead=write.instead or _TOO_LARGE)]
+                script, [replace(write, settlement=short, instead=write.instead or TOO_LARGE)]
             )
         except QueueUnavailableError:
-            return _STUCK
+            return STUCK
         self._doubted.discard(known)
         return status
 
@@ -487,4 +486,4 @@ def _refused(write: _Write, why: str = NO_LIST) -> _Write:
     settlement = write.settlement
     told = settlement.request_id or decode_result(settlement.result).id
     result = misdirected(told, settlement.results, why, token=settlement.request_token)
-    return replace(write, settlement=replace(settlement, result=result, results=""), instead=_BAD_LIST)
+    return replace(write, settlement=replace(settlement, result=result, results=""), instead=BAD_LIST)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dispatcher.core.outlook import Head, Line, Replica, Span
 from dispatcher.ports import Lease
-from dispatcher.queue.redis.desk import SUSPECT_DEATHS
+from dispatcher.queue.constants import SUSPECT_DEATHS
 
 
 def leases_of(flat: Sequence[Any]) -> list[Lease]:
