@@ -91,6 +91,11 @@ class Names:
         return f"{self.prefix}:paused"
 
     @property
+    def members(self) -> str:
+        """The bytes of each entry."""
+        return f"{self.prefix}:members"
+
+    @property
     def waiting(self) -> tuple[str, ...]:
         """The sets that a claim takes from."""
         return self.queue, f"{self.prefix}:returned", f"{self.prefix}:suspects"

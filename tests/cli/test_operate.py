@@ -28,6 +28,7 @@ from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.telemetry.status import Budget, Gate, Line, Price, Process, Signals, Status, Watch
+from tests.queue.made import OwnerAndDesk
 from tests.queue.servers import ENGINES, Server, server
 from tests.warm import warm_run
 
@@ -74,7 +75,7 @@ class _queue:  # noqa: N801 - a context manager
         self.url = queue_server.url
 
     async def __aenter__(self) -> RedisQueue:
-        self.queue = RedisQueue(connect(self.url), NAMES, "owner")
+        self.queue = OwnerAndDesk(connect(self.url), NAMES, "owner")
         return self.queue
 
     async def __aexit__(self, *exc: object) -> None:

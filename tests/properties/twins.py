@@ -37,6 +37,7 @@ from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.memory.desk import Place
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
+from tests.queue.made import OwnerAndDesk
 from tests.queue.servers import Server, server
 
 OWNERS = 3
@@ -152,7 +153,7 @@ class Twins(RuleBasedStateMachine):
         for number, (loop, client) in enumerate(zip(self.bench.loops, self.bench.clients, strict=True)):
             client.lose_next = False
             name, presence = f"owner-{number}", {"owner_timeout_s": OWNER_TIMEOUT_S, "prover": self.knows}
-            queue = RedisQueue(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
+            queue = OwnerAndDesk(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
             self.real.append(queue)
             self.twin.append(MemoryQueue(self.store, name, clock=loop.time, **presence))
             for _ in range(3):  # know the server's clock well

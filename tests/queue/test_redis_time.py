@@ -84,9 +84,9 @@ async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(a
     async with queues(any_server.url, "a", "b") as (near, far):
         await near.counts()
         await far.counts()
-        assert far._clock._offset is not None
-        far._clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
-        far._clock.observe = lambda *_: None
+        assert far.backend.clock._offset is not None
+        far.backend.clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
+        far.backend.clock.observe = lambda *_: None
         await near.submit([submission(f"r-{number}") for number in range(9)])
         now = asyncio.get_running_loop().time()
         newer_by_far = Permit(2, now + 5000 - 1, 0)

@@ -6,18 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dispatcher.core.outlook import Head, Line, Replica, Span
-from dispatcher.ports import Lease
+from dispatcher.ports import Dead, Lease
 from dispatcher.queue.constants import SUSPECT_DEATHS
-
-
-def leases_of(flat: Sequence[Any]) -> list[Lease]:
-    """Of a claim, without the member where only its size was told."""
-    return [_lease(*flat[at : at + 8]) for at in range(0, len(flat), 8)]
-
-
-def untold_bytes(flat: Sequence[Any]) -> int:
-    """How many bytes the one member of a claim has where that is all that was told of it; else 0."""
-    return flat[2] if flat and isinstance(flat[2], int) else 0
 
 
 def line_of(told: Sequence[Any]) -> Line:
@@ -34,7 +24,7 @@ def line_of(told: Sequence[Any]) -> Line:
     )
 
 
-def _lease(
+def lease_of(
     entry: int,
     token: bytes,
     member: bytes | int,
@@ -44,6 +34,7 @@ def _lease(
     refusals: int,
     deaths: int,
 ) -> Lease:
+    """Of a claim; without its member where only the size of that was told."""
     return Lease(
         entry,
         token.decode(),
@@ -68,4 +59,28 @@ def _head(deadline: bytes, start: bytes) -> Head:
 def _replica(owner: bytes, leases: int, silent_s: bytes | None) -> Replica:
     return Replica(
         owner.decode(errors="replace"), leases, None if silent_s is None else round(float(silent_s), 3)
+    )
+
+
+def dead_of(
+    entry: int,
+    member: bytes,
+    score: bytes,
+    reason: bytes,
+    died_at: bytes,
+    deliveries: int,
+    attempts: int,
+    refusals: int,
+    deaths: int,
+) -> Dead:
+    return Dead(
+        entry,
+        member,
+        float(score),
+        reason.decode(errors="replace"),
+        float(died_at),
+        deliveries,
+        attempts,
+        refusals,
+        max(0, deaths - SUSPECT_DEATHS),
     )
