@@ -172,24 +172,24 @@ class MemoryWorld(World):
         return self.store.pop(name)
 
     async def set_key(self, name: str, value: str) -> None:
-        far = self.store.unix_now() + 1000
+        far = self.store.pool.unix_now() + 1000
         for prefix, keys in self._markers().items():
             if name.startswith(prefix):
                 keys[name.removeprefix(prefix)] = (value, far)
                 return
-        self.store.not_lists.add(name)
+        self.store.pool.not_lists.add(name)
 
     def _markers(self) -> dict[str, dict[str, tuple[str, float]]]:
         store = self.store
-        foreign = {"request-active:": store._foreign_active, "request-cancel:": store._foreign_cancel}
-        return {**foreign, f"{QUEUE}:cancel:": store._cancel}
+        foreign = {"request-active:": store.pool.foreign_active, "request-cancel:": store.pool.foreign_cancel}
+        return {**foreign, f"{QUEUE}:cancel:": store.line.cancels}
 
     async def delete_key(self, name: str) -> None:
-        self.store.not_lists.discard(name)
+        self.store.pool.not_lists.discard(name)
 
     async def get_key(self, name: str) -> str | None:
         (found,) = (
-            self.store._value(keys, name.removeprefix(prefix))
+            self.store.pool.value(keys, name.removeprefix(prefix))
             for prefix, keys in self._markers().items()
             if name.startswith(prefix)
         )
@@ -197,35 +197,35 @@ class MemoryWorld(World):
 
     async def run_out(self, *leases: Lease) -> None:
         for lease in leases:
-            held = self.store._held[lease.entry]
-            held.expires_at = self.store.clock()
-            heapq.heappush(self.store._expiries, (held.expires_at, lease.entry))
+            held = self.store.pool.grants[lease.entry]
+            held.expires_at = self.store.pool.clock()
+            heapq.heappush(self.store.pool.expiries, (held.expires_at, lease.entry))
 
     async def fall_silent(self, *owners: str) -> None:
         for owner in owners:
-            if owner in self.store._beats:
-                self.store._beats[owner] = self.store.clock()
-        if self.store._tick is not None:
-            self.store._tick = self.store.clock()
+            if owner in self.store.pool.beats:
+                self.store.pool.beats[owner] = self.store.pool.clock()
+        if self.store.pool.tick is not None:
+            self.store.pool.tick = self.store.pool.clock()
 
     async def beating(self) -> set[str]:
-        return set(self.store._beats)
+        return set(self.store.pool.beats)
 
     async def skip_sweeps(self, seconds: float) -> None:
-        assert self.store._tick is not None
-        self.store._tick -= seconds
-        self.store._quiet_until -= seconds
-        self.store._beats_quiet_until -= seconds
+        assert self.store.pool.tick is not None
+        self.store.pool.tick -= seconds
+        self.store.pool.quiet_until -= seconds
+        self.store.pool.beats_quiet_until -= seconds
 
     async def be_away(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
-        for owner in self.store._beats:
-            self.store._beats[owner] -= seconds
+        for owner in self.store.pool.beats:
+            self.store.pool.beats[owner] -= seconds
 
     async def step_back(self, seconds: float) -> None:
-        before, origin = self.store.clock, self.store.unix_origin
-        self.store.clock = lambda: before() - seconds
-        self.store.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
+        before, origin = self.store.pool.clock, self.store.pool.unix_origin
+        self.store.pool.clock = lambda: before() - seconds
+        self.store.pool.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
 
 
 class RedisWorld(World):

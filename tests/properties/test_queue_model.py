@@ -76,11 +76,11 @@ class QueueModel(Twins):
     def zadd(self, score: float, member: bytes) -> None:
         self.add(score, member)
 
-    @precondition(lambda self: self.store._entries)
+    @precondition(lambda self: self.store.line.entries)
     @rule(data=st.data())
     def zadd_again(self, data: st.DataObject) -> None:
         """A member identical to one that was claimed before."""
-        entry = self.store._entries[data.draw(st.sampled_from(sorted(self.store._entries)))]
+        entry = self.store.line.entries[data.draw(st.sampled_from(sorted(self.store.line.entries)))]
         self.add(entry.score, entry.member)
 
     @rule(owner=owners, number=st.integers(0, 2), deadline=st.sampled_from([1000, 4 * 10**9]), lose=lost)
@@ -272,7 +272,7 @@ class QueueModel(Twins):
     def time_of_some_leases_runs_out(self, data: st.DataObject, owner: int, swept: bool) -> None:
         if swept:
             self.sweep(owner, False)
-        if held := sorted(self.store._held):
+        if held := sorted(self.store.pool.grants):
             self._run_out(data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True)))
             if swept:
                 self.sweep(owner, False)
@@ -284,15 +284,15 @@ class QueueModel(Twins):
             self.third_of_a_lease_passes()
             self.claim(owner, 3, limit, 0, 2, False)
             self.drop(owner, self.known[owner])
-            self._run_out(sorted(self.store._held))
+            self._run_out(sorted(self.store.pool.grants))
             self.sweep(owner, False)
 
     def _run_out(self, entries: Sequence[int]) -> None:
         key = f"{NAMES.prefix}:leases"
         for entry in entries:
-            held = self.store._held[entry]
+            held = self.store.pool.grants[entry]
             held.expires_at = 0.0
-            heapq.heappush(self.store._expiries, (0.0, entry))
+            heapq.heappush(self.store.pool.expiries, (0.0, entry))
             assert self.bench.raw.zadd(key, {f"{entry}:{held.owner}": 0.0}, xx=True, ch=True) in (0, 1)
 
     @rule(owner=owners)
@@ -300,29 +300,29 @@ class QueueModel(Twins):
         key = f"{NAMES.prefix}:delayed"
         if delayed := self.bench.raw.zrange(key, 0, -1):
             self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
-        heap = self.store._delayed._heap
-        self.store._delayed._heap = [(0.0, *item[1:]) for item in heap]
-        heapq.heapify(self.store._delayed._heap)
+        heap = self.store.line.delayed.heap
+        self.store.line.delayed.heap = [(0.0, *item[1:]) for item in heap]
+        heapq.heapify(self.store.line.delayed.heap)
         self.sweep(owner, False)
 
     @rule()
     def retry_after_passes(self) -> None:
-        if self.store._overload is not None:
-            self.store._overload = replace(self.store._overload, until=self.store._overload.at)
+        if self.store.pool.overload is not None:
+            self.store.pool.overload = replace(self.store.pool.overload, until=self.store.pool.overload.at)
             control = f"{NAMES.prefix}:control"
             self.bench.raw.hset(control, "overload_until", self.bench.raw.hget(control, "overload_at"))
 
     @rule()
     def redis_is_away_for_longer_than_a_lease(self) -> None:
         self.swept_ago_s = 2 * LEASE_S
-        self._run_out(sorted(self.store._held))
+        self._run_out(sorted(self.store.pool.grants))
 
     @rule()
     def third_of_a_lease_passes(self) -> None:
         """And so whatever time is quiet for the beats, by which no owner falls silent here."""
-        self.store._quiet_until -= LEASE_S / 3 + 1
+        self.store.pool.quiet_until -= LEASE_S / 3 + 1
         self._move_control("quiet_until", -LEASE_S / 3 - 1)
-        self.store._beats_quiet_until -= LEASE_S + 1
+        self.store.pool.beats_quiet_until -= LEASE_S + 1
         self._move_control("beats_quiet_until", -LEASE_S - 1)
 
     @rule(owner=owners, silent=st.sets(owners, min_size=1), passes=st.booleans())
@@ -332,20 +332,20 @@ class QueueModel(Twins):
             self.sweep(owner, False)
             self.third_of_a_lease_passes()
         for name in (f"owner-{number}" for number in silent):
-            if name in self.store._beats:
-                self.store._beats[name] = 0.0
+            if name in self.store.pool.beats:
+                self.store.pool.beats[name] = 0.0
             self.bench.raw.zadd(f"{NAMES.prefix}:beats", {name: 0.0}, xx=True)
-        before = self.store._lost
+        before = self.store.pool.lost
         self.sweep(owner, False)
-        self.seen["of silent owners"] += self.store._lost - before
+        self.seen["of silent owners"] += self.store.pool.lost - before
 
     @rule(owner=owners, gone=st.sets(owners, min_size=1))
     def owners_are_proven_gone(self, owner: int, gone: set[int]) -> None:
         """Whatever is known of them else; their successors have their names."""
         self.knows.ended = {f"owner-{number}" for number in gone}
-        before = self.store._lost
+        before = self.store.pool.lost
         self.sweep(owner, False)
-        self.seen["of owners proven gone"] += self.store._lost - before
+        self.seen["of owners proven gone"] += self.store.pool.lost - before
         self.knows.ended = set()
         for number in gone - {owner}:
             self.crash(number)
@@ -358,9 +358,9 @@ class QueueModel(Twins):
     @rule(owner=owners, seconds=st.sampled_from([5000.0, 200_000.0]))
     def clock_steps_back(self, owner: int, seconds: float) -> None:
         """What Redis keeps lies ahead by then; the twin's own clock does step."""
-        clock, prefix = self.store.clock, NAMES.prefix
-        self.store.clock = lambda: clock() - seconds
-        self.store.unix_origin += seconds
+        clock, prefix = self.store.pool.clock, NAMES.prefix
+        self.store.pool.clock = lambda: clock() - seconds
+        self.store.pool.unix_origin += seconds
         for key in ("leases", "delayed", "beats"):
             for name in self.bench.raw.zrange(f"{prefix}:{key}", 0, -1):
                 self.bench.raw.zincrby(f"{prefix}:{key}", seconds, name)
@@ -368,17 +368,17 @@ class QueueModel(Twins):
         known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
         for field in (*shared, "quiet_until", "beats_quiet_until", "tick", "beats_tick"):
             self._move_control(field, seconds)
-        permit, overload = self.store._permit, self.store._overload
+        permit, overload = self.store.pool.permit, self.store.pool.overload
         self.renew(owner, False)
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
         assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
         self.seen["steps back"] += 1
         # What was shared is of now. No moment here ever is: it goes back to its own.
         if permit is not None:
-            self.store._permit = replace(permit, read_at=permit.read_at - seconds)
-        if overload is not None and self.store._overload is not None:
+            self.store.pool.permit = replace(permit, read_at=permit.read_at - seconds)
+        if overload is not None and self.store.pool.overload is not None:
             at, until = overload.at - seconds, overload.until - seconds
-            self.store._overload = replace(self.store._overload, at=at, until=until)
+            self.store.pool.overload = replace(self.store.pool.overload, at=at, until=until)
         if kept := {field: at for field, at in known.items() if at is not None}:
             self.bench.raw.hset(f"{prefix}:control", mapping=kept)
 
@@ -387,8 +387,8 @@ class QueueModel(Twins):
 
     @rule(owner=owners, lose=lost)
     def sweep(self, owner: int, lose: bool) -> None:
-        if self.store._tick is not None:
-            self.store._tick = self.store.clock() - self.swept_ago_s
+        if self.store.pool.tick is not None:
+            self.store.pool.tick = self.store.pool.clock() - self.swept_ago_s
             ticks = dict.fromkeys(("tick", "beats_tick"), f"{time.time() - self.swept_ago_s:.6f}")
             self.bench.raw.hset(f"{NAMES.prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
@@ -428,12 +428,12 @@ class QueueModel(Twins):
         self.seen["expired"] += done[0]
         assert self.both(owner, lambda queue, which: queue.expire(items[which])) == (0, 0)
 
-    @precondition(lambda self: self.store._dead)
+    @precondition(lambda self: self.store.line.dead)
     @rule(data=st.data(), owner=owners, purge=st.booleans(), lose=lost)
     def decide_about_the_dead(self, data: st.DataObject, owner: int, purge: bool, lose: bool) -> None:
-        entries = data.draw(st.lists(st.sampled_from([*self.store._dead, 10**6]), unique=True))
-        dead = self.store._counts().dead
-        pending = self.store._counts().pending
+        entries = data.draw(st.lists(st.sampled_from([*self.store.line.dead, 10**6]), unique=True))
+        dead = self.store.line.counts().dead
+        pending = self.store.line.counts().pending
         if purge:
             real, twin = self.both(
                 owner, lambda queue, which: (queue, self.store)[which].dead_purge(entries), lose
@@ -443,9 +443,9 @@ class QueueModel(Twins):
                 owner, lambda queue, which: (queue, self.store)[which].dead_requeue(entries, 4 * 10**9)
             )
         assert real == twin or (lose and purge)
-        assert self.store._counts().dead == dead - twin
+        assert self.store.line.counts().dead == dead - twin
         # Requeued into an identical pending member, it is that same request.
-        self.finished += dead + pending - self.store._counts().dead - self.store._counts().pending
+        self.finished += dead + pending - self.store.line.counts().dead - self.store.line.counts().pending
 
     @rule(owner=owners, number=st.integers(0, 2))
     def cancel(self, owner: int, number: int) -> None:

@@ -34,7 +34,7 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.memory.desk import Place
+from dispatcher.queue.memory.state import Place
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import OwnerAndDesk
@@ -201,7 +201,7 @@ class Twins(RuleBasedStateMachine):
         return self.at(owner, moment)
 
     def permit(self, owner: int, limit: int, lag: int = 0) -> Permit:
-        return Permit(limit, self.when(owner, lag), self.store._lost)
+        return Permit(limit, self.when(owner, lag), self.store.pool.lost)
 
     def same_facts(self, owner: int, real: Claimed | Renewed, twin: Claimed | Renewed) -> None:
         self.same_count(real.count, twin.count)
@@ -232,11 +232,12 @@ class Twins(RuleBasedStateMachine):
     def every_request_is_in_exactly_one_place(self) -> None:
         places = self.real_places()
         assert places == {
-            entry.id: (entry.place.value, entry.member, entry.score) for entry in self.store._entries.values()
+            entry.id: (entry.place.value, entry.member, entry.score)
+            for entry in self.store.line.entries.values()
         }
         pending = dict(self.bench.raw.zrange(NAMES.queue, 0, -1, withscores=True))
-        assert pending == {member: entry.score for member, entry in self.store._pending.items()}
-        dropped = self.store.dead_dropped
+        assert pending == {member: entry.score for member, entry in self.store.line.pending.items()}
+        dropped = self.store.line.dead_dropped
         assert self.accepted == self.finished + dropped + len(places) + len(pending)
 
     def real_places(self) -> dict[int, tuple[str, bytes, float]]:
@@ -260,14 +261,14 @@ class Twins(RuleBasedStateMachine):
         assert {int(entry) for entry in members} == {int(entry) for entry in entries} == set(places)
         scores = {int(seat[-16:]): score for seat, score in [*returned, *suspects, *order]}
         return {
-            entry: (place, members[b"%d" % entry], scores.get(entry, self.store._entries[entry].score))
+            entry: (place, members[b"%d" % entry], scores.get(entry, self.store.line.entries[entry].score))
             for entry, place in places.items()
         }
 
     @invariant()
     def the_same_owners_are_presumed_alive(self) -> None:
         beats = self.bench.raw.zrange(f"{NAMES.prefix}:beats", 0, -1)
-        assert {owner.decode() for owner in beats} == set(self.store._beats)
+        assert {owner.decode() for owner in beats} == set(self.store.pool.beats)
 
     @invariant()
     def order_is_by_score_then_bytes(self) -> None:
@@ -295,10 +296,10 @@ class Twins(RuleBasedStateMachine):
         for number in range(3):
             packed = self.bench.raw.get(NAMES.active(f"r-{number}"))
             tokens = {} if packed is None else msgspec.msgpack.decode(packed, type=dict[str, float])
-            assert tokens.keys() == self.store._active.get(f"r-{number}", {}).keys()
+            assert tokens.keys() == self.store.line.active.get(f"r-{number}", {}).keys()
         cancelled = self.bench.raw.keys(NAMES.cancel("*", "*"))
         assert {key.decode() for key in cancelled} == {
-            NAMES.cancel(*name.split(":")) for name in self.store._cancel
+            NAMES.cancel(*name.split(":")) for name in self.store.line.cancels
         }
 
     def teardown(self) -> None:
