@@ -206,6 +206,7 @@ class Counts:
     pending: int
     """Including those returned to their place, suspects among them."""
     leased: int
+    """Of all lines of the pool."""
     delayed: int
     dead: int
 

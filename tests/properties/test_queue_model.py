@@ -41,6 +41,7 @@ from tests.properties.twins import (
     LISTS,
     NAMES,
     OWNERS,
+    TICKS,
     UNLEASED,
     Bench,
     Held,
@@ -366,7 +367,7 @@ class QueueModel(Twins):
                 self.bench.raw.zincrby(f"{prefix}:{key}", seconds, name)
         shared = ("read_at", "overload_at", "overload_until")
         known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
-        for field in (*shared, "quiet_until", "beats_quiet_until", "tick", "beats_tick"):
+        for field in (*shared, "quiet_until", "beats_quiet_until", *TICKS):
             self._move_control(field, seconds)
         permit, overload = self.store.pool.permit, self.store.pool.overload
         self.renew(owner, False)
@@ -388,8 +389,8 @@ class QueueModel(Twins):
     @rule(owner=owners, lose=lost)
     def sweep(self, owner: int, lose: bool) -> None:
         if self.store.pool.tick is not None:
-            self.store.pool.tick = self.store.pool.clock() - self.swept_ago_s
-            ticks = dict.fromkeys(("tick", "beats_tick"), f"{time.time() - self.swept_ago_s:.6f}")
+            self.store.pool.tick = self.store.line.tick = self.store.pool.clock() - self.swept_ago_s
+            ticks = dict.fromkeys(TICKS, f"{time.time() - self.swept_ago_s:.6f}")
             self.bench.raw.hset(f"{NAMES.prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
         real, twin = self.both(owner, lambda queue, _: queue.sweep())

@@ -48,6 +48,7 @@ DEAD_MAX = 3
 LISTS = ("", "l:{m}:1", "l:{m}:2", "m:{m}:q:leases")
 """The default, two of the requests' own, and one that takes no results."""
 NAMES = Names("m:{m}:q", "m:{m}:results")
+TICKS = ("tick", "beats_tick", f"tick:{NAMES.queue}")
 UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
 BAND = 10**11
 

@@ -36,7 +36,7 @@ async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
     for key in (LEASES, BEATS, f"{NAMES.prefix}:delayed"):
         for name, score in await client.zrange(key, 0, -1, withscores=True):
             await client.zadd(key, {name: score - by_s}, xx=True)
-    ticks = ("tick", "quiet_until", "beats_tick", "beats_quiet_until")
+    ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "beats_tick", "beats_quiet_until")
     for field in ("read_at", "overload_at", "overload_until", *ticks):
         if (at := await client.hget(CONTROL, field)) is not None:
             await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")

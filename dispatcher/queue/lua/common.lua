@@ -1,4 +1,4 @@
--- What every script shares. Each gets the queue's own keys first. Their names (PENDING …), how many they are (OWN), their
+-- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how many they are (OWN), their
 -- TYPES, and the numbers that stand in capitals come before this, from keys.py and constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:

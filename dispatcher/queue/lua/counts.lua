@@ -1,4 +1,4 @@
--- Count what lies where, at one moment.
+-- Count what lies where, at one moment; leases of all lines of the pool.
 -- KEYS   own…
 -- Returns now, pending (with returned and suspects), leased, delayed, dead, waiting in the outbox
 -- Keeps: reads only.

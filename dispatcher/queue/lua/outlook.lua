@@ -1,4 +1,4 @@
--- Tell how the line lies, closely where it decides who is late, and who works on it.
+-- Tell how the line lies, closely where it decides who is late, and who works on its pool.
 -- KEYS   own…
 -- ARGV   owner_timeout_s, rate, service_s (rate 0: not known), most spans to split, bytes of a head, most owners
 -- Returns {now, settled, leased, {low, high, count…}, {deadline or -1, head…}, owners, {owner, leases, silent_s or

@@ -28,8 +28,10 @@ class MemoryStore:
         lists: tuple[str, ...] | None = None,
         dead_max: int = 100_000,
         max_payload_bytes: int = 16 << 20,
+        pool: Pool | None = None,
     ) -> None:
-        self.pool = Pool(clock, unix_origin=unix_origin, lease_s=lease_s)
+        """`pool`: that of another line, to share its limit; its clock and leases count then."""
+        self.pool = pool or Pool(clock, unix_origin=unix_origin, lease_s=lease_s)
         names = Names(name, results, lists)
         self.line = Line(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
         self.results = results

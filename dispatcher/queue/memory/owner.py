@@ -90,13 +90,13 @@ class MemoryQueue:
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         me = self._begin()
-        return Renewed(steps.renew(self._pool, me, leases), self._leases(me), self._shared())
+        return Renewed(steps.renew(self._line, me, leases), self._leases(me), self._shared())
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         me = self._begin()
         if overload is not None:
             overload = replace(overload, at=self._theirs(overload.at), until=self._theirs(overload.until))
-        steps.renew(self._pool, me, permit=self._theirs_of(permit), overload=overload)
+        steps.renew(self._line, me, permit=self._theirs_of(permit), overload=overload)
         return Renewed((), self._leases(me), self._shared())
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:

@@ -18,7 +18,7 @@ from enum import Enum
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.request import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
-from dispatcher.ports import Counts, Overload, Permit, QueueUnavailableError
+from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.constants import SUSPECT_DEATHS
 from dispatcher.queue.keys import Names
 
@@ -203,11 +203,6 @@ class Pool:
         heapq.heappush(self.expiries, (grant.expires_at, entry.id))
         return grant
 
-    def held(self, entry: int, token: str) -> Grant | None:
-        """The grant of an entry, if this token holds its lease."""
-        grant = self.grants.get(entry)
-        return grant if grant is not None and grant.token == token else None
-
     def end_lease(self, grant: Grant) -> None:
         del self.grants[grant.entry.id]
         self.held_by[grant.owner] -= 1
@@ -237,6 +232,8 @@ class Line:
         self.delayed = Lined()
         self.deadlines = Lined()
         self.overdue: deque[tuple[int, Entry]] = deque()
+        self.tick: float | None = None
+        """When it was swept last."""
         self.nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
         self.active: dict[str, dict[str, float]] = {}
         """By id: the tokens that can be cancelled under it, each until then."""
@@ -259,7 +256,7 @@ class Line:
         count = self.count
         return Counts(
             pending=count[Place.PENDING] + count[Place.RETURNED],
-            leased=count[Place.LEASED],
+            leased=len(self.pool.grants),
             delayed=count[Place.DELAYED],
             dead=count[Place.DEAD],
         )
@@ -318,6 +315,13 @@ class Line:
         self.move(entry, Place.LEASED)
         entry.deliveries += 1
         return self.pool.grant(entry, owner, now)
+
+    def held(self, lease: Lease) -> Grant | None:
+        """The grant of this lease, if it still stands and is of this line."""
+        grant = self.pool.grants.get(lease.entry)
+        if grant is None or grant.token != lease.token or lease.entry not in self.entries:
+            return None
+        return grant
 
     def refused_list(self, name: str) -> str | None:
         return NO_LIST if name in self.pool.not_lists else self.names.refused_list(name)

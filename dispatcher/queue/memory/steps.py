@@ -150,18 +150,18 @@ def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> Non
 
 
 def renew(
-    pool: Pool,
+    line: Line,
     me: Caller,
     leases: Sequence[Lease] = (),
     permit: Permit | None = None,
     overload: Overload | None = None,
 ) -> list[int]:
     """The entries that are no longer the caller's."""
-    now = me.now
+    pool, now = line.pool, me.now
     pool.beat(me.owner, me.timeout_s, now)
     lost = []
     for lease in leases:
-        grant = pool.held(lease.entry, lease.token)
+        grant = line.held(lease)
         if grant is None:
             lost.append(lease.entry)
             continue
@@ -202,7 +202,7 @@ def young(pool: Pool, me: Caller) -> int:
 def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled]:
     said = []
     for release_ in releases:
-        grant = line.pool.held(release_.lease.entry, release_.lease.token)
+        grant = line.held(release_.lease)
         if grant is None:
             said.append(Settled.LOST)
             continue
@@ -220,19 +220,21 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
 
 
 def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None]:
-    """How many leases were taken back, how many delayed were due, and when the next one is."""
+    """How many leases of this line were taken back, how many delayed were due, and when the next one is."""
     pool, now = line.pool, me.now
     if pool.tick is not None:
         gap_s = now - pool.tick
         if gap_s < -AHEAD_S:
-            _stepped_back(line, me, gap_s)
+            _stepped_back(pool, me, gap_s)
         if gap_s > pool.lease_s / 3:
             pool.quiet_until = now + pool.lease_s / 3
         if gap_s > (min(me.timeout_s / 2, GAP_S) if me.timeout_s > 0 else GAP_S):
             longest_s = min(max(pool.beats.values(), default=0.0) - pool.tick, pool.lease_s)
             calm_s = max(longest_s, me.timeout_s)
             pool.beats_quiet_until = max(pool.beats_quiet_until, now + calm_s)
-    pool.tick = now
+    if line.tick is not None and now - line.tick < -AHEAD_S:
+        line.delayed.shift(now - line.tick)
+    pool.tick = line.tick = now
     pool.beat(me.owner, me.timeout_s, now)
     stray = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
     stray += _reclaim_late(line, now) if now >= pool.quiet_until else 0
@@ -246,16 +248,15 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
     return reclaimed, due, due_at
 
 
-def _stepped_back(line: Line, me: Caller, by: float) -> None:
+def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
     """The pool's clock did: the times kept there follow it, but for what was written since."""
-    pool, now = line.pool, me.now
+    now = me.now
     for grant in pool.grants.values():
         if grant.expires_at > now + pool.lease_s:
             grant.expires_at += by
             grant.touched_at += by
             heapq.heappush(pool.expiries, (grant.expires_at, grant.entry.id))
     pool.touched = deque(each for each in pool.touched if each[0] <= now)
-    line.delayed.shift(by)
     pool.beats = {owner: until + by for owner, until in pool.beats.items()}
     pool.quiet_until += by
     pool.beats_quiet_until = max(pool.beats_quiet_until + by, now + me.timeout_s)
@@ -279,17 +280,20 @@ def _reclaim(line: Line, grant: Grant) -> None:
 
 def _reclaim_of(line: Line, owners: Collection[str]) -> int:
     pool = line.pool
-    doomed = [grant for grant in pool.grants.values() if grant.owner in owners] if owners else []
+    theirs = [grant for grant in pool.grants.values() if grant.owner in owners] if owners else []
+    doomed = [grant for grant in theirs if grant.entry.id in line.entries]
     for grant in doomed:
         _reclaim(line, grant)
     for owner in owners:
-        pool.beats.pop(owner, None)
+        if not pool.held_by[owner]:  # else the sweeps of other lines take back what it holds there
+            pool.beats.pop(owner, None)
     return len(doomed)
 
 
 def _reclaim_late(line: Line, now: float) -> int:
     pool = line.pool
     reclaimed = 0
+    elsewhere = []
     while pool.expiries and pool.expiries[0][0] <= now:
         _, entry_id = heapq.heappop(pool.expiries)
         grant = pool.grants.get(entry_id)
@@ -297,9 +301,13 @@ def _reclaim_late(line: Line, now: float) -> int:
             continue
         if grant.expires_at > now:  # renewed since
             heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
-            continue
-        _reclaim(line, grant)
-        reclaimed += 1
+        elif entry_id in line.entries:
+            _reclaim(line, grant)
+            reclaimed += 1
+        else:
+            elsewhere.append((grant.expires_at, entry_id))
+    for late in elsewhere:
+        heapq.heappush(pool.expiries, late)
     return reclaimed
 
 
@@ -324,7 +332,7 @@ def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Se
 
 def _settle(line: Line, settlement: Settlement, bury: str | None) -> Settled:
     pool = line.pool
-    grant = pool.held(settlement.lease.entry, settlement.lease.token)
+    grant = line.held(settlement.lease)
     if grant is None:
         return Settled.LOST
     said = _write(line, settlement)

@@ -218,8 +218,9 @@ class RedisQueue:
             told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone)
             reclaimed += told.reclaimed
             due += told.due
-            gone = self._gone(told.holders)
-            if not (told.more or gone):
+            before, gone = gone, self._gone(told.holders)
+            # Those that were named already hold leases of other lines, unless this sweep had not enough.
+            if not told.more and set(gone) <= set(before):
                 break
         if self.backend.scripts.is_cluster:
             await self._outbox.carry()
