@@ -119,8 +119,8 @@ class Limiter:
 
     # ── events: our own load ────────────────────────────────────────────────────────────────────────────
 
-    def sent(self, key: Hashable, now: float) -> None:
-        self._held.sent(key, now)
+    def sent(self, key: Hashable, now: float, units: int = 1) -> None:
+        self._held.sent(key, now, units)
 
     def answered(self, key: Hashable, now: float, opened_s: float | None = None) -> None:
         """The request is no longer at the gateway: answered, failed, cut or given up. `opened_s`: how long
@@ -132,7 +132,7 @@ class Limiter:
             self._travel.opened(opened_s)
 
     def leases(self, now: float, *, others: int, young: int, lost: int, stray: int = 0) -> None:
-        """Counted in the queue: other owners' live leases, leases ever lost, and the strays among those.
+        """Counted in the queue: units of other owners' leases, leases ever lost, and the strays among those.
 
         The first count after a reading's window tells what of theirs that reading surely contained: only
         then can it prove room beyond our own.
@@ -233,7 +233,7 @@ class Limiter:
 
     @property
     def in_flight(self) -> int:
-        """Our requests that the gateway may hold now, all replicas together."""
+        """Units of our requests that the gateway may hold now, all replicas together."""
         return self._held.own + self._held.others
 
     @property

@@ -13,6 +13,8 @@ SUSPECT_DEATHS = 2
 """Owners that died holding a request before it runs apart from others like it."""
 PREFIX_BYTES = 512
 """Of a member: so much decides the order of equal scores once it was claimed."""
+PASSED_MOST = 500
+"""Requests that are heavier than the limit: so many a claim passes over at the most."""
 CLAIM_BYTES = 2**20
 """A claim stops before its members sum to more than this."""
 YOUNG_S = 0.02
@@ -37,6 +39,7 @@ LUA = {
     "SUSPECT_DEATHS": SUSPECT_DEATHS,
     "PREFIX_BYTES": PREFIX_BYTES,
     "HEAD_BYTES": HEAD_BYTES,
+    "PASSED_MOST": PASSED_MOST,
     "YOUNG_S": YOUNG_S,
     "SAME_READING_S": SAME_READING_S,
     "AHEAD_S": AHEAD_S,

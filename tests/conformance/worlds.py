@@ -11,6 +11,7 @@ import asyncio
 import heapq
 import itertools
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -304,7 +305,7 @@ class RedisWorld(World):
         key = f"{self.names.prefix}:leases"
         wanted = {lease.entry for lease in leases}
         held = await self._raw.zrange(key, 0, -1)
-        gone = {name: 0 for name in held if int(name.partition(b":")[0]) in wanted}
+        gone = {name: 0 for name in held if int(re.match(rb"\d+", name)[0]) in wanted}
         assert len(gone) == len(wanted)
         await self._raw.zadd(key, gone, xx=True)
 

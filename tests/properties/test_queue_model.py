@@ -122,14 +122,19 @@ class QueueModel(Twins):
         lag=lags,
         suspects=st.integers(0, 2),
         lose=lost,
+        units=st.sampled_from([1, 1, 1, 2, 4]),
     )
-    def claim(self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool) -> None:
+    def claim(
+        self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool, units: int = 1
+    ) -> None:
         self.serial += 1
         nonce = f"n-{self.serial}"
         self.nonces[owner] = (nonce, False)
         permit = self.permit(owner, limit, lag)
         real, twin = self.both(
-            owner, lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects), lose
+            owner,
+            lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects, units=units),
+            lose,
         )
         self.claimed(owner, real, twin)
         if real.leases:
@@ -146,7 +151,7 @@ class QueueModel(Twins):
         nonce, probing = self.nonces[owner]
         if not nonce:
             return
-        before = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
+        before = self.real_units()
         permit = self.permit(owner, 8)
         if probing:
             real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
@@ -229,6 +234,24 @@ class QueueModel(Twins):
         assert list(real) == list(twin)
         self.drop(owner, chosen)
 
+    @rule(data=st.data(), owner=owners, limit=limits, lag=lags, lose=lost)
+    def weigh(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
+        """Some requests were read: heavier or lighter than they were taken for. Heavy ones may go back."""
+        chosen = self.pick(owner, data)
+        units = [data.draw(st.integers(1, 8)) for _ in chosen]
+        sides = [
+            [((held.real, held.twin)[which], each) for held, each in zip(chosen, units, strict=True)]
+            for which in (0, 1)
+        ]
+        permit, before = self.permit(owner, limit, lag), self.real_units()
+        real, twin = self.both(owner, lambda queue, which: queue.weigh(sides[which], permit), lose)
+        assert real.fits == twin.fits
+        self.same_facts(owner, real, twin)
+        assert real.count.live <= max(before, limit)
+        self.seen["weighed"] += sum(real.fits)
+        self.seen["too heavy"] += len(chosen) - sum(real.fits)
+        self.drop(owner, [held for held, fits in zip(chosen, real.fits, strict=True) if not fits])
+
     @rule(owner=owners, lose=lost)
     def renew(self, owner: int, lose: bool) -> None:
         mine = self.known[owner] + self.ended[-3:]
@@ -294,7 +317,10 @@ class QueueModel(Twins):
             held = self.store.pool.grants[entry]
             held.expires_at = 0.0
             heapq.heappush(self.store.pool.expiries, (0.0, entry))
-            assert self.bench.raw.zadd(key, {f"{entry}:{held.owner}": 0.0}, xx=True, ch=True) in (0, 1)
+            units = held.entry.units
+            name = f"{entry}:{held.owner}" if units == 1 else f"{entry}*{units}:{held.owner}"
+            assert self.bench.raw.zscore(key, name) is not None
+            self.bench.raw.zadd(key, {name: 0.0}, xx=True)
 
     @rule(owner=owners)
     def all_delays_pass(self, owner: int) -> None:
@@ -467,7 +493,7 @@ def _request_of(member: bytes) -> tuple[str, str]:
 HAPPENS = (
     *("leases", "suspects", "counted losses", "probes", "delayed", "reclaimed", "due", "expired"),
     *("replies lost", "done bury=False", "done bury=True", "lost bury=False", "bad-list bury=False"),
-    *("of silent owners", "of owners proven gone", "steps back"),
+    *("of silent owners", "of owners proven gone", "steps back", "weighed", "too heavy"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -254,7 +255,7 @@ class Twins(RuleBasedStateMachine):
         found: list[tuple[int, str]] = []
         found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in [*returned, *suspects]]
         found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
-        found += [(int(name.partition(b":")[0]), Place.LEASED.value) for name, _ in leases]
+        found += [(int(re.match(rb"\d+", name)[0]), Place.LEASED.value) for name, _ in leases]
         found += [(int(entry), Place.DEAD.value) for entry, _ in dead]
         places = dict(found)
         assert len(places) == len(found)
@@ -265,6 +266,21 @@ class Twins(RuleBasedStateMachine):
             entry: (place, members[b"%d" % entry], scores.get(entry, self.store.line.entries[entry].score))
             for entry, place in places.items()
         }
+
+    def real_units(self) -> int:
+        """What all leases count, by their names."""
+        leases = self.bench.raw.zrange(f"{NAMES.prefix}:leases", 0, -1)
+        return sum(int((re.match(rb"\d+\*(\d+):", name) or (0, 1))[1]) for name in leases)
+
+    @invariant()
+    def units_are_counted_as_they_are_held(self) -> None:
+        by_owner = {
+            key.decode(): int(n) for key, n in self.bench.raw.hgetall(f"{NAMES.prefix}:owners").items()
+        }
+        assert by_owner == dict(self.store.pool.held_by)
+        more = int(self.bench.raw.hget(f"{NAMES.prefix}:control", "more") or 0)
+        leases = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
+        assert leases + more == self.real_units() == self.store.pool.units
 
     @invariant()
     def the_same_owners_are_presumed_alive(self) -> None:

@@ -22,6 +22,7 @@ from dispatcher.ports import (
     Settlement,
     Shared,
     Swept,
+    Weighed,
 )
 from dispatcher.queue.memory import steps
 from dispatcher.queue.memory.desk import MemoryStore
@@ -72,25 +73,32 @@ class MemoryQueue:
         found = ((name, self._line.refused_list(name)) for name in names)
         return {name: why for name, why in found if why is not None}
 
-    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
-        return self._claim(most, nonce, permit, suspects)
+    async def claim(
+        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+    ) -> Claimed:
+        return self._claim(most, nonce, permit, suspects, units)
 
     async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        return self._claim(1, nonce, permit, 1, probing=True)
+        return self._claim(1, nonce, permit, 1, 1, probing=True)
 
     def _claim(
-        self, most: int, nonce: str, permit: Permit, suspects: int, *, probing: bool = False
+        self, most: int, nonce: str, permit: Permit, suspects: int, units: int, *, probing: bool = False
     ) -> Claimed:
         me = self._begin()
         theirs = self._theirs_of(permit)
         taken, waiting = steps.claim(
-            self._line, me, nonce, theirs, most=most, suspects=suspects, probing=probing
+            self._line, me, nonce, theirs, most=most, suspects=suspects, units=units, probing=probing
         )
         return Claimed([_lease(each) for each in taken], self._leases(me), self._shared(), waiting)
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         me = self._begin()
         return Renewed(steps.renew(self._line, me, leases), self._leases(me), self._shared())
+
+    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+        me = self._begin()
+        fits = steps.weigh(self._line, me, weights, self._theirs_of(permit))
+        return Weighed(fits, self._leases(me), self._shared())
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         me = self._begin()
@@ -172,9 +180,8 @@ class MemoryQueue:
 
     def _leases(self, me: Caller) -> Leases:
         pool = self._pool
-        live = len(pool.grants)
-        others = live - pool.held_by[self.owner]
-        return Leases(self._mine(me.now), live, others, steps.young(pool, me), pool.lost, pool.stray)
+        others = pool.units - pool.held_by[self.owner]
+        return Leases(self._mine(me.now), pool.units, others, steps.young(pool, me), pool.lost, pool.stray)
 
     def _shared(self) -> Shared:
         pool = self._pool
@@ -203,4 +210,5 @@ def _lease(grant: Grant) -> Lease:
         entry.refusals,
         entry.losses,
         entry.suspect,
+        entry.units,
     )

@@ -48,6 +48,7 @@ class Entry:
         "place",
         "refusals",
         "score",
+        "units",
     )
 
     def __init__(self, member: bytes, score: float) -> None:
@@ -56,6 +57,8 @@ class Entry:
         self.id = NEVER_CLAIMED
         self.place = Place.PENDING
         self.moves = 0
+        self.units = 0
+        """What it weighs, as far as is known; 0: it never was leased."""
         self.deliveries = self.attempts = self.refusals = self.deaths = 0
 
     @property
@@ -144,7 +147,10 @@ class Pool:
         """Names that a key of another type stands under."""
         self.grants: dict[int, Grant] = {}
         """By entry: the leases of all lines, for no entry is of two."""
+        self.units = 0
+        """Of all leases."""
         self.held_by: Counter[str] = Counter()
+        """Units by owner."""
         self.expiries: list[tuple[float, int]] = []
         self.touched: deque[tuple[float, int]] = deque()
         self.beats: dict[str, float] = {}
@@ -194,20 +200,25 @@ class Pool:
     def new_id(self) -> int:
         return next(self._ids)
 
+    def hold(self, owner: str, units: int) -> None:
+        """So many units are held more by this owner, or less."""
+        self.units += units
+        self.held_by[owner] += units
+        if not self.held_by[owner]:
+            del self.held_by[owner]
+
     def grant(self, entry: Entry, owner: str, now: float) -> Grant:
         # Unique is enough: nobody in this process forges a token.
         grant = Grant(entry, f"{next(self._tokens):032x}", owner, now, now + self.lease_s)
         self.grants[entry.id] = grant
-        self.held_by[owner] += 1
+        self.hold(owner, entry.units)
         self.touched.append((now, entry.id))
         heapq.heappush(self.expiries, (grant.expires_at, entry.id))
         return grant
 
     def end_lease(self, grant: Grant) -> None:
         del self.grants[grant.entry.id]
-        self.held_by[grant.owner] -= 1
-        if not self.held_by[grant.owner]:
-            del self.held_by[grant.owner]
+        self.hold(grant.owner, -grant.entry.units)
         if self.probe == grant.entry.id:
             self.probe = None
 
@@ -259,6 +270,7 @@ class Line:
             leased=len(self.pool.grants),
             delayed=count[Place.DELAYED],
             dead=count[Place.DEAD],
+            units=self.pool.units,
         )
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
@@ -289,6 +301,10 @@ class Line:
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
 
+    def put_back(self, entry: Entry) -> None:
+        """What was popped from its place, and lies there still."""
+        (self.apart if entry.suspect else self.ready).put(entry.score, entry)
+
     def forget(self, entry: Entry) -> None:
         if entry.place is Place.PENDING:
             del self.pending[entry.member]
@@ -304,7 +320,8 @@ class Line:
             return self.apart
         return self.ready
 
-    def lease(self, entry: Entry, owner: str, now: float) -> Grant:
+    def lease(self, entry: Entry, owner: str, now: float, units: int) -> Grant:
+        """`units`: what it is taken to weigh if it never was leased."""
         if entry.place is Place.PENDING:
             del self.pending[entry.member]
             if len(entry.member) > self.largest:
@@ -314,6 +331,7 @@ class Line:
             self.entries[entry.id] = entry
         self.move(entry, Place.LEASED)
         entry.deliveries += 1
+        entry.units = entry.units or units
         return self.pool.grant(entry, owner, now)
 
     def held(self, lease: Lease) -> Grant | None:

@@ -29,11 +29,12 @@ from dispatcher.queue.constants import (
     AHEAD_S,
     CLAIM_BYTES,
     GAP_S,
+    PASSED_MOST,
     REPLY_TTL_S,
     SAME_READING_S,
     YOUNG_S,
 )
-from dispatcher.queue.memory.state import NEVER_CLAIMED, Grant, Line, Place, Pool
+from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Grant, Line, Place, Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,15 @@ def begin(pool: Pool) -> float:
 
 
 def claim(
-    line: Line, me: Caller, nonce: str, permit: Permit, *, most: int, suspects: int, probing: bool = False
+    line: Line,
+    me: Caller,
+    nonce: str,
+    permit: Permit,
+    *,
+    most: int,
+    suspects: int,
+    units: int,
+    probing: bool = False,
 ) -> tuple[Sequence[Grant], int]:
     """What was leased, and how many wait that the next claim could lease."""
     pool, now = line.pool, me.now
@@ -71,8 +80,10 @@ def claim(
         pool.beat(me.owner, me.timeout_s, now)
         if not probing and pool.prober == me.owner:  # who claims has a gateway
             pool.probe = None
-        room = 0 if probing and pool.probe is not None else _room(pool, me, permit, probing=probing)
-        taken = _take(line, me, min(most, room), suspects)
+        limit, room = (
+            (0, 0) if probing and pool.probe is not None else _room(pool, me, permit, probing=probing)
+        )
+        taken = _take(line, me, most, suspects, room=room, limit=limit, units=units)
         _remember(line, me, nonce, taken)
         if probing and taken:
             pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
@@ -80,23 +91,31 @@ def claim(
     return taken, line.counts().pending - (0 if more else line.suspects)
 
 
-def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> int:
+def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
+    """The limit, and what of it is free."""
+    now, limit = me.now, _limit_by(pool, me, permit)
+    if limit is None:
+        return 0, 0
+    free = limit - pool.units
+    if not probing:
+        return limit, free - (now < pool.probe_waits <= now + pool.lease_s)
+    if free < 1:
+        pool.probe_waits = now + min(me.timeout_s or pool.lease_s, pool.lease_s)
+    return limit, free
+
+
+def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
+    """The limit by which an owner may lease, in units, if it shares this permit; None: it may not."""
     if pool.pause is not None:
-        return 0
+        return None
     now = me.now
     shared = _believe(pool, permit, now)
     overload = pool.overload
     if overload is not None and (
         now < overload.wait_until(permit.retry_after_max_s) or _read_time(permit, now) <= overload.at
     ):
-        return 0
-    limit = min(each.limit - (pool.lost - each.lost) for each in (permit, shared))
-    free = limit - len(pool.grants)
-    if not probing:
-        return free - (now < pool.probe_waits <= now + pool.lease_s)
-    if free < 1:
-        pool.probe_waits = now + min(me.timeout_s or pool.lease_s, pool.lease_s)
-    return free
+        return None
+    return min(each.limit - (pool.lost - each.lost) for each in (permit, shared))
 
 
 def _read_time(permit: Permit, now: float) -> float:
@@ -114,19 +133,33 @@ def _believe(pool: Pool, permit: Permit, now: float) -> Permit:
     return known
 
 
-def _take(line: Line, me: Caller, most: int, suspects: int) -> list[Grant]:
+def _take(
+    line: Line, me: Caller, most: int, suspects: int, *, room: int, limit: int, units: int
+) -> list[Grant]:
     taken: list[Grant] = []
+    passed: list[Entry] = []
     size = 0
-    while len(taken) < most:
+    while room > 0 and len(taken) < most:
         source = line.next(suspects)
         entry = None if source is None else source.first()
         if source is None or entry is None:
+            break
+        weighs = entry.units or units
+        if weighs > limit:
+            if not entry.units or len(passed) == PASSED_MOST:
+                break
+            passed.append(source.pop())
+            continue
+        if weighs > room:
             break
         size += len(entry.member)
         if taken and size > CLAIM_BYTES:
             break
         suspects -= entry.suspect
-        taken.append(line.lease(source.pop(), me.owner, me.now))
+        room -= weighs
+        taken.append(line.lease(source.pop(), me.owner, me.now, units))
+    for entry in passed:
+        line.put_back(entry)
     return taken
 
 
@@ -186,17 +219,43 @@ def _by(overload: Overload, now: float) -> Overload:
     return replace(overload, at=now, until=now + max(0.0, overload.until - overload.at))
 
 
+def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: Permit) -> list[bool]:
+    pool = line.pool
+    pool.beat(me.owner, me.timeout_s, me.now)
+    free = (_limit_by(pool, me, permit) or 0) - pool.units
+    fits = []
+    for lease, units in weights:
+        grant = line.held(lease)
+        if grant is None:
+            fits.append(False)
+            continue
+        entry = grant.entry
+        more = units - entry.units
+        if more > 0 and more > free:
+            fits.append(False)
+            free += entry.units
+            pool.end_lease(grant)
+            entry.units, entry.deliveries = units, entry.deliveries - 1
+            line.move(entry, Place.RETURNED)
+        else:
+            fits.append(True)
+            pool.hold(grant.owner, more)
+            entry.units = units
+            free -= more
+    return fits
+
+
 def young(pool: Pool, me: Caller) -> int:
-    """Leases of others that were claimed or renewed just now."""
+    """Units of others' leases that were claimed or renewed just now."""
     touched = pool.touched
     while touched and touched[0][0] < me.now - YOUNG_S:
         touched.popleft()
-    found = set()
+    found = {}
     for at, entry in touched:
         grant = pool.grants.get(entry)
         if grant is not None and grant.touched_at == at and grant.owner != me.owner:
-            found.add(entry)
-    return len(found)
+            found[entry] = grant.entry.units
+    return sum(found.values())
 
 
 def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled]:

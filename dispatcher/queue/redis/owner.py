@@ -27,6 +27,7 @@ from dispatcher.ports import (
     Settled,
     Settlement,
     Swept,
+    Weighed,
 )
 from dispatcher.queue.constants import BAD_LIST, DONE, LOST, STUCK, TOO_LARGE
 from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
@@ -115,14 +116,16 @@ class RedisQueue:
     async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
         return await self._destinations.all_refused(names)
 
-    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, suspects)
+    async def claim(
+        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+    ) -> Claimed:
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, suspects, units)
 
     async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        return await self._claim(1, nonce, permit, 1, probing=True)
+        return await self._claim(1, nonce, permit, 1, 1, probing=True)
 
     async def _claim(
-        self, most: int, nonce: str, permit: Permit, suspects: int, *, probing: bool = False
+        self, most: int, nonce: str, permit: Permit, suspects: int, units: int, *, probing: bool = False
     ) -> Claimed:
         await self._learn_clock()
         told = await steps.claim(
@@ -132,6 +135,7 @@ class RedisQueue:
             permit,
             most=most,
             suspects=suspects,
+            units=units,
             largest=self._largest,
             probing=probing,
         )
@@ -163,6 +167,17 @@ class RedisQueue:
             at += SCRIPT_ITEMS
             if at >= len(leases):
                 return replace(renewed, lost=lost)
+
+    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+        await self._learn_clock()
+        fits: list[bool] = []
+        at = 0
+        while True:
+            told = await steps.weigh(self.backend, self._me, weights[at : at + SCRIPT_ITEMS], permit)
+            fits += told.fits
+            at += SCRIPT_ITEMS
+            if at >= len(weights):
+                return replace(told, fits=fits)
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()

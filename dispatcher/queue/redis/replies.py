@@ -33,6 +33,7 @@ def lease_of(
     attempts: int,
     refusals: int,
     deaths: int,
+    units: int,
 ) -> Lease:
     """Of a claim; without its member where only the size of that was told."""
     return Lease(
@@ -45,6 +46,7 @@ def lease_of(
         refusals,
         losses=max(0, deaths - SUSPECT_DEATHS),
         suspect=deaths >= SUSPECT_DEATHS,
+        units=units,
     )
 
 

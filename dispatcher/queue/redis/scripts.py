@@ -38,6 +38,7 @@ _FRAGMENTS = {
     "expire": (*_STEP, "markers", "keep", "results"),
     "release": _STEP,
     "renew": _STEP,
+    "weigh": _STEP,
     "sweep": _STEP,
     "submit": ("need", "common", "markers"),
     "requeue": ("need", "common", "markers"),

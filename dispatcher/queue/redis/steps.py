@@ -27,6 +27,7 @@ from dispatcher.ports import (
     Settlement,
     Shared,
     Submission,
+    Weighed,
 )
 from dispatcher.queue.constants import (
     CANCEL_TTL_S,
@@ -80,16 +81,17 @@ async def claim(
     *,
     most: int,
     suspects: int,
+    units: int,
     largest: int,
     probing: bool = False,
 ) -> ClaimReply:
     """`largest`: bytes of the longest member that is moved whole."""
     args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, max(0, suspects), secrets.token_hex(16)]
-    args += [REPLY_TTL_S, int(probing), *_permit(backend, permit), largest]
+    args += [REPLY_TTL_S, int(probing), *_permit(backend, permit), largest, max(1, units)]
     reply = await backend.run("claim", args, [backend.names.reply(f"{me.owner}:{nonce}")])
     facts, waiting, flat = reply.value
     count, shared = _facts(backend, reply, facts)
-    leases = [lease_of(*flat[at : at + 8]) for at in range(0, len(flat), 8)]
+    leases = [lease_of(*flat[at : at + 9]) for at in range(0, len(flat), 9)]
     untold = flat[2] if flat and isinstance(flat[2], int) else 0
     return ClaimReply(Claimed(leases, count, shared, waiting), untold)
 
@@ -119,6 +121,15 @@ async def renew(
     reply = await backend.run("renew", args)
     facts, lost = reply.value
     return Renewed(lost, *_facts(backend, reply, facts))
+
+
+async def weigh(backend: Backend, me: Terms, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+    args: list[Argument] = [*me.arguments, *_permit(backend, permit)]
+    for lease, units in weights:
+        args += (lease.entry, lease.token, max(1, units))
+    reply = await backend.run("weigh", args)
+    facts, fits = reply.value
+    return Weighed([bool(each) for each in fits], *_facts(backend, reply, facts))
 
 
 async def release(backend: Backend, releases: Sequence[Release]) -> list[Settled]:
@@ -292,9 +303,9 @@ async def forget(backend: Backend, marker: bytes, token: bytes) -> None:
 
 async def counts(backend: Backend) -> Counts:
     reply = await backend.run("counts", [])
-    now, pending, leased, delayed, dead, _ = reply.value
+    now, *counted = reply.value
     backend.saw(reply, now)
-    return Counts(pending, leased, delayed, dead)
+    return Counts(*counted)
 
 
 async def outlook(backend: Backend, timeout_s: float, rate: float | None, service_s: float) -> Line:
