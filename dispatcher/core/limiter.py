@@ -125,8 +125,7 @@ class Limiter:
     def answered(self, key: Hashable, now: float, opened_s: float | None = None) -> None:
         """The request is no longer at the gateway: answered, failed, cut or given up. `opened_s`: how long
         it took to open a connection for it, where one was."""
-        out_s = self._held.answered(key, now)
-        if out_s is not None:
+        if (out_s := self._held.answered(key, now)) is not None:
             self._travel.exchanged(out_s)
         if opened_s is not None:
             self._travel.opened(opened_s)
@@ -271,6 +270,11 @@ class Limiter:
         return self._reach.closure.why if self._reach.closure is not None else None
 
     @property
+    def most(self) -> int | None:
+        """All that the limit can be, by what the newest readings say of the pool; None: not known."""
+        return min((self._policy.most(budget.max_sys) for budget in self.budgets), default=None)
+
+    @property
     def others(self) -> int:
         """The part of them that other replicas hold."""
         return self._held.others
@@ -294,8 +298,7 @@ class Limiter:
         read_at = self._read_at()
         signal, limit = self._smallest()
         budget = self._tracks[signal].budget if signal is not None else None
-        closed = self._closed_without_room(now, read_at, checks)
-        probe = False
+        closed, probe = self._closed_without_room(now, read_at, checks), False
         room, cap = limit, self._policy.max_in_flight
         limit = room if cap is None else min(room, cap - self._strays(now, checks))
         if closed is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dispatcher.core.request import Request
@@ -41,6 +41,10 @@ class Holding:
     """The leases by token, and those among them whose requests are at the gateway."""
 
     def __init__(self) -> None:
+        self.units = 0
+        """What the leases count of the limit."""
+        self.running_units = 0
+        """Those among them at the gateway."""
         self._by_token: dict[str, Held] = {}
         self._running: dict[str, Held] = {}
         self._stirred = asyncio.Event()
@@ -66,20 +70,30 @@ class Holding:
     def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> Held:
         held = self._by_token[lease.token] = Held(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
+        self.units += lease.units
         return held
+
+    def weighs(self, held: Held, units: int) -> None:
+        """Its lease counts so many now. It is not at the gateway yet."""
+        self.units += units - held.lease.units
+        held.lease = replace(held.lease, units=units)
 
     def started(self, held: Held, task: asyncio.Task[None]) -> None:
         held.task = task
         self._running[held.lease.token] = held
+        self.running_units += held.lease.units
 
     def back(self, held: Held) -> None:
         """Its request is no longer at the gateway."""
         held.task = None
-        self._running.pop(held.lease.token, None)
+        if self._running.pop(held.lease.token, None) is not None:
+            self.running_units -= held.lease.units
 
     def drop(self, token: str) -> Held | None:
         """The lease has ended; what was held of it."""
         held = self._by_token.pop(token, None)
+        if held is not None:
+            self.units -= held.lease.units
         if not self._by_token:
             self._stirred.set()
         return held

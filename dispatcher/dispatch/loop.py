@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.allowance import Allowance
 from dispatcher.core.bounces import Bounces
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
@@ -42,6 +42,7 @@ from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
 from dispatcher.core.tenure import Tenure
+from dispatcher.core.units import units_of
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import Access, View, now, withheld
 from dispatcher.dispatch.endings import Ending
@@ -50,12 +51,15 @@ from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.suspects import Suspects
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
+from dispatcher.dispatch.weighing import Weighing
 from dispatcher.ports import (
     Burial,
+    Claimed,
     Forwarded,
     Gateway,
     Lease,
     Overload,
+    Permit,
     Queue,
     Release,
     Settled,
@@ -89,6 +93,7 @@ class Dispatcher:
         journal: Journal,
         rand: random.Random | None = None,
         clock: Callable[[], float] | None = None,
+        weigh: Callable[[Request], int] = units_of,
     ) -> None:
         """`clock`: seconds that go on while the machine sleeps; without one, those of the loop."""
         self.limiter = limiter
@@ -105,6 +110,7 @@ class Dispatcher:
         self._suspects = Suspects()
         self._holding = Holding()
         self._access = Access(queue, limiter, Tenure(options.lease_s, options.owner_timeout_s), clock or now)
+        self._weighing = Weighing(self._access, self._holding, self._finish, weigh)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._done: list[Ending] = []
         self._refused = (float("-inf"), 0)
@@ -179,9 +185,6 @@ class Dispatcher:
     def allowance(self) -> Allowance:
         return self.limiter.allowance(now())
 
-    def explain(self) -> str:
-        return explain(self.allowance(), self.limiter.in_flight)
-
     # The turn.
 
     async def _turns(self) -> None:
@@ -214,13 +217,8 @@ class Dispatcher:
         seen = allowance.read_at, allowance.limit
         if seen != self._free_by or allowance.reason.closed:
             self._free, self._free_by = limiter.free(at), seen
-        self._journal.turned(
-            at,
-            allowance,
-            used=self._holding.running,
-            free=self._free,
-            waiting=limiter.work,
-        )
+        used = self._holding.running_units
+        self._journal.turned(at, allowance, used=used, free=self._free, waiting=limiter.work)
         return self._journal.meter
 
     async def _take(self) -> None:
@@ -230,15 +228,16 @@ class Dispatcher:
             if allowance.probe:
                 await self._probe(allowance)
                 return
-            free = allowance.limit - len(self._holding) - self.limiter.others
+            free = allowance.limit - self._holding.units - self.limiter.others
             if free <= 0 or not self._access.work:
                 return
-            free = min(free, self._tenants.at_once or free)
+            most, units = self._weighing.claim(free)
+            most = min(most, self._tenants.at_once or most)
             suspects = self._suspects.room(self._holding.suspects, now())
             if not self._nonce:
                 self._nonce, self._asked_at = secrets.token_hex(8), self._access.clock()
             permit = permit_of(allowance, self._options)
-            claim = self._queue.claim(free, self._nonce, permit, suspects=suspects)
+            claim = self._queue.claim(most, self._nonce, permit, suspects=suspects, units=units)
             claimed = await self._access.ask("claim", claim)
             if claimed is None:
                 return
@@ -250,7 +249,7 @@ class Dispatcher:
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
-                await self._start(claimed.leases, self._asked_at)
+                await self._start(claimed, self._asked_at, permit)
             elif not again:
                 return
 
@@ -274,13 +273,13 @@ class Dispatcher:
                     self._holding.add(lease, self._probe_asked_at, probe=True)
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
-            await self._start(claimed.leases, self._probe_asked_at, probe=True)
+            await self._start(claimed, self._probe_asked_at, permit, probe=True)
         self.limiter.probed(now(), others=self._others_wait)
 
-    async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
+    async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
         ready: list[tuple[Held, Request]] = []
-        for lease in leases:
+        for lease in claimed.leases:
             held = self._holding.add(lease, asked_at, probe=probe)
             parsed = parse(lease.member, max_payload_bytes=self._options.max_payload_bytes)
             if isinstance(parsed, Rejection):
@@ -295,6 +294,7 @@ class Dispatcher:
                 if len(lease.member) > LARGE_BYTES:
                     held.lease = replace(lease, member=b"")
                 ready.append((held, parsed))
+        ready = await self._weighing.fit(ready, permit, self.limiter.most)
         cancelled = await self._access.cancelled([held for held, _ in ready])
         refused = await self._queue.refused_lists({request.results for _, request in ready} - {""})
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
@@ -318,7 +318,7 @@ class Dispatcher:
     async def _run(self, held: Held, request: Request) -> None:
         lease = held.lease
         started = now()
-        self.limiter.sent(lease.token, started)
+        self.limiter.sent(lease.token, started, lease.units)
         self._journal.sent(held, request, self._queue.unix_now())
         try:
             deadline = started + request.deadline - self._queue.unix_now()
@@ -367,7 +367,7 @@ class Dispatcher:
                 teaches = self._tenants.refused(tenant, at, read_at, again=again, alone=alone)
                 # The limiter has counted it out already, and those that were refused with it.
                 before = self._refused[1] if self._refused[0] == read_at else 0
-                self._refused = (read_at, max(before, limiter.in_flight + 1))
+                self._refused = (read_at, max(before, limiter.in_flight + held.lease.units))
                 overload = Overload(
                     at=at,
                     until=at + min(outcome.retry_after_s or 0.0, self._options.retry.max_s),
