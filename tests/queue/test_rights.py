@@ -98,6 +98,7 @@ def test_each_step_asks_for_all_that_any_step_runs() -> None:
         "results",
         "claim",
         "renew",
+        "weigh",
         "settle",
         "release",
         "sweep",
