@@ -17,10 +17,10 @@ from redis import exceptions as errors
 from dispatcher.core.request import Result, decode_result, encode_member
 from dispatcher.core.score import score_of
 from dispatcher.ports import QueueUnavailableError, Submission
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import Client as RedisClient
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.scripts import Client as RedisClient
 from dispatcher.telemetry.tracing import sending
 
 SUBMIT_AT_ONCE = 16

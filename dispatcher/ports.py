@@ -9,12 +9,12 @@ idea of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from dispatcher.core.outcome import Outcome
-from dispatcher.core.outlook import Line
+from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import Request
 
 
@@ -53,7 +53,7 @@ class Permit:
     """What a claim may assume: the limit, and how old the knowledge behind it is."""
 
     limit: int
-    """Live leases over all replicas never pass this because of the claim."""
+    """The units of live leases over all replicas never pass this because of the claim."""
     read_at: float
     """When the reading behind the limit was taken (the start of its window)."""
     lost: int
@@ -80,15 +80,17 @@ class Lease:
     """Owners that died holding it since it runs apart from other suspects."""
     suspect: bool = False
     """Owners died holding it, often enough that it must run apart from other suspects."""
+    units: int = 1
+    """What it counts of the limit: what its request weighs, as far as that was known when it was leased."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """A count of leases at one moment."""
+    """A count at one moment: `live`, `others` and `young` in units, `lost` and `stray` in leases."""
 
     at: float
     live: int
-    """Live leases of all owners."""
+    """Of the live leases of all owners."""
     others: int
     """Those among them held by other owners than the caller."""
     young: int
@@ -112,6 +114,15 @@ class Shared:
     prober: str | None
     """The owner that may probe an unreachable gateway now."""
     paused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    fits: Sequence[bool]
+    """For each lease: it counts what it weighs. False: it is no longer the caller's, and was given back to
+    its place, undelivered, unless somebody else has it by now."""
+    count: Leases
+    shared: Shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +217,11 @@ class Counts:
     pending: int
     """Including those returned to their place, suspects among them."""
     leased: int
+    """Of all lines of the pool."""
     delayed: int
     dead: int
+    units: int = field(default=0, repr=False, compare=False)
+    """Of all leases: what they count of the limit."""
 
 
 class Queue(Protocol):
@@ -230,14 +244,19 @@ class Queue(Protocol):
         """
         ...
 
-    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
+    async def claim(
+        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+    ) -> Claimed:
         """Lease up to `most` requests, best score first, never past the permit.
 
-        The same nonce again returns the same leases, those that still are the caller's, and claims nothing.
+        Each counts what it did when it was leased last, or what `weigh` has said since; one that never was
+        leased is taken to weigh `units`. One that is heavier than the room there is now ends the claim, so
+        that it does not starve behind lighter ones; one heavier than the limit itself is passed over until
+        that has risen.
 
         Room: a permit whose reading is no older than the shared one becomes the shared one (not while
         paused), and its limit holds; by an older permit the smaller of both limits holds. Each is lowered
-        by the leases lost since it was computed. A lease counts as live until it is settled, released,
+        by the leases lost since it was computed. A lease counts its units until it is settled, released,
         buried or reclaimed, however long its time has run out. No room at all while paused, before
         Overload.until, or when the newest overload is no older than the permit's reading. What is shared of
         later than now (the queue's clock has stepped back) is of now from then on; a permit's reading that is
@@ -264,6 +283,13 @@ class Queue(Protocol):
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         """Give the leases lease_s from now, those too that ran out but were not reclaimed yet."""
+        ...
+
+    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+        """Have each lease count what its request weighs (at least 1), which is known once it was read; it is
+        remembered for its next lease. By the room that a claim would have; what does not fit is given back
+        at once, undelivered. A lighter one always fits, and makes room for those after it.
+        """
         ...
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
@@ -322,7 +348,7 @@ class Queue(Protocol):
 
     async def counts(self) -> Counts: ...
 
-    async def line(self, rate: float | None = None, service_s: float = 0.0) -> Line:
+    async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
         """How what is pending lies, who works on it, and how much was ever settled; reads only.
 
         Spans are narrow where it decides who misses its deadline at this rate, so that `outlook.at_risk` is

@@ -33,11 +33,12 @@ from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
-from dispatcher.queue.connect import connect
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import presence
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.settings import Settings, effective
 from dispatcher.settings.load import Refusal, read, reload
 from dispatcher.settings.source import Problem
@@ -73,7 +74,14 @@ class Service:
     """One dispatcher process for one pool."""
 
     def __init__(
-        self, settings: Settings, text: str, queue: RedisQueue, gateway: HttpGateway, *, observe: bool
+        self,
+        settings: Settings,
+        text: str,
+        queue: RedisQueue,
+        desk: RedisDesk,
+        gateway: HttpGateway,
+        *,
+        observe: bool,
     ) -> None:
         self.settings = settings
         self.generation = 1
@@ -83,6 +91,7 @@ class Service:
         self._observe = observe
         self._started_at = time.time()
         self._queue = queue
+        self._desk = desk
         self._gateway = gateway
         self.metrics = Metrics(settings.pool.name, kept_s=PAGE_KEPT_S)
         self.journal = Journal(self.metrics)
@@ -112,7 +121,7 @@ class Service:
             self.metrics.page,
             settings=lambda: effective.as_json(self.settings),
             results=self._results,
-            dead=self._queue.dead_newest,
+            dead=self._desk.dead_newest,
         )
 
     def _results(self) -> dict[str, float]:
@@ -264,11 +273,11 @@ async def serve(
     _take_descriptors()
     await _prepare(path, settings)
     async with AsyncExitStack() as stack:
-        queue = await stack.enter_async_context(open_queue(settings))
+        queue, desk = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway)
         gateway.prepare()
         stack.push_async_callback(gateway.aclose)
-        service = Service(settings, text, queue, gateway, observe=observe)
+        service = Service(settings, text, queue, desk, gateway, observe=observe)
         stack.enter_context(heard_by(service.metrics.heard))
         admin = settings.admin
         views = service.views()
@@ -323,7 +332,7 @@ async def _prepare(path: Path, settings: Settings) -> None:
 
 
 @asynccontextmanager
-async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
+async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, RedisDesk]]:
     """The queue of the settings; with an empty queue.url in a Valkey of our own, for as long as the block."""
     wanted = settings.queue
     async with AsyncExitStack() as stack:
@@ -331,9 +340,10 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
         present = stack.enter_context(presence(alone=not url))
         if not url:
             url = await stack.enter_async_context(embedded_valkey(Path(wanted.data_dir), fsync=wanted.fsync))
+        client, names = connect(url), Names(wanted.name, wanted.results, wanted.result_lists)
         queue = RedisQueue(
-            connect(url),
-            Names(wanted.name, wanted.results, wanted.result_lists),
+            client,
+            names,
             present.owner,
             lease_s=wanted.lease_s,
             owner_timeout_s=wanted.timeout_s(),
@@ -344,7 +354,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[RedisQueue]:
             max_payload_bytes=wanted.max_payload_bytes,
         )
         stack.push_async_callback(queue.aclose)
-        yield queue
+        yield queue, RedisDesk(client, names)
 
 
 class _Reloader:

@@ -106,6 +106,7 @@ NAMED_TWICE = {
     "Entry": "a request in the memory queue, and one in the record that the stand-in for a gateway keeps",
     "Gateway": "the port, and the stand-in for what is behind it",
     "Job": "a request in each of the simulator's two worlds, over HTTP and in virtual time",
+    "Pool": "what all owners share in the memory queue, and the model servers of the stand-in",
     "Policy": "what the operator decided, and the strategies that a simulation compares with it",
     "Replica": "a dispatcher as its line knows it, and one of the simulated fleet",
     "Server": "what a Redis says of itself, and the HTTP server of the stand-ins",

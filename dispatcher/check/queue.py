@@ -12,7 +12,7 @@ from dispatcher.check.finding import Finding, Findings, Probe, known
 from dispatcher.settings import SecretUrl, Settings
 
 if TYPE_CHECKING:
-    from dispatcher.queue.survey import Server, Survey
+    from dispatcher.queue.redis.survey import Server, Survey
 
 
 def asked(settings: Settings) -> set[Address]:
@@ -58,9 +58,9 @@ def _embedded(settings: Settings) -> Probe:
 
 def _survey(where: str, url: str, settings: Settings) -> Probe:
     from dispatcher.ports import QueueUnavailableError
-    from dispatcher.queue.connect import QueueUrlError
     from dispatcher.queue.keys import Names, QueueNameError
-    from dispatcher.queue.survey import survey
+    from dispatcher.queue.redis.connect import QueueUrlError
+    from dispatcher.queue.redis.survey import survey
 
     queue = settings.queue
 
@@ -91,7 +91,7 @@ def _told(where: str, name: str, found: Survey) -> Iterator[Finding]:
 
 
 def _doubts(where: str, server: Server) -> Iterator[Finding]:
-    from dispatcher.queue.survey import OLDEST
+    from dispatcher.queue.redis.survey import OLDEST
 
     if server.too_old:
         least = ".".join(map(str, OLDEST[server.name]))

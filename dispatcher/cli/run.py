@@ -29,9 +29,9 @@ def run(
     """
     import asyncio
 
-    from dispatcher.queue.connect import QueueUrlError
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.queue.keys import QueueNameError
+    from dispatcher.queue.redis.connect import QueueUrlError
     from dispatcher.service import serve
     from dispatcher.settings import Settings
     from dispatcher.settings.load import parse, read

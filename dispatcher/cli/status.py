@@ -14,7 +14,7 @@ from dispatcher.cli.target import Config, Json, QueueName, QueueTarget, QueueUrl
 from dispatcher.telemetry.status import CAPACITIES
 
 if TYPE_CHECKING:
-    from dispatcher.queue.desk import RedisDesk
+    from dispatcher.queue.redis.desk import RedisDesk
 
 
 def status(

@@ -16,7 +16,7 @@ from dispatcher.queue.keys import Names, QueueNameError
 from dispatcher.settings import Settings, load
 
 if TYPE_CHECKING:
-    from dispatcher.queue.desk import RedisDesk
+    from dispatcher.queue.redis.desk import RedisDesk
 
 T = TypeVar("T")
 
@@ -92,8 +92,8 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     import asyncio
 
     from dispatcher.ports import QueueUnavailableError
-    from dispatcher.queue.connect import QueueUrlError, connect
-    from dispatcher.queue.desk import RedisDesk
+    from dispatcher.queue.redis.connect import QueueUrlError, connect
+    from dispatcher.queue.redis.desk import RedisDesk
 
     async def at_desk() -> T:
         desk = RedisDesk(connect(target.url), target.names)

@@ -8,9 +8,9 @@ taken somewhere in a window. What can be known are two bounds over that window [
                  sent until δ before its answer came
     most(a, b)   the most it may have held at any moment of it: each request from sending to answer
 
-Other owners' requests are known by counts of their leases, taken now and then. The bounds take all counts
-within the window and the nearest on both sides of it; where a side has none, nothing is sure of them: they
-may have drained since the newest count.
+A request counts its units, whoever's it is. Other owners' are known by counts of their leases, taken now
+and then. The bounds take all counts within the window and the nearest on both sides of it; where a side has
+none, nothing is sure of them: they may have drained since the newest count.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ way."""
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bounds on the number of our requests (all replicas) that a reading may contain."""
+    """Bounds on the units of our requests (all replicas) that a reading may contain."""
 
     lo: int
     hi: int
@@ -56,32 +56,39 @@ class LoadLedger:
     """The ledger behind those bounds. `horizon_s`: windows opening longer ago than this are not asked for."""
 
     horizon_s: float
-    _live: dict[Hashable, float] = field(default_factory=dict)
+    own: int = 0
+    """Units that this process has at the gateway."""
+    _live: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
+    """When each was sent, and its units."""
     _ends: list[float] = field(default_factory=list)
-    """When answered requests ended, ascending; `_starts` has when each was sent."""
-    _starts: list[float] = field(default_factory=list)
+    """When answered requests ended, ascending; `_starts` has when each was sent, and its units."""
+    _starts: list[tuple[float, int]] = field(default_factory=list)
     _others: list[_LeaseCount] = field(default_factory=list)
 
-    def sent(self, key: Hashable, at: float) -> None:
-        self._live[key] = at
+    def sent(self, key: Hashable, at: float, units: int = 1) -> None:
+        if key in self._live:
+            self.own -= self._live[key][1]
+        self._live[key] = at, units
+        self.own += units
 
     def answered(self, key: Hashable, at: float) -> float | None:
         """The request left the gateway, however: answered, cut, or given up. How long it was out; None: it
         was not."""
-        start = self._live.pop(key, None)
-        if start is None:
+        sent = self._live.pop(key, None)
+        if sent is None:
             return None
-        at = max(at, start)
+        self.own -= sent[1]
+        at = max(at, sent[0])
         ends = self._ends
         place = bisect_right(ends, at)  # the tail, but for answers told out of order
         ends.insert(place, at)
-        self._starts.insert(place, start)
+        self._starts.insert(place, sent)
         if len(ends) > 1024 and ends[len(ends) // 2] < at - self.horizon_s:
             self._forget(at)
-        return at - start
+        return at - sent[0]
 
     def counted(self, at: float, others: int, young: int) -> None:
-        """Other owners held `others` leases, of which `young` may not have been sent yet."""
+        """Other owners held `others` units, of which `young` may not have been sent yet."""
         others = max(0, others)
         surely = max(0, others - max(0, young))
         if self._others and at < self._others[-1].at:
@@ -93,10 +100,6 @@ class LoadLedger:
         self._others.append(_LeaseCount(at, surely, others))
         if len(self._others) > 1024 and self._others[512].at < at - self.horizon_s:
             del self._others[:512]
-
-    @property
-    def own(self) -> int:
-        return len(self._live)
 
     @property
     def others(self) -> int:
@@ -115,61 +118,61 @@ class LoadLedger:
     def least_own(self, a: float, b: float, delta_s: float) -> int:
         """The part of `least` that is this process's own."""
         first = bisect_left(self._ends, a + delta_s)
-        starts: list[float] = []
-        ends: list[float] = []
+        starts: list[tuple[float, int]] = []
+        ends: list[tuple[float, int]] = []
         held = 0
-        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
+        for (start, units), end in zip(self._starts[first:], self._ends[first:], strict=True):
             begins, stops = start + delta_s, end - delta_s
             if begins > b or begins >= stops:
                 continue
             if begins <= a:
-                held += 1
+                held += units
             else:
-                starts.append(begins)
+                starts.append((begins, units))
             if stops < b:
-                ends.append(stops)
-        for start in self._live.values():
+                ends.append((stops, units))
+        for start, units in self._live.values():
             begins = start + delta_s
             if begins <= a:
-                held += 1
+                held += units
             elif begins <= b:
-                starts.append(begins)
+                starts.append((begins, units))
         ends.sort()
         starts.sort()
         least, begun = held, 0
-        for end in ends:
-            while begun < len(starts) and starts[begun] < end:
-                held += 1
+        for end, units in ends:
+            while begun < len(starts) and starts[begun][0] < end:
+                held += starts[begun][1]
                 begun += 1
-            held -= 1
+            held -= units
             least = min(least, held)
         return least
 
     def _most_own(self, a: float, b: float) -> int:
         first = bisect_left(self._ends, a)
-        starts: list[float] = []
-        ends: list[float] = []
+        starts: list[tuple[float, int]] = []
+        ends: list[tuple[float, int]] = []
         held = 0
-        for start, end in zip(self._starts[first:], self._ends[first:], strict=True):
+        for (start, units), end in zip(self._starts[first:], self._ends[first:], strict=True):
             if start > b:
                 continue
             if start <= a:
-                held += 1
+                held += units
             else:
-                starts.append(start)
-            ends.append(end)
-        for start in self._live.values():
+                starts.append((start, units))
+            ends.append((end, units))
+        for start, units in self._live.values():
             if start <= a:
-                held += 1
+                held += units
             elif start <= b:
-                starts.append(start)
+                starts.append((start, units))
         starts.sort()
         most, ended = held, 0
-        for start in starts:
-            while ended < len(ends) and ends[ended] < start:
-                held -= 1
+        for start, units in starts:
+            while ended < len(ends) and ends[ended][0] < start:
+                held -= ends[ended][1]
                 ended += 1
-            held += 1
+            held += units
             most = max(most, held)
         return most
 

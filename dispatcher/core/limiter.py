@@ -95,8 +95,8 @@ class Limiter:
 
     # ── events: our own load ────────────────────────────────────────────────────────────────────────────
 
-    def sent(self, key: Hashable, now: float) -> None:
-        self._tracking.held.sent(key, now)
+    def sent(self, key: Hashable, now: float, units: int = 1) -> None:
+        self._tracking.held.sent(key, now, units)
 
     def answered(self, key: Hashable, now: float, opened_s: float | None = None) -> None:
         """The request is no longer at the gateway: answered, failed, cut or given up. `opened_s`: how long
@@ -104,7 +104,7 @@ class Limiter:
         self._tracking.answered(key, now, opened_s)
 
     def leases(self, now: float, *, others: int, young: int, lost: int, stray: int = 0) -> None:
-        """Counted in the queue: other owners' live leases, leases ever lost, and the strays among those."""
+        """Counted in the queue: units that others lease, leases ever lost, and the strays among those."""
         reachable = self._gate.reachable
         self._tracking.count_leases(
             now, others=others, young=young, lost=lost, stray=stray, reachable=reachable
@@ -124,9 +124,10 @@ class Limiter:
 
     # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
 
-    def in_flight_when_refused(self, now: float) -> int:
-        """How many of ours there were when one is refused at `now` and was told to be `answered`."""
-        return self._gate.refusals.together(self.in_flight, self.allowance(now).read_at)
+    def in_flight_when_refused(self, now: float, units: int = 1) -> int:
+        """How many units of ours there were when so many are refused at `now` and were told to be
+        `answered`."""
+        return self._gate.refusals.together(self.in_flight + units, self.allowance(now).read_at)
 
     def overloaded(
         self, now: float, *, until: float, capacity: bool, in_flight: int, heard: bool = False
@@ -176,8 +177,14 @@ class Limiter:
 
     @property
     def in_flight(self) -> int:
-        """Our requests that the gateway may hold now, all replicas together."""
+        """Units of our requests that the gateway may hold now, all replicas together."""
         return self._tracking.held.own + self._tracking.held.others
+
+    @property
+    def most(self) -> int | None:
+        """All that the limit can be, by what the newest readings say of the pool; None: not known."""
+        most = self._tracking.policy.most
+        return min((most(budget.max_sys) for budget in self.budgets), default=None)
 
     @property
     def others(self) -> int:

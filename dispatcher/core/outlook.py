@@ -65,7 +65,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LineAhead:
     """The queue at one moment, as far as counts can tell it."""
 
     now: float
@@ -130,7 +130,7 @@ class Served:
         """A lease's mean length: those that run, by those that end in a second."""
         return self._lease_s / self._count if self._count else 0.0
 
-    def observe(self, line: Line) -> None:
+    def observe(self, line: LineAhead) -> None:
         """Look at the line; every few seconds."""
         pending = line.pending
         before, self._before = self._before, (line.now, line.settled, pending, line.leased)
@@ -149,7 +149,7 @@ class Served:
         self._lease_s = self._lease_s * kept + passed_s * (line.leased + before[3]) / 2
 
 
-def look(line: Line, rate: float | None, service_s: float) -> Outlook:
+def look(line: LineAhead, rate: float | None, service_s: float) -> Outlook:
     """What the line comes to at this rate."""
     deadlines = [head.deadline for head in line.heads if head.deadline is not None]
     created = [at for head in line.heads if (at := created_at(head.start)) is not None]

@@ -25,12 +25,12 @@ class Refusals(Revised):
     """Which reading that was."""
 
     def together(self, in_flight: int, read_at: float) -> int:
-        """How many of ours were in flight when one is refused that is counted out already.
+        """How many of ours were in flight when some of them are refused, these included.
 
         Requests that are refused together count each other out one by one: of several refusals under one
         reading the largest number is the truth.
         """
-        self.in_flight = max(in_flight + 1, self.in_flight if self.read_at == read_at else 0)
+        self.in_flight = max(in_flight, self.in_flight if self.read_at == read_at else 0)
         self.read_at = read_at
         return self.in_flight
 

@@ -23,6 +23,7 @@ from dispatcher.ports import (
     QueueUnavailableError,
     Renewed,
     Shared,
+    Weighed,
 )
 from dispatcher.telemetry.events import Event, emit
 
@@ -160,7 +161,7 @@ class QueueAccess:
             self.robbed.set()
         self._lost = lost
 
-    def learn(self, told: Claimed | Renewed) -> None:
+    def learn(self, told: Claimed | Renewed | Weighed) -> None:
         """Counts, and what other replicas know."""
         count, shared = told.count, told.shared
         self.view.shared = shared

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from dispatcher.core.request import Request
@@ -25,6 +25,11 @@ class Try:
     """What is sent."""
     riders: list[HeldLease]
     task: asyncio.Task[None] | None = None
+
+    @property
+    def units(self) -> int:
+        """What its leases count of the limit."""
+        return sum(held.lease.units for held in self.riders)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +58,10 @@ class Holding:
     """The leases by token, and the tries that are at the gateway."""
 
     def __init__(self) -> None:
+        self.units = 0
+        """What the leases count of the limit."""
+        self.running_units = 0
+        """Those among them at the gateway."""
         self._by_token: dict[str, HeldLease] = {}
         self._tries: dict[str, Try] = {}
         self._running = 0
@@ -84,11 +93,18 @@ class Holding:
     def add(self, lease: Lease, confirmed_at: float, *, probe: bool) -> HeldLease:
         held = self._by_token[lease.token] = HeldLease(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
+        self.units += lease.units
         return held
+
+    def weighs(self, held: HeldLease, units: int) -> None:
+        """Its lease counts so many now. It is not at the gateway yet."""
+        self.units += units - held.lease.units
+        held.lease = replace(held.lease, units=units)
 
     def started(self, begun: Try) -> None:
         self._tries[begun.token] = begun
         self._running += len(begun.riders)
+        self.running_units += begun.units
         for held in begun.riders:
             held.rides = begun
 
@@ -96,12 +112,15 @@ class Holding:
         """It is no longer at the gateway."""
         if self._tries.pop(ended.token, None) is not None:
             self._running -= len(ended.riders)
+            self.running_units -= ended.units
             for held in ended.riders:
                 held.rides = None
 
     def drop(self, token: str) -> HeldLease | None:
         """The lease has ended; what was held of it."""
         held = self._by_token.pop(token, None)
+        if held is not None:
+            self.units -= held.lease.units
         if not self._by_token:
             self._stirred.set()
         return held

@@ -25,13 +25,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dispatcher.core.allowance import Allowance, explain
+from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request
 from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenure import Tenure
+from dispatcher.core.units import units_of
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
@@ -42,10 +43,12 @@ from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.suspects import Suspects
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
+from dispatcher.dispatch.weighing import Weighing
 from dispatcher.ports import (
     Burial,
+    Claimed,
     Gateway,
-    Lease,
+    Permit,
     Queue,
     Release,
     Settled,
@@ -77,6 +80,7 @@ class Dispatcher:
         journal: Journal,
         rand: random.Random | None = None,
         clock: Callable[[], float] | None = None,
+        weigh: Callable[[Request], int] = units_of,
     ) -> None:
         """`clock`: seconds that go on while the machine sleeps; without one, those of the loop."""
         self.limiter = limiter
@@ -90,6 +94,7 @@ class Dispatcher:
         self._holding = Holding()
         tenure = Tenure(options.lease_s, options.owner_timeout_s)
         self._access = QueueAccess(queue, limiter, tenure, clock or now)
+        self._weighing = Weighing(self._access, self._holding, self._finish, weigh)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._tries = Tries(
             gateway,
@@ -172,9 +177,6 @@ class Dispatcher:
     def allowance(self) -> Allowance:
         return self.limiter.allowance(now())
 
-    def explain(self) -> str:
-        return explain(self.allowance(), self.limiter.in_flight)
-
     # The turn.
 
     async def _turns(self) -> None:
@@ -207,13 +209,8 @@ class Dispatcher:
         seen = allowance.read_at, allowance.limit
         if seen != self._free_by or allowance.reason.closed:
             self._free, self._free_by = limiter.free(at), seen
-        self._journal.turned(
-            at,
-            allowance,
-            used=self._holding.running,
-            free=self._free,
-            waiting=limiter.work,
-        )
+        used = self._holding.running_units
+        self._journal.turned(at, allowance, used=used, free=self._free, waiting=limiter.work)
         return self._journal.meter
 
     async def _take(self) -> None:
@@ -223,15 +220,16 @@ class Dispatcher:
             if allowance.probe:
                 await self._probe(allowance)
                 return
-            free = allowance.limit - len(self._holding) - self.limiter.others
+            free = allowance.limit - self._holding.units - self.limiter.others
             if free <= 0 or not self._access.work:
                 return
-            free = min(free, self._tries.tenants.at_once or free)
+            most, units = self._weighing.claim(free)
+            most = min(most, self._tries.tenants.at_once or most)
             suspects = self._suspects.room(self._holding.suspects, now())
             if not self._nonce:
                 self._nonce, self._asked_at = secrets.token_hex(8), self._access.clock()
             permit = permit_of(allowance, self._options)
-            claim = self._queue.claim(free, self._nonce, permit, suspects=suspects)
+            claim = self._queue.claim(most, self._nonce, permit, suspects=suspects, units=units)
             claimed = await self._access.ask("claim", claim)
             if claimed is None:
                 return
@@ -243,7 +241,7 @@ class Dispatcher:
             again = self._suspects.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
-                await self._start(claimed.leases, self._asked_at)
+                await self._start(claimed, self._asked_at, permit)
             elif not again:
                 return
 
@@ -267,13 +265,13 @@ class Dispatcher:
                     self._holding.add(lease, self._probe_asked_at, probe=True)
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
-            await self._start(claimed.leases, self._probe_asked_at, probe=True)
+            await self._start(claimed, self._probe_asked_at, permit, probe=True)
         self.limiter.probed(now(), others=self._tries.others_wait)
 
-    async def _start(self, leases: Sequence[Lease], asked_at: float, *, probe: bool = False) -> None:
+    async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
         cases: list[tuple[HeldLease, Case]] = []
-        for lease in leases:
+        for lease in claimed.leases:
             held = self._holding.add(lease, asked_at, probe=probe)
             request = admit(lease, self._options.max_payload_bytes)
             if not isinstance(request, Request):
@@ -287,12 +285,15 @@ class Dispatcher:
             if len(lease.member) > LARGE_BYTES:
                 held.lease = case.lease = replace(lease, member=b"")
             cases.append((held, case))
+        read = [(held, case.request) for held, case in cases]
+        gone = await self._weighing.without_room(read, permit, self.limiter.most)
+        cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
         cancelled = await self._access.cancelled([held for held, _ in cases])
         unfit = await self._queue.refused_lists({case.request.results for _, case in cases} - {""})
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
         may_send = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
-        for (held, case), gone in zip(cases, cancelled, strict=True):
-            case.cancelled, case.unfit = gone, unfit.get(case.request.results)
+        for (held, case), yes in zip(cases, cancelled, strict=True):
+            case.lease, case.cancelled, case.unfit = held.lease, yes, unfit.get(case.request.results)
             case.may_send, case.ours = may_send, self._access.ours(held)
             case.rest_s = partial(self._tries.rest_s, held)
             if (ending := judge(case, TO_SEND)) is not None:

@@ -73,7 +73,7 @@ class Tries:
 
     async def _run(self, running: Try) -> None:
         started, unix_now = now(), self._access.queue.unix_now()
-        self._limiter.sent(running.token, started)
+        self._limiter.sent(running.token, started, running.units)
         for held in running.riders:
             self._journal.sent(held, running.request, unix_now)
         try:
@@ -157,7 +157,7 @@ class Tries:
             at=at,
             until=at + min(outcome.retry_after_s or 0.0, self.options.retry.max_s),
             capacity=outcome.capacity and all(teaches),
-            in_flight=self._limiter.in_flight_when_refused(at),
+            in_flight=self._limiter.in_flight_when_refused(at, tried.units),
         )
         self._access.overloaded(overload)
         self._upkeep.share(self._limiter.allowance(at), overload)

@@ -110,7 +110,7 @@ class Upkeep:
                 self._access.view.counts = counts
                 self._limiter.waiting(counts.pending, now())
                 if self.options.observe:
-                    self._limiter.leases(now(), others=counts.leased, young=0, lost=0)
+                    self._limiter.leases(now(), others=counts.units, young=0, lost=0)
             self._say(self._limiter.allowance(now()))
             await asyncio.sleep(EACH_S)
 

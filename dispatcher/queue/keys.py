@@ -1,4 +1,4 @@
-"""The names of a queue's keys: all derived from the queue's own, all in its cluster slot."""
+"""The names of the keys of a line and of its pool: derived from names of queues, in one cluster slot."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 
 from dispatcher.core.lists import usual
 from dispatcher.core.patterns import any_fits
-from dispatcher.core.slot import fault_of_braces
+from dispatcher.core.slot import fault_of_braces, tag_of
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
@@ -17,27 +17,34 @@ MAX_TOKEN_BYTES = 1024
 """A longer one names no key: its request is cancelled by llm-d's marker alone."""
 MAX_LIST_NAME_BYTES = 1024
 
-_DERIVED = (
-    "returned",
-    "suspects",
-    "delayed",
-    "delayed:order",
-    "leases",
-    "entries",
-    "members",
-    "dead",
-    "dead:age",
-    "control",
-    "owners",
-    "paused",
-    "outbox",
-    "beats",
-)
-"""In the order in which every script gets them, after the queue itself: lua/common.lua names them again."""
+LINE_KEYS = {
+    "PENDING": ("", "zset"),
+    "RETURNED": ("returned", "zset"),
+    "SUSPECTS": ("suspects", "zset"),
+    "DELAYED": ("delayed", "zset"),
+    "DELAYED_ORDER": ("delayed:order", "zset"),
+    "ENTRIES": ("entries", "hash"),
+    "MEMBERS": ("members", "hash"),
+    "DEAD": ("dead", "zset"),
+    "DEAD_AGE": ("dead:age", "zset"),
+    "OUTBOX": ("outbox", "zset"),
+}
+POOL_KEYS = {
+    "LEASES": ("leases", "zset"),
+    "CONTROL": ("control", "hash"),
+    "OWNERS": ("owners", "hash"),
+    "BEATS": ("beats", "zset"),
+    "PAUSED": ("paused", "string"),
+}
+"""What the scripts call each lasting key; its suffix (none: the queue itself), and its type. A line has its
+own of the first, and shares the second with all lines of its pool."""
+KEYS = {**LINE_KEYS, **POOL_KEYS}
+"""In the order in which every script gets them."""
+_SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
-    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_DERIVED)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
+    rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
     re.DOTALL,
 )
 """What may be a key of any queue: all bear a hash tag, but for a queue itself that its operator named."""
@@ -49,7 +56,8 @@ class QueueNameError(ValueError):
 
 @dataclass(frozen=True)
 class Names:
-    """A queue and its default result list. Raises QueueNameError for a name with stray braces.
+    """A queue, that is a line of a pool, and its default result list. Raises QueueNameError for a name with
+    stray braces.
 
     A name with one `{…}` keeps that as its hash tag, and its keys are `<name>:<suffix>`. A name without
     braces is its own slot, which `{<name>}:<suffix>` shares.
@@ -59,29 +67,50 @@ class Names:
     results: str
     lists: tuple[str, ...] | None = None
     """Patterns of the lists that producers may name beside `results`. None: the usual ones."""
+    pool: str = ""
+    """The queue after which the keys of the pool are named, which all of its lines share; empty: this one.
+    All of them lie in one slot."""
 
     def __post_init__(self) -> None:
         if not self.queue:
             raise QueueNameError("queue.name: must not be empty")
         if not self.results:
             raise QueueNameError("queue.results: must not be empty")
-        if (why := fault_of_braces(self.queue)) is not None:
-            raise QueueNameError(f"queue.name: {self.queue!r} {why}")
+        for name in (self.queue, self.pool):
+            if (why := fault_of_braces(name)) is not None:
+                raise QueueNameError(f"queue.name: {name!r} {why}")
+        if self.pool and tag_of(self.pool) != tag_of(self.queue):
+            raise QueueNameError(
+                f"queue.name: {self.queue!r} cannot share a limit with {self.pool!r}: both need the same "
+                "{…}, so that a Redis Cluster keeps them on one node"
+            )
         if self.is_own(self.results) or self.results.startswith((ACTIVE, CANCEL)):
             raise QueueNameError(f"queue.results: {self.results!r} is one of the queue's own keys")
 
     @property
     def prefix(self) -> str:
-        return self.queue if "{" in self.queue else f"{{{self.queue}}}"
+        """Of the keys of the line."""
+        return _prefix(self.queue)
+
+    @property
+    def pool_prefix(self) -> str:
+        """Of the keys of the pool."""
+        return _prefix(self.pool or self.queue)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every lasting key of the queue, as the scripts expect them."""
-        return (self.queue, *(f"{self.prefix}:{suffix}" for suffix in _DERIVED))
+        """Every lasting key of the line and of its pool, as the scripts expect them."""
+        line = (f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in LINE_KEYS.values())
+        return (*line, *(f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()))
 
     @property
     def paused(self) -> str:
-        return f"{self.prefix}:paused"
+        return f"{self.pool_prefix}:paused"
+
+    @property
+    def members(self) -> str:
+        """The bytes of each entry."""
+        return f"{self.prefix}:members"
 
     @property
     def waiting(self) -> tuple[str, ...]:
@@ -110,8 +139,10 @@ class Names:
         return f"{self.prefix}:reply:{call}"
 
     def is_own(self, name: str) -> bool:
-        """A key of the queue itself, or one that could become one."""
-        return name in (self.queue, self.prefix) or name.startswith(f"{self.prefix}:")
+        """A key of the queue itself or of its pool, or one that could become one."""
+        return name in (self.queue, self.prefix) or name.startswith(
+            (f"{self.prefix}:", f"{self.pool_prefix}:")
+        )
 
     @cached_property
     def _allowed(self) -> tuple[str, ...]:
@@ -130,3 +161,7 @@ class Names:
         if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
             return "may be a key of a queue"
         return None if any_fits(self._allowed, name) else "is not among queue.result_lists"
+
+
+def _prefix(queue: str) -> str:
+    return queue if "{" in queue else f"{{{queue}}}"

@@ -25,9 +25,9 @@ import aiohttp
 from dispatcher.client import Client
 from dispatcher.core.request import decode_result
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.connect import connect
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names
+from dispatcher.queue.redis.connect import connect
 
 SLOTS = 64
 RESERVE = 0.05

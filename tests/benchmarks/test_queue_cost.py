@@ -18,7 +18,7 @@ import redis
 
 from dispatcher.ports import Release, Settlement, Submission
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.floors import beside, of_children
 from tests.queue.made import NAMES, answer, claim, member, queues
 from tests.queue.servers import ENGINES, Server, server

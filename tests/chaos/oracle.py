@@ -22,7 +22,7 @@ from dispatcher.client import Client, Ticket
 from dispatcher.core.request import encode_member
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import Client as RedisClient
+from dispatcher.queue.redis.scripts import Client as RedisClient
 from tests.support import wait_until
 
 Kind = Literal["plain", "refused", "failing", "cancelled"]

@@ -14,9 +14,9 @@ import pytest
 import redis.asyncio
 
 from dispatcher.ports import Permit, QueueUnavailableError, Settled, Settlement
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.chaos.bench import (
     Network,
     Owner,

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
 from tests.chaos.oracle import CALLERS, Accepted, Caller, Gap, judge, lists_of
 from tests.chaos.storm import Place, Scale, Storm, ground
 from tests.queue.known import assert_only_known_keys

@@ -22,9 +22,9 @@ if __name__ == "__main__":
 
 from dispatcher.core.request import ErrorCode, failed
 from dispatcher.ports import Burial, Lease, Permit, QueueUnavailableError, Settled, Settlement
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
 
 NAMES = Names("chaos:{pool}:requests", "chaos:{pool}:results")
 LIMIT = 64

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 from dispatcher.cli import app
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,
@@ -37,6 +37,7 @@ from dispatcher.telemetry.status import (
     Status,
     Watch,
 )
+from tests.queue.made import OwnerAndDesk
 from tests.queue.servers import ENGINES, Server, server
 from tests.warm import warm_run
 
@@ -83,7 +84,7 @@ class _queue:  # noqa: N801 - a context manager
         self.url = queue_server.url
 
     async def __aenter__(self) -> RedisQueue:
-        self.queue = RedisQueue(connect(self.url), NAMES, "owner")
+        self.queue = OwnerAndDesk(connect(self.url), NAMES, "owner")
         return self.queue
 
     async def __aexit__(self, *exc: object) -> None:

@@ -11,18 +11,19 @@ import asyncio
 import heapq
 import itertools
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.roles import grant, url_of
 from tests.queue.servers import Server
@@ -79,6 +80,10 @@ class World(ABC):
     desk: Desk
 
     @abstractmethod
+    def line(self, queue: str) -> World:
+        """Another queue that feeds the same pool. Time passes in the first one."""
+
+    @abstractmethod
     def owner(
         self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
     ) -> Queue:
@@ -124,6 +129,10 @@ class World(ABC):
     async def step_back(self, seconds: float) -> None:
         """As if the queue's clock had stepped back: what is stored is of so much later now."""
 
+    @abstractmethod
+    async def step_line_back(self, seconds: float) -> None:
+        """The same of what is stored of one line alone, where `step_back` was another one's."""
+
     async def pass_time(self, sweeper: Queue, seconds: int) -> int:
         """As if it had swept each second of so many; how many leases that reclaimed."""
         reclaimed = 0
@@ -147,17 +156,20 @@ class World(ABC):
 
 
 class MemoryWorld(World):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, queue: str = QUEUE, **options: Any) -> None:
         clock = asyncio.get_running_loop().time
         self.store = MemoryStore(
             clock,
             unix_origin=time.time() - clock(),
             lease_s=LEASE_S,
-            name=QUEUE,
+            name=queue,
             results=RESULTS,
             **options,
         )
         self.desk = self.store
+
+    def line(self, queue: str) -> MemoryWorld:
+        return MemoryWorld(queue, pool=self.store.pool)
 
     def owner(
         self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
@@ -172,24 +184,24 @@ class MemoryWorld(World):
         return self.store.pop(name)
 
     async def set_key(self, name: str, value: str) -> None:
-        far = self.store.unix_now() + 1000
+        far = self.store.pool.unix_now() + 1000
         for prefix, keys in self._markers().items():
             if name.startswith(prefix):
                 keys[name.removeprefix(prefix)] = (value, far)
                 return
-        self.store.not_lists.add(name)
+        self.store.pool.not_lists.add(name)
 
     def _markers(self) -> dict[str, dict[str, tuple[str, float]]]:
         store = self.store
-        foreign = {"request-active:": store._foreign_active, "request-cancel:": store._foreign_cancel}
-        return {**foreign, f"{QUEUE}:cancel:": store._cancel}
+        foreign = {"request-active:": store.pool.foreign_active, "request-cancel:": store.pool.foreign_cancel}
+        return {**foreign, f"{QUEUE}:cancel:": store.line.cancels}
 
     async def delete_key(self, name: str) -> None:
-        self.store.not_lists.discard(name)
+        self.store.pool.not_lists.discard(name)
 
     async def get_key(self, name: str) -> str | None:
         (found,) = (
-            self.store._value(keys, name.removeprefix(prefix))
+            self.store.pool.value(keys, name.removeprefix(prefix))
             for prefix, keys in self._markers().items()
             if name.startswith(prefix)
         )
@@ -197,49 +209,58 @@ class MemoryWorld(World):
 
     async def run_out(self, *leases: Lease) -> None:
         for lease in leases:
-            held = self.store._held[lease.entry]
-            held.expires_at = self.store.clock()
-            heapq.heappush(self.store._expiries, (held.expires_at, lease.entry))
+            held = self.store.pool.grants[lease.entry]
+            held.expires_at = self.store.pool.clock()
+            heapq.heappush(self.store.pool.expiries, (held.expires_at, lease.entry))
 
     async def fall_silent(self, *owners: str) -> None:
         for owner in owners:
-            if owner in self.store._beats:
-                self.store._beats[owner] = self.store.clock()
-        if self.store._tick is not None:
-            self.store._tick = self.store.clock()
+            if owner in self.store.pool.beats:
+                self.store.pool.beats[owner] = self.store.pool.clock()
+        if self.store.pool.tick is not None:
+            self.store.pool.tick = self.store.pool.clock()
 
     async def beating(self) -> set[str]:
-        return set(self.store._beats)
+        return set(self.store.pool.beats)
 
     async def skip_sweeps(self, seconds: float) -> None:
-        assert self.store._tick is not None
-        self.store._tick -= seconds
-        self.store._quiet_until -= seconds
-        self.store._beats_quiet_until -= seconds
+        assert self.store.pool.tick is not None
+        self.store.pool.tick -= seconds
+        self.store.pool.quiet_until -= seconds
+        self.store.pool.beats_quiet_until -= seconds
 
     async def be_away(self, seconds: float) -> None:
         await self.skip_sweeps(seconds)
-        for owner in self.store._beats:
-            self.store._beats[owner] -= seconds
+        for owner in self.store.pool.beats:
+            self.store.pool.beats[owner] -= seconds
 
     async def step_back(self, seconds: float) -> None:
-        before, origin = self.store.clock, self.store.unix_origin
-        self.store.clock = lambda: before() - seconds
-        self.store.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
+        before, origin = self.store.pool.clock, self.store.pool.unix_origin
+        self.store.pool.clock = lambda: before() - seconds
+        self.store.pool.unix_origin = origin + seconds  # the markers' lifetimes are the server's own
+
+    async def step_line_back(self, seconds: float) -> None:
+        pass  # it is the pool's clock that did
 
 
 class RedisWorld(World):
     """The real scripts on an empty server of their own, with no more rights than docs/security.md gives."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, queue: str = QUEUE) -> None:
         self._server = server
         with server.client() as admin:
-            grant(admin, "dispatcher", "~a:*", "~tenant:*")
-            grant(admin, "operator")
+            more = () if queue == QUEUE else (f"~{queue}*", f"&{queue}*")
+            grant(admin, "dispatcher", "~a:*", "~tenant:*", *more)
+            grant(admin, "operator", *more)
         self._doors: list[RedisQueue] = []
+        self._lines: list[RedisWorld] = []
         self._raw = connect(server.url)
-        self.names = Names(QUEUE, RESULTS)
+        self.names = Names(queue, RESULTS, pool=QUEUE)
         self.desk = RedisDesk(connect(url_of(server, "operator")), self.names)
+
+    def line(self, queue: str) -> RedisWorld:
+        self._lines.append(RedisWorld(self._server, queue))
+        return self._lines[-1]
 
     def owner(
         self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
@@ -251,13 +272,19 @@ class RedisWorld(World):
         return door
 
     async def close(self) -> None:
-        await assert_only_known_keys(self._raw, self.names)
+        keys = [key for line in self._lines for key in line.names.keys]
+        await assert_only_known_keys(self._raw, self.names, *keys)
+        for line in self._lines:
+            await line.close_connections()
+        await self.close_connections()
+
+    async def close_connections(self) -> None:
         for door in (*self._doors, self.desk):
             await door.aclose()
         await self._raw.aclose()
 
     async def zadd(self, score: float, member: bytes) -> None:
-        await self._raw.zadd(QUEUE, {member: score})
+        await self._raw.zadd(self.names.queue, {member: score})
 
     async def rpop(self, name: str = RESULTS) -> bytes | None:
         found = await self._raw.brpop([name], timeout=0.01)
@@ -278,7 +305,7 @@ class RedisWorld(World):
         key = f"{self.names.prefix}:leases"
         wanted = {lease.entry for lease in leases}
         held = await self._raw.zrange(key, 0, -1)
-        gone = {name: 0 for name in held if int(name.partition(b":")[0]) in wanted}
+        gone = {name: 0 for name in held if int(re.match(rb"\d+", name)[0]) in wanted}
         assert len(gone) == len(wanted)
         await self._raw.zadd(key, gone, xx=True)
 
@@ -310,11 +337,20 @@ class RedisWorld(World):
             await self._raw.zincrby(key, -seconds, owner)
 
     async def step_back(self, seconds: float) -> None:
-        for key in ("leases", "delayed", "beats"):
-            for name in await self._raw.zrange(f"{self.names.prefix}:{key}", 0, -1):
-                await self._raw.zincrby(f"{self.names.prefix}:{key}", seconds, name)
-        control = f"{self.names.prefix}:control"
         ticks = ("tick", "quiet_until", "beats_tick", "beats_quiet_until")
-        for field in ("read_at", "overload_at", "overload_until", *ticks):
-            if (at := await self._raw.hget(control, field)) is not None:
-                await self._raw.hset(control, field, f"{float(at) + seconds:.6f}")
+        await self._move(seconds, ("leases", "beats"), ("read_at", "overload_at", "overload_until", *ticks))
+        await self.step_line_back(seconds)
+
+    async def step_line_back(self, seconds: float) -> None:
+        await self._move(seconds, (), (f"tick:{self.names.queue}",))
+        for name in await self._raw.zrange(f"{self.names.prefix}:delayed", 0, -1):
+            await self._raw.zincrby(f"{self.names.prefix}:delayed", seconds, name)
+
+    async def _move(self, seconds: float, sets: Sequence[str], fields: Sequence[str]) -> None:
+        pool = self.names.pool_prefix
+        for key in sets:
+            for name in await self._raw.zrange(f"{pool}:{key}", 0, -1):
+                await self._raw.zincrby(f"{pool}:{key}", seconds, name)
+        for field in fields:
+            if (at := await self._raw.hget(f"{pool}:control", field)) is not None:
+                await self._raw.hset(f"{pool}:control", field, f"{float(at) + seconds:.6f}")

@@ -67,6 +67,22 @@ def test_bounds_agree_with_counting_at_every_moment(stays: list[Stay], one: floa
     assert interval.own_lo == interval.lo
 
 
+@given(STAYS, st.lists(st.integers(1, 8), min_size=12, max_size=12), TIMES, TIMES)
+def test_a_request_counts_as_so_many_requests_as_it_has_units(
+    stays: list[Stay], units: list[int], one: float, other: float
+) -> None:
+    a, b = sorted((one, other))
+    heavy = LoadLedger(HORIZON_S)
+    for key, (sent, _) in enumerate(stays):
+        heavy.sent(key, sent, units[key])
+    for key, (_, answered) in enumerate(stays):
+        if answered is not None:
+            heavy.answered(key, answered)
+    light = held_with([stay for stay, count in zip(stays, units, strict=False) for _ in range(count)])
+    assert heavy.between(a, b) == light.between(a, b)
+    assert heavy.own == light.own
+
+
 @given(STAYS, st.randoms(use_true_random=False), TIMES, TIMES)
 def test_order_in_which_answers_are_told_does_not_matter(
     stays: list[Stay], random: st.Random, one: float, other: float

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dispatcher.core.outlook import (
     Head,
-    Line,
+    LineAhead,
     Outlook,
     Replica,
     Served,
@@ -35,8 +35,8 @@ def late_one_by_one(slacks: Sequence[float], rate: float, service_s: float) -> i
 
 def a_line(
     spans: Sequence[Span] = (), *, now: float = NOW, settled: int = 0, leased: int = 0, **rest
-) -> Line:
-    return Line(now, spans, rest.get("heads", ()), settled, leased, rest.get("replicas", ()), 0)
+) -> LineAhead:
+    return LineAhead(now, spans, rest.get("heads", ()), settled, leased, rest.get("replicas", ()), 0)
 
 
 class TestAtRisk:

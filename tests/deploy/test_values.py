@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from dispatcher.queue.connect import connect
+from dispatcher.queue.redis.connect import connect
 from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths, parse
 from dispatcher.settings.values import secret_name

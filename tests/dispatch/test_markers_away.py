@@ -27,8 +27,8 @@ class MarkersApart(MemoryQueue):
     away = ""
     claimed = looked_up = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
-        claimed = await super().claim(most, nonce, permit, suspects=suspects)
+    async def claim(self, most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+        claimed = await super().claim(most, nonce, permit, **how)
         self.claimed += len(claimed.leases)
         return claimed
 

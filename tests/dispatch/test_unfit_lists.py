@@ -28,7 +28,7 @@ def test_a_request_whose_list_takes_no_result_is_not_sent() -> None:
     async def scene() -> None:
         store = MemoryStore(clock=asyncio.get_running_loop().time)
         taken, forbidden, fit = "batch-results:taken", "celery", "batch-results:fit"
-        store.not_lists.add(taken)
+        store.pool.not_lists.add(taken)
         lists = enumerate((fit, taken, forbidden, ""))
         await store.submit([submission(f"r-{number}", name) for number, name in lists])
         gateway, limiter = Answers(), Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])

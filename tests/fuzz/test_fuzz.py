@@ -25,7 +25,7 @@ from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
 from dispatcher.core.request import Rejection, answered, decode_result, encode_member, parse
 from dispatcher.core.usage import tokens
-from dispatcher.queue.connect import QueueUrlError, connect
+from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.requeue import accept_anew
 from dispatcher.settings import Problem, SecretUrl, Settings
 from dispatcher.settings.effective import as_json

@@ -41,6 +41,7 @@ from tests.properties.twins import (
     LISTS,
     NAMES,
     OWNERS,
+    TICKS,
     UNLEASED,
     Bench,
     Held,
@@ -76,11 +77,11 @@ class QueueModel(Twins):
     def zadd(self, score: float, member: bytes) -> None:
         self.add(score, member)
 
-    @precondition(lambda self: self.store._entries)
+    @precondition(lambda self: self.store.line.entries)
     @rule(data=st.data())
     def zadd_again(self, data: st.DataObject) -> None:
         """A member identical to one that was claimed before."""
-        entry = self.store._entries[data.draw(st.sampled_from(sorted(self.store._entries)))]
+        entry = self.store.line.entries[data.draw(st.sampled_from(sorted(self.store.line.entries)))]
         self.add(entry.score, entry.member)
 
     @rule(owner=owners, number=st.integers(0, 2), deadline=st.sampled_from([1000, 4 * 10**9]), lose=lost)
@@ -121,14 +122,19 @@ class QueueModel(Twins):
         lag=lags,
         suspects=st.integers(0, 2),
         lose=lost,
+        units=st.sampled_from([1, 1, 1, 2, 4]),
     )
-    def claim(self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool) -> None:
+    def claim(
+        self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool, units: int = 1
+    ) -> None:
         self.serial += 1
         nonce = f"n-{self.serial}"
         self.nonces[owner] = (nonce, False)
         permit = self.permit(owner, limit, lag)
         real, twin = self.both(
-            owner, lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects), lose
+            owner,
+            lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects, units=units),
+            lose,
         )
         self.claimed(owner, real, twin)
         if real.leases:
@@ -145,7 +151,7 @@ class QueueModel(Twins):
         nonce, probing = self.nonces[owner]
         if not nonce:
             return
-        before = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
+        before = self.real_units()
         permit = self.permit(owner, 8)
         if probing:
             real, twin = self.both(owner, lambda queue, _: queue.probe(nonce, permit), lose)
@@ -228,6 +234,24 @@ class QueueModel(Twins):
         assert list(real) == list(twin)
         self.drop(owner, chosen)
 
+    @rule(data=st.data(), owner=owners, limit=limits, lag=lags, lose=lost)
+    def weigh(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
+        """Some requests were read: heavier or lighter than they were taken for. Heavy ones may go back."""
+        chosen = self.pick(owner, data)
+        units = [data.draw(st.integers(1, 8)) for _ in chosen]
+        sides = [
+            [((held.real, held.twin)[which], each) for held, each in zip(chosen, units, strict=True)]
+            for which in (0, 1)
+        ]
+        permit, before = self.permit(owner, limit, lag), self.real_units()
+        real, twin = self.both(owner, lambda queue, which: queue.weigh(sides[which], permit), lose)
+        assert real.fits == twin.fits
+        self.same_facts(owner, real, twin)
+        assert real.count.live <= max(before, limit)
+        self.seen["weighed"] += sum(real.fits)
+        self.seen["too heavy"] += len(chosen) - sum(real.fits)
+        self.drop(owner, [held for held, fits in zip(chosen, real.fits, strict=True) if not fits])
+
     @rule(owner=owners, lose=lost)
     def renew(self, owner: int, lose: bool) -> None:
         mine = self.known[owner] + self.ended[-3:]
@@ -272,7 +296,7 @@ class QueueModel(Twins):
     def time_of_some_leases_runs_out(self, data: st.DataObject, owner: int, swept: bool) -> None:
         if swept:
             self.sweep(owner, False)
-        if held := sorted(self.store._held):
+        if held := sorted(self.store.pool.grants):
             self._run_out(data.draw(st.lists(st.sampled_from(held), min_size=1, unique=True)))
             if swept:
                 self.sweep(owner, False)
@@ -284,45 +308,48 @@ class QueueModel(Twins):
             self.third_of_a_lease_passes()
             self.claim(owner, 3, limit, 0, 2, False)
             self.drop(owner, self.known[owner])
-            self._run_out(sorted(self.store._held))
+            self._run_out(sorted(self.store.pool.grants))
             self.sweep(owner, False)
 
     def _run_out(self, entries: Sequence[int]) -> None:
         key = f"{NAMES.prefix}:leases"
         for entry in entries:
-            held = self.store._held[entry]
+            held = self.store.pool.grants[entry]
             held.expires_at = 0.0
-            heapq.heappush(self.store._expiries, (0.0, entry))
-            assert self.bench.raw.zadd(key, {f"{entry}:{held.owner}": 0.0}, xx=True, ch=True) in (0, 1)
+            heapq.heappush(self.store.pool.expiries, (0.0, entry))
+            units = held.entry.units
+            name = f"{entry}:{held.owner}" if units == 1 else f"{entry}*{units}:{held.owner}"
+            assert self.bench.raw.zscore(key, name) is not None
+            self.bench.raw.zadd(key, {name: 0.0}, xx=True)
 
     @rule(owner=owners)
     def all_delays_pass(self, owner: int) -> None:
         key = f"{NAMES.prefix}:delayed"
         if delayed := self.bench.raw.zrange(key, 0, -1):
             self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
-        heap = self.store._delayed._heap
-        self.store._delayed._heap = [(0.0, *item[1:]) for item in heap]
-        heapq.heapify(self.store._delayed._heap)
+        heap = self.store.line.delayed.heap
+        self.store.line.delayed.heap = [(0.0, *item[1:]) for item in heap]
+        heapq.heapify(self.store.line.delayed.heap)
         self.sweep(owner, False)
 
     @rule()
     def retry_after_passes(self) -> None:
-        if self.store._overload is not None:
-            self.store._overload = replace(self.store._overload, until=self.store._overload.at)
+        if self.store.pool.overload is not None:
+            self.store.pool.overload = replace(self.store.pool.overload, until=self.store.pool.overload.at)
             control = f"{NAMES.prefix}:control"
             self.bench.raw.hset(control, "overload_until", self.bench.raw.hget(control, "overload_at"))
 
     @rule()
     def redis_is_away_for_longer_than_a_lease(self) -> None:
         self.swept_ago_s = 2 * LEASE_S
-        self._run_out(sorted(self.store._held))
+        self._run_out(sorted(self.store.pool.grants))
 
     @rule()
     def third_of_a_lease_passes(self) -> None:
         """And so whatever time is quiet for the beats, by which no owner falls silent here."""
-        self.store._quiet_until -= LEASE_S / 3 + 1
+        self.store.pool.quiet_until -= LEASE_S / 3 + 1
         self._move_control("quiet_until", -LEASE_S / 3 - 1)
-        self.store._beats_quiet_until -= LEASE_S + 1
+        self.store.pool.beats_quiet_until -= LEASE_S + 1
         self._move_control("beats_quiet_until", -LEASE_S - 1)
 
     @rule(owner=owners, silent=st.sets(owners, min_size=1), passes=st.booleans())
@@ -332,20 +359,20 @@ class QueueModel(Twins):
             self.sweep(owner, False)
             self.third_of_a_lease_passes()
         for name in (f"owner-{number}" for number in silent):
-            if name in self.store._beats:
-                self.store._beats[name] = 0.0
+            if name in self.store.pool.beats:
+                self.store.pool.beats[name] = 0.0
             self.bench.raw.zadd(f"{NAMES.prefix}:beats", {name: 0.0}, xx=True)
-        before = self.store._lost
+        before = self.store.pool.lost
         self.sweep(owner, False)
-        self.seen["of silent owners"] += self.store._lost - before
+        self.seen["of silent owners"] += self.store.pool.lost - before
 
     @rule(owner=owners, gone=st.sets(owners, min_size=1))
     def owners_are_proven_gone(self, owner: int, gone: set[int]) -> None:
         """Whatever is known of them else; their successors have their names."""
         self.knows.ended = {f"owner-{number}" for number in gone}
-        before = self.store._lost
+        before = self.store.pool.lost
         self.sweep(owner, False)
-        self.seen["of owners proven gone"] += self.store._lost - before
+        self.seen["of owners proven gone"] += self.store.pool.lost - before
         self.knows.ended = set()
         for number in gone - {owner}:
             self.crash(number)
@@ -358,27 +385,27 @@ class QueueModel(Twins):
     @rule(owner=owners, seconds=st.sampled_from([5000.0, 200_000.0]))
     def clock_steps_back(self, owner: int, seconds: float) -> None:
         """What Redis keeps lies ahead by then; the twin's own clock does step."""
-        clock, prefix = self.store.clock, NAMES.prefix
-        self.store.clock = lambda: clock() - seconds
-        self.store.unix_origin += seconds
+        clock, prefix = self.store.pool.clock, NAMES.prefix
+        self.store.pool.clock = lambda: clock() - seconds
+        self.store.pool.unix_origin += seconds
         for key in ("leases", "delayed", "beats"):
             for name in self.bench.raw.zrange(f"{prefix}:{key}", 0, -1):
                 self.bench.raw.zincrby(f"{prefix}:{key}", seconds, name)
         shared = ("read_at", "overload_at", "overload_until")
         known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
-        for field in (*shared, "quiet_until", "beats_quiet_until", "tick", "beats_tick"):
+        for field in (*shared, "quiet_until", "beats_quiet_until", *TICKS):
             self._move_control(field, seconds)
-        permit, overload = self.store._permit, self.store._overload
+        permit, overload = self.store.pool.permit, self.store.pool.overload
         self.renew(owner, False)
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
         assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
         self.seen["steps back"] += 1
         # What was shared is of now. No moment here ever is: it goes back to its own.
         if permit is not None:
-            self.store._permit = replace(permit, read_at=permit.read_at - seconds)
-        if overload is not None and self.store._overload is not None:
+            self.store.pool.permit = replace(permit, read_at=permit.read_at - seconds)
+        if overload is not None and self.store.pool.overload is not None:
             at, until = overload.at - seconds, overload.until - seconds
-            self.store._overload = replace(self.store._overload, at=at, until=until)
+            self.store.pool.overload = replace(self.store.pool.overload, at=at, until=until)
         if kept := {field: at for field, at in known.items() if at is not None}:
             self.bench.raw.hset(f"{prefix}:control", mapping=kept)
 
@@ -387,9 +414,9 @@ class QueueModel(Twins):
 
     @rule(owner=owners, lose=lost)
     def sweep(self, owner: int, lose: bool) -> None:
-        if self.store._tick is not None:
-            self.store._tick = self.store.clock() - self.swept_ago_s
-            ticks = dict.fromkeys(("tick", "beats_tick"), f"{time.time() - self.swept_ago_s:.6f}")
+        if self.store.pool.tick is not None:
+            self.store.pool.tick = self.store.line.tick = self.store.pool.clock() - self.swept_ago_s
+            ticks = dict.fromkeys(TICKS, f"{time.time() - self.swept_ago_s:.6f}")
             self.bench.raw.hset(f"{NAMES.prefix}:control", mapping=ticks)
         self.swept_ago_s = 0.0
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
@@ -428,12 +455,12 @@ class QueueModel(Twins):
         self.seen["expired"] += done[0]
         assert self.both(owner, lambda queue, which: queue.expire(items[which])) == (0, 0)
 
-    @precondition(lambda self: self.store._dead)
+    @precondition(lambda self: self.store.line.dead)
     @rule(data=st.data(), owner=owners, purge=st.booleans(), lose=lost)
     def decide_about_the_dead(self, data: st.DataObject, owner: int, purge: bool, lose: bool) -> None:
-        entries = data.draw(st.lists(st.sampled_from([*self.store._dead, 10**6]), unique=True))
-        dead = self.store._counts().dead
-        pending = self.store._counts().pending
+        entries = data.draw(st.lists(st.sampled_from([*self.store.line.dead, 10**6]), unique=True))
+        dead = self.store.line.counts().dead
+        pending = self.store.line.counts().pending
         if purge:
             real, twin = self.both(
                 owner, lambda queue, which: (queue, self.store)[which].dead_purge(entries), lose
@@ -443,9 +470,9 @@ class QueueModel(Twins):
                 owner, lambda queue, which: (queue, self.store)[which].dead_requeue(entries, 4 * 10**9)
             )
         assert real == twin or (lose and purge)
-        assert self.store._counts().dead == dead - twin
+        assert self.store.line.counts().dead == dead - twin
         # Requeued into an identical pending member, it is that same request.
-        self.finished += dead + pending - self.store._counts().dead - self.store._counts().pending
+        self.finished += dead + pending - self.store.line.counts().dead - self.store.line.counts().pending
 
     @rule(owner=owners, number=st.integers(0, 2))
     def cancel(self, owner: int, number: int) -> None:
@@ -466,7 +493,7 @@ def _request_of(member: bytes) -> tuple[str, str]:
 HAPPENS = (
     *("leases", "suspects", "counted losses", "probes", "delayed", "reclaimed", "due", "expired"),
     *("replies lost", "done bury=False", "done bury=True", "lost bury=False", "bad-list bury=False"),
-    *("of silent owners", "of owners proven gone", "steps back"),
+    *("of silent owners", "of owners proven gone", "steps back", "weighed", "too heavy"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -34,9 +35,10 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.store import Place
+from dispatcher.queue.memory.state import Place
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
+from tests.queue.made import OwnerAndDesk
 from tests.queue.servers import Server, server
 
 OWNERS = 3
@@ -47,6 +49,7 @@ DEAD_MAX = 3
 LISTS = ("", "l:{m}:1", "l:{m}:2", "m:{m}:q:leases")
 """The default, two of the requests' own, and one that takes no results."""
 NAMES = Names("m:{m}:q", "m:{m}:results")
+TICKS = ("tick", "beats_tick", f"tick:{NAMES.queue}")
 UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
 BAND = 10**11
 
@@ -152,7 +155,7 @@ class Twins(RuleBasedStateMachine):
         for number, (loop, client) in enumerate(zip(self.bench.loops, self.bench.clients, strict=True)):
             client.lose_next = False
             name, presence = f"owner-{number}", {"owner_timeout_s": OWNER_TIMEOUT_S, "prover": self.knows}
-            queue = RedisQueue(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
+            queue = OwnerAndDesk(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
             self.real.append(queue)
             self.twin.append(MemoryQueue(self.store, name, clock=loop.time, **presence))
             for _ in range(3):  # know the server's clock well
@@ -200,7 +203,7 @@ class Twins(RuleBasedStateMachine):
         return self.at(owner, moment)
 
     def permit(self, owner: int, limit: int, lag: int = 0) -> Permit:
-        return Permit(limit, self.when(owner, lag), self.store._lost)
+        return Permit(limit, self.when(owner, lag), self.store.pool.lost)
 
     def same_facts(self, owner: int, real: Claimed | Renewed, twin: Claimed | Renewed) -> None:
         self.same_count(real.count, twin.count)
@@ -231,11 +234,12 @@ class Twins(RuleBasedStateMachine):
     def every_request_is_in_exactly_one_place(self) -> None:
         places = self.real_places()
         assert places == {
-            entry.id: (entry.place.value, entry.member, entry.score) for entry in self.store._entries.values()
+            entry.id: (entry.place.value, entry.member, entry.score)
+            for entry in self.store.line.entries.values()
         }
         pending = dict(self.bench.raw.zrange(NAMES.queue, 0, -1, withscores=True))
-        assert pending == {member: entry.score for member, entry in self.store._pending.items()}
-        dropped = self.store.dead_dropped
+        assert pending == {member: entry.score for member, entry in self.store.line.pending.items()}
+        dropped = self.store.line.dead_dropped
         assert self.accepted == self.finished + dropped + len(places) + len(pending)
 
     def real_places(self) -> dict[int, tuple[str, bytes, float]]:
@@ -251,7 +255,7 @@ class Twins(RuleBasedStateMachine):
         found: list[tuple[int, str]] = []
         found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in [*returned, *suspects]]
         found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
-        found += [(int(name.partition(b":")[0]), Place.LEASED.value) for name, _ in leases]
+        found += [(int(re.match(rb"\d+", name)[0]), Place.LEASED.value) for name, _ in leases]
         found += [(int(entry), Place.DEAD.value) for entry, _ in dead]
         places = dict(found)
         assert len(places) == len(found)
@@ -259,14 +263,29 @@ class Twins(RuleBasedStateMachine):
         assert {int(entry) for entry in members} == {int(entry) for entry in entries} == set(places)
         scores = {int(seat[-16:]): score for seat, score in [*returned, *suspects, *order]}
         return {
-            entry: (place, members[b"%d" % entry], scores.get(entry, self.store._entries[entry].score))
+            entry: (place, members[b"%d" % entry], scores.get(entry, self.store.line.entries[entry].score))
             for entry, place in places.items()
         }
+
+    def real_units(self) -> int:
+        """What all leases count, by their names."""
+        leases = self.bench.raw.zrange(f"{NAMES.prefix}:leases", 0, -1)
+        return sum(int((re.match(rb"\d+\*(\d+):", name) or (0, 1))[1]) for name in leases)
+
+    @invariant()
+    def units_are_counted_as_they_are_held(self) -> None:
+        by_owner = {
+            key.decode(): int(n) for key, n in self.bench.raw.hgetall(f"{NAMES.prefix}:owners").items()
+        }
+        assert by_owner == dict(self.store.pool.held_by)
+        more = int(self.bench.raw.hget(f"{NAMES.prefix}:control", "more") or 0)
+        leases = self.bench.raw.zcard(f"{NAMES.prefix}:leases")
+        assert leases + more == self.real_units() == self.store.pool.units
 
     @invariant()
     def the_same_owners_are_presumed_alive(self) -> None:
         beats = self.bench.raw.zrange(f"{NAMES.prefix}:beats", 0, -1)
-        assert {owner.decode() for owner in beats} == set(self.store._beats)
+        assert {owner.decode() for owner in beats} == set(self.store.pool.beats)
 
     @invariant()
     def order_is_by_score_then_bytes(self) -> None:
@@ -294,10 +313,10 @@ class Twins(RuleBasedStateMachine):
         for number in range(3):
             packed = self.bench.raw.get(NAMES.active(f"r-{number}"))
             tokens = {} if packed is None else msgspec.msgpack.decode(packed, type=dict[str, float])
-            assert tokens.keys() == self.store._active.get(f"r-{number}", {}).keys()
+            assert tokens.keys() == self.store.line.active.get(f"r-{number}", {}).keys()
         cancelled = self.bench.raw.keys(NAMES.cancel("*", "*"))
         assert {key.decode() for key in cancelled} == {
-            NAMES.cancel(*name.split(":")) for name in self.store._cancel
+            NAMES.cancel(*name.split(":")) for name in self.store.line.cancels
         }
 
     def teardown(self) -> None:

@@ -13,9 +13,10 @@ import msgspec
 from dispatcher.core.outcome import Delivered
 from dispatcher.core.request import Request
 from dispatcher.ports import Claimed, Forwarded, Lease, Permit, Queue, Settlement, Submission
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
 
 NAMES = Names("batch:{pool}:requests", "batch:{pool}:results", lists=("*",))
 """Any list may be named: test_contract.py has which may by default."""
@@ -84,15 +85,27 @@ def ids(members: Iterable[bytes]) -> list[str]:
     return [msgspec.json.decode(each)["data"]["id"] for each in members]
 
 
+class OwnerAndDesk(RedisQueue):
+    """An owner with a desk over the same connection: most tests of the queue submit what they claim."""
+
+    def __init__(self, client: Any, names: Names, owner: str, *, try_s: float = 3.0, **options: Any) -> None:
+        super().__init__(client, names, owner, try_s=try_s, **options)
+        self.desk = RedisDesk(client, names, try_s=try_s)
+
+    def __getattr__(self, name: str) -> Any:
+        """What an owner has not is the desk's: submit, cancel, pause …"""
+        return getattr(self.desk, name)
+
+
 @asynccontextmanager
 async def queues(
     url: str, *owners: str, names: Names = NAMES, **options: Any
-) -> AsyncIterator[list[RedisQueue]]:
+) -> AsyncIterator[list[OwnerAndDesk]]:
     """One queue per owner, each with connections of its own."""
     async with AsyncExitStack() as stack:
         made = []
         for owner in owners:
-            queue = RedisQueue(connect(url), names, owner, **options)
+            queue = OwnerAndDesk(connect(url), names, owner, **options)
             stack.push_async_callback(queue.aclose)
             made.append(queue)
         yield made

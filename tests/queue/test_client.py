@@ -12,8 +12,8 @@ from dispatcher.client import Client, NoResultError
 from dispatcher.core.request import Request as CoreRequest
 from dispatcher.core.request import answered, parse
 from dispatcher.ports import Settlement
-from dispatcher.queue.connect import connect
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import NAMES, claim, queues
 from tests.queue.servers import Server
 

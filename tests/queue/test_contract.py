@@ -16,8 +16,9 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from dispatcher.ports import Burial, Release
-from dispatcher.queue.keys import Names, QueueNameError
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.constants import LUA
+from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool
@@ -81,7 +82,8 @@ def test_every_example_is_executed():
 async def test_listed_keys_are_the_keys_there_are(queue, client):
     """Bring every kind of key into being, then compare with the table: names and types."""
     rows = re.findall(r"^\| `(<[^`]+)` \| (\w+) \|", PAGE, re.MULTILINE)
-    listed = {key.replace("<queue>", QWEN.queue).replace("<prefix>", QWEN.prefix): kind for key, kind in rows}
+    names = {"<queue>": QWEN.queue, "<prefix>": QWEN.prefix, "<pool>": QWEN.pool_prefix}
+    listed = {re.sub("<(?:queue|prefix|pool)>", lambda of: names[of[0]], key): kind for key, kind in rows}
     own = {key: kind for key, kind in listed.items() if "<" not in key}
     assert set(own) == set(QWEN.keys)
     passing = [key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.prefix}:") and "<" in key]
@@ -119,6 +121,13 @@ def test_every_script_is_on_the_page_and_states_its_promise(script):
         assert part in head[0], f"{script.name}: its head lacks {part!r}"
 
 
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script):
+    locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {name.strip() for names in locals_ for name in names.split(",")}
+    assert named & {*LUA, *KEYS, "OWN", "TYPES"} == set()
+
+
 @pytest.mark.parametrize(
     ("queue", "prefix"),
     [
@@ -131,6 +140,21 @@ def test_all_keys_share_the_slot_of_the_queue(queue, prefix):
     names = Names(queue, "results")
     assert names.prefix == prefix
     assert {key_slot(key.encode()) for key in (*names.keys, names.reply("x"))} == {key_slot(queue.encode())}
+
+
+def test_lines_of_a_pool_share_its_keys_and_nothing_else():
+    urgent = Names("batch:{qwen}:urgent", QWEN.results, pool=QWEN.queue)
+    shared = set(urgent.keys) & set(QWEN.keys)
+    assert shared == {f"{QWEN.prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
+    assert {key_slot(key.encode()) for key in urgent.keys} == {key_slot(QWEN.queue.encode())}
+    assert urgent.paused == QWEN.paused
+    assert urgent.refused_list(f"{QWEN.prefix}:made-up") is not None
+
+
+@pytest.mark.parametrize("pool", ["batch:{other}:requests", "batch", "a{", "{qwen"])
+def test_a_pool_in_another_slot_is_refused(pool):
+    with pytest.raises(QueueNameError):
+        Names("batch:{qwen}:urgent", "results", pool=pool)
 
 
 @pytest.mark.parametrize("queue", ["", "a{", "a}", "{}", "a{}b", "}{", "{a}{b}", "{{a}}", "{a", "a}b{c"])

@@ -89,7 +89,7 @@ async def test_oldest_dead_go_first() -> None:
     leases = (await queue.claim(5, "a", Permit(5, 0, 0))).leases
     await queue.bury([Burial(Settlement(lease, b"", ""), "why") for lease in leases])
     assert [dead.member for dead in await store.dead_list(9)] == [b"3", b"4"]
-    assert store.dead_dropped == 3
+    assert store.line.dead_dropped == 3
 
 
 @pytest.mark.serial
@@ -132,5 +132,11 @@ async def test_what_moved_on_does_not_pile_up() -> None:
         if number % 100 == 0:
             await queue.sweep()
     await queue.sweep()
-    kept = (store._deadlines._heap, store._ready._heap, store._expiries, store._touched, store._nonces)
+    kept = (
+        store.line.deadlines.heap,
+        store.line.ready.heap,
+        store.pool.expiries,
+        store.pool.touched,
+        store.line.nonces,
+    )
     assert max(len(one) for one in kept) < 15_000

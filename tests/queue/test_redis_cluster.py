@@ -18,10 +18,10 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Release, Settled
-from dispatcher.queue.connect import connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.survey import survey
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, Answers, answer, claim, claim_one, member, queues, submission
@@ -158,14 +158,14 @@ async def test_carriers_that_work_and_die_at_once_double_nothing(cluster, client
 
 def drop_removals(owner: RedisQueue) -> None:
     """Every other removal from the outbox fails before it is sent: a crash between push and removal."""
-    act, turns = owner._scripts.client.zrem, iter(range(10**6))
+    act, turns = owner.backend.scripts.client.zrem, iter(range(10**6))
 
     async def flaky(*args: object) -> object:
         if next(turns) % 2:
             raise redis.ConnectionError("cut")
         return await act(*args)
 
-    owner._scripts.client.zrem = flaky
+    owner.backend.scripts.client.zrem = flaky
 
 
 async def carried(owner: RedisQueue, client: redis.asyncio.cluster.RedisCluster) -> bool:
@@ -200,13 +200,13 @@ async def test_what_waits_for_a_list_that_is_away_costs_the_others_nothing(queue
     )
     await queue.submit([submission(f"r-{number}") for number in range(300)])
     leases = (await claim(queue)).leases
-    reads, read = [], queue._scripts.client.zrangebyscore
+    reads, read = [], queue.backend.scripts.client.zrangebyscore
 
     async def counted(*args: object, **options: object) -> object:
         reads.append(args)
         return await read(*args, **options)
 
-    queue._scripts.client.zrangebyscore = counted
+    queue.backend.scripts.client.zrangebyscore = counted
     with cluster.node_of(elsewhere).frozen():
         await queue.settle([answer(lease, elsewhere) for lease in leases[:290]])
         reads.clear()
@@ -245,8 +245,8 @@ class Counts(RedisQueue):
 
     claimed = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, *, suspects: int = 1) -> Claimed:
-        claimed = await super().claim(most, nonce, permit, suspects=suspects)
+    async def claim(self, most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+        claimed = await super().claim(most, nonce, permit, **how)
         self.claimed += len(claimed.leases)
         return claimed
 

@@ -12,8 +12,8 @@ import pytest
 import trustme
 
 from dispatcher.ports import QueueUnavailableError, Settled
-from dispatcher.queue.connect import QueueUrlError, connect
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.connect import QueueUrlError, connect
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
 from tests.queue.servers import sentinel_set, server
 from tests.support import free_port, require_tool, wait_until

@@ -11,12 +11,12 @@ import pytest
 import redis.asyncio
 
 from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.scripts import Scripts
 from tests.queue.known import assert_drained, assert_only_known_keys
-from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, queues, submission
+from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, claim_one, ids, member, queues, submission
 from tests.queue.servers import Server, server
 from tests.support import wait_until
 
@@ -159,13 +159,13 @@ async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not
     queue, client, monkeypatch
 ):
     asked = []
-    run = queue._scripts.run
+    run = queue.backend.scripts.run
 
     async def counted(name, keys, args, **options):
         asked.append((name, list(args)))
         return await run(name, keys, args, **options)
 
-    monkeypatch.setattr(queue._scripts, "run", counted)
+    monkeypatch.setattr(queue.backend.scripts, "run", counted)
     await client.set("a-string", "kept")
     for _ in range(3):
         assert await queue.refused_lists([]) == {}
@@ -218,7 +218,7 @@ async def test_scripts_are_loaded_again_after_a_flush(queue, client):
     ["redis://127.0.0.1:1/0", "redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/mymaster"],
 )
 async def test_unreachable_server_is_a_sentence_not_a_crash(url):
-    queue = RedisQueue(connect(url), NAMES, "a")
+    queue = OwnerAndDesk(connect(url), NAMES, "a")
     try:
         for act in (queue.sweep, queue.counts, lambda: claim(queue), lambda: queue.cancelled([("r-1", "t")])):
             with pytest.raises(QueueUnavailableError, match="cannot be reached"):
@@ -230,7 +230,7 @@ async def test_unreachable_server_is_a_sentence_not_a_crash(url):
 
 async def test_frozen_server_does_not_hang_a_call(any_server, client):
     """SIGSTOP: connected, and silent."""
-    queue = RedisQueue(connect(any_server.url, answer_s=0.3), NAMES, "a", try_s=0.4)
+    queue = OwnerAndDesk(connect(any_server.url, answer_s=0.3), NAMES, "a", try_s=0.4)
     try:
         await queue.submit([submission("r-1")])
         with any_server.frozen():
@@ -247,7 +247,7 @@ async def test_lost_reply_of_a_settlement_is_remembered(queue, client):
     """The server did it, the connection died before it said so: the repetition says done, not lost."""
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
-    act = queue._scripts.client.execute_command
+    act = queue.backend.scripts.client.execute_command
     drops = iter([True])
 
     async def cut(*args: object) -> object:
@@ -256,14 +256,14 @@ async def test_lost_reply_of_a_settlement_is_remembered(queue, client):
             raise redis.ConnectionError("cut")
         return reply
 
-    queue._scripts.client.execute_command = cut
+    queue.backend.scripts.client.execute_command = cut
     assert await queue.settle([answer(lease)]) == [Settled.DONE]
     assert await client.llen(NAMES.results) == 1
 
 
 async def test_lost_reply_of_a_submission_adds_nothing_twice(queue, client):
     """A dispatcher may have taken the request before the repetition comes."""
-    act = queue._scripts.client.execute_command
+    act = queue.backend.scripts.client.execute_command
     drops = iter([True])
 
     async def cut(*args: object) -> object:
@@ -276,7 +276,7 @@ async def test_lost_reply_of_a_submission_adds_nothing_twice(queue, client):
             raise redis.ConnectionError("cut")
         return reply
 
-    queue._scripts.client.execute_command = cut
+    queue.backend.scripts.client.execute_command = cut
     assert await queue.submit([submission("r-1")]) == 1
     counts = await queue.counts()
     assert (counts.pending, counts.leased) == (0, 1)

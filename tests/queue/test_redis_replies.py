@@ -19,15 +19,15 @@ from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import Rejection, parse
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Burial, Lease, QueueUnavailableError, Settled
-from dispatcher.queue.connect import QueueUrlError, connect
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.scripts import Scripts
-from dispatcher.queue.wake import WakeUps
+from dispatcher.queue.redis.connect import QueueUrlError, connect
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.redis.wake import WakeUps
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
-from tests.queue.made import NAMES, Answers, answer, claim, member, permit, queues, submission
+from tests.queue.made import NAMES, Answers, OwnerAndDesk, answer, claim, member, permit, queues, submission
 from tests.queue.relay import Relay, relay
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import wait_until
@@ -125,7 +125,7 @@ def test_connections_that_break_as_they_are_made_end_nothing() -> None:
         listening = await asyncio.start_server(breaking, "127.0.0.1", 0)
         port = listening.sockets[0].getsockname()[1]
         for url in (f"redis://127.0.0.1:{port}", f"redis+cluster://127.0.0.1:{port}"):
-            queue = RedisQueue(connect(url), NAMES, "a", poll_s=0.001)
+            queue = OwnerAndDesk(connect(url), NAMES, "a", poll_s=0.001)
             for _ in range(3):
                 for call in (queue.sweep(), queue.cancelled([("r-1", "t")]), queue.wait_for_work()):
                     with pytest.raises(QueueUnavailableError):
@@ -252,7 +252,7 @@ async def test_a_result_too_large_for_the_server_costs_that_request_alone(narrow
         assert await codes(client, "elsewhere") == {"r-1": "TOO_LARGE"}
         counts = await queue.counts()
         assert (counts.leased, counts.dead) == (0, 3 if bury else 0)
-        assert not queue._doubted
+        assert not queue._writer._doubted
         if not bury:
             await assert_drained(client, NAMES, "elsewhere")
     await client.aclose()
@@ -397,7 +397,7 @@ def test_a_password_that_breaks_its_url_is_not_told(url: str) -> None:
 
 def test_scripts_are_read_before_they_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has no descriptor left when a script is first run must not fail by that."""
-    from dispatcher.queue import scripts
+    from dispatcher.queue.redis import scripts
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(24, "Too many open files")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.ports import Overload, Permit, Release
-from dispatcher.queue.clock import ServerClock
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.clock import ServerClock
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, permit, queues, submission
 from tests.queue.servers import Server
@@ -36,7 +36,7 @@ async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
     for key in (LEASES, BEATS, f"{NAMES.prefix}:delayed"):
         for name, score in await client.zrange(key, 0, -1, withscores=True):
             await client.zadd(key, {name: score - by_s}, xx=True)
-    ticks = ("tick", "quiet_until", "beats_tick", "beats_quiet_until")
+    ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "beats_tick", "beats_quiet_until")
     for field in ("read_at", "overload_at", "overload_until", *ticks):
         if (at := await client.hget(CONTROL, field)) is not None:
             await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")
@@ -84,9 +84,9 @@ async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(a
     async with queues(any_server.url, "a", "b") as (near, far):
         await near.counts()
         await far.counts()
-        assert far._clock._offset is not None
-        far._clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
-        far._clock.observe = lambda *_: None
+        assert far.backend.clock._offset is not None
+        far.backend.clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
+        far.backend.clock.observe = lambda *_: None
         await near.submit([submission(f"r-{number}") for number in range(9)])
         now = asyncio.get_running_loop().time()
         newer_by_far = Permit(2, now + 5000 - 1, 0)

@@ -9,7 +9,7 @@ import pytest
 import redis.asyncio
 
 from dispatcher.ports import QueueUnavailableError, Release
-from dispatcher.queue.redis import RedisQueue
+from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import NAMES, claim, claim_one, member, queues, submission
 from tests.queue.servers import Server, server

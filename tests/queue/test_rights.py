@@ -26,12 +26,12 @@ from dispatcher.ports import (
     Settled,
     Settlement,
 )
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis import RedisQueue
-from dispatcher.queue.rights import needed
-from dispatcher.queue.survey import survey
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.owner import RedisQueue
+from dispatcher.queue.redis.rights import needed
+from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.events import Event, diverted
 from tests.queue.made import answer, claim, member, permit, queues, submission
 from tests.queue.roles import ROLES, commands, grant, url_of
@@ -98,6 +98,7 @@ def test_each_step_asks_for_all_that_any_step_runs() -> None:
         "results",
         "claim",
         "renew",
+        "weigh",
         "settle",
         "release",
         "sweep",

@@ -74,7 +74,7 @@ async def test_gateway_away_for_a_minute_burns_nothing(
     counted = [t for t in stage.tries if isinstance(t.outcome, Failed)]
     print(f"{len(counted)} bare answers, {len(stage.sent(AWAY_AT + 5, BACK_AT))} probes in 55 s")
     assert (len(counted) > 0) == (kind == "500")
-    burnt = [each.attempts for each in stage.store._entries.values()]
+    burnt = [each.attempts for each in stage.store.line.entries.values()]
     assert not any(burnt), "no attempt burnt, not even before it was recognised"
     assert at_once(stage, AWAY_AT + 3, BACK_AT) == 1, "one probe at a time over all replicas"
     probes = len(stage.sent(AWAY_AT + 5, BACK_AT))

@@ -112,7 +112,7 @@ async def test_replica_that_was_taken_for_dead_cuts_what_it_lost_at_once(stage: 
     stalled, other = sorted(stage.alive, key=lambda replica: -replica.dispatcher.running)
     running = stalled.dispatcher.running
     assert running
-    stage.store._beats[stalled.queue.owner] = 0.0
+    stage.store.pool.beats[stalled.queue.owner] = 0.0
     assert (await other.queue.sweep()).reclaimed == running
     took_s = await stage.until(lambda: not [t for t in running_of(stage, stalled) if t.began_at < 3], 5)
     assert took_s <= 1.0
@@ -146,7 +146,7 @@ async def test_drain_sends_nothing_more_and_leaves_no_lease(stage: Stage, drain_
     assert len(ended) == running
     answered = sum(t.outcome is not None for t in ended)
     assert answered == running if drain_s >= 2.0 else answered < running
-    assert busy.queue.owner not in {held.owner for held in stage.store._held.values()}
+    assert busy.queue.owner not in {held.owner for held in stage.store.pool.grants.values()}
     stage.replicas[index] = None
     await stage.until_answered(60)
     assert stage.statuses() == {200: 500}

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from dispatcher.core.allowance import explain
 from dispatcher.core.budget import Reason
 from dispatcher.core.outcome import Outcome, RetryPolicy, classify
 from dispatcher.core.request import Request
@@ -28,8 +29,9 @@ async def test_web_server_that_is_no_gateway_eats_no_queue(stage: Stage, status:
     await stage.until(lambda: stage.reasons() == {Reason.GATEWAY_UNREACHABLE}, 3)
     await asyncio.sleep(30)
     assert stage.reasons() == {Reason.GATEWAY_UNREACHABLE}
-    assert str(status) in stage.alive[0].dispatcher.explain()
-    assert "gateway.url" in stage.alive[0].dispatcher.explain()
+    told = explain(stage.alive[0].dispatcher.allowance(), stage.alive[0].limiter.in_flight)
+    assert str(status) in told
+    assert "gateway.url" in told
     print(f"{replicas} replicas, {status}: {len(stage.tries)} tries in half a minute, no result")
     assert stage.answered == 0
     assert len(stage.tries) < 200 * replicas

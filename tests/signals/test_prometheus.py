@@ -465,12 +465,12 @@ def test_a_process_ends_while_prometheus_hangs() -> None:
     """No thread of the library may hold up the shutdown, wherever it hangs."""
     script = """
 import asyncio, socket
-from dispatcher.signals.prometheus import Access, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 
 async def main():
     server = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{server.getsockname()[1]}"
-    source = PrometheusSource(Access(url), "qwen", "default", timeout_s=0.3, max_age_s=60)
+    source = PrometheusSource(PrometheusAddress(url), "qwen", "default", timeout_s=0.3, max_age_s=60)
     source._session._timeout_s = 600
     print((await source.poll()).reason)
     await source.close()

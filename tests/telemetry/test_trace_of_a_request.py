@@ -128,7 +128,7 @@ async def test_one_trace_leads_from_the_producer_through_a_retry_to_the_settled_
         assert isinstance(settings, Settings), settings
         async with (
             serving(answers("503 Busy")) as gateway,
-            open_queue(settings) as queue,
+            open_queue(settings) as (queue, _),
             dispatching(queue, gateway, tracing_into(line)),
         ):
             producer = await asyncio.create_subprocess_exec(

@@ -1,10 +1,11 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
 -- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, 1: to probe with, or 0, limit,
---        read_at, lost, retry_after_max_s, the bytes of the largest member that is moved
--- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, …}}; in place of a member
+--        read_at, lost, retry_after_max_s, the bytes of the largest member that is moved, the units that a request is
+--        taken to weigh that never was leased
+-- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, units, …}}; in place of a member
 --        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
--- Keeps: leases never pass the limit because of a claim; a request is in one place; the same nonce within
+-- Keeps: the units of all leases never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. Only one probe runs at a time: until its lease ends, or its owner claims otherwise.
 -- One that finds the limit filled has the next place that comes free, for who fills it would take that as well;
 -- until its owner would be taken for dead.
@@ -12,7 +13,7 @@ local REPLY = KEYS[OWN + 1]
 local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local most, bytes, suspects = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local base, reply_s = ARGV[7], ARGV[8]
-local probing, largest = ARGV[9] == '1', tonumber(ARGV[14])
+local probing, largest, units = ARGV[9] == '1', tonumber(ARGV[14]), tonumber(ARGV[15])
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
 rewind(shared, now)
@@ -20,26 +21,23 @@ rewind(shared, now)
 local function tell(id, state, member)
   if #member > bytes then member = #member end
   for _, value in ipairs({id, state[TOKEN], member, state[SCORE], state[DELIVERIES], state[ATTEMPTS],
-                          state[REFUSALS], state[DEATHS]}) do
+                          state[REFUSALS], state[DEATHS], units_of(state)}) do
     leased[#leased + 1] = value
   end
 end
 
+-- The limit, and what of it is free.
 local function room()
-  if call('EXISTS', PAUSED) == 1 or probing and shared.probe then return 0 end
-  local limit, read_at, lost = tonumber(ARGV[10]), read_time(ARGV[11], now), tonumber(ARGV[12])
-  believe(shared, limit, read_at, lost)
-  if shared.overload_at and (now < wait_until(shared, tonumber(ARGV[13])) or read_at <= shared.overload_at) then
-    return 0
-  end
-  limit = math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
-  local free, waits_s = limit - call('ZCARD', LEASES), (shared.probe_waits or 0) - now
-  if not probing then return free - (waits_s > 0 and waits_s <= lease_s and 1 or 0) end
+  if probing and shared.probe then return 0, 0 end
+  local limit = limit_by(shared, now, ARGV[10], ARGV[11], ARGV[12], ARGV[13])
+  if not limit then return 0, 0 end
+  local free, waits_s = limit - live_units(shared), (shared.probe_waits or 0) - now
+  if not probing then return limit, free - (waits_s > 0 and waits_s <= lease_s and 1 or 0) end
   if free < 1 then
     waits_s = timeout_s > 0 and math.min(timeout_s, lease_s) or lease_s
     call('HSET', CONTROL, 'probe_waits', text(now + waits_s))
   end
-  return free
+  return limit, free
 end
 
 local taken_suspects = 0
@@ -60,16 +58,17 @@ else
     shared.probe, shared.prober = nil, nil
     call('HDEL', CONTROL, 'probe', 'prober')
   end
-  local found, taken = first(math.min(most, room()), bytes, suspects)
-  local record, members, states, leases = {base}, {}, {}, {}
-  taken_suspects = taken[3]
-  if taken[1] > 0 then call('ZREMRANGEBYRANK', PENDING, 0, taken[1] - 1) end
+  local limit, free = room()
+  local found, pending, apart = first(free < 1 and 0 or most, bytes, suspects, free, limit, units)
+  local record, members, states, leases, held = {base}, {}, {}, {}, 0
+  taken_suspects = apart
+  if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
   local fresh = (shared.next or 0) + 1
   for _, one in ipairs(found) do
     local id, state, member = one.id, nil, nil
     if id then
       call('ZREM', one.source, one.name)
-      state, member = load(id), call('HGET', MEMBERS, id)
+      state, member = one.state, call('HGET', MEMBERS, id)
       if #member > largest then -- put there by a version that knew no largest
         member = shortened(member, largest)
         call('HSET', MEMBERS, id, member)
@@ -81,6 +80,8 @@ else
     end
     state[WHERE], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
     state[TOKEN], state[OWNER] = base .. '-' .. id, me
+    weigh(state, one.weighs)
+    held = held + one.weighs
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
     leases[#leases + 1], leases[#leases + 2] = text(now + lease_s), lease_name(id, state)
     record[#record + 1] = id
@@ -93,7 +94,7 @@ else
   if #found > 0 then
     call('HSET', ENTRIES, unpack(states))
     call('ZADD', LEASES, unpack(leases))
-    call('HINCRBY', OWNERS, me, #found)
+    hold(me, held, held - #found)
     if probing then
       shared.probe, shared.prober = tostring(record[2]), me
       call('HSET', CONTROL, 'probe', record[2], 'prober', me)

@@ -1,21 +1,12 @@
--- What every script shares. Each gets the queue's own keys first, in the order of keys.py.
+-- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how many they are (OWN), their
+-- TYPES, and the numbers that stand in capitals come before this, from keys.py and constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
-local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED = 6, 7, 8, 9, 10, 11, 12
+local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS = 6, 7, 8, 9, 10, 11, 12, 13
 -- WHERE is the set that holds it: 'L'eases, 'R'eturned, 'S'uspects, 'D'elayed, dead ('X'). SCORE stays the
--- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties.
-local PENDING, RETURNED, SUSPECTS, DELAYED, DELAYED_ORDER = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local LEASES, ENTRIES, MEMBERS, DEAD, DEAD_AGE = KEYS[6], KEYS[7], KEYS[8], KEYS[9], KEYS[10]
-local CONTROL, OWNERS, PAUSED, OUTBOX, BEATS = KEYS[11], KEYS[12], KEYS[13], KEYS[14], KEYS[15]
-local OWN = 15
-local TYPES = {'zset', 'zset', 'zset', 'zset', 'zset', 'zset', 'hash', 'hash', 'zset', 'zset', 'hash', 'hash',
-               'string', 'zset', 'zset'}
-local PREFIX_BYTES = 512
-local SUSPECT_DEATHS = 2
-local SAME_READING_S = 0.001 -- clocks are known no better: two readings this close are the same
-local AHEAD_S = 1 -- nothing is of so much later than now, unless a clock stepped
-local YOUNG_S = 0.02
+-- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties. UNITS is what
+-- it weighs, as far as that is known, and what its lease counts; where it is not there, 1.
 local call = redis.call
 
 -- A foreign key under one of our names would fail a script half way: look before the first write.
@@ -59,7 +50,34 @@ end
 
 local function seat(id, state) return state[PREFIX] .. '\0' .. string.format('%016d', id) end
 
-local function lease_name(id, state) return id .. ':' .. state[OWNER] end
+local function units_of(state) return state[UNITS] or 1 end
+
+-- What an entry weighs from now on. (An array without holes, which MessagePack takes half the room for.)
+local function weigh(state, units)
+  if units == units_of(state) then return end
+  state[REASON], state[DIED], state[UNITS] = state[REASON] or '', state[DIED] or '', units
+end
+
+-- What a lease counts stands in its name where it is not 1, for whoever looks at it may not know its line.
+local function lease_name(id, state)
+  local units = units_of(state)
+  return id .. (units == 1 and ':' or '*' .. units .. ':') .. state[OWNER]
+end
+
+local function units_in(name) return tonumber(string.match(name, '^%d+%*(%d+):')) or 1 end
+
+-- Live leases in units. `more`: those that leases count beyond one each, of all lines.
+local more_since = 0
+local function live_units(shared) return call('ZCARD', LEASES) + (shared.more or 0) + more_since end
+
+-- So many units are held more by this owner (or less), of which `more` beyond one for each lease.
+local function hold(owner, units, more)
+  if more ~= 0 then
+    call('HINCRBY', CONTROL, 'more', more)
+    more_since = more_since + more
+  end
+  if call('HINCRBY', OWNERS, owner, units) <= 0 then call('HDEL', OWNERS, owner) end
+end
 
 -- Back to its place in the order.
 local function give_back(id, state)
@@ -73,22 +91,19 @@ end
 -- End the leases of `items` (.id, .state), at most a few thousand: what a script may name in one command.
 local function end_leases(items, probe)
   if #items == 0 then return end
-  local names, counts = {}, {}
+  local names, counts, leases = {}, {}, {}
   for number, item in ipairs(items) do
-    local state = item.state
+    local state, owner = item.state, item.state[OWNER]
     names[number] = lease_name(item.id, state)
-    counts[state[OWNER]] = (counts[state[OWNER]] or 0) + 1
+    counts[owner], leases[owner] = (counts[owner] or 0) + units_of(state), (leases[owner] or 0) + 1
     if tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
     state[TOKEN], state[OWNER] = '', ''
   end
   call('ZREM', LEASES, unpack(names))
-  for owner, count in pairs(counts) do
-    if call('HINCRBY', OWNERS, owner, -count) <= 0 then call('HDEL', OWNERS, owner) end
-  end
+  for owner, units in pairs(counts) do hold(owner, -units, leases[owner] - units) end
 end
 
 -- A member that is longer than any may be moves no further: its head is kept, and how long it was (core/oversize.py).
-local HEAD_BYTES = 16384
 local function shortened(member, largest)
   if #member <= largest then return member end
   return string.sub(member, 1, HEAD_BYTES) .. '\0cut:' .. string.format('%.0f', #member)
@@ -103,7 +118,7 @@ end
 
 local FIELDS = {'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity',
                 'overload_in_flight', 'probe', 'prober', 'lost', 'stray', 'tick', 'quiet_until',
-                'beats_tick', 'beats_quiet_until', 'probe_waits'}
+                'beats_tick', 'beats_quiet_until', 'probe_waits', 'more'}
 local function control()
   local values = call('HMGET', CONTROL, unpack(FIELDS))
   local found = {}
@@ -152,15 +167,27 @@ end
 -- stored more than this one keeps to.
 local function wait_until(shared, most_s) return math.min(shared.overload_until, shared.overload_at + most_s) end
 
--- What every owner's call tells: the counts of leases and the shared beliefs. A lease is live until it is
--- ended by name or reclaimed, however long its time has run out, so that no claim ever passes the limit.
+-- The limit by which an owner may lease, in units, if it shares this permit: limit, read_at, lost, retry_after_max_s.
+-- None while paused, and while the newest refusal is waited for or no older than its reading.
+local function limit_by(shared, now, limit, read_at, lost, most_s)
+  if call('EXISTS', PAUSED) == 1 then return nil end
+  limit, read_at, lost = tonumber(limit), read_time(read_at, now), tonumber(lost)
+  believe(shared, limit, read_at, lost)
+  if shared.overload_at and (now < wait_until(shared, tonumber(most_s)) or read_at <= shared.overload_at) then
+    return nil
+  end
+  return math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
+end
+
+-- What every owner's call tells: the counts of leases, in units, and the shared beliefs. A lease is live until it
+-- is ended by name or reclaimed, however long its time has run out, so that no claim ever passes the limit.
 local function facts(shared, now, me, lease_s)
   local young = 0
   for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, text(now + lease_s - YOUNG_S), '+inf')) do
-    if string.match(name, ':(.*)$') ~= me then young = young + 1 end
+    if string.match(name, ':(.*)$') ~= me then young = young + units_in(name) end
   end
   return {
-    text(now), call('ZCARD', LEASES), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost, shared.stray,
+    text(now), live_units(shared), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost, shared.stray,
     shared.limit or false, text(shared.read_at or 0),
     shared.overload_at and text(shared.overload_at) or false, text(shared.overload_until or 0),
     shared.overload_capacity or 0, shared.overload_in_flight or 0,

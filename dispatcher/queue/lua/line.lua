@@ -40,27 +40,40 @@ local function earlier(a, b)
   return (a.id or math.huge) < (b.id or math.huge)
 end
 
--- Up to `most` from the front of the line, until their members sum to `bytes` (one at least).
-local function first(most, bytes, suspects)
-  local found, size = {}, 0
+-- Up to `most` from the front of the line (and how many of them are pending, and suspects), until their members sum to `bytes` (one at least), within `room` units.
+-- Who never was leased is taken to weigh `units`. One that is heavier than the limit itself is passed over: no end of
+-- a lease makes room for it. Before one that is heavier than the room the line ends: it would starve behind others.
+local function first(most, bytes, suspects, room, limit, units)
+  local found, size, passed, apart = {}, 0, 0, 0
   local sources = {PENDING, RETURNED, SUSPECTS}
   local at, heads = {0, 0, 0}, {}
   while #found < most do
     local best
     for source = 1, 3 do
       if heads[source] == nil then
-        heads[source] = (source < 3 or at[3] < suspects) and head(sources[source], at[source]) or false
+        heads[source] = (source < 3 or apart < suspects) and head(sources[source], at[source]) or false
       end
       if heads[source] and (not best or earlier(heads[source], heads[best])) then best = source end
     end
     if not best then break end
     local one = heads[best]
-    size = size + one.size
-    if #found > 0 and size > bytes then break end
-    one.source = sources[best]
-    found[#found + 1] = one
+    one.state = one.id and room and load(one.id)
+    local weighs = one.state and units_of(one.state) or units
+    if room and weighs > limit then
+      passed = passed + 1
+      if not one.id or passed > PASSED_MOST then break end
+    elseif room and weighs > room then
+      break
+    else
+      size = size + one.size
+      if #found > 0 and size > bytes then break end
+      one.source, one.weighs = sources[best], weighs
+      found[#found + 1] = one
+      if room then room = room - weighs end
+      if best == 3 then apart = apart + 1 end
+    end
     at[best] = at[best] + 1
     heads[best] = nil
   end
-  return found, at
+  return found, at[1], apart
 end

@@ -3,7 +3,7 @@
 --   <prefix>:active:<id>          its tokens, each with its deadline (MessagePack); until the last of them
 --   <prefix>:cancel:<id>:<token>  the token: cancel the request of that id that carries it
 -- What producers of llm-d write, request-active:<id> and request-cancel:<id>, holds one token for all queues.
-local OURS = string.sub(PAUSED, 1, -1 - #'paused')
+local OURS = string.sub(RETURNED, 1, -1 - #'returned')
 local function active_key(id) return OURS .. 'active:' .. id end
 local function cancel_key(id, token) return OURS .. 'cancel:' .. id .. ':' .. token end
 

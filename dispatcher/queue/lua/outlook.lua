@@ -1,11 +1,10 @@
--- Tell how the line lies, closely where it decides who is late, and who works on it.
+-- Tell how the line lies, closely where it decides who is late, and who works on its pool.
 -- KEYS   own…
 -- ARGV   owner_timeout_s, rate, service_s (rate 0: not known), most spans to split, bytes of a head, most owners
 -- Returns {now, settled, leased, {low, high, count…}, {deadline or -1, head…}, owners, {owner, leases, silent_s or
 --         false…}}; a span's low is -1 where its scores tell no deadline
 -- Keeps: reads only, counts by rank and no member but the first of each priority: steps grow as log n.
 need('ZCOUNT')
-local STEP, TOLD = 100000000000, 1000000000
 local timeout_s, rate, service = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local splits, bytes, most = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local now = clock()
@@ -52,16 +51,16 @@ end
 local whole, seen = math.floor(now), total > 0 and below(0) or 0
 add(0, seen, -1, -1)
 if seen > 0 then look_at('-inf', '(0') end
-for priority = 0, 9 do
+for priority = 0, PRIORITIES - 1 do
   if seen == total then break end
-  local base = priority * STEP
-  local upto = below(base + STEP)
+  local base = priority * PRIORITY_STEP
+  local upto = below(base + PRIORITY_STEP)
   if upto > seen then
-    local told, last = below(base + TOLD), '(' .. string.format('%.0f', base + STEP)
+    local told, last = below(base + TOLD_FROM), '(' .. string.format('%.0f', base + PRIORITY_STEP)
     add(seen, told, -1, -1)
-    if upto > told then look_at(string.format('%.0f', base + TOLD), last, base)
+    if upto > told then look_at(string.format('%.0f', base + TOLD_FROM), last, base)
     else look_at(string.format('%.0f', base), last) end
-    local low = TOLD
+    local low = TOLD_FROM
     for _, ahead in ipairs({1, 60, 600, 3600, 21600, 86400, 604800}) do
       if told == upto then break end
       local high = whole + ahead
@@ -69,12 +68,12 @@ for priority = 0, 9 do
       add(told, count, low, high, base)
       low, told = high, count
     end
-    add(told, upto, low, STEP, base)
+    add(told, upto, low, PRIORITY_STEP, base)
     seen = upto
   end
 end
 add(seen, total, -1, -1)
-if total > seen then look_at(string.format('%.0f', 10 * STEP), '+inf') end
+if total > seen then look_at(string.format('%.0f', PRIORITIES * PRIORITY_STEP), '+inf') end
 
 -- core/outlook.py's at_risk, to see where it may come out otherwise: the most that one span leaves open, or 0
 -- where all of them together leave open next to nothing.

@@ -4,18 +4,18 @@
 --        bytes of the largest member that is moved
 -- Returns {until, next range (-1: at the end), next offset, {range, place, member}…}; where the first has more than
 --        `bytes`, how many in its place: it wants a call of its own. Those above the largest are passed over.
--- Keeps: reads only. The ranges are the ten priorities of each of the four sets that hold unleased requests.
+-- Keeps: reads only. The ranges are the priorities of each of the four sets that hold unleased requests.
 need('ZCOUNT')
-local STEP, SETS = 100000000000, {PENDING, RETURNED, SUSPECTS, DELAYED_ORDER}
+local SETS = {PENDING, RETURNED, SUSPECTS, DELAYED_ORDER}
 local LETTERS = {'P', 'R', 'S', 'D'}
 local after, last = ARGV[1], tonumber(ARGV[2]) or clock()
 local range, offset, most, bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local largest = tonumber(ARGV[7])
 local found, count, size = {}, 0, 0
 
-while range < 10 * #SETS do
+while range < PRIORITIES * #SETS do
   local key, letter = SETS[range % #SETS + 1], LETTERS[range % #SETS + 1]
-  local base = math.floor(range / #SETS) * STEP
+  local base = math.floor(range / #SETS) * PRIORITY_STEP
   local low = after ~= '-inf' and '(' .. text(base + tonumber(after)) or base > 0 and text(base) or '-inf'
   -- By rank, because Redis walks to an offset.
   local start = 0

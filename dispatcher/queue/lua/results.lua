@@ -1,5 +1,4 @@
 -- Writing results: shared by settle and expire.
-local DONE, LOST, BAD_LIST, STUCK = 0, 1, 2, 3
 -- BAD_LIST: nothing was done, the caller answers INVALID_REQUEST to the default list instead.
 -- STUCK: the default list itself cannot be pushed to: the request stays as it is, for a result that is
 -- thrown away would break the one promise there is.

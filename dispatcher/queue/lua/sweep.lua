@@ -1,4 +1,5 @@
 -- Take back the leases of owners that are gone and leases that ran out, and bring back what is due.
+-- Of this line only: what else lies in LEASES is for the sweeps of its own line. Silence and gaps are the pool's.
 -- KEYS   own…
 -- ARGV   owner, owner_timeout_s, lease_s, most of each kind, then owners that are proven gone…
 -- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, lost so far,
@@ -9,7 +10,6 @@
 -- longer than owner_timeout_s/2 or 2 s no silence counts for as long as any owner may be silent. When the clock
 -- jumps back, every time kept here moves back with it, but for what `rewind` has of now.
 local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local GAP_S = 2 -- every owner sweeps each second
 local now, shared = clock(), control()
 open()
 rewind(shared, now)
@@ -33,7 +33,6 @@ end
 if shared.tick and now < shared.tick - 1 then
   local by = now - shared.tick
   shift(LEASES, by, text(now + lease_s)) -- what is nearer may have been written since the jump
-  shift(DELAYED, by, '-inf')
   move({'quiet_until'}, by)
 elseif shared.tick and now - shared.tick > lease_s / 3 then
   stay_quiet('quiet_until', lease_s / 3)
@@ -51,15 +50,21 @@ elseif shared.tick and now - (beats_tick or 0) > (timeout_s > 0 and math.min(tim
   local longest_s = math.min(furthest - (beats_tick or now), lease_s)
   stay_quiet('beats_quiet_until', math.max(longest_s, timeout_s))
 end
-call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now))
+-- What is delayed goes by a tick of this line: another one's sweep may have been the first since the jump.
+local line_tick = 'tick:' .. PENDING
+local line_swept = tonumber(call('HGET', CONTROL, line_tick) or now)
+if now < line_swept - 1 then shift(DELAYED, now - line_swept, '-inf') end
+call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now), line_tick, text(now))
 beat(me, now, timeout_s)
 
-local function reclaim(names)
-  local items = {}
-  for number, name in ipairs(names) do
-    local id = tonumber(string.match(name, '^%d+'))
-    items[number] = {id = id, state = load(id)}
-  end
+-- The lease of that name as an item of `end_leases`; false where its request is of another line.
+local function ours(name)
+  local id = tonumber(string.match(name, '^%d+'))
+  local state = load(id)
+  return state and {id = id, state = state}
+end
+
+local function reclaim(items)
   end_leases(items, shared.probe)
   for _, item in ipairs(items) do
     item.state[DEATHS] = item.state[DEATHS] + 1
@@ -84,27 +89,39 @@ end
 
 local late, stray, due = {}, 0, 0
 if any then
+  local elsewhere = {}
   for _, name in ipairs(call('ZRANGE', LEASES, 0, -1)) do
     local owner = string.match(name, ':(.*)$')
     if gone[owner] or silent[owner] then
       if #late == most then break end
-      late[#late + 1] = name
-      if silent[owner] then stray = stray + 1 end
+      local item = ours(name)
+      if item then
+        late[#late + 1] = item
+        if silent[owner] then stray = stray + 1 end
+      else
+        elsewhere[owner] = true
+      end
     end
   end
   reclaim(late)
   if #late < most then
     for _, owners in ipairs({gone, silent}) do
       for owner in pairs(owners) do
-        call('HDEL', OWNERS, owner)
-        call('ZREM', BEATS, owner)
+        if not elsewhere[owner] then
+          call('HDEL', OWNERS, owner)
+          call('ZREM', BEATS, owner)
+        end
       end
     end
   end
 end
 local reclaimed = #late
 if now >= (shared.quiet_until or 0) and reclaimed < most then
-  late = call('ZRANGEBYSCORE', LEASES, '-inf', text(now), 'LIMIT', 0, most - reclaimed)
+  late = {}
+  for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', text(now))) do
+    late[#late + 1] = ours(name) or nil
+    if #late == most - reclaimed then break end
+  end
   reclaim(late)
   reclaimed, stray = reclaimed + #late, stray + #late
 end

@@ -10,8 +10,9 @@ from redis.crc import key_slot
 
 from dispatcher.core.request import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import ForbiddenError, Scripts
+from dispatcher.queue.redis import steps
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.scripts import ForbiddenError
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
@@ -28,16 +29,12 @@ class Outbox:
     the newest number pushed, in the list's own slot, tells for each one whether it was.
     """
 
-    def __init__(self, scripts: Scripts, names: Names, ttl_s: int) -> None:
-        self._scripts = scripts
-        self._names = names
+    def __init__(self, backend: Backend, ttl_s: int) -> None:
+        self._backend = backend
+        self._scripts = backend.scripts
+        self._names = backend.names
         self._ttl_s = ttl_s
-        self._slot = key_slot(names.queue.encode())
         self._away: dict[bytes, float] = {}
-
-    def needs(self, name: bytes) -> bool:
-        """Whether the list lies in another slot than the queue."""
-        return self._scripts.is_cluster and key_slot(name) != self._slot
 
     def reaches(self, name: bytes) -> bool:
         """Whether there can be a marker in that list's slot: not with a stray brace in its name."""
@@ -84,10 +81,10 @@ class Outbox:
         return await self._scripts.attempt(read)
 
     async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
-        pushes = [part for number, result, _ in results for part in (number, result)]
+        pushes = [(number, result) for number, result, _ in results]
         if not await self._push(name, self._marker(name), pushes):
             default = self._names.results.encode()
-            pushes = [part for number, result, _ in results for part in (number, _refused(name, result))]
+            pushes = [(number, _refused(name, result)) for number, result, _ in results]
             marker = self._marker(default, b":for:" + name)
             if name == default or not await self._push(default, marker, pushes):
                 raise QueueUnavailableError(f"{self._names.results} is no list: results have no place to go")
@@ -98,18 +95,15 @@ class Outbox:
 
         await self._scripts.attempt(remove)
 
-    async def _push(self, name: bytes, marker: bytes, pushes: Sequence[bytes]) -> bool:
+    async def _push(self, name: bytes, marker: bytes, pushes: Sequence[tuple[bytes, bytes]]) -> bool:
         """False where the list cannot have them, ever: it is none, or this user may not touch it."""
-        size = sum(map(len, pushes))
+        lives = {"ttl_s": self._ttl_s, "marker_s": _MARKER_TTL_S}
         try:
-            reply = await self._scripts.run(
-                "push", [name, marker], [self._ttl_s, _MARKER_TTL_S, *pushes], size=size
-            )
+            return await steps.push(self._backend, name, marker, pushes, **lives)
         except ForbiddenError:
             if await self._may_touch(name):
                 raise  # it is the marker, or a command: the operator's to mend
             return False
-        return bool(reply.value)
 
     async def _may_touch(self, name: bytes) -> bool:
         try:

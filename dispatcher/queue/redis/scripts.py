@@ -21,6 +21,8 @@ from redis.asyncio.cluster import RedisCluster
 
 from dispatcher.core.plain import shortened
 from dispatcher.ports import CallRefusedError, QueueUnavailableError
+from dispatcher.queue import constants
+from dispatcher.queue.keys import KEYS
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
@@ -36,6 +38,7 @@ _FRAGMENTS = {
     "expire": (*_STEP, "markers", "keep", "results"),
     "release": _STEP,
     "renew": _STEP,
+    "weigh": _STEP,
     "sweep": _STEP,
     "submit": ("need", "common", "markers"),
     "requeue": ("need", "common", "markers"),
@@ -99,8 +102,17 @@ def source(name: str) -> tuple[str, str]:
     return _SOURCES[name]
 
 
+def _prelude() -> str:
+    """What Python and the scripts both name, as locals: the keys, and the numbers they agree about."""
+    keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1)]
+    types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
+    numbers = [f"local {name} = {value}" for name, value in constants.LUA.items()]
+    return "\n".join([*keys, f"local OWN, TYPES = {len(KEYS)}, {{{types}}}", *numbers, ""])
+
+
 def _whole(name: str) -> tuple[str, str]:
-    text = "\n".join(_LUA[part] for part in (*_FRAGMENTS.get(name, ("need", "common")), name))
+    parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
+    text = "\n".join([_prelude() if "common" in parts else "", *(_LUA[part] for part in parts)])
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -5,25 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.outlook import Head, Line, Replica, Span
-from dispatcher.ports import Lease
-from dispatcher.queue.desk import SUSPECT_DEATHS
+from dispatcher.core.outlook import Head, LineAhead, Replica, Span
+from dispatcher.ports import Dead, Lease
+from dispatcher.queue.constants import SUSPECT_DEATHS
 
 
-def leases_of(flat: Sequence[Any]) -> list[Lease]:
-    """Of a claim, without the member where only its size was told."""
-    return [_lease(*flat[at : at + 8]) for at in range(0, len(flat), 8)]
-
-
-def untold_bytes(flat: Sequence[Any]) -> int:
-    """How many bytes the one member of a claim has where that is all that was told of it; else 0."""
-    return flat[2] if flat and isinstance(flat[2], int) else 0
-
-
-def line_of(told: Sequence[Any]) -> Line:
+def line_of(told: Sequence[Any]) -> LineAhead:
     """Of an outlook."""
     now, settled, leased, spans, heads, owners, replicas = told
-    return Line(
+    return LineAhead(
         now=float(now),
         spans=[_span(*spans[at : at + 3]) for at in range(0, len(spans), 3)],
         heads=[_head(*heads[at : at + 2]) for at in range(0, len(heads), 2)],
@@ -34,7 +24,7 @@ def line_of(told: Sequence[Any]) -> Line:
     )
 
 
-def _lease(
+def lease_of(
     entry: int,
     token: bytes,
     member: bytes | int,
@@ -43,7 +33,9 @@ def _lease(
     attempts: int,
     refusals: int,
     deaths: int,
+    units: int,
 ) -> Lease:
+    """Of a claim; without its member where only the size of that was told."""
     return Lease(
         entry,
         token.decode(),
@@ -54,6 +46,7 @@ def _lease(
         refusals,
         losses=max(0, deaths - SUSPECT_DEATHS),
         suspect=deaths >= SUSPECT_DEATHS,
+        units=units,
     )
 
 
@@ -68,4 +61,28 @@ def _head(deadline: bytes, start: bytes) -> Head:
 def _replica(owner: bytes, leases: int, silent_s: bytes | None) -> Replica:
     return Replica(
         owner.decode(errors="replace"), leases, None if silent_s is None else round(float(silent_s), 3)
+    )
+
+
+def dead_of(
+    entry: int,
+    member: bytes,
+    score: bytes,
+    reason: bytes,
+    died_at: bytes,
+    deliveries: int,
+    attempts: int,
+    refusals: int,
+    deaths: int,
+) -> Dead:
+    return Dead(
+        entry,
+        member,
+        float(score),
+        reason.decode(errors="replace"),
+        float(died_at),
+        deliveries,
+        attempts,
+        refusals,
+        max(0, deaths - SUSPECT_DEATHS),
     )

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispatcher.ports import Counts, QueueUnavailableError
-from dispatcher.queue.connect import connect
-from dispatcher.queue.desk import RedisDesk
 from dispatcher.queue.keys import Names
-from dispatcher.queue.rights import missing
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from dispatcher.queue.redis.rights import missing
+from dispatcher.queue.redis.scripts import Scripts
 
 OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
 """The versions that the scripts are written for."""

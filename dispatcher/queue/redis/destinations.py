@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 
 from dispatcher.core.request import NO_LIST
 from dispatcher.ports import QueueUnavailableError
-from dispatcher.queue.keys import Names
-from dispatcher.queue.outbox import Outbox
-from dispatcher.queue.scripts import Scripts
+from dispatcher.queue.redis import steps
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.outbox import Outbox
+from dispatcher.queue.redis.steps import key_of
 
 _FIT_S = 60.0
 """How long a list that was found fit is not asked about again."""
@@ -19,19 +20,18 @@ _MOST = 10_000
 class Destinations:
     """What is known of them. On a Cluster only those in the queue's own slot can be asked about."""
 
-    def __init__(self, scripts: Scripts, names: Names, outbox: Outbox) -> None:
-        self._scripts = scripts
-        self._names = names
+    def __init__(self, backend: Backend, outbox: Outbox) -> None:
+        self._backend = backend
         self._outbox = outbox
         self._fit: dict[str, float] = {}
         """Until when each of them is taken to be."""
 
     def refused(self, name: str) -> str | None:
         """Why no result may go there, as the end of a sentence; None: it may, as far as is known unasked."""
-        why = self._names.refused_list(name)
-        if why is None and self._scripts.is_cluster:
+        why = self._backend.names.refused_list(name)
+        if why is None and self._backend.scripts.is_cluster:
             key = key_of(name)
-            if self._outbox.needs(key) and not self._outbox.reaches(key):
+            if self._backend.elsewhere(key) and not self._outbox.reaches(key):
                 return NO_LIST
         return why
 
@@ -43,7 +43,7 @@ class Destinations:
         for name in names:
             if (why := self.refused(name)) is not None:
                 refused[name] = why
-            elif self._fit.get(name, now) <= now and not self._outbox.needs(key_of(name)):
+            elif self._fit.get(name, now) <= now and not self._backend.elsewhere(key_of(name)):
                 unknown.append(name)
         if unknown:
             refused |= dict.fromkeys(await self._unfit(unknown, now + _FIT_S), NO_LIST)
@@ -51,17 +51,10 @@ class Destinations:
 
     async def _unfit(self, names: Sequence[str], until: float) -> list[str]:
         try:
-            unfit = (
-                await self._scripts.run("unfit", [self._names.queue], [key_of(name) for name in names])
-            ).value
+            unfit = await steps.unfit(self._backend, [key_of(name) for name in names])
         except QueueUnavailableError:
             return []
         if len(self._fit) > _MOST:
             self._fit.clear()
         self._fit.update((name, until) for name, no in zip(names, unfit, strict=True) if not no)
         return [name for name, no in zip(names, unfit, strict=True) if no]
-
-
-def key_of(name: str) -> bytes:
-    """A name from a request as a key; a lone surrogate must not raise here."""
-    return name.encode(errors="surrogatepass")

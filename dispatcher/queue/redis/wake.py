@@ -8,7 +8,7 @@ import contextlib
 from redis.asyncio.client import PubSub
 
 from dispatcher.queue.keys import Names
-from dispatcher.queue.scripts import Scripts, heeded
+from dispatcher.queue.redis.scripts import Scripts, heeded
 from dispatcher.telemetry.events import Event, emit
 
 _RETRY_S = 1.0

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dispatcher.queue.keys import ACTIVE, CANCEL, Names
-from dispatcher.queue.scripts import Scripts, source
+from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.queue.redis.steps import permits
 
 _COMMANDS = (
     *("type", "exists", "get", "mget", "set", "del", "expire", "lpush"),
@@ -72,10 +73,7 @@ def needed(names: Names) -> list[Right]:
 async def missing(scripts: Scripts, names: Names) -> Missing:
     """Ask for all of them. Raises QueueUnavailableError where even asking (EVAL) is not permitted."""
     rights = [*needed(names), Right(_SUBSCRIBE, names.wake)]
-    words = [(str(len(right.words())), *right.words()) for right in rights]
-    flat = [word for each in words for word in each]
-    text, _ = source("permits")
-    told = await scripts.attempt(lambda: scripts.client.execute_command("EVAL", text, 0, *flat))
+    told = await permits(scripts, [right.words() for right in rights])
     if not told:
         return Missing(known=False)
     refused = {right for right, granted in zip(rights, told, strict=True) if not granted}

@@ -25,6 +25,10 @@ class Walk:
     offset: int = 0
     ended: bool = False
 
+    @property
+    def position(self) -> tuple[str, str, int, int]:
+        return self.after, self.until, self.range, self.offset
+
     def moved(self, until: bytes, next_range: int, next_offset: int) -> None:
         self.until = until.decode()
         self.range, self.offset = next_range, next_offset

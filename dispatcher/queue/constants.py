@@ -1,0 +1,54 @@
+"""Numbers by which every form of the queue works. The scripts get those of `LUA` as locals of these names.
+
+They are no settings: all dispatchers of a queue must agree about them, and so must those of two versions.
+"""
+
+from __future__ import annotations
+
+from dispatcher.core.outlook import TOLD_FROM
+from dispatcher.core.oversize import HEAD_BYTES
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+
+SUSPECT_DEATHS = 2
+"""Owners that died holding a request before it runs apart from others like it."""
+PREFIX_BYTES = 512
+"""Of a member: so much decides the order of equal scores once it was claimed."""
+PASSED_MOST = 500
+"""Requests that are heavier than the limit: so many a claim passes over at the most."""
+CLAIM_BYTES = 2**20
+"""A claim stops before its members sum to more than this."""
+YOUNG_S = 0.02
+"""A lease claimed or renewed within this is young: its request is not surely sent yet."""
+SAME_READING_S = 0.001
+"""Clocks are known no better: two readings this close are the same."""
+AHEAD_S = 1.0
+"""Nothing is of so much later than now, unless a clock stepped."""
+GAP_S = 2.0
+"""Between sweeps this is an outage at the latest, for every owner sweeps each second."""
+REPLY_TTL_S = 60
+"""How long a repetition of a call gets the same reply."""
+CANCEL_TTL_S = 604_800
+"""How long a request is cancelled by whoever found it under `request-active:<id>`."""
+
+DONE, LOST, BAD_LIST, STUCK, TOO_LARGE = range(5)
+"""What became of a result. DONE: written. LOST: its lease, or its place, is another's by now. BAD_LIST: its
+list cannot be pushed to, so that INVALID_REQUEST goes to the default list. STUCK: nor can that one, so that
+the request stays as it is. TOO_LARGE, as no script says: the server took a TOO_LARGE result in its place."""
+
+LUA = {
+    "SUSPECT_DEATHS": SUSPECT_DEATHS,
+    "PREFIX_BYTES": PREFIX_BYTES,
+    "HEAD_BYTES": HEAD_BYTES,
+    "PASSED_MOST": PASSED_MOST,
+    "YOUNG_S": YOUNG_S,
+    "SAME_READING_S": SAME_READING_S,
+    "AHEAD_S": AHEAD_S,
+    "GAP_S": GAP_S,
+    "DONE": DONE,
+    "LOST": LOST,
+    "BAD_LIST": BAD_LIST,
+    "STUCK": STUCK,
+    "PRIORITIES": len(PRIORITIES),
+    "PRIORITY_STEP": PRIORITY_STEP,
+    "TOLD_FROM": TOLD_FROM,
+}

@@ -1,0 +1,105 @@
+"""The queue in memory as producers and operators see it, and as programs of others do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from dispatcher.ports import Counts, Dead, Submission
+from dispatcher.queue.keys import Names
+from dispatcher.queue.memory import desk_steps as steps
+from dispatcher.queue.memory.state import Line, Pool
+
+
+class MemoryStore:
+    """One line and its pool, and the desk over them. Implements ports.Desk.
+
+    `clock`, `unix_origin`, `lease_s`: of the `Pool`. `down`: set to a sentence, every call of every owner
+    raises QueueUnavailableError with it. Result lists have no lifetime here.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        unix_origin: float = 0.0,
+        lease_s: float = 30.0,
+        name: str = "batch:{pool}:requests",
+        results: str = "batch:{pool}:results",
+        lists: tuple[str, ...] | None = None,
+        dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
+        pool: Pool | None = None,
+    ) -> None:
+        """`pool`: that of another line, to share its limit; its clock and leases count then."""
+        self.pool = pool or Pool(clock, unix_origin=unix_origin, lease_s=lease_s)
+        names = Names(name, results, lists)
+        self.line = Line(self.pool, names, dead_max=dead_max, max_payload_bytes=max_payload_bytes)
+        self.results = results
+        self.lists = self.pool.lists
+
+    def __repr__(self) -> str:
+        counts = self.line.counts()
+        return f"<MemoryStore {self.line.names.queue} {counts.pending} pending, {counts.leased} leased>"
+
+    @property
+    def down(self) -> str | None:
+        return self.pool.down
+
+    @down.setter
+    def down(self, why: str | None) -> None:
+        self.pool.down = why
+
+    def add(self, member: bytes, score: float) -> bool:
+        """What a foreign producer's ZADD does: no token, no wake-up. True where it was not pending."""
+        return self.line.add(member, score)
+
+    def pop(self, name: str = "") -> bytes | None:
+        """What a consumer's RPOP does; no name: the queue's default list."""
+        results = self.lists.get(name or self.results)
+        return results.pop() if results else None
+
+    async def submit(self, submissions: Sequence[Submission]) -> int:
+        self.pool.check_up()
+        return steps.submit(self.line, submissions)
+
+    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+        self.pool.check_up()
+        return steps.cancel(self.line, request_id, request_token)
+
+    async def pause(self, by: str, why: str) -> None:
+        self.pool.check_up()
+        self.pool.pause = (by, why)
+        self.pool.wake()
+
+    async def resume(self) -> None:
+        self.pool.check_up()
+        self.pool.pause = None
+        self.pool.wake()
+
+    async def paused(self) -> tuple[str, str] | None:
+        self.pool.check_up()
+        return self.pool.pause
+
+    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+        self.pool.check_up()
+        return steps.peek(self.line, most)
+
+    async def counts(self) -> Counts:
+        self.pool.check_up()
+        return self.line.counts()
+
+    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+        self.pool.check_up()
+        return steps.dead_after(self.line, after, most)
+
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        self.pool.check_up()
+        return steps.dead_newest(self.line, most)
+
+    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+        self.pool.check_up()
+        return sum(steps.requeue(self.line, entry, deadline) for entry in entries)
+
+    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+        self.pool.check_up()
+        return steps.purge(self.line, entries)

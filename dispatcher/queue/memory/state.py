@@ -1,0 +1,345 @@
+"""What would be in Redis: what lies where, who holds what, and what owners share. Its steps are in steps.py.
+
+What several lines share under one limit is the `Pool`; what waits, is delayed or is dead lies in a `Line`.
+Nothing here is searched: what lies in order lies in heaps, and what moved on since it was pushed is dropped
+when it comes up (an entry's `moves` tells).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from dispatcher.core.oversize import ENVELOPE_BYTES, cut
+from dispatcher.core.request import NO_LIST
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
+from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
+from dispatcher.queue.constants import SUSPECT_DEATHS
+from dispatcher.queue.keys import Names
+
+NEVER_CLAIMED = 2**62
+
+
+class Place(Enum):
+    PENDING = "pending"
+    """Never claimed: known by its bytes, as in the sorted set that producers write to."""
+    RETURNED = "returned"
+    LEASED = "leased"
+    DELAYED = "delayed"
+    DEAD = "dead"
+    GONE = "gone"
+
+
+class Entry:
+    """One accepted request, until its result."""
+
+    __slots__ = (
+        "attempts",
+        "deaths",
+        "deliveries",
+        "id",
+        "member",
+        "moves",
+        "place",
+        "refusals",
+        "score",
+        "units",
+    )
+
+    def __init__(self, member: bytes, score: float) -> None:
+        self.member = member
+        self.score = score
+        self.id = NEVER_CLAIMED
+        self.place = Place.PENDING
+        self.moves = 0
+        self.units = 0
+        """What it weighs, as far as is known; 0: it never was leased."""
+        self.deliveries = self.attempts = self.refusals = self.deaths = 0
+
+    @property
+    def losses(self) -> int:
+        return max(0, self.deaths - SUSPECT_DEATHS)
+
+    @property
+    def suspect(self) -> bool:
+        return self.deaths >= SUSPECT_DEATHS
+
+    @property
+    def where(self) -> str:
+        """What `Expired.place` says; a move elsewhere and back is a move."""
+        return f"{self.id}:{self.moves}"
+
+
+class Lined:
+    """Entries in the order of a key, those that have not moved since they were put in."""
+
+    def __init__(self) -> None:
+        self.heap: list[tuple[float, bytes, int, int, int, Entry]] = []
+        self._puts = itertools.count()
+
+    def put(self, key: float, entry: Entry) -> None:
+        item = (key, entry.member, entry.id, next(self._puts), entry.moves, entry)
+        heapq.heappush(self.heap, item)
+
+    def first(self) -> Entry | None:
+        heap = self.heap
+        while heap:
+            moves, entry = heap[0][4:]
+            if entry.moves == moves:
+                return entry
+            heapq.heappop(heap)
+        return None
+
+    def key(self) -> float | None:
+        return self.heap[0][0] if self.first() is not None else None
+
+    def pop(self) -> Entry:
+        return heapq.heappop(self.heap)[5]
+
+    def shift(self, by: float) -> None:
+        """Move every key by that."""
+        self.heap = [(item[0] + by, *item[1:]) for item in self.heap]
+
+    def live(self) -> Iterator[tuple[float, bytes, int]]:
+        """In no order."""
+        return (item[:3] for item in self.heap if item[5].moves == item[4])
+
+    def tidy(self, live: int) -> None:
+        """Drop what moved on, once it outweighs the rest: a far deadline comes up late."""
+        if len(self.heap) > 2 * live + 1024:
+            self.heap = [item for item in self.heap if item[5].moves == item[4]]
+            heapq.heapify(self.heap)
+
+
+@dataclass(slots=True)
+class Grant:
+    """A lease, as the queue keeps it."""
+
+    entry: Entry
+    token: str
+    owner: str
+    touched_at: float
+    expires_at: float
+
+
+class Pool:
+    """What all owners of a pool share, whatever line they claim from: leases, owners, and what they tell.
+
+    `clock`: Redis TIME elsewhere (seconds, any origin; the loop's own in virtual time). `unix_origin`: Unix
+    time at its zero. `down`: set to a sentence, every call raises QueueUnavailableError with it.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, unix_origin: float = 0.0, lease_s: float = 30.0
+    ) -> None:
+        self.clock = clock
+        self.unix_origin = unix_origin
+        self.lease_s = lease_s
+        self.down: str | None = None
+        self.lists: dict[str, deque[bytes]] = {}
+        """Result lists: pushed on the left, popped on the right. They have no lifetime here."""
+        self.not_lists: set[str] = set()
+        """Names that a key of another type stands under."""
+        self.grants: dict[int, Grant] = {}
+        """By entry: the leases of all lines, for no entry is of two."""
+        self.units = 0
+        """Of all leases."""
+        self.held_by: Counter[str] = Counter()
+        """Units by owner."""
+        self.expiries: list[tuple[float, int]] = []
+        self.touched: deque[tuple[float, int]] = deque()
+        self.beats: dict[str, float] = {}
+        self.foreign_active: dict[str, tuple[str, float]] = {}
+        self.foreign_cancel: dict[str, tuple[str, float]] = {}
+        """The markers of llm-d's producers, by id."""
+        self.permit: Permit | None = None
+        self.overload: Overload | None = None
+        self.probe: int | None = None
+        self.probe_waits = float("-inf")
+        self.pause: tuple[str, str] | None = None
+        self.lost = self.stray = self.settled = 0
+        self.tick: float | None = None
+        self.quiet_until = self.beats_quiet_until = float("-inf")
+        self.wakers: list[asyncio.Event] = []
+        self._ids = itertools.count(1)
+        self._tokens = itertools.count(1)
+
+    def unix_now(self) -> float:
+        return self.clock() + self.unix_origin
+
+    def check_up(self) -> None:
+        if self.down is not None:
+            raise QueueUnavailableError(self.down)
+
+    def wake(self) -> None:
+        for waker in self.wakers:
+            waker.set()
+
+    def value(self, keys: dict[str, tuple[str, float]], name: str) -> str | None:
+        """The value of an expiring key."""
+        value, until = keys.get(name, ("", 0.0))
+        if not value or until <= self.unix_now():
+            keys.pop(name, None)
+            return None
+        return value
+
+    @property
+    def prober(self) -> str | None:
+        return None if self.probe is None else self.grants[self.probe].owner
+
+    def beat(self, owner: str, timeout_s: float, now: float) -> None:
+        """An owner shows that it lives, until so long from now. 0: only its leases run out."""
+        if timeout_s > 0:
+            self.beats[owner] = now + timeout_s
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    def hold(self, owner: str, units: int) -> None:
+        """So many units are held more by this owner, or less."""
+        self.units += units
+        self.held_by[owner] += units
+        if not self.held_by[owner]:
+            del self.held_by[owner]
+
+    def grant(self, entry: Entry, owner: str, now: float) -> Grant:
+        # Unique is enough: nobody in this process forges a token.
+        grant = Grant(entry, f"{next(self._tokens):032x}", owner, now, now + self.lease_s)
+        self.grants[entry.id] = grant
+        self.hold(owner, entry.units)
+        self.touched.append((now, entry.id))
+        heapq.heappush(self.expiries, (grant.expires_at, entry.id))
+        return grant
+
+    def end_lease(self, grant: Grant) -> None:
+        del self.grants[grant.entry.id]
+        self.hold(grant.owner, -grant.entry.units)
+        if self.probe == grant.entry.id:
+            self.probe = None
+
+
+class Line:
+    """What one queue holds: pending, returned, delayed and dead requests, and the markers of all of them."""
+
+    def __init__(self, pool: Pool, names: Names, *, dead_max: int, max_payload_bytes: int) -> None:
+        self.pool = pool
+        self.names = names
+        self.dead_max = dead_max
+        self.largest = max_payload_bytes + ENVELOPE_BYTES
+        self.dead_dropped = 0
+        """The dead that went because there were more than dead_max."""
+        self.pending: dict[bytes, Entry] = {}
+        self.entries: dict[int, Entry] = {}
+        self.dead: dict[int, tuple[Entry, str, float]] = {}
+        self.count: Counter[Place] = Counter()
+        self.suspects = 0
+        self.ready = Lined()
+        self.apart = Lined()
+        self.delayed = Lined()
+        self.deadlines = Lined()
+        self.overdue: deque[tuple[int, Entry]] = deque()
+        self.tick: float | None = None
+        """When it was swept last."""
+        self.nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
+        self.active: dict[str, dict[str, float]] = {}
+        """By id: the tokens that can be cancelled under it, each until then."""
+        self.cancels: dict[str, tuple[str, float]] = {}
+        """By id and token, `id:token`."""
+
+    def add(self, member: bytes, score: float) -> bool:
+        """What ZADD does: no token, no wake-up. True where it was not pending."""
+        entry = self.pending.get(member)
+        if entry is not None and entry.score == score:
+            return False
+        fresh = Entry(member, score)
+        if entry is not None:
+            self.move(entry, Place.GONE)
+        self.pending[member] = fresh
+        self.move(fresh, Place.PENDING)
+        return entry is None
+
+    def counts(self) -> Counts:
+        count = self.count
+        return Counts(
+            pending=count[Place.PENDING] + count[Place.RETURNED],
+            leased=len(self.pool.grants),
+            delayed=count[Place.DELAYED],
+            dead=count[Place.DEAD],
+            units=self.pool.units,
+        )
+
+    def waiting(self) -> Iterator[tuple[float, bytes, int]]:
+        """Score, member and entry of all that is pending, in no order."""
+        return itertools.chain(self.ready.live(), self.apart.live())
+
+    def move(self, entry: Entry, place: Place, due_at: float = 0.0) -> None:
+        """Put an entry into a place; every other mention of it is void from here on."""
+        if entry.moves:
+            self.count[entry.place] -= 1
+            if entry.place is Place.RETURNED and entry.suspect:
+                self.suspects -= 1
+        entry.moves += 1
+        entry.place = place
+        if place is Place.GONE:
+            self.entries.pop(entry.id, None)
+            return
+        self.count[place] += 1
+        if place in (Place.LEASED, Place.DEAD):
+            return
+        if place is Place.DELAYED:
+            self.delayed.put(due_at, entry)
+        elif entry.suspect:
+            self.suspects += 1
+            self.apart.put(entry.score, entry)
+        else:
+            self.ready.put(entry.score, entry)
+        if entry.score < len(PRIORITIES) * PRIORITY_STEP:
+            self.deadlines.put(deadline_of_score(entry.score), entry)
+
+    def put_back(self, entry: Entry) -> None:
+        """What was popped from its place, and lies there still."""
+        (self.apart if entry.suspect else self.ready).put(entry.score, entry)
+
+    def forget(self, entry: Entry) -> None:
+        if entry.place is Place.PENDING:
+            del self.pending[entry.member]
+        self.dead.pop(entry.id, None)
+        self.move(entry, Place.GONE)
+
+    def next(self, suspects: int) -> Lined | None:
+        """Where the next request to claim comes from."""
+        ready, apart = self.ready.first(), self.apart.first() if suspects > 0 else None
+        if apart is None:
+            return None if ready is None else self.ready
+        if ready is None or (apart.score, apart.member, apart.id) < (ready.score, ready.member, ready.id):
+            return self.apart
+        return self.ready
+
+    def lease(self, entry: Entry, owner: str, now: float, units: int) -> Grant:
+        """`units`: what it is taken to weigh if it never was leased."""
+        if entry.place is Place.PENDING:
+            del self.pending[entry.member]
+            if len(entry.member) > self.largest:
+                entry.member = cut(entry.member)
+        if entry.id == NEVER_CLAIMED:
+            entry.id = self.pool.new_id()
+            self.entries[entry.id] = entry
+        self.move(entry, Place.LEASED)
+        entry.deliveries += 1
+        entry.units = entry.units or units
+        return self.pool.grant(entry, owner, now)
+
+    def held(self, lease: Lease) -> Grant | None:
+        """The grant of this lease, if it still stands and is of this line."""
+        grant = self.pool.grants.get(lease.entry)
+        if grant is None or grant.token != lease.token or lease.entry not in self.entries:
+            return None
+        return grant
+
+    def refused_list(self, name: str) -> str | None:
+        return NO_LIST if name in self.pool.not_lists else self.names.refused_list(name)

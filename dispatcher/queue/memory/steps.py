@@ -1,0 +1,495 @@
+"""The steps of owners, one function for each Lua file under its name, on a `Line` and its `Pool`.
+
+Every time is the pool's clock's. No step awaits, so each is atomic. (What a Cluster or a slow network needs
+has no place here: push, forget, shorten; nor what is asked of a server: unfit, permits.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
+from dispatcher.core.request import decode_result, misdirected
+from dispatcher.ports import (
+    CallRefusedError,
+    Expired,
+    Lease,
+    Overload,
+    Permit,
+    QueueUnavailableError,
+    Release,
+    Settled,
+    Settlement,
+)
+from dispatcher.queue.constants import (
+    AHEAD_S,
+    CLAIM_BYTES,
+    GAP_S,
+    PASSED_MOST,
+    REPLY_TTL_S,
+    SAME_READING_S,
+    YOUNG_S,
+)
+from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Grant, Line, Place, Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The owner that takes a step, and the pool's time of it."""
+
+    owner: str
+    timeout_s: float
+    now: float
+
+
+def begin(pool: Pool) -> float:
+    """The time of a step, if there is a pool to reach. What it holds of later than that is of now: its clock
+    has stepped back. A refusal teaches no ceiling again by that."""
+    pool.check_up()
+    now = pool.clock()
+    if pool.permit is not None and pool.permit.read_at > now + AHEAD_S:
+        pool.permit = replace(pool.permit, read_at=now)
+    known = pool.overload
+    if known is not None and (overload := _by(known, now)) is not known:
+        pool.overload = replace(overload, capacity=False)
+    return now
+
+
+# Leases.
+
+
+def claim(
+    line: Line,
+    me: Caller,
+    nonce: str,
+    permit: Permit,
+    *,
+    most: int,
+    suspects: int,
+    units: int,
+    probing: bool = False,
+) -> tuple[Sequence[Grant], int]:
+    """What was leased, and how many wait that the next claim could lease."""
+    pool, now = line.pool, me.now
+    taken = _claimed_before(line, me.owner, nonce)
+    if taken is None:
+        pool.beat(me.owner, me.timeout_s, now)
+        if not probing and pool.prober == me.owner:  # who claims has a gateway
+            pool.probe = None
+        limit, room = (
+            (0, 0) if probing and pool.probe is not None else _room(pool, me, permit, probing=probing)
+        )
+        taken = _take(line, me, most, suspects, room=room, limit=limit, units=units)
+        _remember(line, me, nonce, taken)
+        if probing and taken:
+            pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
+    more = suspects > sum(each.entry.suspect for each in taken)
+    return taken, line.counts().pending - (0 if more else line.suspects)
+
+
+def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
+    """The limit, and what of it is free."""
+    now, limit = me.now, _limit_by(pool, me, permit)
+    if limit is None:
+        return 0, 0
+    free = limit - pool.units
+    if not probing:
+        return limit, free - (now < pool.probe_waits <= now + pool.lease_s)
+    if free < 1:
+        pool.probe_waits = now + min(me.timeout_s or pool.lease_s, pool.lease_s)
+    return limit, free
+
+
+def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
+    """The limit by which an owner may lease, in units, if it shares this permit; None: it may not."""
+    if pool.pause is not None:
+        return None
+    now = me.now
+    shared = _believe(pool, permit, now)
+    overload = pool.overload
+    if overload is not None and (
+        now < overload.wait_until(permit.retry_after_max_s) or _read_time(permit, now) <= overload.at
+    ):
+        return None
+    return min(each.limit - (pool.lost - each.lost) for each in (permit, shared))
+
+
+def _read_time(permit: Permit, now: float) -> float:
+    """When its reading was taken. By a clock of before a step back nobody knows: it is older than any."""
+    return permit.read_at if permit.read_at <= now + AHEAD_S else float("-inf")
+
+
+def _believe(pool: Pool, permit: Permit, now: float) -> Permit:
+    """Take a permit for the shared one if its reading is no older; the shared one by then."""
+    mine = replace(permit, read_at=_read_time(permit, now))
+    known = pool.permit
+    if known is None or mine.read_at >= known.read_at - SAME_READING_S:
+        newest = mine.read_at if known is None else max(mine.read_at, known.read_at)
+        pool.permit = known = replace(mine, read_at=newest)
+    return known
+
+
+def _take(
+    line: Line, me: Caller, most: int, suspects: int, *, room: int, limit: int, units: int
+) -> list[Grant]:
+    taken: list[Grant] = []
+    passed: list[Entry] = []
+    size = 0
+    while room > 0 and len(taken) < most:
+        source = line.next(suspects)
+        entry = None if source is None else source.first()
+        if source is None or entry is None:
+            break
+        weighs = entry.units or units
+        if weighs > limit:
+            if not entry.units or len(passed) == PASSED_MOST:
+                break
+            passed.append(source.pop())
+            continue
+        if weighs > room:
+            break
+        size += len(entry.member)
+        if taken and size > CLAIM_BYTES:
+            break
+        suspects -= entry.suspect
+        room -= weighs
+        taken.append(line.lease(source.pop(), me.owner, me.now, units))
+    for entry in passed:
+        line.put_back(entry)
+    return taken
+
+
+def _claimed_before(line: Line, owner: str, nonce: str) -> list[Grant] | None:
+    known = line.nonces.get((owner, nonce))
+    if known is None:
+        return None
+    grants = (line.pool.grants.get(entry) for entry in known[2])
+    return [each for each in grants if each is not None and each.token in known[1]]
+
+
+def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> None:
+    nonces = line.nonces
+    nonces[me.owner, nonce] = (
+        me.now,
+        tuple(each.token for each in taken),
+        tuple(each.entry.id for each in taken),
+    )
+    while nonces[oldest := next(iter(nonces))][0] < me.now - REPLY_TTL_S:
+        del nonces[oldest]
+
+
+def renew(
+    line: Line,
+    me: Caller,
+    leases: Sequence[Lease] = (),
+    permit: Permit | None = None,
+    overload: Overload | None = None,
+) -> list[int]:
+    """The entries that are no longer the caller's."""
+    pool, now = line.pool, me.now
+    pool.beat(me.owner, me.timeout_s, now)
+    lost = []
+    for lease in leases:
+        grant = line.held(lease)
+        if grant is None:
+            lost.append(lease.entry)
+            continue
+        grant.touched_at = now
+        grant.expires_at = now + pool.lease_s
+        pool.touched.append((now, lease.entry))
+    if permit is not None:
+        _believe(pool, permit, now)
+        if overload is not None:
+            mine, known = _by(overload, now), pool.overload
+            if known is not None:
+                newest = mine if mine.at >= known.at else known
+                mine = replace(newest, until=max(mine.until, known.until))
+            pool.overload = replace(mine, until=mine.wait_until(permit.retry_after_max_s))
+    return lost
+
+
+def _by(overload: Overload, now: float) -> Overload:
+    """The same, of now where it is said to be of later."""
+    if overload.at <= now + AHEAD_S:
+        return overload
+    return replace(overload, at=now, until=now + max(0.0, overload.until - overload.at))
+
+
+def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: Permit) -> list[bool]:
+    pool = line.pool
+    pool.beat(me.owner, me.timeout_s, me.now)
+    free = (_limit_by(pool, me, permit) or 0) - pool.units
+    fits = []
+    for lease, units in weights:
+        grant = line.held(lease)
+        if grant is None:
+            fits.append(False)
+            continue
+        entry = grant.entry
+        more = units - entry.units
+        if more > 0 and more > free:
+            fits.append(False)
+            free += entry.units
+            pool.end_lease(grant)
+            entry.units, entry.deliveries = units, entry.deliveries - 1
+            line.move(entry, Place.RETURNED)
+        else:
+            fits.append(True)
+            pool.hold(grant.owner, more)
+            entry.units = units
+            free -= more
+    return fits
+
+
+def young(pool: Pool, me: Caller) -> int:
+    """Units of others' leases that were claimed or renewed just now."""
+    touched = pool.touched
+    while touched and touched[0][0] < me.now - YOUNG_S:
+        touched.popleft()
+    found = {}
+    for at, entry in touched:
+        grant = pool.grants.get(entry)
+        if grant is not None and grant.touched_at == at and grant.owner != me.owner:
+            found[entry] = grant.entry.units
+    return sum(found.values())
+
+
+def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled]:
+    said = []
+    for release_ in releases:
+        grant = line.held(release_.lease)
+        if grant is None:
+            said.append(Settled.LOST)
+            continue
+        entry = grant.entry
+        entry.attempts += release_.attempt
+        entry.refusals += release_.refusal
+        entry.deliveries -= release_.undelivered
+        line.pool.end_lease(grant)
+        if release_.delay_s > 0:
+            line.move(entry, Place.DELAYED, now + release_.delay_s)
+        else:
+            line.move(entry, Place.RETURNED)
+        said.append(Settled.DONE)
+    return said
+
+
+def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None]:
+    """How many leases of this line were taken back, how many delayed were due, and when the next one is."""
+    pool, now = line.pool, me.now
+    if pool.tick is not None:
+        gap_s = now - pool.tick
+        if gap_s < -AHEAD_S:
+            _stepped_back(pool, me, gap_s)
+        if gap_s > pool.lease_s / 3:
+            pool.quiet_until = now + pool.lease_s / 3
+        if gap_s > (min(me.timeout_s / 2, GAP_S) if me.timeout_s > 0 else GAP_S):
+            longest_s = min(max(pool.beats.values(), default=0.0) - pool.tick, pool.lease_s)
+            calm_s = max(longest_s, me.timeout_s)
+            pool.beats_quiet_until = max(pool.beats_quiet_until, now + calm_s)
+    if line.tick is not None and now - line.tick < -AHEAD_S:
+        line.delayed.shift(now - line.tick)
+    pool.tick = line.tick = now
+    pool.beat(me.owner, me.timeout_s, now)
+    stray = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
+    stray += _reclaim_late(line, now) if now >= pool.quiet_until else 0
+    pool.stray += stray
+    reclaimed = stray + _reclaim_of(line, gone)
+    due = 0
+    while (due_at := line.delayed.key()) is not None and due_at <= now:
+        line.move(line.delayed.pop(), Place.RETURNED)
+        due += 1
+    line.deadlines.tidy(sum(line.count.values()))
+    return reclaimed, due, due_at
+
+
+def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
+    """The pool's clock did: the times kept there follow it, but for what was written since."""
+    now = me.now
+    for grant in pool.grants.values():
+        if grant.expires_at > now + pool.lease_s:
+            grant.expires_at += by
+            grant.touched_at += by
+            heapq.heappush(pool.expiries, (grant.expires_at, grant.entry.id))
+    pool.touched = deque(each for each in pool.touched if each[0] <= now)
+    pool.beats = {owner: until + by for owner, until in pool.beats.items()}
+    pool.quiet_until += by
+    pool.beats_quiet_until = max(pool.beats_quiet_until + by, now + me.timeout_s)
+
+
+def _silent(pool: Pool, now: float) -> list[str]:
+    """Owners that should have been heard of by now; those without leases are forgotten."""
+    silent = [owner for owner, until in pool.beats.items() if until <= now]
+    for owner in silent:
+        if not pool.held_by[owner]:
+            del pool.beats[owner]
+    return [owner for owner in silent if owner in pool.beats]
+
+
+def _reclaim(line: Line, grant: Grant) -> None:
+    line.pool.end_lease(grant)
+    line.pool.lost += 1
+    grant.entry.deaths += 1
+    line.move(grant.entry, Place.RETURNED)
+
+
+def _reclaim_of(line: Line, owners: Collection[str]) -> int:
+    pool = line.pool
+    theirs = [grant for grant in pool.grants.values() if grant.owner in owners] if owners else []
+    doomed = [grant for grant in theirs if grant.entry.id in line.entries]
+    for grant in doomed:
+        _reclaim(line, grant)
+    for owner in owners:
+        if not pool.held_by[owner]:  # else the sweeps of other lines take back what it holds there
+            pool.beats.pop(owner, None)
+    return len(doomed)
+
+
+def _reclaim_late(line: Line, now: float) -> int:
+    pool = line.pool
+    reclaimed = 0
+    elsewhere = []
+    while pool.expiries and pool.expiries[0][0] <= now:
+        _, entry_id = heapq.heappop(pool.expiries)
+        grant = pool.grants.get(entry_id)
+        if grant is None:
+            continue
+        if grant.expires_at > now:  # renewed since
+            heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
+        elif entry_id in line.entries:
+            _reclaim(line, grant)
+            reclaimed += 1
+        else:
+            elsewhere.append((grant.expires_at, entry_id))
+    for late in elsewhere:
+        heapq.heappush(pool.expiries, late)
+    return reclaimed
+
+
+# Results.
+
+
+def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Settled | None]:
+    """Each with why it is set aside as dead, or None. One whose result has no place keeps its lease, and its
+    neighbours go on."""
+    said: list[Settled | None] = []
+    stuck = None
+    for settlement, why in ends:
+        try:
+            said.append(_settle(line, settlement, why))
+        except QueueUnavailableError as error:
+            stuck = error
+            said.append(None)
+    if stuck is not None and not any(said):
+        raise stuck
+    return said
+
+
+def _settle(line: Line, settlement: Settlement, bury: str | None) -> Settled:
+    pool = line.pool
+    grant = line.held(settlement.lease)
+    if grant is None:
+        return Settled.LOST
+    said = _write(line, settlement)
+    pool.end_lease(grant)
+    pool.settled += 1
+    if bury is None:
+        line.forget(grant.entry)
+    else:
+        line.move(grant.entry, Place.DEAD)
+        line.dead[grant.entry.id] = (grant.entry, bury, pool.unix_now())
+        while len(line.dead) > line.dead_max:
+            line.forget(next(iter(line.dead.values()))[0])
+            line.dead_dropped += 1
+    return said
+
+
+def _write(line: Line, settlement: Settlement) -> Settled:
+    """Push a result and forget the request's markers; raises, with nothing done, where it has no place."""
+    pool, default = line.pool, line.names.results
+    name, result = settlement.results or default, settlement.result
+    said = Settled.DONE
+    if result and name != default and (why := line.refused_list(name)) is not None:
+        told = settlement.request_id or decode_result(result).id
+        result = misdirected(told, name, why, token=settlement.request_token)
+        name, said = default, Settled.BAD_LIST
+    if result:
+        if name in pool.not_lists:
+            raise CallRefusedError(f"{name} is no list: results have no place to go")
+        pool.lists.setdefault(name, deque()).appendleft(result)
+    request_id, token = settlement.request_id, settlement.request_token
+    if request_id and token:
+        for keys in (pool.foreign_active, pool.foreign_cancel):
+            if pool.value(keys, request_id) == token:
+                del keys[request_id]
+        line.cancels.pop(f"{request_id}:{token}", None)
+        tokens = line.active.get(request_id, {})
+        tokens.pop(token, None)
+        if not tokens:
+            line.active.pop(request_id, None)
+    return said
+
+
+def overdue(line: Line, most: int) -> list[Expired]:
+    now = line.pool.unix_now()
+    while (deadline := line.deadlines.key()) is not None and deadline <= now:
+        entry = line.deadlines.pop()
+        line.overdue.append((entry.moves, entry))
+    found: list[Expired] = []
+    for _ in range(len(line.overdue)):
+        if len(found) == most:
+            break
+        moves, entry = line.overdue.popleft()
+        if entry.moves == moves:
+            line.overdue.append((moves, entry))
+            if len(entry.member) > line.largest:
+                continue
+            found.append(Expired(entry.where, entry.member))
+    return found
+
+
+def expire(line: Line, items: Sequence[tuple[Expired, Settlement]]) -> int:
+    done = 0
+    for item, settlement in items:
+        entry_id = int(item.place.partition(":")[0])
+        never_claimed = entry_id == NEVER_CLAIMED
+        entry = line.pending.get(item.member) if never_claimed else line.entries.get(entry_id)
+        if entry is not None and entry.where == item.place:
+            _write(line, settlement)
+            line.forget(entry)
+            done += 1
+    return done
+
+
+# Looking.
+
+
+def is_cancelled(line: Line, request_id: str, token: str) -> bool:
+    pool = line.pool
+    markers = (
+        pool.value(line.cancels, f"{request_id}:{token}"),
+        pool.value(pool.foreign_cancel, request_id),
+    )
+    return token != "" and token in markers
+
+
+def outlook(line: Line, me: Caller) -> LineAhead:
+    """Each score is a span of its own, whatever the rate."""
+    pool, now = line.pool, me.now
+    owners = {owner for owner, until in pool.beats.items() if now < until} | set(pool.held_by)
+    replicas = [
+        Replica(
+            owner,
+            pool.held_by.get(owner, 0),
+            None
+            if (until := pool.beats.get(owner)) is None
+            else round(max(0.0, now - until + me.timeout_s), 3),
+        )
+        for owner in owners
+    ]
+    spans, heads = lying((score, member) for score, member, _ in line.waiting())
+    leased = len(pool.grants)
+    return LineAhead(pool.unix_now(), spans, heads, pool.settled, leased, replicas[:REPLICAS], len(owners))

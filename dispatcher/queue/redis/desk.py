@@ -1,0 +1,139 @@
+"""The queue as producers and operators see it: no leases, no owner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from redis import exceptions as errors
+
+from dispatcher.ports import Counts, Dead, Submission
+from dispatcher.queue.keys import ACTIVE, Names
+from dispatcher.queue.redis import steps
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.scripts import Client, in_steps
+from dispatcher.queue.requeue import accept_anew
+
+_BATCH = 1000
+
+
+class RedisDesk:
+    """Submit, cancel, look and decide; each method is one step, safe to repeat. Implements ports.Desk.
+
+    Raises QueueUnavailableError for whatever may pass by itself.
+    """
+
+    def __init__(self, client: Client, names: Names, *, try_s: float = 3.0) -> None:
+        self.names = names
+        self.backend = Backend(client, names, try_s=try_s)
+
+    def __repr__(self) -> str:
+        return f"<RedisDesk {self.names.queue}>"
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self.backend.aclose()
+
+    async def submit(self, submissions: Sequence[Submission]) -> int:
+        """Put them into the queue and wake the dispatchers; how many were not pending already."""
+        added = 0
+        for batch in in_steps(submissions, lambda each: len(each.member), _BATCH):
+            added += await steps.submit(self.backend, batch)
+        return added
+
+    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+        """Set the cancel markers of those that are active under the id, or of the one with that token; False
+        where there is none."""
+        if request_token and await steps.cancel(self.backend, request_id, request_token, ""):
+            return True
+        scripts = self.backend.scripts
+        theirs = await scripts.attempt(lambda: scripts.client.get(ACTIVE + request_id))
+        return bool(await steps.cancel(self.backend, request_id, request_token, theirs or ""))
+
+    async def pause(self, by: str, why: str) -> None:
+        """Stop all claims until `resume`; what is leased goes on."""
+        switch = msgspec.json.encode({"by": by, "why": why, "at": int(time.time())})
+        scripts = self.backend.scripts
+
+        async def pause() -> None:
+            await scripts.client.set(self.names.paused, switch)
+            await self._wake("paused")
+
+        await scripts.attempt(pause)
+
+    async def resume(self) -> None:
+        scripts = self.backend.scripts
+
+        async def resume() -> None:
+            await scripts.client.delete(self.names.paused)
+            await self._wake("resumed")
+
+        await scripts.attempt(resume)
+
+    async def _wake(self, what: str) -> None:
+        """Who may not publish is noticed at the dispatchers' next look."""
+        with suppress(errors.NoPermissionError):
+            await self.backend.scripts.client.publish(self.names.wake, what)
+
+    async def paused(self) -> tuple[str, str] | None:
+        """Who paused it and why; None when nobody did."""
+        scripts = self.backend.scripts
+
+        async def read() -> bytes | None:
+            found: bytes | None = await scripts.client.get(self.names.paused)
+            return found
+
+        switch = await scripts.attempt(read)
+        if switch is None:
+            return None
+        try:
+            fields = msgspec.json.decode(switch, type=dict[str, Any])
+        except msgspec.DecodeError:  # set by hand
+            return "", switch.decode(errors="replace")
+        return str(fields.get("by", "")), str(fields.get("why", ""))
+
+    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+        """Score and member of the first that a claim would take, suspects included, in order.
+
+        At most 1 MB of members (one at least).
+        """
+        return await steps.peek(self.backend, most)
+
+    async def counts(self) -> Counts:
+        return await steps.counts(self.backend)
+
+    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+        """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""
+        return await steps.dead_after(self.backend, after, most)
+
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        """Those with the highest entries, the highest first; at most 1 MB of members (one at least)."""
+        return await steps.dead_newest(self.backend, most)
+
+    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+        """Accept them anew with this deadline (in the member and in the score, the priority kept).
+
+        Each is a new acceptance, and so may give a second result for its id. Those whose member cannot be
+        read stay dead.
+        """
+        done = 0
+        for entry in entries:
+            dead = next((one for one in await self.dead_list(1, entry - 1) if one.entry == entry), None)
+            again = None if dead is None else accept_anew(dead.member, dead.score, deadline)
+            if again is not None:
+                done += await steps.requeue(self.backend, entry, again)
+        return done
+
+    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+        """Forget them; None: all."""
+        gone = 0
+        if entries is None:
+            while found := await self.dead_list(_BATCH):
+                gone += await steps.purge(self.backend, [dead.entry for dead in found])
+            return gone
+        for at in range(0, len(entries), _BATCH):
+            gone += await steps.purge(self.backend, entries[at : at + _BATCH])
+        return gone

@@ -1,0 +1,289 @@
+"""The queue in Redis or Valkey, as one dispatcher sees it. docs/queue-contract.md has its keys and scripts.
+
+Each method is one step (steps.py), or one per megabyte. Times cross this boundary from the loop's clock to
+Redis TIME and back (backend.py); what the scripts keep is in Redis time alone, so that the owners' clocks
+need not agree.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from dispatcher.core.outlook import LineAhead
+from dispatcher.core.oversize import ENVELOPE_BYTES
+from dispatcher.ports import (
+    Burial,
+    Claimed,
+    Counts,
+    Expired,
+    Lease,
+    Overload,
+    Permit,
+    Release,
+    Renewed,
+    Settled,
+    Settlement,
+    Swept,
+    Weighed,
+)
+from dispatcher.queue.constants import BAD_LIST, DONE, LOST, STUCK, TOO_LARGE
+from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
+from dispatcher.queue.owners import Prover
+from dispatcher.queue.redis import steps
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.destinations import Destinations
+from dispatcher.queue.redis.outbox import Outbox
+from dispatcher.queue.redis.overdue import Overdue
+from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
+from dispatcher.queue.redis.steps import OwnerTerms, Write, key_of
+from dispatcher.queue.redis.wake import WakeUps
+from dispatcher.queue.redis.writer import Writer
+from dispatcher.telemetry.events import Event, emit
+
+_CLAIM_MOST = 1000
+_MOVES = 3
+_SWEEP_MOST = 500
+_SETTLED = {
+    DONE: Settled.DONE,
+    LOST: Settled.LOST,
+    BAD_LIST: Settled.BAD_LIST,
+    STUCK: None,
+    TOO_LARGE: Settled.TOO_LARGE,
+}
+
+
+class RedisQueue:
+    """One owner's access to a queue. Implements ports.Queue.
+
+    `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
+    them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
+    `prover`: knows which owners have ended, so that nobody waits for their silence.
+    `result_ttl_s`: 0 keeps result lists for ever. `max_payload_bytes`: where a member is too long to have a
+    smaller payload, its head alone is moved (core/oversize.py). A call takes a few seconds at most, retries
+    included, but for large values.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        names: Names,
+        owner: str,
+        *,
+        lease_s: float = 30.0,
+        owner_timeout_s: float = 5.0,
+        prover: Prover | None = None,
+        poll_s: float = 0.2,
+        result_ttl_s: int = 604_800,
+        dead_max: int = 100_000,
+        max_payload_bytes: int = 16 << 20,
+        try_s: float = 3.0,
+    ) -> None:
+        self.names = names
+        self.owner = owner
+        self.backend = Backend(client, names, try_s=try_s)
+        self.dead_dropped = 0
+        """The dead that went because there were more than dead_max, as far as this owner buried them."""
+        self._me = OwnerTerms(owner, owner_timeout_s, lease_s)
+        self._largest = max_payload_bytes + ENVELOPE_BYTES
+        self._unmoved: Counter[int] = Counter()
+        """How often a large member did not get through, by its entry."""
+        self._prover = prover
+        self._ttl_s = result_ttl_s
+        self._dead_max = dead_max
+        self._outbox = Outbox(self.backend, result_ttl_s)
+        self._destinations = Destinations(self.backend, self._outbox)
+        self._writer = Writer(self.backend, self._destinations, self._outbox)
+        self._overdue: Overdue | None = None
+        self._wake_ups = WakeUps(self.backend.scripts, names, poll_s)
+
+    def __repr__(self) -> str:
+        return f"<RedisQueue {self.names.queue} for {self.owner}>"
+
+    async def aclose(self) -> None:
+        """Close the connections. What is leased runs out unless it was released."""
+        await self._wake_ups.aclose()
+        await self.backend.aclose()
+
+    def unix_now(self) -> float:
+        return self.backend.clock.server(asyncio.get_running_loop().time())
+
+    async def counts(self) -> Counts:
+        return await steps.counts(self.backend)
+
+    async def refused_lists(self, names: Iterable[str]) -> Mapping[str, str]:
+        return await self._destinations.all_refused(names)
+
+    async def claim(
+        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+    ) -> Claimed:
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, suspects, units)
+
+    async def probe(self, nonce: str, permit: Permit) -> Claimed:
+        return await self._claim(1, nonce, permit, 1, 1, probing=True)
+
+    async def _claim(
+        self, most: int, nonce: str, permit: Permit, suspects: int, units: int, *, probing: bool = False
+    ) -> Claimed:
+        await self._learn_clock()
+        told = await steps.claim(
+            self.backend,
+            self._me,
+            nonce,
+            permit,
+            most=most,
+            suspects=suspects,
+            units=units,
+            largest=self._largest,
+            probing=probing,
+        )
+        if not told.untold_bytes:
+            return told.claimed
+        (lease,) = told.claimed.leases
+        return replace(told.claimed, leases=await self._with_member(lease, told.untold_bytes))
+
+    async def _with_member(self, lease: Lease, size: int) -> list[Lease]:
+        """A lease with its large member; none where it is another's by now. One that did not get through
+        three times is given up: its head says that it is too large."""
+        key, scripts = self.names.members, self.backend.scripts
+        try:
+            member = await scripts.attempt(lambda: scripts.client.hget(key, lease.entry), size=size)
+        except BrokenCallError:
+            self._unmoved[lease.entry] += 1
+            if self._unmoved[lease.entry] < _MOVES:
+                raise
+            member = await steps.shorten(self.backend, lease)
+        del self._unmoved[lease.entry]
+        return [] if member is None else [replace(lease, member=member)]
+
+    async def renew(self, leases: Sequence[Lease]) -> Renewed:
+        lost: list[int] = []
+        at = 0
+        while True:
+            renewed = await steps.renew(self.backend, self._me, leases[at : at + SCRIPT_ITEMS])
+            lost += renewed.lost
+            at += SCRIPT_ITEMS
+            if at >= len(leases):
+                return replace(renewed, lost=lost)
+
+    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+        await self._learn_clock()
+        fits: list[bool] = []
+        at = 0
+        while True:
+            told = await steps.weigh(self.backend, self._me, weights[at : at + SCRIPT_ITEMS], permit)
+            fits += told.fits
+            at += SCRIPT_ITEMS
+            if at >= len(weights):
+                return replace(told, fits=fits)
+
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
+        await self._learn_clock()
+        return await steps.renew(self.backend, self._me, permit=permit, overload=overload)
+
+    async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+        return await self._end([Write(each) for each in settlements])
+
+    async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
+        return await self._end([Write(each.settlement, bury=each.reason) for each in burials])
+
+    async def _end(self, writes: Sequence[Write]) -> Sequence[Settled | None]:
+        return [_SETTLED[status] for status in await self._writer.write(self._settle, writes)]
+
+    async def _settle(self, writes: Sequence[Write]) -> Sequence[int]:
+        told = await steps.settle(self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max)
+        if told.dropped:
+            emit(Event.DEAD_DROPPED, count=told.dropped, dead_max=self._dead_max)
+            self.dead_dropped += told.dropped
+        return told.statuses
+
+    async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
+        said: list[Settled] = []
+        for batch in in_steps(releases, lambda _: 0):
+            said += await steps.release(self.backend, batch)
+        return said
+
+    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        scripts = self.backend.scripts
+        keys = [
+            key_of(key)
+            for request_id, token in requests
+            for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
+        ]
+        if not keys:
+            return []
+
+        async def read() -> Sequence[bytes | None]:
+            if scripts.is_cluster:
+                return list(await scripts.client.mget_nonatomic(keys))
+            return list(await scripts.client.mget(keys))
+
+        markers = await scripts.attempt(read)
+        return [
+            token != "" and key_of(token) in markers[2 * at : 2 * at + 2]
+            for at, (_, token) in enumerate(requests)
+        ]
+
+    async def sweep(self) -> Swept:
+        reclaimed = due = 0
+        gone: Sequence[str] = ()
+        while True:
+            told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone)
+            reclaimed += told.reclaimed
+            due += told.due
+            before, gone = gone, self._gone(told.holders)
+            # Those that were named already hold leases of other lines, unless this sweep had not enough.
+            if not told.more and set(gone) <= set(before):
+                break
+        if self.backend.scripts.is_cluster:
+            await self._outbox.carry()
+        return Swept(reclaimed, due, told.next_due_at, told.lost)
+
+    def _gone(self, holders: Sequence[str]) -> Sequence[str]:
+        """Those of the owners that hold leases which are proven to have ended."""
+        others = [holder for holder in holders if holder != self.owner]
+        return self._prover.gone(others) if self._prover is not None else ()
+
+    async def expired(self, most: int) -> Sequence[Expired]:
+        """Unleased requests that may be past their deadline; at most 1 MB of them (one at least)."""
+        await self._learn_clock()
+        overdue = self._overdue = self._overdue or Overdue(self.unix_now())
+        for _ in range(2):
+            walk = overdue.next()
+            position = walk.position
+            told = await steps.overdue(self.backend, position, most, largest=self._largest)
+            if size := told.alone_bytes:
+                walk.offset += 1  # should it not get through, it waits for its turn in the line
+                told = await steps.overdue(
+                    self.backend, position, most, largest=self._largest, alone_bytes=size
+                )
+            walk.moved(told.until, told.next_range, told.next_offset)
+            if told.rows:
+                return overdue.found(walk, told.rows)
+        return []
+
+    async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
+        writes = [Write(settlement, lies=item) for item, settlement in items]
+        done = 0
+        for (item, _), status in zip(items, await self._writer.write(self._expire, writes), strict=True):
+            if status in (DONE, BAD_LIST, TOO_LARGE):
+                done += 1
+                if self._overdue is not None:
+                    self._overdue.removed(item)
+        return done
+
+    async def _expire(self, writes: Sequence[Write]) -> Sequence[int]:
+        return await steps.expire(self.backend, writes, ttl_s=self._ttl_s)
+
+    async def line(self, rate: float | None = None, service_s: float = 0.0) -> LineAhead:
+        return await steps.outlook(self.backend, self._me.timeout_s, rate, service_s)
+
+    async def wait_for_work(self) -> None:
+        await self._wake_ups.wait()
+
+    async def _learn_clock(self) -> None:
+        """Translating a time needs one reply first."""
+        if not self.backend.clock.known:
+            await self.counts()

@@ -1,0 +1,170 @@
+"""Two lines of one pool: one limit, one pause, one probe, and each line's requests its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from dispatcher.ports import Overload, Queue, Release, Settled
+from tests.conformance.worlds import World, answer, claim, full_claim, member, permit
+
+URGENT = "batch:{qwen}:urgent"
+
+
+class Lines:
+    """Both lines, filled with ten requests each."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.urgent = world.line(URGENT)
+
+    async def fill(self) -> None:
+        for number in range(10):
+            await self.world.zadd(number, member(f"usual-{number}"))
+            await self.urgent.zadd(number, member(f"urgent-{number}"))
+
+    def owner(self, name: str) -> tuple[Queue, Queue]:
+        """One dispatcher, as it works on both."""
+        return self.world.owner(name), self.urgent.owner(name)
+
+
+@pytest.fixture
+async def lines(world: World) -> Lines:
+    made = Lines(world)
+    await made.fill()
+    return made
+
+
+async def test_one_limit_holds_over_both_lines(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    others_usual, others_urgent = lines.owner("b")
+    assert len(await claim(usual, limit=5, most=3)) == 3
+    assert len(await claim(urgent, limit=5)) == 2
+    assert len(await claim(others_urgent, limit=5)) == 0
+    told = await full_claim(others_usual, limit=6)
+    assert len(told.leases) == 1
+    assert (told.count.live, told.count.others) == (6, 5)
+
+
+async def test_no_entry_is_of_two_lines(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    entries = [lease.entry for queue in (usual, urgent, usual) for lease in await claim(queue, most=4)]
+    assert len(set(entries)) == len(entries) == 12
+
+
+async def test_a_lease_ends_in_its_own_line_alone(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    first, second, third = await claim(urgent, most=3)
+    assert b"urgent-0" in first.member
+    assert await usual.settle([answer(first)]) == [Settled.LOST]
+    assert await usual.release([Release(second)]) == [Settled.LOST]
+    assert list((await usual.renew([third])).lost) == [third.entry]
+    assert await urgent.settle([answer(first)]) == [Settled.DONE]
+    assert await urgent.release([Release(second)]) == [Settled.DONE]
+    assert list((await urgent.renew([third])).lost) == []
+    counts, urgent_counts = await lines.world.desk.counts(), await lines.urgent.desk.counts()
+    assert (counts.pending, urgent_counts.pending) == (10, 8)
+    assert counts.leased == urgent_counts.leased == 1
+
+
+async def test_what_one_line_learns_holds_for_the_other(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    older = permit(9)
+    await usual.share(permit(2), None)
+    told = await urgent.claim(9, "n", older)
+    assert (len(told.leases), told.shared.limit) == (2, 2)
+    now = asyncio.get_running_loop().time()
+    await urgent.share(permit(9), Overload(now, now + 60, capacity=True, in_flight=2))
+    assert await claim(usual, limit=9) == []
+    assert (await usual.renew([])).shared.overload is not None
+
+
+async def test_a_pause_stops_all_lines(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    await lines.urgent.desk.pause("me", "maintenance")
+    assert await lines.world.desk.paused() == ("me", "maintenance")
+    assert (await full_claim(usual)).shared.paused
+    assert await claim(urgent) == []
+    await lines.world.desk.resume()
+    assert len(await claim(urgent, most=1)) == 1
+
+
+async def test_one_probe_runs_over_all_lines(lines: Lines) -> None:
+    usual, _ = lines.owner("a")
+    _, others_urgent = lines.owner("b")
+    assert len((await usual.probe("p", permit(1))).leases) == 1
+    told = await others_urgent.probe("p", permit(1))
+    assert (list(told.leases), told.shared.prober) == ([], "a")
+    await usual.claim(0, "c", permit(1))
+    assert (await others_urgent.renew([])).shared.prober is None
+
+
+async def test_what_a_dead_owner_held_returns_to_its_own_line(lines: Lines) -> None:
+    usual, urgent = lines.owner("living")
+    dead_usual, dead_urgent = lines.owner("dead")
+    await usual.sweep()
+    await claim(dead_usual, most=2)
+    await claim(dead_urgent, most=3)
+    await lines.world.fall_silent("dead")
+    assert (await usual.sweep()).reclaimed == 2
+    assert (await usual.sweep()).reclaimed == 0, "the other three are none of this line's"
+    count = (await usual.renew([])).count
+    assert (count.live, count.others, count.lost, count.stray) == (3, 3, 2, 2)
+    assert (await urgent.sweep()).reclaimed == 3
+    count = (await usual.renew([])).count
+    assert (count.live, count.others, count.lost, count.stray) == (0, 0, 5, 5)
+    assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-0", b"urgent-1"])
+    await urgent.sweep()
+    assert await lines.world.beating() == {"living"}
+
+
+async def heads(lines: Lines) -> tuple[Sequence[bytes], Sequence[bytes]]:
+    """The first two requests of each line, by their names."""
+    found = [await world.desk.peek(2) for world in (lines.world, lines.urgent)]
+    usual, urgent = ([one.partition(b'"id": "')[2].partition(b'"')[0] for _, one in some] for some in found)
+    return usual, urgent
+
+
+async def test_leases_that_ran_out_return_to_their_own_line(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    await usual.sweep()
+    await urgent.sweep()
+    held = [*await claim(usual, most=1), *await claim(urgent, most=2)]
+    await lines.world.run_out(*held)
+    assert [(await queue.sweep()).reclaimed for queue in (usual, usual, urgent, urgent)] == [1, 0, 2, 0]
+    assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-0", b"urgent-1"])
+
+
+class Knows:
+    """A prover that knows one owner to have ended."""
+
+    def gone(self, owners: Sequence[str]) -> Sequence[str]:
+        return [owner for owner in owners if owner == "dead"]
+
+
+async def test_an_owner_that_is_proven_gone_is_swept_from_each_line(lines: Lines) -> None:
+    dead_usual, dead_urgent = lines.owner("dead")
+    await claim(dead_usual, most=2)
+    await claim(dead_urgent, most=3)
+    usual = lines.world.owner("living", prover=Knows())
+    urgent = lines.urgent.owner("living", prover=Knows())
+    assert (await usual.sweep()).reclaimed == 2
+    assert (await urgent.sweep()).reclaimed == 3
+    count = (await usual.renew([])).count
+    assert (count.live, count.lost, count.stray) == (0, 5, 0)
+
+
+async def test_what_is_delayed_follows_a_clock_that_steps_back_in_each_line(lines: Lines) -> None:
+    usual, urgent = lines.owner("a")
+    for queue in (usual, urgent):
+        await queue.sweep()
+        (lease,) = await claim(queue, most=1)
+        await queue.release([Release(lease, delay_s=100)])
+    await lines.world.step_back(5000)
+    await lines.urgent.step_line_back(5000)
+    for queue in (usual, urgent):
+        due_at = (await queue.sweep()).next_due_at
+        assert due_at is not None
+        assert due_at - asyncio.get_running_loop().time() == pytest.approx(100, abs=30)

@@ -1,0 +1,206 @@
+"""Leases count units of the limit: what their requests weigh, as soon as that is known."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from dispatcher.ports import Burial, Lease, Queue, Release, Settled
+from tests.conformance.worlds import World, answer, claim, full_claim, member, permit
+
+
+async def fill(world: World, count: int) -> None:
+    for number in range(count):
+        await world.zadd(number, member(f"r-{number:03}"))
+
+
+async def weigh(queue: Queue, *weights: tuple[Lease, int], limit: int = 1000, lost: int = 0) -> list[bool]:
+    return list((await queue.weigh(weights, permit(limit, lost=lost))).fits)
+
+
+def entries(leases: Sequence[Lease]) -> list[int]:
+    return [lease.entry for lease in leases]
+
+
+async def test_what_was_not_weighed_is_taken_to_weigh_what_the_claim_says(world: World) -> None:
+    await fill(world, 9)
+    one, other = world.owner("one"), world.owner("other")
+    told = await one.claim(9, "n", permit(10), units=3)
+    assert [lease.units for lease in told.leases] == [3, 3, 3]
+    assert (told.count.live, told.count.others) == (9, 0)
+    count = (await full_claim(other, limit=10)).count
+    assert (count.live, count.others) == (10, 9)
+    assert count.young in (9, 0), "20 ms may have passed"
+    counts = await world.desk.counts()
+    assert (counts.leased, counts.units) == (4, 10)
+
+
+async def test_a_lighter_one_makes_room(world: World) -> None:
+    await fill(world, 9)
+    one, other = world.owner("one"), world.owner("other")
+    leases = (await one.claim(2, "n", permit(8), units=4)).leases
+    assert await claim(other, limit=8) == []
+    assert await weigh(one, (leases[0], 1), (leases[1], 2), limit=8) == [True, True]
+    assert len(await claim(other, limit=8)) == 5
+
+
+async def test_a_heavier_one_fits_into_what_lighter_ones_before_it_leave(world: World) -> None:
+    await fill(world, 4)
+    queue = world.owner()
+    leases = (await queue.claim(2, "n", permit(8), units=4)).leases
+    assert await weigh(queue, (leases[0], 1), (leases[1], 7), limit=8) == [True, True]
+    assert (await queue.renew(leases)).count.live == 8
+    assert await claim(queue, limit=8) == []
+
+
+async def test_what_does_not_fit_goes_back_undelivered_and_is_the_next(world: World) -> None:
+    await fill(world, 5)
+    one, other = world.owner("one"), world.owner("other")
+    first, heavy, third = await claim(one, most=3, limit=5)
+    assert await weigh(one, (heavy, 5), limit=5) == [False]
+    assert list((await one.renew([first, heavy, third])).lost) == [heavy.entry]
+    assert await one.settle([answer(heavy)]) == [Settled.LOST]
+    assert (await one.renew([])).count.live == 2
+    assert await claim(other, limit=5) == [], "lighter ones behind it do not keep it waiting"
+    assert await one.settle([answer(first), answer(third)]) == [Settled.DONE] * 2
+    (again,) = await claim(other, limit=5)
+    assert (again.entry, again.units, again.deliveries) == (heavy.entry, 5, 1)
+    assert await other.settle([answer(again)]) == [Settled.DONE]
+    assert len(await claim(other, limit=5)) == 2
+
+
+async def test_one_that_is_heavier_than_the_limit_is_passed_over_until_that_has_risen(world: World) -> None:
+    await fill(world, 6)
+    queue = world.owner()
+    heavy, *_ = held = await claim(queue, most=2, limit=4)
+    assert await weigh(queue, (heavy, 8), limit=4) == [False]
+    lighter = await claim(queue, limit=4)
+    assert heavy.entry not in entries(lighter)
+    assert len(lighter) == 3
+    assert await claim(queue, limit=8) == []
+    assert await queue.settle([answer(lease) for lease in (held[1], *lighter)]) == [Settled.DONE] * 4
+    told = await full_claim(queue, limit=8)
+    assert (entries(told.leases), told.count.live) == ([heavy.entry], 8)
+    assert await claim(queue, limit=8) == [], "it goes alone"
+
+
+async def test_passed_over_suspects_leave_their_turn_to_others(world: World) -> None:
+    await fill(world, 2)
+    queue = world.owner()
+    for _ in range(2):
+        await world.lose(queue, *await claim(queue, suspects=2))
+    heavy, light = await claim(queue, suspects=2)
+    assert await weigh(queue, (heavy, 9), limit=4, lost=4) == [False]
+    await queue.release([Release(light)])
+    told = await full_claim(queue, limit=4, lost=4, suspects=1)
+    assert entries(told.leases) == [light.entry]
+
+
+@pytest.mark.parametrize("end", ["settle", "bury", "release", "delay", "lose"])
+async def test_the_end_of_a_lease_frees_all_its_units(world: World, end: str) -> None:
+    await fill(world, 3)
+    queue = world.owner()
+    (lease,) = await claim(queue, most=1)
+    assert await weigh(queue, (lease, 6)) == [True]
+    if end == "settle":
+        await queue.settle([answer(lease)])
+    elif end == "bury":
+        await queue.bury([Burial(answer(lease), "why")])
+    elif end == "lose":
+        await world.lose(queue, lease)
+    else:
+        await queue.release([Release(lease, delay_s=60 if end == "delay" else 0)])
+    count = (await queue.renew([])).count
+    assert (count.live, count.others) == (0, 0)
+    known = [each.units for each in await claim(queue, limit=100, lost=int(end == "lose"))]
+    assert known == {"release": [6, 1, 1], "lose": [6, 1, 1]}.get(end, [1, 1]), "its weight is remembered"
+
+
+async def test_the_units_of_an_owner_that_died_are_counted_until_it_is_swept(world: World) -> None:
+    await fill(world, 4)
+    living, dead = world.owner("living"), world.owner("dead")
+    await living.sweep()
+    leases = await claim(dead, most=2)
+    assert await weigh(dead, (leases[0], 3), (leases[1], 4)) == [True, True]
+    assert (await living.renew([])).count.others == 7
+    await world.fall_silent("dead")
+    assert (await living.sweep()).reclaimed == 2
+    count = (await living.renew([])).count
+    assert (count.live, count.others, count.lost) == (0, 0, 2)
+    assert await weigh(dead, (leases[0], 1)) == [False]
+    assert await dead.settle([answer(leases[0])]) == [Settled.LOST]
+
+
+async def test_while_the_gate_is_closed_nothing_grows(world: World) -> None:
+    await fill(world, 2)
+    queue = world.owner()
+    one, other = await claim(queue, most=2)
+    await world.desk.pause("me", "why")
+    assert await weigh(queue, (one, 2), (other, 1)) == [False, True]
+
+
+async def test_a_repeated_call_says_the_same(world: World) -> None:
+    await fill(world, 3)
+    queue = world.owner()
+    leases = await claim(queue, most=3, limit=4)
+    weights = [(leases[0], 2), (leases[1], 3), (leases[2], 1)]
+    for _ in range(2):
+        assert await weigh(queue, *weights, limit=4) == [True, False, True]
+    assert (await queue.renew([])).count.live == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_three_owners_with_mixed_weights_never_pass_the_limit(world: World, seed: int) -> None:
+    """Each request has its weight, which is seen when it is claimed. Owners die, and renew when it is too
+    late; the limit rises and falls. At the end every request, however heavy, has one result."""
+    drawn = random.Random(seed)
+    count, most = 60, 12
+    weight = {f"r-{number:03}": drawn.choice([1, 1, 1, 2, 3, 5, 8]) for number in range(count)}
+    await fill(world, count)
+    queues = [world.owner(f"owner-{number}") for number in range(3)]
+    held: list[list[Lease]] = [[], [], []]
+    done: Counter[int] = Counter()
+    lost = turns = 0
+    while sum(done.values()) < count:
+        turns += 1
+        assert turns < 2000
+        who = drawn.randrange(3)
+        queue, limit = queues[who], drawn.choice([3, 8, most]) if turns < 300 else most
+        live_before = sum(lease.units for some in held for lease in some)
+        typical = drawn.choice([1, 1, 2, 4])
+        told = await queue.claim(4, f"n-{turns}", permit(limit, lost=lost), units=typical)
+        assert told.count.live <= max(limit, live_before)
+        weights = [(lease, weight[name_of(lease)]) for lease in told.leases]
+        if weights:
+            weighed = await queue.weigh(weights, permit(limit, lost=lost))
+            assert weighed.count.live <= max(limit, live_before)
+            held[who] += [
+                replace(lease, units=units)
+                for (lease, units), fits in zip(weights, weighed.fits, strict=True)
+                if fits
+            ]
+        match drawn.randrange(8):
+            case 0 if held[who]:  # dies with all it holds; what it writes later is refused
+                await world.lose(queues[who - 1], *held[who])
+                lost += len(held[who])
+                assert set(await queue.settle([answer(lease) for lease in held[who]])) == {Settled.LOST}
+                assert len((await queue.renew(held[who])).lost) == len(held[who])
+                held[who] = []
+            case 1 | 2 if held[who]:
+                assert await queue.release([Release(held[who].pop())]) == [Settled.DONE]
+            case _ if held[who]:
+                lease = held[who].pop(0)
+                assert await queue.settle([answer(lease)]) == [Settled.DONE]
+                done[lease.entry] += 1
+        live = (await queues[who - 1].renew([])).count.live
+        assert live == sum(lease.units for some in held for lease in some)
+    assert set(done.values()) == {1}
+    assert len(await world.results()) == count
+
+
+def name_of(lease: Lease) -> str:
+    return lease.member.partition(b'"id": "')[2].partition(b'"')[0].decode()
