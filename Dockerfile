@@ -25,7 +25,7 @@ COPY --from=build /root-of-image/usr/share/doc/batch-dispatcher/sbom.cdx.json /
 
 FROM scratch
 ARG BASE
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 ARG CREATED=unknown
 LABEL org.opencontainers.image.title="batch-dispatcher" \

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher import __version__
 from dispatcher.cli import VERBS
 from tests.support import free_port, require_tool
 
@@ -139,3 +140,21 @@ def test_every_threat_names_tests_that_are_there() -> None:
     assert [row for row in rows if not re.search(r"`test_\w+` \|$", row)] == []
     assert set(re.findall(r"`(test_\w+)`", page)) - written == set()
     assert "test_" not in unheld
+
+
+def test_changelog_has_each_version_by_kinds_of_change() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text()
+    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)
+    unreleased, *released = parts[1::2]
+    assert unreleased == "Unreleased"
+    assert [
+        title for title in released if not re.fullmatch(r"\d+\.\d+\.\d+ \(\d{4}-\d\d-\d\d\)", title)
+    ] == []
+    assert released[0].partition(" ")[0] == __version__
+    for body in parts[2::2]:
+        before, *kinds = re.split(r"^### (.+)\n", body, flags=re.MULTILINE)
+        assert "\n- " not in before
+        assert kinds[::2] == [kind for kind in ("Added", "Changed", "Fixed") if kind in kinds[::2]]
+        assert [
+            kind for kind, lines in zip(kinds[::2], kinds[1::2], strict=True) if "\n- " not in lines
+        ] == []
