@@ -60,7 +60,7 @@ else
   end
   local limit, free = room()
   local found, pending, apart = first(free < 1 and 0 or most, bytes, suspects, free, limit, units)
-  local record, members, states, leases, held = {base}, {}, {}, {}, 0
+  local record, members, states, leases, counted = {base}, {}, {}, {}, 0
   taken_suspects = apart
   if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
   local fresh, ends = (shared.next or 0) + 1, text(now + lease_s)
@@ -81,7 +81,7 @@ else
     state[WHERE], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
     state[TOKEN], state[OWNER] = base .. '-' .. id, me
     weigh(state, one.weighs)
-    held = held + one.weighs
+    counted = counted + one.weighs
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
     leases[#leases + 1], leases[#leases + 2] = ends, lease_name(id, state)
     record[#record + 1] = id
@@ -94,7 +94,7 @@ else
   if #found > 0 then
     call('HSET', ENTRIES, unpack(states))
     call('ZADD', LEASES, unpack(leases))
-    hold(me, held, held - #found)
+    hold(me, counted, counted - #found)
     if probing then
       shared.probe, shared.prober = tostring(record[2]), me
       call('HSET', CONTROL, 'probe', record[2], 'prober', me)

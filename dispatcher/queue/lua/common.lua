@@ -1,5 +1,6 @@
--- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how many they are (OWN), their
--- TYPES, and the numbers that stand in capitals come before this, from keys.py and constants.py.
+-- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how
+-- many they are (OWN), their TYPES, and the numbers that stand in capitals come before this, from keys.py and
+-- constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
