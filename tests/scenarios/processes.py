@@ -297,10 +297,13 @@ class Producer:
 
     def counts(self) -> dict[str, int]:
         """Where requests lie now, read in one step."""
-        queue, returned, suspects, delayed, _, leases, _, _, dead, *_ = self.names.keys
+        names = self.names
         with self.client.pipeline() as pipe:
-            for key in (queue, returned, suspects, leases, delayed, dead):
+            for key in names.waiting:
                 pipe.zcard(key)
+            pipe.zcard(f"{names.pool_prefix}:leases")
+            for suffix in ("delayed", "dead"):
+                pipe.zcard(f"{names.prefix}:{suffix}")
             pending, back, apart, leased, later, buried = pipe.execute()
         return {"pending": pending + back + apart, "leased": leased, "delayed": later, "dead": buried}
 
