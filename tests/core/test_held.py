@@ -68,7 +68,7 @@ def test_bounds_agree_with_counting_at_every_moment(stays: list[Stay], one: floa
 
 
 def test_what_is_sent_again_under_its_key_counts_once() -> None:
-    held = Held(HORIZON_S)
+    held = LoadLedger(HORIZON_S)
     held.sent("a", 1.0, 3)
     held.sent("a", 2.0, 2)
     assert held.own == 2
