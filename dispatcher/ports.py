@@ -57,7 +57,7 @@ class Permit:
     read_at: float
     """When the reading behind the limit was taken (the start of its window)."""
     lost: int
-    """Leases lost so far, as known when the limit was computed; each further loss lowers it by one."""
+    """Units lost so far, as known when the limit was computed; each further one lowers it by one."""
     retry_after_max_s: float = 60.0
     """No refusal is waited for longer, whatever is stored of it."""
 
@@ -86,7 +86,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Leases:
-    """A count at one moment: `live`, `others` and `young` in units, `lost` and `stray` in leases."""
+    """A count of leases at one moment, in units."""
 
     at: float
     live: int
@@ -96,8 +96,8 @@ class Leases:
     young: int
     """Those of `others` claimed or renewed within the last 20 ms: not surely sent yet."""
     lost: int
-    """Leases ever taken back from owners that were gone, silent or late (a counter). When it grows, some may
-    have been the caller's: `renew` tells."""
+    """Of leases ever taken back from owners that were gone, silent or late (a counter). When it grows, some
+    may have been the caller's: `renew` tells."""
     stray: int = 0
     """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
 
@@ -203,7 +203,7 @@ class Expired:
 @dataclass(frozen=True, slots=True)
 class Swept:
     reclaimed: int
-    """Leases that were taken back; each is one of Leases.lost."""
+    """Leases that were taken back; their units are of Leases.lost."""
     due: int
     """Delayed requests that went back to their place."""
     next_due_at: float | None

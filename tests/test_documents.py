@@ -1,4 +1,4 @@
-"""What README and docs/ say: examples run, links lead somewhere, commands and tests that are named exist."""
+"""What README, docs/ and the changelog say: examples run, links lead somewhere, commands and tests exist."""
 
 from __future__ import annotations
 

@@ -44,17 +44,8 @@ def built() -> list[tuple[str, str]]:
     ]
 
 
-MOVING = {"dispatcher/sim", "dispatcher/standin"}
-"""The page shows them as they are once the stand-in has a room of its own."""
-
-
-def settled(places: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    whole = (PACKAGE / "standin").is_dir()
-    return sorted((room, module) for room, module in places if whole or room not in MOVING)
-
-
 def test_the_map_names_every_module_and_no_other() -> None:
-    assert settled(mapped()) == settled(built())
+    assert sorted(mapped()) == sorted(built())
 
 
 def test_every_room_says_what_it_knows() -> None:
@@ -72,8 +63,6 @@ def test_the_arrows_are_those_that_the_linter_checks(page: str) -> None:
     checked = [re.findall(r"dispatcher\.(\w+)", layer) for layer in layers]
     (line,) = re.findall(r"^ {4}(cli → .*)$", (ROOT / page).read_text(), re.MULTILINE)
     drawn = [layer.split(", ") for layer in line.split(" → ")]
-    if not (PACKAGE / "standin").is_dir():
-        drawn = [layer for layer in drawn if layer != ["standin"]]
     assert [sorted(layer) for layer in drawn] == [sorted(layer) for layer in checked]
 
 

@@ -32,7 +32,7 @@ def test_it_has_the_environment_that_it_is_given_and_no_other(monkeypatch: pytes
 
 
 def test_a_signal_ends_it_and_is_told() -> None:
-    with warm("dispatcher.sim.live", stdout=subprocess.PIPE) as world:
+    with warm("dispatcher.standin", stdout=subprocess.PIPE) as world:
         assert world.stdout is not None
         assert world.stdout.readline().startswith(b"{")
         with pytest.raises(subprocess.TimeoutExpired):
@@ -45,7 +45,7 @@ def test_a_signal_ends_it_and_is_told() -> None:
 START = """
 import subprocess, sys, time
 from tests.warm import warm
-with warm("dispatcher.sim.live", stdout=subprocess.PIPE) as world:
+with warm("dispatcher.standin", stdout=subprocess.PIPE) as world:
     world.stdout.readline()
     print(world.pid, flush=True)
     time.sleep(100)

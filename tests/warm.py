@@ -28,7 +28,7 @@ from typing import IO, Any
 
 from tests.support import die_with_parent, running, stop
 
-PROGRAMS = ("dispatcher", "dispatcher.sim.live")
+PROGRAMS = ("dispatcher", "dispatcher.standin")
 _REQUEST_MOST = 1 << 18
 _FILES = 3
 """That come with each request: standard output, standard error, and where the exit code is told."""
@@ -224,7 +224,7 @@ def _programs() -> Mapping[str, Callable[[], Any]]:
 
     from dispatcher import cli
     from dispatcher.signals import capacity
-    from dispatcher.sim import live
+    from dispatcher.standin import live
 
     capacity.prepare()
     return dict(zip(PROGRAMS, (cli.main, live.main), strict=True))

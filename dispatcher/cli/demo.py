@@ -19,7 +19,7 @@ def demo(
     import asyncio
 
     from dispatcher.queue.embedded import EmbeddedError
-    from dispatcher.sim.demo import play
+    from dispatcher.standin.demo import play
 
     with tempfile.TemporaryDirectory(prefix="batch-dispatcher-demo-") as directory:
         try:

@@ -12,12 +12,13 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dispatcher.sim import shapes
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.setting import Order, Setting
-from dispatcher.sim.trace import BUNDLED, Trace, TraceError, load
-from dispatcher.sim.world import BATCH_SPREAD, BATCH_TOKENS, Batch
+from dispatcher.sim.world import Batch
+from dispatcher.standin import shapes
+from dispatcher.standin.model import BATCH_SPREAD, BATCH_TOKENS
+from dispatcher.standin.trace import BUNDLED, Trace, TraceError, load
 
 PATIENCE_S = 1.0
 """A run that takes longer shows how far it is."""

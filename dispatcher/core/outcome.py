@@ -110,14 +110,19 @@ class RetryPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
-    """A result is written and the request is over."""
+class Answered:
+    """The gateway's answer is the result, and the request is over."""
 
-    code: ErrorCode | None = None
-    """None: the gateway's answer is the result."""
-    message: str = ""
-    status: int | None = None
-    body: bytes = b""
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Errored:
+    """An error of ours is the result, and the request is over."""
+
+    code: ErrorCode
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +150,9 @@ class Bury:
     body: bytes = b""
 
 
-Decision = Finish | Retry | Bury
+Decision = Answered | Errored | Retry | Bury
 
-_TOO_LATE = Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+_TOO_LATE = Errored(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
 def after(
@@ -171,12 +176,12 @@ def after(
     """
     match outcome:
         case Delivered(status, body):
-            return Finish(status=status, body=body)
+            return Answered(status, body)
         case TooLarge(status, limit_bytes):
             # Without the status: a consumer that looks at it first would take the error for the answer.
-            return Finish(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
+            return Errored(ErrorCode.TOO_LARGE, f"the answer ({status}) is larger than {limit_bytes} bytes")
         case Refused(why):
-            return Finish(ErrorCode.INVALID_REQUEST, why)
+            return Errored(ErrorCode.INVALID_REQUEST, why)
         case TooLate():
             return _TOO_LATE
         case Failed() if attempts + 1 >= policy.max_attempts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dispatcher.core.outcome import Bury, Finish, Outcome, Retry, RetryPolicy, after
+from dispatcher.core.outcome import Answered, Bury, Errored, Outcome, Retry, RetryPolicy, after
 from dispatcher.core.request import ErrorCode, Rejection, Request, answered, failed, misdirected
 from dispatcher.ports import Burial, Lease, Release, Settlement
 
@@ -78,12 +78,11 @@ def after_try(
             )
         case Bury():
             return _burial(lease, request, decision)
-        case Finish(code=None, status=int(status)):
-            result = answered(request.id, status, decision.body, token=request.token)
+        case Answered(status, body):
+            result = answered(request.id, status, body, token=request.token)
             return _settlement(lease, request, result, f"{status // 100}xx")
-        case Finish():
-            code = decision.code or ErrorCode.INFERENCE_ERROR
-            return error(lease, request, code, decision.message)
+        case Errored(code, message):
+            return error(lease, request, code, message)
 
 
 def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:

@@ -16,8 +16,8 @@ from dispatcher.sim import policies, virtual
 from dispatcher.sim.fleet import Law
 from dispatcher.sim.road import End, Road
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.trace import Trace
-from dispatcher.sim.world import Job, PoolState, World
+from dispatcher.sim.world import Job, PoolState, World, jobs_of
+from dispatcher.standin.trace import Trace
 from dispatcher.telemetry.events import diverted
 
 SETTLED_AFTER = 30
@@ -112,7 +112,7 @@ class _Experiment:
             setting.real_slots,
             reserve=setting.reserve,
             queue_limit=setting.queue_limit,
-            realtime=trace.jobs(),
+            realtime=jobs_of(trace),
             slots_at=setting.slots_at,
             pods=setting.pods,
             pods_at=setting.pods_at,

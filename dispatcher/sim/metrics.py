@@ -9,10 +9,8 @@ from enum import StrEnum
 from dispatcher.core.budget import Policy, Signal
 from dispatcher.signals.series import Lessons, Verdict, View, at_most, judge
 from dispatcher.sim.world import PoolState
+from dispatcher.standin.model import KV_AT_FULL, WAITING_AT_FULL
 
-DETECTOR_QUEUE = 5
-DETECTOR_KV = 0.8
-"""Thresholds of the default saturation detector: waiting per endpoint, and share of the KV cache."""
 REQUEST_TOKENS, POD_TOKENS = 650, 1_000_000
 """Of a request, about; and what its mode for tokens takes an endpoint for where nobody says."""
 
@@ -114,7 +112,7 @@ class Exporter:
             return sent / (self.picker_per_pod * state.pods)
         if self.detector is Detector.TOKENS:
             return sent * REQUEST_TOKENS / (POD_TOKENS * state.pods)
-        return max(state.inside / state.pods / DETECTOR_QUEUE, self._kv(state) / DETECTOR_KV)
+        return max(state.inside / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
 
     def _kv(self, state: PoolState) -> float:
         return self.kv_full * state.running / state.slots if state.slots else 1.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dispatcher.sim.experiment import SETTLED_AFTER, Name, Run, play
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.trace import Trace
+from dispatcher.standin.trace import Trace
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -10,9 +10,10 @@ from math import inf
 
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Signal
-from dispatcher.sim.metrics import DETECTOR_QUEUE, POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
+from dispatcher.sim.metrics import POD_TOKENS, REQUEST_TOKENS, Detector, Exporter, Signals
 from dispatcher.sim.road import ANSWER_S, SEND_S
 from dispatcher.sim.world import Batch
+from dispatcher.standin.model import WAITING_AT_FULL
 
 
 class Order(StrEnum):
@@ -145,7 +146,7 @@ class Setting:
         if self.order is Order.FIRST_COME or not self.flow_control:
             return inf
         if self.detector is Detector.UTILIZATION:
-            return slots + DETECTOR_QUEUE * pods
+            return slots + WAITING_AT_FULL * pods
         if self.detector is Detector.TOKENS:
             return POD_TOKENS * pods * self.pickers / REQUEST_TOKENS
         # Each replica counts what it sent itself.

@@ -16,9 +16,8 @@ start and are its own events. The same input gives the same history, to the last
 from __future__ import annotations
 
 import heapq
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -27,22 +26,8 @@ from math import inf, nan
 from operator import itemgetter
 from random import Random
 
-BATCH_CONTEXT = 500
-"""Context tokens of a batch request."""
-BATCH_TOKENS, BATCH_SPREAD = 145.0, 0.6
-"""What it generates: lognormal, its mean and the spread of its logarithm."""
-TOKEN_S = 0.012
-"""What each generated token takes in a pool that is otherwise empty."""
-
-
-def work_s(context: int, generated: int) -> float:
-    """How long a request of so many tokens runs in a pool that is otherwise empty."""
-    return 0.03 + 0.00025 * context + TOKEN_S * generated
-
-
-def slowdown(running: int, slots: int) -> float:
-    """f: how much slower a request runs that starts as one of `running`; from 1, in an empty pool, to 2."""
-    return 1.0 + (running - 1) / (slots - 1) if slots > 1 else 1.0
+from dispatcher.standin.model import BATCH_CONTEXT, BATCH_SPREAD, BATCH_TOKENS, generated, slowdown, work_s
+from dispatcher.standin.trace import Trace
 
 
 @dataclass(slots=True, eq=False)
@@ -76,13 +61,17 @@ class Batch:
 
     def draw(self, draws: Random) -> int:
         """How many tokens the next one generates."""
-        mu = math.log(self.tokens) - self.spread**2 / 2
-        return max(min(8, round(self.tokens)), round(draws.lognormvariate(mu, self.spread)))
+        return generated(draws, self.tokens, self.spread)
 
-    def job(self, generated: int) -> Job:
+    def job(self, tokens: int) -> Job:
         """One that generates so many tokens."""
-        work = work_s(BATCH_CONTEXT, generated) if self.seconds is None else self.seconds
-        return Job(work, generated, batch=True)
+        work = work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
+        return Job(work, tokens, batch=True)
+
+
+def jobs_of(trace: Trace) -> Iterator[tuple[float, Job]]:
+    """Realtime requests as a world wants them; new ones each time, for a job remembers its life."""
+    return ((each.at, Job(each.work_s, each.tokens, batch=False)) for each in trace.arrivals)
 
 
 class Arrival(Enum):

@@ -103,7 +103,7 @@ def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once(late_s: float) 
 def test_strict_check_of_healthy_parts_passes_under_a_cpu_limit(
     tmp_path: Path, cores: float, times: int
 ) -> None:
-    world_of = [sys.executable, "-m", "dispatcher.sim.live", "--slots=32"]
+    world_of = [sys.executable, "-m", "dispatcher.standin", "--slots=32"]
     with (
         server("redis", tmp_path / "redis", "--appendonly", "yes") as queue,
         running(*world_of, stdout=subprocess.PIPE) as world,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.sim.trace import BUNDLED
+from dispatcher.standin.trace import BUNDLED
 from tests.warm import warm_run
 
 COMMAND = [sys.executable, "-m", "dispatcher", "simulate"]

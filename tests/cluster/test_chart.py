@@ -415,7 +415,7 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         valkey = ("--port", str(queue), "--bind", "127.0.0.1", "--save", "", "--dir", str(tmp_path))
         stack.enter_context(running(server, *valkey))
         flags = (f"--host={PICKER}", f"--port={gateway}", f"--metrics-port={picker}")
-        sim = (sys.executable, "-m", "dispatcher.sim.live", "--slots=32", "--endpoints=8", "--seconds=0.1")
+        sim = (sys.executable, "-m", "dispatcher.standin", "--slots=32", "--endpoints=8", "--seconds=0.1")
         stack.enter_context(running(*sim, *flags))
         log = stack.enter_context((tmp_path / "dispatcher.log").open("wb"))
         run = (sys.executable, "-m", "dispatcher", "run", "--config", config)

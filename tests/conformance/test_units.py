@@ -116,7 +116,7 @@ async def test_the_end_of_a_lease_frees_all_its_units(world: World, end: str) ->
         await queue.release([Release(lease, delay_s=60 if end == "delay" else 0)])
     count = (await queue.renew([])).count
     assert (count.live, count.others) == (0, 0)
-    known = [each.units for each in await claim(queue, limit=100, lost=int(end == "lose"))]
+    known = [each.units for each in await claim(queue, limit=100, lost=count.lost)]
     assert known == {"release": [6, 1, 1], "lose": [6, 1, 1]}.get(end, [1, 1]), "its weight is remembered"
 
 
@@ -130,9 +130,21 @@ async def test_the_units_of_an_owner_that_died_are_counted_until_it_is_swept(wor
     await world.fall_silent("dead")
     assert (await living.sweep()).reclaimed == 2
     count = (await living.renew([])).count
-    assert (count.live, count.others, count.lost) == (0, 0, 2)
+    assert (count.live, count.others, count.lost, count.stray) == (0, 0, 7, 7)
     assert await weigh(dead, (leases[0], 1)) == [False]
     assert await dead.settle([answer(leases[0])]) == [Settled.LOST]
+
+
+async def test_what_was_lost_lowers_the_limit_by_all_its_units(world: World) -> None:
+    """Its owner may be gone, and it runs on: as long as no newer reading knows of it, it takes its place."""
+    await fill(world, 9)
+    queue = world.owner()
+    (lease,) = await claim(queue, most=1, limit=8)
+    assert await weigh(queue, (lease, 5), limit=8) == [True]
+    await world.lose(queue, lease)
+    lighter = await claim(queue, limit=8, lost=0)
+    assert (len(lighter), lease.entry in entries(lighter)) == (3, False)
+    assert (await queue.renew([])).count.lost == 5
 
 
 async def test_while_the_gate_is_closed_nothing_grows(world: World) -> None:
@@ -186,7 +198,7 @@ async def test_three_owners_with_mixed_weights_never_pass_the_limit(world: World
         match drawn.randrange(8):
             case 0 if held[who]:  # dies with all it holds; what it writes later is refused
                 await world.lose(queues[who - 1], *held[who])
-                lost += len(held[who])
+                lost += sum(lease.units for lease in held[who])
                 assert set(await queue.settle([answer(lease) for lease in held[who]])) == {Settled.LOST}
                 assert len((await queue.renew(held[who])).lost) == len(held[who])
                 held[who] = []

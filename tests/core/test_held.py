@@ -67,6 +67,15 @@ def test_bounds_agree_with_counting_at_every_moment(stays: list[Stay], one: floa
     assert interval.own_lo == interval.lo
 
 
+def test_what_is_sent_again_under_its_key_counts_once() -> None:
+    held = LoadLedger(HORIZON_S)
+    held.sent("a", 1.0, 3)
+    held.sent("a", 2.0, 2)
+    assert held.own == 2
+    held.answered("a", 3.0)
+    assert held.own == 0
+
+
 @given(STAYS, st.lists(st.integers(1, 8), min_size=12, max_size=12), TIMES, TIMES)
 def test_a_request_counts_as_so_many_requests_as_it_has_units(
     stays: list[Stay], units: list[int], one: float, other: float

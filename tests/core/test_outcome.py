@@ -6,11 +6,12 @@ import pytest
 
 from dispatcher.core.outcome import (
     RETRY_AFTER_CAP_S,
+    Answered,
     Bury,
     Decision,
     Delivered,
+    Errored,
     Failed,
-    Finish,
     Outcome,
     Overloaded,
     Refused,
@@ -181,15 +182,15 @@ def test_retry_after_in_all_its_forms(value: str, seconds: float | None) -> None
 
 
 def test_a_delivered_answer_is_the_result() -> None:
-    assert decide(Delivered(404, b"x")) == Finish(status=404, body=b"x")
+    assert decide(Delivered(404, b"x")) == Answered(404, b"x")
 
 
 def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
-    assert decide(TooLarge(200, 10)) == Finish(
+    assert decide(TooLarge(200, 10)) == Errored(
         ErrorCode.TOO_LARGE, "the answer (200) is larger than 10 bytes"
     )
-    assert decide(Refused("no such path")) == Finish(ErrorCode.INVALID_REQUEST, "no such path")
-    assert decide(TooLate()) == Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+    assert decide(Refused("no such path")) == Errored(ErrorCode.INVALID_REQUEST, "no such path")
+    assert decide(TooLate()) == Errored(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
 def test_an_unreachable_gateway_costs_nothing() -> None:
@@ -236,7 +237,7 @@ def test_a_delay_ends_with_the_deadline() -> None:
 @pytest.mark.parametrize("outcome", [Failed("x"), Overloaded(429, "", capacity=True), Unreachable("x")])
 @pytest.mark.parametrize("left", [0.0, -3.0])
 def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float) -> None:
-    assert decide(outcome, left=left) == Finish(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+    assert decide(outcome, left=left) == Errored(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
 
 
 def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None:

@@ -89,7 +89,7 @@ def config(tmp_path: Path) -> Path:
 def pool(engine: Engine, image: str) -> str:
     """The stand-in of gateway, picker and pool, in a container whose network is a loopback alone."""
     options = ["--network", "none", "--entrypoint", "python"]
-    live = ["-m", "dispatcher.sim.live", "--port", "8000", "--metrics-port", "9090", "--control-port", "7000"]
+    live = ["-m", "dispatcher.standin", "--port", "8000", "--metrics-port", "9090", "--control-port", "7000"]
     return engine.start(image, *options, then=[*live, "--seconds", "0.5"])
 
 

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from dispatcher.core.outcome import (
     RETRY_AFTER_CAP_S,
+    Answered,
     Bury,
     Delivered,
+    Errored,
     Failed,
-    Finish,
     Overloaded,
     Refused,
     Retry,
@@ -79,10 +80,10 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
             assert isinstance(outcome, Failed)
             assert attempts + 1 >= policy.max_attempts
             assert (decision.status, decision.body) == (outcome.status, outcome.body)
-        case Finish(code=None):
+        case Answered():
             assert isinstance(outcome, Delivered)
             assert (decision.status, decision.body) == (outcome.status, outcome.body)
-        case Finish():
+        case Errored():
             assert not isinstance(outcome, Delivered)
             late = isinstance(outcome, TooLate | Failed | Overloaded | Unreachable)
             assert late == (decision.code is ErrorCode.DEADLINE_EXCEEDED)

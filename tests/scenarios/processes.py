@@ -42,7 +42,7 @@ Process = subprocess.Popen[bytes] | Warm
 
 @dataclass(frozen=True)
 class Entry:
-    """One request as the gateway saw it: `dispatcher.sim.gateway.Entry`."""
+    """One request as the gateway saw it: `dispatcher.standin.gateway.Entry`."""
 
     number: int
     id: str
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass
 class World:
-    """A gateway, an endpoint picker and a pool in a process of their own: `python -m dispatcher.sim.live`."""
+    """A gateway, an endpoint picker and a pool in a process of their own: `python -m dispatcher.standin`."""
 
     gateway: str
     metrics: str
@@ -297,10 +297,13 @@ class Producer:
 
     def counts(self) -> dict[str, int]:
         """Where requests lie now, read in one step."""
-        queue, returned, suspects, delayed, _, leases, _, _, dead, *_ = self.names.keys
+        names = self.names
         with self.client.pipeline() as pipe:
-            for key in (queue, returned, suspects, leases, delayed, dead):
+            for key in names.waiting:
                 pipe.zcard(key)
+            pipe.zcard(f"{names.pool_prefix}:leases")
+            for suffix in ("delayed", "dead"):
+                pipe.zcard(f"{names.prefix}:{suffix}")
             pending, back, apart, leased, later, buried = pipe.execute()
         return {"pending": pending + back + apart, "leased": leased, "delayed": later, "dead": buried}
 
@@ -330,7 +333,7 @@ class Stage:
         log = self._stack.enter_context((self._folder / f"world-{self._worlds}.log").open("wb"))
         run = warm if self._is_warm else cold
         process = self._stack.enter_context(
-            run("dispatcher.sim.live", *flags, stdout=subprocess.PIPE, stderr=log)
+            run("dispatcher.standin", *flags, stdout=subprocess.PIPE, stderr=log)
         )
         assert process.stdout is not None
         line = process.stdout.readline()

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from dispatcher.core.request import encode_member
-from dispatcher.sim import shapes
 from dispatcher.sim.experiment import Name, play
 from dispatcher.sim.metrics import Detector
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.trace import BUNDLED, load
 from dispatcher.sim.world import Batch
+from dispatcher.standin import shapes
+from dispatcher.standin.trace import BUNDLED, load
 from tests.scenarios.processes import Stage
 from tests.support import wait_until_sync
 

@@ -16,8 +16,8 @@ from dispatcher.sim.experiment import Name, play
 from dispatcher.sim.plot import FAINT, INK, PAPER
 from dispatcher.sim.report import percentile
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.trace import BUNDLED, load
 from dispatcher.sim.world import Batch
+from dispatcher.standin.trace import BUNDLED, load
 
 PICTURE = Path(__file__).parents[2] / "docs" / "long-requests.png"
 LENGTHS = {145: "#7fc8a9", 500: "#4f7cac", 1000: "#5f3dc4", 2000: "#d9480f", 4000: "#c92a2a"}

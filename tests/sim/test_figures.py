@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 
-from dispatcher.sim import shapes
 from dispatcher.sim.experiment import Name, play
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.report import Comparison, Row, compare
 from dispatcher.sim.setting import Order, Setting
-from dispatcher.sim.trace import BUNDLED, Arrived, Trace, load
 from dispatcher.sim.world import Batch
+from dispatcher.standin import shapes
+from dispatcher.standin.trace import BUNDLED, Arrived, Trace, load
 
 AGES = [(1.0, 0.05), (5.0, 1.0), (15.0, 5.0)]
 """(seconds between scrapes, seconds until one is known)."""

@@ -13,7 +13,7 @@ from dispatcher.core.harvest import Work
 from dispatcher.sim.experiment import Name, play
 from dispatcher.sim.metrics import Detector
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.trace import BUNDLED, load
+from dispatcher.standin.trace import BUNDLED, load
 
 EACH_S = 0.1
 SECONDS = 300.0

@@ -14,8 +14,8 @@ from dispatcher.sim.experiment import Moment, Name, Run
 from dispatcher.sim.experiment import play as live
 from dispatcher.sim.metrics import Detector, Exporter, Signals
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.trace import BUNDLED, Trace, load
 from dispatcher.sim.world import PoolState
+from dispatcher.standin.trace import BUNDLED, Trace, load
 
 
 @cache

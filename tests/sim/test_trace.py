@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.sim import shapes
-from dispatcher.sim.trace import BUNDLED, Trace, TraceError, load
-from dispatcher.sim.world import World, work_s
+from dispatcher.sim.world import World, jobs_of
+from dispatcher.standin import shapes
+from dispatcher.standin.model import work_s
+from dispatcher.standin.trace import BUNDLED, Trace, TraceError, load
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -25,7 +26,7 @@ def write(folder: Path, text: str, name: str = "trace.csv") -> Path:
 
 
 def running_at(trace: Trace, slots: int, times: list[float]) -> list[int]:
-    world = World(slots, realtime=trace.jobs())
+    world = World(slots, realtime=jobs_of(trace))
     seen = []
     for at in times:
         world.advance(at)

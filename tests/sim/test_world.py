@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.sim.world import Arrival, Job, World, slowdown, work_s
+from dispatcher.sim.world import Arrival, Job, World
+from dispatcher.standin.model import slowdown, work_s
 
 
 def job(seconds: float = 1.0, *, batch: bool = True) -> Job:

@@ -20,10 +20,10 @@ rewind(shared, now)
 
 local function tell(id, state, member)
   if #member > bytes then member = #member end
-  for _, value in ipairs({id, state[TOKEN], member, state[SCORE], state[DELIVERIES], state[ATTEMPTS],
-                          state[REFUSALS], state[DEATHS], units_of(state)}) do
-    leased[#leased + 1] = value
-  end
+  local at = #leased
+  leased[at + 1], leased[at + 2], leased[at + 3], leased[at + 4] = id, state[TOKEN], member, state[SCORE]
+  leased[at + 5], leased[at + 6], leased[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
+  leased[at + 8], leased[at + 9] = state[DEATHS], units_of(state)
 end
 
 -- The limit, and what of it is free.
@@ -60,10 +60,10 @@ else
   end
   local limit, free = room()
   local found, pending, apart = first(free < 1 and 0 or most, bytes, suspects, free, limit, units)
-  local record, members, states, leases, held = {base}, {}, {}, {}, 0
+  local record, members, states, leases, counted = {base}, {}, {}, {}, 0
   taken_suspects = apart
   if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
-  local fresh = (shared.next or 0) + 1
+  local fresh, ends = (shared.next or 0) + 1, text(now + lease_s)
   for _, one in ipairs(found) do
     local id, state, member = one.id, nil, nil
     if id then
@@ -81,9 +81,9 @@ else
     state[WHERE], state[DELIVERIES], state[MOVES] = 'L', state[DELIVERIES] + 1, state[MOVES] + 1
     state[TOKEN], state[OWNER] = base .. '-' .. id, me
     weigh(state, one.weighs)
-    held = held + one.weighs
+    counted = counted + one.weighs
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
-    leases[#leases + 1], leases[#leases + 2] = text(now + lease_s), lease_name(id, state)
+    leases[#leases + 1], leases[#leases + 2] = ends, lease_name(id, state)
     record[#record + 1] = id
     tell(id, state, member)
   end
@@ -94,7 +94,7 @@ else
   if #found > 0 then
     call('HSET', ENTRIES, unpack(states))
     call('ZADD', LEASES, unpack(leases))
-    hold(me, held, held - #found)
+    hold(me, counted, counted - #found)
     if probing then
       shared.probe, shared.prober = tostring(record[2]), me
       call('HSET', CONTROL, 'probe', record[2], 'prober', me)

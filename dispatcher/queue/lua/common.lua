@@ -1,5 +1,6 @@
--- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how many they are (OWN), their
--- TYPES, and the numbers that stand in capitals come before this, from keys.py and constants.py.
+-- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how
+-- many they are (OWN), their TYPES, and the numbers that stand in capitals come before this, from keys.py and
+-- constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
@@ -64,8 +65,6 @@ local function lease_name(id, state)
   return id .. (units == 1 and ':' or '*' .. units .. ':') .. state[OWNER]
 end
 
-local function units_in(name) return tonumber(string.match(name, '^%d+%*(%d+):')) or 1 end
-
 -- Live leases in units. `more`: those that leases count beyond one each, of all lines.
 local more_since = 0
 local function live_units(shared) return call('ZCARD', LEASES) + (shared.more or 0) + more_since end
@@ -96,7 +95,7 @@ local function end_leases(items, probe)
     local state, owner = item.state, item.state[OWNER]
     names[number] = lease_name(item.id, state)
     counts[owner], leases[owner] = (counts[owner] or 0) + units_of(state), (leases[owner] or 0) + 1
-    if tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
+    if probe and tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
     state[TOKEN], state[OWNER] = '', ''
   end
   call('ZREM', LEASES, unpack(names))
@@ -184,7 +183,9 @@ end
 local function facts(shared, now, me, lease_s)
   local young = 0
   for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, text(now + lease_s - YOUNG_S), '+inf')) do
-    if string.match(name, ':(.*)$') ~= me then young = young + units_in(name) end
+    if string.match(name, ':(.*)$') ~= me then
+      young = young + (tonumber(string.match(name, '^%d+%*(%d+):')) or 1)
+    end
   end
   return {
     text(now), live_units(shared), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost, shared.stray,

@@ -40,7 +40,8 @@ local function earlier(a, b)
   return (a.id or math.huge) < (b.id or math.huge)
 end
 
--- Up to `most` from the front of the line (and how many of them are pending, and suspects), until their members sum to `bytes` (one at least), within `room` units.
+-- Up to `most` from the front of the line, until their members sum to `bytes` (one at least), within `room` units (nil:
+-- whatever they weigh); how many of them are pending, and how many are suspects.
 -- Who never was leased is taken to weigh `units`. One that is heavier than the limit itself is passed over: no end of
 -- a lease makes room for it. Before one that is heavier than the room the line ends: it would starve behind others.
 local function first(most, bytes, suspects, room, limit, units)

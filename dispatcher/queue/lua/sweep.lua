@@ -2,7 +2,7 @@
 -- Of this line only: what else lies in LEASES is for the sweeps of its own line. Silence and gaps are the pool's.
 -- KEYS   own…
 -- ARGV   owner, owner_timeout_s, lease_s, most of each kind, then owners that are proven gone…
--- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, lost so far,
+-- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, units lost so far,
 --         owners that hold leases}
 -- Keeps: a lease is reclaimed when its owner is proven gone, has not shown itself for its own owner_timeout_s, or
 -- has not renewed it. Who lives is given time to say so: after a gap between sweeps (the queue was away, all
@@ -64,9 +64,11 @@ local function ours(name)
   return state and {id = id, state = state}
 end
 
+local lost, stray = 0, 0 -- in units: so much less is free, for what they run may run on
 local function reclaim(items)
   end_leases(items, shared.probe)
   for _, item in ipairs(items) do
+    lost = lost + units_of(item.state)
     item.state[DEATHS] = item.state[DEATHS] + 1
     give_back(item.id, item.state)
   end
@@ -87,7 +89,7 @@ if now >= (shared.beats_quiet_until or 0) then
   end
 end
 
-local late, stray, due = {}, 0, 0
+local late, due = {}, 0
 if any then
   local elsewhere = {}
   for _, name in ipairs(call('ZRANGE', LEASES, 0, -1)) do
@@ -97,7 +99,7 @@ if any then
       local item = ours(name)
       if item then
         late[#late + 1] = item
-        if silent[owner] then stray = stray + 1 end
+        if silent[owner] then stray = stray + units_of(item.state) end
       else
         elsewhere[owner] = true
       end
@@ -122,11 +124,12 @@ if now >= (shared.quiet_until or 0) and reclaimed < most then
     late[#late + 1] = ours(name) or nil
     if #late == most - reclaimed then break end
   end
+  local before = lost
   reclaim(late)
-  reclaimed, stray = reclaimed + #late, stray + #late
+  reclaimed, stray = reclaimed + #late, stray + lost - before
 end
 if reclaimed > 0 then
-  shared.lost = call('HINCRBY', CONTROL, 'lost', reclaimed)
+  shared.lost = call('HINCRBY', CONTROL, 'lost', lost)
   if stray > 0 then call('HINCRBY', CONTROL, 'stray', stray) end
 end
 

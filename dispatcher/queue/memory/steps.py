@@ -294,10 +294,11 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
         line.delayed.shift(now - line.tick)
     pool.tick = line.tick = now
     pool.beat(me.owner, me.timeout_s, now)
-    stray = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
-    stray += _reclaim_late(line, now) if now >= pool.quiet_until else 0
-    pool.stray += stray
-    reclaimed = stray + _reclaim_of(line, gone)
+    before = pool.lost
+    reclaimed = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
+    reclaimed += _reclaim_late(line, now) if now >= pool.quiet_until else 0
+    pool.stray += pool.lost - before
+    reclaimed += _reclaim_of(line, gone)
     due = 0
     while (due_at := line.delayed.key()) is not None and due_at <= now:
         line.move(line.delayed.pop(), Place.RETURNED)
@@ -331,7 +332,7 @@ def _silent(pool: Pool, now: float) -> list[str]:
 
 def _reclaim(line: Line, grant: Grant) -> None:
     line.pool.end_lease(grant)
-    line.pool.lost += 1
+    line.pool.lost += grant.entry.units
     grant.entry.deaths += 1
     line.move(grant.entry, Place.RETURNED)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dispatcher.core.outlook import REPLICAS, LineAhead
@@ -57,10 +57,11 @@ class OwnerTerms:
     timeout_s: float
     """After so long without a call it is taken for dead; 0: only its leases run out."""
     lease_s: float
+    arguments: tuple[Argument, ...] = field(init=False)
+    """The same as the scripts get it."""
 
-    @property
-    def arguments(self) -> tuple[Argument, ...]:
-        return self.owner, self.timeout_s, self.lease_s
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", (self.owner, self.timeout_s, self.lease_s))
 
 
 # Leases.

@@ -11,13 +11,9 @@ from itertools import accumulate
 from math import inf
 from typing import Literal
 
-from dispatcher.sim.pool import Job, Pool
-from dispatcher.sim.world import TOKEN_S
+from dispatcher.standin.model import KV_AT_FULL, TOKEN_S, WAITING_AT_FULL
+from dispatcher.standin.pool import Job, Pool
 
-WAITING_AT_FULL = 5
-"""The utilization detector calls a model server full that has so many requests waiting,"""
-KV_AT_FULL = 0.8
-"""or so much of its KV cache in use."""
 TTFT_BOUNDS = (
     *(0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5),
     *(2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0),
@@ -68,7 +64,7 @@ class _View:
     slots: int
 
 
-class Epp:
+class Picker:
     """The picker before a pool, and its page.
 
     `declared`: how many requests it believes all endpoints take together (the concurrency detector's

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from math import inf, isnan, nan
 from typing import Any
 
-from dispatcher.sim.world import slowdown
+from dispatcher.standin.model import slowdown
 
 _KEPT = 20_000
 """So many of the newest times are kept for quantiles."""

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dispatcher.sim.world import Job, slowdown, work_s
+from dispatcher.standin.model import slowdown, work_s
 
 BUNDLED = Path(__file__).parent / "data" / "azure-conv-900s.csv"
 HOLD_S = 3.4
@@ -54,10 +54,6 @@ class Trace:
     name: str
     arrivals: Sequence[Arrived]
     seconds: float
-
-    def jobs(self) -> Iterator[tuple[float, Job]]:
-        """The requests as a world wants them; new ones each time, for a job remembers its life."""
-        return ((a.at, Job(a.work_s, a.tokens, batch=False)) for a in self.arrivals)
 
 
 def load(path: Path, *, slots: int, seed: int = 0) -> Trace:

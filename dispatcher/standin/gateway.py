@@ -14,13 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from dispatcher.sim.pool import Job, Level, Pool
-from dispatcher.sim.wire import Exchange, Server, chunk, head
-from dispatcher.sim.world import work_s
+from dispatcher.standin.model import BATCH_CONTEXT, work_s
+from dispatcher.standin.model import generated as drawn
+from dispatcher.standin.pool import Job, Level, Pool
+from dispatcher.standin.wire import Exchange, Server, chunk, head
 
 DROP_HEADER = "x-llm-d-request-dropped-reason"
-BATCH_CONTEXT = 500
-"""Tokens in a batch prompt: nobody can count them without a tokenizer, and they cost little."""
 
 
 class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -263,8 +262,7 @@ class Gateway:
 
     def _drawn(self, id_: str) -> int:
         # By the id and not in turn: a request costs the same whoever came before it.
-        drawn = random.Random(f"{self._seed}:{id_}").lognormvariate(4.8, 0.6)
-        return max(8, round(drawn))
+        return drawn(random.Random(f"{self._seed}:{id_}"))
 
     def _answer(self, exchange: Exchange, entry: Entry, how: Answer, generated: int = 0) -> None:
         if not exchange.open or self._fault.listener == "blackhole":

@@ -107,7 +107,7 @@ class Verdict:
 async def play(directory: Path, requests: int, tell: Tell) -> Verdict:
     """Run the demonstration in a directory of its own and tell what happens as it happens."""
     verdict = Verdict(requests)
-    with as_file(files("dispatcher.sim") / "data" / "azure-conv-900s.csv") as trace:
+    with as_file(files("dispatcher.standin") / "data" / "azure-conv-900s.csv") as trace:
         world = await _start_world(trace)
         async with _ending(world.process), aiohttp.ClientSession() as http:
             tell(f"A pool of {SLOTS} slots serves a chat service's realtime traffic (a real hour, replayed).")
@@ -190,7 +190,7 @@ class _World:
 
 async def _start_world(trace: Path) -> _World:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "dispatcher.sim.live"),
+        *(sys.executable, "-m", "dispatcher.standin"),
         *("--slots", str(SLOTS), "--queue-limit", str(SLOTS // 2), "--pool", "demo"),
         *("--trace", str(trace), "--trace-from-s", str(TRACE_FROM_S)),
         stdout=asyncio.subprocess.PIPE,

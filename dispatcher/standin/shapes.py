@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 
-from dispatcher.sim.trace import Arrived, Trace, TraceError, of_running
-from dispatcher.sim.world import work_s
+from dispatcher.standin.model import work_s
+from dispatcher.standin.trace import Arrived, Trace, TraceError, of_running
 
 SECONDS = 900.0
 ECHO_S = 1.0

@@ -3,7 +3,7 @@
 For the demo, the scenario tests and the benchmarks: what the dispatcher sees of a cluster, with realtime
 traffic, faults that are switched while it runs, and an observer who knows what really happened.
 
-    python -m dispatcher.sim.live --slots 32 --seconds 0.5 --queue-limit 8
+    python -m dispatcher.standin --slots 32 --seconds 0.5 --queue-limit 8
 
 prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
 a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
@@ -28,13 +28,13 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from msgspec import Meta
 
-from dispatcher.sim.epp import Epp
-from dispatcher.sim.gateway import Answer, Entry, Fault, Gateway
-from dispatcher.sim.pool import Pool
-from dispatcher.sim.shapes import parse_steps
-from dispatcher.sim.trace import TraceError, load
-from dispatcher.sim.traffic import Realtime
-from dispatcher.sim.wire import Exchange, Server
+from dispatcher.standin.gateway import Answer, Entry, Fault, Gateway
+from dispatcher.standin.picker import Picker
+from dispatcher.standin.pool import Pool
+from dispatcher.standin.shapes import parse_steps
+from dispatcher.standin.trace import TraceError, load
+from dispatcher.standin.traffic import Realtime
+from dispatcher.standin.wire import Exchange, Server
 
 __all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
 
@@ -155,7 +155,7 @@ class LiveWorld:
         self._config = config
         self._slots = config.slots
         declared = config.slots if config.declared is None else config.declared
-        self.epp = Epp(
+        self.epp = Picker(
             config.pool,
             config.endpoints,
             declared,
@@ -348,7 +348,7 @@ def _tls(config: Config) -> ssl.SSLContext | None:
 
 def _options(arguments: Sequence[str] | None) -> Config:
     parser = argparse.ArgumentParser(
-        prog="python -m dispatcher.sim.live",
+        prog="python -m dispatcher.standin",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

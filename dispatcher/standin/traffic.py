@@ -6,13 +6,12 @@ import asyncio
 import itertools
 import random
 
-from dispatcher.sim.pool import Job, Pool
-from dispatcher.sim.trace import Trace
-from dispatcher.sim.world import work_s
+from dispatcher.standin.model import BATCH_CONTEXT, generated, work_s
+from dispatcher.standin.pool import Job, Pool
+from dispatcher.standin.trace import Trace
 
 _AGAIN_S = 0.05
 """A held request that was refused comes back after so long."""
-_CONTEXT = 500
 
 
 class Realtime:
@@ -53,8 +52,8 @@ class Realtime:
         if self._held > self._level:
             self._held -= 1
             return
-        generated = max(8, round(self._random.lognormvariate(4.8, 0.6)))
-        job = self._job(work_s(_CONTEXT, generated), generated)
+        tokens = generated(self._random)
+        job = self._job(work_s(BATCH_CONTEXT, tokens), tokens)
         job.on_finish = self._hold_one
         if not self._pool.submit(job):
             self._loop.call_later(_AGAIN_S, self._hold_one)

@@ -22,7 +22,7 @@ import pytest
 import trustme
 from prometheus_client.parser import text_string_to_metric_families
 
-from dispatcher.sim.live import Answer, Config, Control, Fault, LiveWorld
+from dispatcher.standin.live import Answer, Config, Control, Fault, LiveWorld
 from tests.support import running, wait_until
 
 Post = Callable[..., Awaitable["Reply"]]
@@ -570,7 +570,7 @@ async def test_a_get_is_answered_at_once_and_takes_no_slot(http: aiohttp.ClientS
 
 
 def test_every_option_says_what_it_does_and_its_default() -> None:
-    command = (sys.executable, "-m", "dispatcher.sim.live", "--help")
+    command = (sys.executable, "-m", "dispatcher.standin", "--help")
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     options = " ".join(shown.partition("options:")[2].split()).split(" --")[2:]
     assert len(options) == len(msgspec.structs.fields(Config))
@@ -582,7 +582,7 @@ def test_every_option_says_what_it_does_and_its_default() -> None:
 
 
 def test_it_runs_as_a_process_and_ends_when_told() -> None:
-    command = (sys.executable, "-m", "dispatcher.sim.live", "--seconds", "0", "--slots", "3")
+    command = (sys.executable, "-m", "dispatcher.standin", "--seconds", "0", "--slots", "3")
     with running(*command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         urls = json.loads(process.stdout.readline())
@@ -619,7 +619,7 @@ def test_it_runs_as_a_process_and_ends_when_told() -> None:
     [("--slots", "many", "slots"), ("--trace", "/none", "/none"), ("--steps", "5:x", "steps: '5:x'")],
 )
 def test_a_wrong_option_says_what_is_wrong(option: str, value: str, said: str) -> None:
-    command = (sys.executable, "-m", "dispatcher.sim.live", option, value)
+    command = (sys.executable, "-m", "dispatcher.standin", option, value)
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 2
     assert said in done.stderr
@@ -628,7 +628,7 @@ def test_a_wrong_option_says_what_is_wrong(option: str, value: str, said: str) -
 
 def test_a_request_costs_it_no_more_than_its_client() -> None:
     """By the CPU time that each takes of the same moments; a bare client takes 0.2 ms on an idle machine."""
-    command = (sys.executable, "-m", "dispatcher.sim.live", "--seconds", "0.005", "--slots", "64")
+    command = (sys.executable, "-m", "dispatcher.standin", "--seconds", "0.005", "--slots", "64")
     requests = 3_000
     body = json.dumps({"model": "m", "prompt": "hi " * 100}).encode()
     with running(*command, stdout=subprocess.PIPE) as process:

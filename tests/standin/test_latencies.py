@@ -15,10 +15,10 @@ from dispatcher.core.budget import Policy
 from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.poller import Poll, Poller
-from dispatcher.sim.epp import TPOT_BOUNDS, TTFT_BOUNDS
-from dispatcher.sim.live import Config, LiveWorld
-from dispatcher.sim.pool import Job
-from dispatcher.sim.world import TOKEN_S, work_s
+from dispatcher.standin.live import Config, LiveWorld
+from dispatcher.standin.model import TOKEN_S, work_s
+from dispatcher.standin.picker import TPOT_BOUNDS, TTFT_BOUNDS
+from dispatcher.standin.pool import Job
 from tests.support import wait_until
 
 REALTIME, BATCH = 0, -10
