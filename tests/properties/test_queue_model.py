@@ -393,7 +393,7 @@ class QueueModel(Twins):
                 self.bench.raw.zincrby(f"{prefix}:{key}", seconds, name)
         shared = ("read_at", "overload_at", "overload_until")
         known = {field: self.bench.raw.hget(f"{prefix}:control", field) for field in shared}
-        for field in (*shared, "quiet_until", "beats_quiet_until", *TICKS):
+        for field in (*shared, "quiet_until", "beats_quiet_until", "probe_waits", *TICKS):
             self._move_control(field, seconds)
         permit, overload = self.store.pool.permit, self.store.pool.overload
         self.renew(owner, False)

@@ -30,12 +30,13 @@ for at = 8, #ARGV, 3 do
       weigh(state, units)
       call('ZADD', LEASES, until_, lease_name(id, state))
       save(id, state)
-      hold(me, more, more)
+      hold(state[OWNER], more, more)
       free = free - more
     end
   end
 end
-end_leases(back, call('HGET', CONTROL, 'probe'))
+end_leases(back, shared.probe)
+if call('HEXISTS', CONTROL, 'probe') == 0 then shared.probe, shared.prober = nil, nil end
 for _, item in ipairs(back) do
   weigh(item.state, item.units)
   item.state[DELIVERIES] = item.state[DELIVERIES] - 1
