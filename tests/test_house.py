@@ -155,7 +155,7 @@ def test_adapters_never_import_each_other() -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    command = [sys.executable, ROOT / "docs" / "generate.py", "--check"]
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 

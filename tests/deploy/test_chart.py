@@ -318,7 +318,17 @@ def test_notes_are_whole(name: str, tmp_path: Path) -> None:
     shutil.copytree(CHART, copy)
     (copy / "templates" / "NOTES.txt").rename(copy / "NOTES.txt")
     (copy / "templates" / "notes.yaml").write_text('notes: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n')
-    arguments = ["template", "night", copy, "--namespace", "llm", "--kube-version", "1.34.0", "--values", "-"]
+    arguments = [
+        "template",
+        "night",
+        str(copy),
+        "--namespace",
+        "llm",
+        "--kube-version",
+        "1.34.0",
+        "--values",
+        "-",
+    ]
     done = subprocess.run(
         [require_tool("helm"), *arguments, "--show-only", "templates/notes.yaml"],
         input=json.dumps({**BASIC, **CASES[name]}),
@@ -530,7 +540,7 @@ def test_sidecar_joins_the_picker_and_takes_nothing_from_it(tmp_path: Path, sche
     (tmp_path / "patch.yaml").write_text(release.patch())
     kustomization = {"resources": ["picker.yaml"], "patches": [{"path": "patch.yaml"}]}
     (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
-    build = [require_tool("kustomize"), "build", tmp_path]
+    build = [require_tool("kustomize"), "build", str(tmp_path)]
     text = subprocess.run(build, capture_output=True, text=True, check=True).stdout
     assert faults(text, KUBERNETES[-1], schemas) == []
     pod = yaml.safe_load(text)["spec"]["template"]["spec"]
@@ -613,10 +623,10 @@ def test_plain_scrape_of_the_guide_takes_the_dispatcher_s_port_and_no_other(tmp_
     page = (ROOT / "docs" / "install.md").read_text()
     (text,) = re.findall(r"<!-- scrape -->\n```yaml\n(.*?)```", page, re.DOTALL)
     shutil.copy(FILES / "rules.yaml", tmp_path / "batch-dispatcher-rules.yaml")
-    found = "kubernetes_sd_configs: [{role: pod}]"  # Debian's is built without
-    assert found in text
-    (tmp_path / "prometheus.yaml").write_text(text.replace(found, "static_configs: []"))
-    check = [require_tool("promtool"), "check", "config", tmp_path / "prometheus.yaml"]
+    discovery = "kubernetes_sd_configs: [{role: pod}]"  # Debian's is built without
+    assert discovery in text
+    (tmp_path / "prometheus.yaml").write_text(text.replace(discovery, "static_configs: []"))
+    check = [require_tool("promtool"), "check", "config", str(tmp_path / "prometheus.yaml")]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (job,) = yaml.safe_load(text)["scrape_configs"]

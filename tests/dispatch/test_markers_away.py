@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
@@ -63,7 +63,7 @@ class Answers:
 class Scene:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self.events: list[tuple[Event, dict[str, Any]]] = []
+        self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.store = MemoryStore(clock=loop.time)
         self.queue, self.gateway = MarkersApart(self.store, "a"), Answers()
         self.limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])

@@ -136,7 +136,7 @@ def always(**answer: Any) -> Script:
 
 
 def options(url: str, **more: Any) -> GatewaySettings:
-    return GatewaySettings(url=url, **more)
+    return GatewaySettings.model_validate({"url": url, **more})
 
 
 def a_request(payload: bytes = b'{"prompt":"hi"}', **more: Any) -> Request:

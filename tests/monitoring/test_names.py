@@ -180,7 +180,7 @@ def test_legends_and_texts_name_only_labels_that_their_expression_keeps() -> Non
             rule["expr"],
             *(recorded()[s.name] for s in named(rule["expr"]).selectors if s.name in recorded()),
         ]
-        kept = {label for expression in through for label in named(expression).labels}
+        kept = frozenset(label for expression in through for label in named(expression).labels)
         text = " ".join(rule["annotations"].values())
         lost += [f"{name}: {label}" for label in re.findall(r"\$labels\.(\w+)", text) if label not in kept]
     assert lost == []

@@ -158,7 +158,7 @@ async def day(one: Dispatcher, prometheus: Prometheus, browser: Browser) -> Asyn
 
 def learned(one: Dispatcher, world: World) -> bool:
     world.control(realtime=(world.observed()["pool"]["realtime"]["now"] + 5) % 17)
-    return one.status()["picker_max_concurrency"] == 16
+    return bool(one.status()["picker_max_concurrency"] == 16)
 
 
 def submit(stage: Stage, count: int, **more: Any) -> list[str]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_a_gateway_that_only_sends_us_away_burns_nothing(stage: Stage, gone_s: f
         answer = {"kind": "status", "status": status, "body": body}
         pair.outlive(
             gone_s,
-            lambda answer=answer: world.control(gateway={"answer": answer}),
+            partial(world.control, gateway={"answer": answer}),
             lambda: world.control(gateway=None),
         )
 
@@ -210,8 +211,8 @@ def envoy_config(port: int, upstream: int, picker: int) -> dict[str, Any]:
         "processing_mode": {"response_header_mode": "SKIP"},
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
     }
-    everything = {"name": "all", "domains": ["*"]}
-    everything["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "pool"}}]
+    routes = [{"match": {"prefix": "/"}, "route": {"cluster": "pool"}}]
+    everything = {"name": "all", "domains": ["*"], "routes": routes}
     manager = {
         "@type": f"{filters}.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "test",

@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from tests.scenarios.processes import Dispatcher, Stage
-from tests.signals.apiserver import PODS, POOLS, ApiServer, pod
-from tests.signals.test_capacity import populate
+from tests.signals.apiserver import PODS, POOLS, ApiServer, pod, populate
 from tests.support import wait_until_sync
 
 PER_ENDPOINT = 4
