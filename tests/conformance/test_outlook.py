@@ -13,7 +13,7 @@ from dispatcher.core.request import encode_member
 from dispatcher.core.score import score_of
 from dispatcher.ports import Burial, Release
 from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim
-from tests.core.test_outlook import late_one_by_one
+from tests.core.late import late_one_by_one
 
 
 async def put(world: World, *deadlines: float, priority: int | None = None) -> None:

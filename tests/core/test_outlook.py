@@ -25,13 +25,9 @@ from dispatcher.core.outlook import (
 )
 from dispatcher.core.request import encode_member
 from dispatcher.core.score import score_of
+from tests.core.late import late_one_by_one
 
 NOW = 1_764_000_000.0
-
-
-def late_one_by_one(slacks: Sequence[float], rate: float, service_s: float) -> int:
-    """Each request by its rank."""
-    return sum(rank / rate + service_s > slack + 1e-6 for rank, slack in enumerate(slacks, 1))
 
 
 def a_line(

@@ -23,13 +23,13 @@ from dispatcher.cli import app
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from dispatcher.queue.keys import Names
 from dispatcher.settings.load import NEEDS_RESTART
-from tests.deploy.cases import BASIC, CASES, QUEUE
+from tests.deploy.cases import BASIC, CASES, PICKER, QUEUE
 from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.golden import GOLDEN, golden, path
 from tests.deploy.release import CHART, ROOT, Release, case, environment, render
 from tests.monitoring.files import FILES
+from tests.monitoring.names import known
 from tests.monitoring.promql import named
-from tests.monitoring.test_names import known
 from tests.support import free_port, require_tool, wait_until_sync
 
 EVERY = tuple(CASES)
@@ -513,25 +513,6 @@ def test_two_releases_do_not_touch() -> None:
 
 
 # ── as a sidecar ──
-
-PICKER = """
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: picker, namespace: llm}
-spec:
-  selector: {matchLabels: {app: picker}}
-  template:
-    metadata: {labels: {app: picker}}
-    spec:
-      serviceAccountName: picker
-      terminationGracePeriodSeconds: 130
-      containers:
-        - name: epp
-          image: picker
-          ports: [{name: metrics, containerPort: 9090}]
-          volumeMounts: [{name: config, mountPath: /config}]
-      volumes: [{name: config, configMap: {name: picker}}]
-"""
 
 
 def test_sidecar_joins_the_picker_and_takes_nothing_from_it(tmp_path: Path, schemas: Path) -> None:

@@ -16,9 +16,8 @@ import httpx
 import pytest
 import trustme
 
-from tests.forward.test_envoy import envoy_path
 from tests.scenarios.processes import Dispatcher, Stage, World, hold
-from tests.support import free_port, running, wait_until_sync
+from tests.support import envoy_path, free_port, running, wait_until_sync
 
 LIMIT = 30
 RESUMED_S = 3.0

@@ -34,7 +34,7 @@ from tests.signals.apiserver import (
     pool,
     populate,
 )
-from tests.signals.test_capacity import QWEN, Seen
+from tests.signals.told import QWEN, Seen
 
 LOOK_S = 0.05
 """So often a test looks, and so exact it knows when."""

@@ -24,8 +24,7 @@ from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, 
 from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import View
 from tests.signals import fakes
-from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server
-from tests.signals.test_epp import whole
+from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server, whole
 from tests.support import free_port, wait_until
 
 INTERVAL_S = 0.05

@@ -27,7 +27,7 @@ from dispatcher.signals.poller import Poller
 from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import View, judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
-from tests.signals.test_golden import GOLDEN, POLICY
+from tests.signals.goldens import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until
 
 SLOW_S = 0.6
