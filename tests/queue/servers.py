@@ -120,21 +120,17 @@ class Server:
 
 
 def _started(make: Callable[[], Server]) -> Server:
-    for _ in range(_START_TRIES - 1):
+    for left in reversed(range(_START_TRIES)):
         running = make()
         try:
             running.start()
         except OSError:  # the port was taken in between
             running.stop()
+            if not left:
+                raise
         else:
             return running
-    running = make()
-    try:
-        running.start()
-    except OSError:
-        running.stop()
-        raise
-    return running
+    raise AssertionError("the last try returns or raises")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import signal
 import ssl
@@ -208,7 +209,7 @@ async def test_levels_tell_peak_and_mean_over_time(post: Post) -> None:
         assert report["peak"] == 4
         started = starts(world)
         assert len(started) == 4
-        busy = sum(entry.ended_at - started[entry.id] for entry in world.gateway.log if entry.ended_at)
+        busy = sum((entry.ended_at or math.inf) - started[entry.id] for entry in world.gateway.log)
         assert report["mean"] == pytest.approx(busy / (time.monotonic() - start), rel=0.2)
         await world.control(Control(restart=True))
         assert world.pool.report()["batch"]["peak"] == 0
