@@ -24,7 +24,7 @@ from dispatcher.core.outcome import (
 )
 from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.core.routing import Route
-from tests.forward.conftest import options
+from tests.forward.scripted import options
 from tests.pages import DOCS, rows
 
 PAGE = DOCS / "forwarding.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dispatcher.core.outcome import Delivered, Failed, Overloaded, Unreachable
 from dispatcher.forward import HttpGateway
-from tests.forward.conftest import Connection, a_request, outcome, serving
+from tests.forward.scripted import Connection, a_request, outcome, serving
 from tests.support import envoy_path, free_port, running, wait_until
 
 MakeGateway = Callable[..., HttpGateway]

@@ -33,7 +33,7 @@ from dispatcher.telemetry.events import heard_by
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.otlp import SpanSender
 from dispatcher.telemetry.tracing import EndedSpan, Tracing
-from tests.forward.conftest import Connection, Script, Server, options, serving
+from tests.forward.scripted import Connection, Script, Server, options, serving
 from tests.queue.servers import server
 from tests.support import wait_until
 from tests.telemetry.traces import QUEUE, in_memory, line_into
