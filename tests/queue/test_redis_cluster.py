@@ -342,10 +342,10 @@ async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_li
 ) -> None:
     """In another slot, where the script that settles cannot see it."""
     forbidden, allowed = apart(cluster, 2)
+    refusals = f"~{NAMES.results}:posted:*"
+    more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
     for node in cluster.nodes:
         with node.client() as admin:
-            refusals = f"~{NAMES.results}:posted:*"
-            more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
             grant(admin, "dispatcher", *more, tag="pool")
     url = cluster.url.replace("://", f"://dispatcher:{PASSWORD}@", 1)
     try:
