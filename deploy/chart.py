@@ -104,10 +104,11 @@ def _pattern(rules: Sequence[Any]) -> dict[str, str]:
 def settings_facts() -> str:
     """files/settings.json: what templates have to know of the settings."""
     defaults = {}
+    gatewayless: dict[str, Any] = {"gateway": None}  # it has no default
     templates = "".join(path.read_text() for path in sorted((CHART / "templates").glob("*.*")))
     asked = set(re.findall(r'"batch-dispatcher\.setting" \(list \S+ "([a-z_.]+)"', templates))
     for path in filter(asked.__contains__, key_paths(Settings)):
-        value: Any = Settings.model_construct(gateway=None)
+        value: Any = Settings.model_construct(**gatewayless)
         for name in path.split("."):
             value = getattr(value, name)
         defaults[path] = value
@@ -123,12 +124,12 @@ _EGRESS = {
     "additionalProperties": False,
     "properties": {"to": {"type": "array", "items": {"type": "object"}}, "ports": _PORTS},
 }
-_SECRET_KEY = {
+_SECRET_KEY: dict[str, Any] = {
     "type": "object",
     "additionalProperties": False,
     "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
 }
-_NAMED = {
+_NAMED: dict[str, Any] = {
     "type": "array",
     "items": {
         "type": "object",
@@ -138,7 +139,7 @@ _NAMED = {
 }
 _OR_NOTHING = {"type": ["boolean", "null"]}
 _INTERVAL = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
-_IMAGE = {
+_IMAGE: dict[str, dict[str, Any]] = {
     "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
     "pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]},
     "repository": {"type": "string", "minLength": 1},

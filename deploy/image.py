@@ -237,7 +237,7 @@ def _strip(top: Path) -> None:
 
 def _compile(target: Path) -> None:
     """Each module with its .pyc, which holds whatever the engine makes of the files' times."""
-    options = ["-q", "-j0", "--invalidation-mode", "unchecked-hash", "-s", target, "-p", "/"]
+    options = ["-q", "-j0", "--invalidation-mode", "unchecked-hash", "-s", str(target), "-p", "/"]
     below = [target / "opt", target / "usr/lib"]
     subprocess.run([sys.executable, "-m", "compileall", *options, *below], check=True)
 

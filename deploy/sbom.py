@@ -96,7 +96,7 @@ def _python(name: str, package: Distribution, sha256: str) -> Component:
 
 def licences(package: Distribution) -> list[dict[str, Any]]:
     """As the package's metadata says it: an expression, else classifiers, else a name."""
-    metadata = package.metadata
+    metadata: Any = package.metadata  # a message: typeshed promises less of it than there is
     if expression := metadata.get("License-Expression"):
         return [{"expression": expression}]
     classifiers = [line for line in metadata.get_all("Classifier") or [] if line.startswith("License :: OSI")]

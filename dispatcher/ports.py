@@ -452,7 +452,7 @@ class Gateway(Protocol):
     """The inference gateway: one try of one request."""
 
     async def forward(
-        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = ...
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
     ) -> Forwarded:
         """Try once. `token`: names this try, and no other one. `deadline`: loop time at which it ends,
         whatever happens. `may_send`: asked right before the first byte of each sending leaves, for it may be

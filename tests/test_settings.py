@@ -320,13 +320,13 @@ def test_no_environment_raises(values: dict[str, str]) -> None:
 
 
 def test_unreadable_files_are_problems(tmp_path: Path) -> None:
-    [missing] = load(tmp_path / "none.yaml", {})  # type: ignore[misc]
+    [missing] = load(tmp_path / "none.yaml", {})
     assert str(missing) == "none.yaml: cannot be read: No such file or directory"
-    [directory] = load(tmp_path, {})  # type: ignore[misc]
+    [directory] = load(tmp_path, {})
     assert "cannot be read" in str(directory)
     latin = tmp_path / "latin.yaml"
     latin.write_bytes(b"gateway:\n  url: http://gw\n# caf\xe9\n")
-    [undecodable] = load(latin, {})  # type: ignore[misc]
+    [undecodable] = load(latin, {})
     assert str(undecodable) == "latin.yaml: line 3: is not valid UTF-8"
 
 

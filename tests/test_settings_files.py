@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dispatcher.settings.files import TokenFileError, read_token
-from tests.test_house import MODULES
+from tests.source import MODULES
 
 GOOD = "eyJhbGciOi.J9_~-+/=!"
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths
 from tests.reads import Class, Read, Source
-from tests.test_house import MODULES, name_of
+from tests.source import MODULES, name_of
 
 SETTINGS = "dispatcher.settings"
 SHOWN = "dispatcher.telemetry"

@@ -71,7 +71,7 @@ class Warm:
 @contextlib.contextmanager
 def warm(
     program: str,
-    *arguments: object,
+    *arguments: str | Path,
     stdout: IO[bytes] | int = subprocess.DEVNULL,
     stderr: IO[bytes] | int = subprocess.DEVNULL,
     env: Mapping[str, str] | None = None,
@@ -96,7 +96,7 @@ def cold(
 
 
 def warm_run(
-    *arguments: object, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
+    *arguments: str | Path, env: Mapping[str, str] | None = None, timeout_s: float = 60.0
 ) -> subprocess.CompletedProcess[str]:
     """`batch-dispatcher` with these arguments, to its end."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -174,12 +174,13 @@ class _Interpreter:
 
     def serve(self) -> Callable[[], Any]:
         """Fork for each request. Returns in the child only, with what it shall run."""
+        asked = self._requests.fileno()
         while True:
-            ready, _, _ = select.select([self._requests, self._woken], [], [])
+            ready, _, _ = select.select([asked, self._woken], [], [])
             if self._woken in ready:
                 os.read(self._woken, 64)
                 self._reap()
-            if self._requests in ready:
+            if asked in ready:
                 text, files, _, _ = socket.recv_fds(self._requests, _REQUEST_MOST, _FILES)
                 if not text:
                     os._exit(0)  # who asked has ended

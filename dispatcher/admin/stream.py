@@ -236,10 +236,6 @@ class Feed:
         for stream in self._streams:
             stream.end()
 
-    @property
-    def readers(self) -> int:
-        return len(self._streams)
-
     async def run(self) -> None:
         """Sample each second, until cancelled."""
         async with asyncio.TaskGroup() as tasks:

@@ -53,7 +53,6 @@ class Presence:
     def __init__(self, owner: str, place: str, *, alone: bool) -> None:
         self.owner = owner
         self._place = place
-        self._alone = alone
         self._found: frozenset[str] | None = None if alone else frozenset()
         """Owners that a directory of ours was taken over from; None: not looked yet."""
 

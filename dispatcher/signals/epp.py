@@ -94,16 +94,6 @@ class EppSource:
         self._resolver = Errand("epp-dns")
         self._client: httpx.AsyncClient | None = None
 
-    @property
-    def configured(self) -> bool:
-        """Whether there is anything to ask; the watch may change it."""
-        return bool(self._targets.urls or self._targets.service or self._found is not None)
-
-    @property
-    def replicas(self) -> int | None:
-        """How many replicas the watch knows of; None without a watch."""
-        return None if self._found is None else len(self._found)
-
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
         """What the Kubernetes watch found: the replicas' addresses, with or without a port."""
         self._found = addresses

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
@@ -78,7 +78,6 @@ class SourcePoll(Poll):
     per_endpoint_from: Literal["setting"] | Guess | None = None
     picker_k: int | None = None
     """The picker's maxConcurrency, where its pages show it."""
-    raw: Mapping[str, float] = field(default_factory=dict)
     price: Price = field(default_factory=Price)
     """What users of the pool see of it; no part of any decision."""
 
@@ -163,11 +162,6 @@ class Poller:
         self._compared: tuple[int, float | None] | None = None
         """The picker's k and the setting beside it, as they were compared last."""
         self._changed = asyncio.Event()
-
-    @property
-    def source(self) -> SourceName | None:
-        """The source whose word counts now; None before the first answer."""
-        return self._source
 
     def reconfigure(self, sources: Sequence[Source], signals: SignalsSettings, policy: Policy) -> None:
         """Go on with other sources and settings, at once. The sources before are closed."""
@@ -337,7 +331,7 @@ class Poller:
     def _judge(self, name: SourceName, seen: tuple[View, ...] | Unread, now: float) -> Verdict:
         use = self._signals.use
         if isinstance(seen, Unread):
-            return Verdict(self._in_use or at_most(use), (), (seen,), "", {})
+            return Verdict(self._in_use or at_most(use), (), (seen,), "")
         lessons = self._lessons[name]
         lessons.learn(seen)
         verdict = judge(seen, use, self._policy, name, lessons)
@@ -382,7 +376,6 @@ class Poller:
                 per_endpoint=verdict.per_endpoint,
                 per_endpoint_from=verdict.per_endpoint_from,
                 picker_k=self._count.k,
-                raw=verdict.raw,
                 price=self._price,
             )
         )

@@ -148,7 +148,6 @@ class Verdict:
     unread: tuple[Unread, ...]
     detector: str
     """What is known of the picker's saturation detector, in words."""
-    raw: Mapping[str, float]
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity was reckoned with; None: it came another way."""
     per_endpoint_from: Literal["setting"] | Guess | None = None
@@ -288,7 +287,7 @@ def judge(
             "the endpoint picker sees no ready endpoint",
             f"the pool's pods; a picker that has just started shows none for {FLUSH_S:g} s",
         )
-        return Verdict(wanted, (), (gone,), detector, raw)
+        return Verdict(wanted, (), (gone,), detector)
     per_endpoint = lessons.count.per_endpoint if policy.per_endpoint is None else policy.per_endpoint
     capacity = _capacity(views, ready, policy.max_sys, per_endpoint)
     readings: list[Reading] = []
@@ -304,9 +303,9 @@ def judge(
     counted = policy.max_sys is None and all(each.capacity is None for each in views)
     unique = tuple(dict.fromkeys(unread))
     if not counted:
-        return Verdict(wanted, tuple(readings), unique, detector, raw)
+        return Verdict(wanted, tuple(readings), unique, detector)
     source_of_it = lessons.count.guess if policy.per_endpoint is None else "setting"
-    return Verdict(wanted, tuple(readings), unique, detector, raw, per_endpoint, source_of_it)
+    return Verdict(wanted, tuple(readings), unique, detector, per_endpoint, source_of_it)
 
 
 def at_most(use: str) -> tuple[Signal, ...]:

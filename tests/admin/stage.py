@@ -94,7 +94,7 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
     } | more
     if "explanation" in more:
         return told
-    terms = {name: told[name] for name in ("in_flight", "limit", "f_sys", "f_epp")}
+    terms: dict[str, Any] = {name: told[name] for name in ("in_flight", "limit", "f_sys", "f_epp")}
     return {"explanation": sentence(reason, **terms)} | told
 
 

@@ -265,7 +265,8 @@ async def test_phone_scrolls_one_way_only_and_motion_can_be_turned_off(page: Pag
     )
     quarter_of_an_hour(stage, "no-room")
     moving = "getComputedStyle(document.querySelector('.dot')).animationName"
-    await page.look(width=390, height=844, **{"prefers-reduced-motion": "no-preference"})
+    motion: dict[str, Any] = {"prefers-reduced-motion": "no-preference"}
+    await page.look(width=390, height=844, **motion)
     async with shown(stage, page):
         await soon(lambda: says(page, "#dead", "RETRIES"), what="the dead")
         assert await page.ask("document.documentElement.scrollWidth") == 390

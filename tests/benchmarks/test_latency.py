@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,7 +98,7 @@ async def by_zadd(stage: Stage, requests: int) -> dict[str, float]:
 )
 def test_p99_from_submission_to_the_gateway(
     stage: Stage,
-    produce: Callable[[Stage, int], Awaitable[dict[str, float]]],
+    produce: Callable[[Stage, int], Coroutine[Any, Any, dict[str, float]]],
     requests: int,
     within_s: float,
 ) -> None:

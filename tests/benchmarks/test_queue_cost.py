@@ -9,23 +9,24 @@ import asyncio
 import statistics
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import redis
 
-from dispatcher.ports import Release, Settlement, Submission
+from dispatcher.ports import Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis.owner import RedisQueue
 from tests.floors import beside, of_children
-from tests.queue.made import NAMES, answer, claim, member, queues
+from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import require_tool
 
 pytestmark = pytest.mark.timeout(300)
 BATCH = 64
+T = TypeVar("T")
 
 
 @pytest.fixture(params=ENGINES)
@@ -35,7 +36,7 @@ def own_server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Serve
 
 
 @pytest.fixture
-async def queue(own_server: Server) -> AsyncIterator[RedisQueue]:
+async def queue(own_server: Server) -> AsyncIterator[OwnerAndDesk]:
     async with queues(own_server.url, "a", try_s=20, result_ttl_s=3600) as (one,):
         yield one
 
@@ -73,7 +74,7 @@ SHALLOW, DEEP = (
 @pytest.mark.parametrize(
     "own_server", [pytest.param("redis", marks=pytest.mark.long), "valkey"], indirect=True
 )
-async def test_claim_costs_the_same_with_a_million_pending(own_server):
+async def test_claim_costs_the_same_with_a_million_pending(own_server: Server) -> None:
     """The same commands, and no more than 1.5 times the server's CPU. Two queues on one server are claimed
     from in turn: what a claim takes changes by half from one second to the next, for both alike."""
     depths = {SHALLOW: 1_000, DEEP: 1_000_000}
@@ -111,7 +112,9 @@ async def test_claim_costs_the_same_with_a_million_pending(own_server):
     assert found.ratio <= 1.5
 
 
-async def test_the_outlook_takes_the_same_few_steps_with_a_hundred_thousand_pending(own_server):
+async def test_the_outlook_takes_the_same_few_steps_with_a_hundred_thousand_pending(
+    own_server: Server,
+) -> None:
     """However the deadlines lie: some hundreds of counts by rank, one head, no other member, no write."""
     counted: dict[Names, int] = {}
     for names, depth in {SHALLOW: 1_000, DEEP: 100_000}.items():
@@ -146,13 +149,15 @@ def due_in_time(own_server: Server, count: int, names: Names) -> None:
 THROUGH_A_SCRIPT = "redis.call('SET', KEYS[1], ARGV[1]); return redis.call('GET', KEYS[1])"
 
 
-async def test_a_megabyte_costs_no_step_much_more_than_a_bare_script(queue, own_server):
+async def test_a_megabyte_costs_no_step_much_more_than_a_bare_script(
+    queue: OwnerAndDesk, own_server: Server
+) -> None:
     """Every step that a request of 1 MB goes through, with an answer of 1 MB: how long it holds up the
     others, as the server's CPU. The bare script only stores and returns it."""
     took: dict[str, list[float]] = {}
     with own_server.client() as client:
 
-        async def timed(step: str, act):
+        async def timed(step: str, act: Awaitable[T]) -> T:
             before = cpu_us(client)
             done = await act
             took.setdefault(step, []).append(cpu_us(client) - before)
@@ -183,12 +188,12 @@ async def test_a_megabyte_costs_no_step_much_more_than_a_bare_script(queue, own_
     assert max(ratios.values()) <= 1.5
 
 
-async def test_many_large_requests_never_share_one_script(queue, own_server):
+async def test_many_large_requests_never_share_one_script(queue: OwnerAndDesk, own_server: Server) -> None:
     """Thirty of a megabyte in one reply would block everyone for a quarter of a second."""
     with own_server.client() as client:
         for number in range(6):
             client.zadd(NAMES.queue, {member(f"r-{number}") + b" " * 600_000: 1.0})
-        held = []
+        held: list[Lease] = []
         while leases := (await claim(queue)).leases:
             assert len(leases) == 1
             held += leases
@@ -207,7 +212,9 @@ def scripts(client: redis.Redis) -> int:
     )
 
 
-async def test_claim_and_settle_cost_less_than_five_bare_calls(queue, own_server):
+async def test_claim_and_settle_cost_less_than_five_bare_calls(
+    queue: OwnerAndDesk, own_server: Server
+) -> None:
     """A request, claimed and settled in batches of 64, takes client and server together at most five times
     the CPU that redis-benchmark and the server take for one EVALSHA of INCR. Where those run at 45,000/s, as
     on a quiet machine, that is 10,000 requests/s."""
@@ -248,7 +255,7 @@ def benchmark(own_server: Server, sha: str, calls: int) -> None:
     subprocess.run([*command, "EVALSHA", sha, "1", "counter"], capture_output=True, timeout=60, check=True)
 
 
-async def test_a_batch_takes_two_round_trips_however_large(queue, own_server):
+async def test_a_batch_takes_two_round_trips_however_large(queue: OwnerAndDesk, own_server: Server) -> None:
     fill(own_server, 2 * BATCH)
     await queue.settle([answer(lease) for lease in (await claim(queue, BATCH)).leases])
     with own_server.client() as client:
@@ -262,7 +269,7 @@ async def test_a_batch_takes_two_round_trips_however_large(queue, own_server):
 
 
 @pytest.mark.parametrize("size", [100, 300, 1_000, 10_000])
-async def test_memory_of_a_pending_request(own_server, size):
+async def test_memory_of_a_pending_request(own_server: Server, size: int) -> None:
     """≤ 1.25 × its member + 200 bytes."""
     count = 2**16 if size < 10_000 else 2**13
     with own_server.client() as client:

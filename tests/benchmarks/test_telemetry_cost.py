@@ -46,7 +46,7 @@ class Mute(Journal):
 
     def _nothing(self, *_args: object, **_named: object) -> None: ...
 
-    turned = sent = tried = ended = _nothing  # type: ignore[assignment]
+    turned = sent = tried = ended = _nothing
 
 
 class AtOnce:

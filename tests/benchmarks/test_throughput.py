@@ -77,7 +77,7 @@ class Cost:
 @contextmanager
 def bare_client(world: World, workers: int) -> Iterator[Callable[[int], Cost]]:
     """Posts so many requests when told to."""
-    command = [sys.executable, BARE, f"{world.gateway}/v1/completions", str(workers)]
+    command = [sys.executable, str(BARE), f"{world.gateway}/v1/completions", str(workers)]
     with running(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -109,7 +109,8 @@ async def test_a_request_costs_about_twice_a_bare_clients(
     one = ready(stage, world, limit)
     forward(stage, 500)
     others = [process.pid for process in psutil.Process().children() if process.pid != one.child.pid]
-    ours, bare = [], []
+    ours: list[Cost] = []
+    bare: list[Cost] = []
 
     def measured(act: Callable[[], Cost], costs: list[Cost]) -> float:
         """What it took, and gateway and Redis meanwhile."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import redis.asyncio
 
@@ -41,6 +42,7 @@ class Owner:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
         )
+        assert self.process.stdout is not None
         self._reader = asyncio.create_task(self._read(self.process.stdout))
 
     async def _read(self, output: asyncio.StreamReader) -> None:
@@ -133,7 +135,8 @@ def requests(first: int, count: int) -> list[Submission]:
 
 
 async def results_in(client: redis.asyncio.Redis) -> list[bytes]:
-    return await client.lrange(NAMES.results, 0, -1)
+    found: Any = await client.lrange(NAMES.results, 0, -1)
+    return list(found)
 
 
 def assert_each_answered_once(results: list[bytes], count: int) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -28,13 +29,13 @@ from tests.chaos.bench import (
 from tests.chaos.worker import NAMES
 from tests.queue.known import assert_drained
 from tests.queue.servers import ENGINES, Server, sentinel_set, server
-from tests.support import wait_until
+from tests.support import passed, wait_until
 
 LASTING = ("--appendonly", "yes", "--appendfsync", "always")
 
 
 @asynccontextmanager
-async def looking_at(url: str) -> AsyncIterator[tuple[redis.asyncio.Redis, RedisDesk]]:
+async def looking_at(url: str) -> AsyncIterator[tuple[Any, RedisDesk]]:
     """A raw client and a desk, closed at the end."""
     desk = RedisDesk(connect(url), NAMES, try_s=5.0)
     client = connect(url)
@@ -82,11 +83,11 @@ async def everything_goes_wrong(
                     await works(trio[2])
                     with network.cut():
                         cut_at = time.monotonic()
-                        await wait_until(lambda since=cut_at: time.monotonic() > since + 2 * lease_s, 60)
+                        await wait_until(passed(cut_at + 2 * lease_s), 60)
                 victim = trio[chance.randrange(3)]
                 await works(victim)
                 strike_at = time.monotonic() + chance.uniform(0, 0.15)
-                await wait_until(lambda at=strike_at: time.monotonic() >= at, 60, every_s=0.005)
+                await wait_until(passed(strike_at), 60, every_s=0.005)
                 await victim.kill()
                 await victim.start()
 
@@ -171,7 +172,7 @@ async def test_requests_of_a_killed_only_owner_run_again_within_its_lease_and_tw
                 async with owners(quick):
 
                     async def answered() -> bool:
-                        return await client.llen(NAMES.results) == 4
+                        return int(await client.llen(NAMES.results)) == 4
 
                     await wait_until(answered, 30, what="the second owner answers")
                     took_s = time.monotonic() - died_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from dispatcher.check.settings import files
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.settings import Settings
 from tests.queue.roles import grant, url_of
-from tests.queue.servers import ENGINES, cluster_set, sentinel_set, server
+from tests.queue.servers import ENGINES, ClusterSet, SentinelSet, cluster_set, sentinel_set, server
 from tests.signals.apiserver import PODS, POOLS, SLICES, ApiServer, endpoint_slice, pod, pool
 from tests.signals.fakes import fake_epp, fake_prometheus, golden
 from tests.support import free_port, wait_until
@@ -318,7 +318,7 @@ async def test_replica_is_no_place_for_a_queue(tmp_path: Path) -> None:
 
         async def synced() -> bool:
             with replica.client() as client:
-                return client.info("replication").get("master_link_status") == "up"
+                return bool(client.info("replication").get("master_link_status") == "up")
 
         await wait_until(synced, 30.0)
         told = await found(tmp_path, queue={"url": replica.url})
@@ -329,9 +329,10 @@ async def test_replica_is_no_place_for_a_queue(tmp_path: Path) -> None:
 @pytest.fixture(params=["sentinel", "cluster"])
 def several(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The URL of a queue behind several servers."""
-    made = {"sentinel": sentinel_set, "cluster": cluster_set}[request.param]
-    with made("valkey", tmp_path / "servers") as servers:
-        yield servers.url
+    made = sentinel_set if request.param == "sentinel" else cluster_set
+    servers: AbstractContextManager[SentinelSet | ClusterSet] = made("valkey", tmp_path / "servers")
+    with servers as running:
+        yield running.url
 
 
 async def test_sentinel_and_cluster_are_asked_like_a_single_server(tmp_path: Path, several: str) -> None:

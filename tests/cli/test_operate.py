@@ -26,7 +26,6 @@ from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
-from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,
@@ -83,7 +82,7 @@ class _queue:  # noqa: N801 - a context manager
     def __init__(self, queue_server: Server) -> None:
         self.url = queue_server.url
 
-    async def __aenter__(self) -> RedisQueue:
+    async def __aenter__(self) -> OwnerAndDesk:
         self.queue = OwnerAndDesk(connect(self.url), NAMES, "owner")
         return self.queue
 

@@ -78,7 +78,12 @@ def test_all_of_it_runs_where_the_standard_restricted_is_enforced(
 ) -> None:
     """helm waits for pods that controllers made of the release, and for its hooks."""
     done: list[str] = []
-    node.work = lambda pod: done.append(pod["metadata"]["labels"]["app.kubernetes.io/component"]) or 0
+
+    def work(pod: dict[str, Any]) -> int:
+        done.append(pod["metadata"]["labels"]["app.kubernetes.io/component"])
+        return 0
+
+    node.work = work
     namespace = plane.namespace("restricted")
     said = helm.install("night", namespace, WHOLE)
     assert "violate" not in said, "the API server warned of a Deployment whose pods it would refuse"

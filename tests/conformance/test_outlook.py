@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from dispatcher.core.outlook import at_risk, look
+from dispatcher.core.outlook import LineAhead, at_risk, look
 from dispatcher.core.request import encode_member
 from dispatcher.core.score import score_of
 from dispatcher.ports import Burial, Release
 from tests.conformance.worlds import OWNER_TIMEOUT_S, World, answer, claim
-from tests.core.test_outlook import late_one_by_one
+from tests.core.late import late_one_by_one
 
 
 async def put(world: World, *deadlines: float, priority: int | None = None) -> None:
@@ -21,7 +21,7 @@ async def put(world: World, *deadlines: float, priority: int | None = None) -> N
         await world.zadd(score_of(int(deadline), priority), b"%d-%r" % (number, priority))
 
 
-def told(line) -> dict[float, int]:
+def told(line: LineAhead) -> dict[float, int]:
     """How many have which deadline, where spans are narrow."""
     return {span.low: span.count for span in line.spans if span.low is not None}
 
@@ -143,7 +143,8 @@ async def test_replicas_are_those_that_live_or_hold_leases(world: World) -> None
     }
     assert line.owners == 3
     assert found["owner-3"][1] is None
-    assert all(0 <= found[owner][1] < OWNER_TIMEOUT_S for owner in ("owner-1", "owner-2"))
+    silent_s = [found[owner][1] for owner in ("owner-1", "owner-2")]
+    assert all(each is not None and 0 <= each < OWNER_TIMEOUT_S for each in silent_s)
 
 
 async def test_a_replica_that_fell_silent_is_told_while_it_holds_leases(world: World) -> None:
@@ -155,6 +156,7 @@ async def test_a_replica_that_fell_silent_is_told_while_it_holds_leases(world: W
     await world.fall_silent("owner-2")
     (replica,) = (await one.line()).replicas
     assert (replica.owner, replica.leases) == ("owner-2", 1)
+    assert replica.silent_s is not None
     assert replica.silent_s >= OWNER_TIMEOUT_S
 
 

@@ -257,4 +257,5 @@ async def test_hand_written_request_is_answered_as_the_contract_shows(world: Wor
     assert isinstance(request, Request)
     await owner.settle([answer(lease, b'{"id":"r-1","status_code":200,"payload":"{}"}', request.results)])
     popped = await world.rpop()
+    assert popped is not None
     assert json.loads(popped) == {"id": "r-1", "status_code": 200, "payload": "{}"}

@@ -11,7 +11,6 @@ import asyncio
 import heapq
 import itertools
 import json
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
+from tests.queue.made import entry_of
 from tests.queue.roles import grant, url_of
 from tests.queue.servers import Server
 
@@ -254,9 +254,10 @@ class RedisWorld(World):
             grant(admin, "operator", *more)
         self._doors: list[RedisQueue] = []
         self._lines: list[RedisWorld] = []
-        self._raw = connect(server.url)
+        self._raw: Any = connect(server.url)  # typed, each answer is a union of what any protocol may give
         self.names = Names(queue, RESULTS, pool=QUEUE)
-        self.desk = RedisDesk(connect(url_of(server, "operator")), self.names)
+        self._desk = RedisDesk(connect(url_of(server, "operator")), self.names)
+        self.desk = self._desk
 
     def line(self, queue: str) -> RedisWorld:
         self._lines.append(RedisWorld(self._server, queue))
@@ -266,7 +267,7 @@ class RedisWorld(World):
         self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
     ) -> RedisQueue:
         client = connect(url_of(self._server, "dispatcher"))
-        options = {"lease_s": LEASE_S, "owner_timeout_s": timeout_s}
+        options: dict[str, Any] = {"lease_s": LEASE_S, "owner_timeout_s": timeout_s}
         door = RedisQueue(client, self.names, name, **options, prover=prover)
         self._doors.append(door)
         return door
@@ -279,8 +280,9 @@ class RedisWorld(World):
         await self.close_connections()
 
     async def close_connections(self) -> None:
-        for door in (*self._doors, self.desk):
+        for door in self._doors:
             await door.aclose()
+        await self._desk.aclose()
         await self._raw.aclose()
 
     async def zadd(self, score: float, member: bytes) -> None:
@@ -305,7 +307,7 @@ class RedisWorld(World):
         key = f"{self.names.prefix}:leases"
         wanted = {lease.entry for lease in leases}
         held = await self._raw.zrange(key, 0, -1)
-        gone = {name: 0 for name in held if int(re.match(rb"\d+", name)[0]) in wanted}
+        gone = {name: 0 for name in held if entry_of(name) in wanted}
         assert len(gone) == len(wanted)
         await self._raw.zadd(key, gone, xx=True)
 
@@ -319,7 +321,7 @@ class RedisWorld(World):
 
     async def _time(self) -> float:
         seconds, micros = await self._raw.time()
-        return seconds + micros / 1e6
+        return float(seconds + micros / 1e6)
 
     async def beating(self) -> set[str]:
         return {owner.decode() for owner in await self._raw.zrange(f"{self.names.prefix}:beats", 0, -1)}

@@ -179,9 +179,9 @@ def test_tokens_in_flight_are_no_capacity_however_alike_requests_were() -> None:
     count, at = Count(), 0.0
     for fill in FULL:
         count.learn([tokens(fill, 500)], at := at + 2.0)
-    assert count.k == 2000
+    before = count.k
     count.learn([tokens(20, 517.3)], at := at + 2.0)
-    assert count.k is None
+    assert (before, count.k) == (2000, None)
     while count.per_endpoint == 2000:
         count.learn([tokens(20 + int(at) % 7, 400 + at)], at := at + 1.0)
         assert at < 60
@@ -192,10 +192,10 @@ def test_a_large_capacity_outlives_endpoints_that_come() -> None:
     count, at = Count(), 0.0
     for fill in FULL:
         count.learn([page(fill, k=256)], at := at + 2.0)
-    assert count.k == 256
+    before = count.k
     for fill in (20, 25, 30):  # ready endpoints follow at the flush: 4 count already, 3 are shown
         count.learn([PickerPage(fill / (4 * 256), 3, fill)], at := at + 2.0)
-    assert count.k is None
+    assert (before, count.k) == (256, None)
     for fill in FULL:
         count.learn([page(fill, k=256, ready=4)], at := at + 2.0)
         assert count.per_endpoint == 256

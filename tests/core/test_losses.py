@@ -63,6 +63,7 @@ def test_realtime_may_hide_strays_but_only_for_so_long() -> None:
     last = reading(10.2 + STRAY_S - 0.15, 60)
     assert limit_by(made, last) == CAP - 6
     asked_again_at = made.allowance(last.closed_at + 0.1).next_check_at
+    assert asked_again_at is not None
     assert asked_again_at == pytest.approx(10.2 + STRAY_S, abs=1e-3)
     assert made.allowance(asked_again_at).limit == CAP
 

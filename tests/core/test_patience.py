@@ -64,7 +64,9 @@ def test_interval_of_staggered_replicas_is_that_of_each() -> None:
     max_age_s=st.floats(1, 60),
     samples=st.lists(st.tuples(st.floats(0, 1000), st.floats(0, 5)), min_size=1),
 )
-def test_it_never_ends_later_than_max_age_after_the_newest_sample(every_s, max_age_s, samples) -> None:
+def test_it_never_ends_later_than_max_age_after_the_newest_sample(
+    every_s: float, max_age_s: float, samples: list[tuple[float, float]]
+) -> None:
     patience = Patience(every_s, max_age_s)
     for at, window_s in samples:
         patience.read(at - window_s, at)

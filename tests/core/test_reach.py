@@ -153,7 +153,8 @@ def test_with_dead_endpoints_among_three_it_pauses_once_and_not_for_long(
         for sent_at in [each for each in running if each <= at - 1.3]:
             running.remove(sent_at)
             reach.reached(at, sent_at)
-        if reach.closure is not None:
+        closed = reach.closure is not None
+        if closed:
             closed_s += 0.003
             reach.look(at, running)
             if reach.closure is None:

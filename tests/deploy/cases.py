@@ -314,3 +314,23 @@ REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
     ),
 )
 """Values over BASIC, and what the message says: the key, and what is wrong with it."""
+
+PICKER = """
+apiVersion: apps/v1
+kind: Deployment
+metadata: {name: picker, namespace: llm}
+spec:
+  selector: {matchLabels: {app: picker}}
+  template:
+    metadata: {labels: {app: picker}}
+    spec:
+      serviceAccountName: picker
+      terminationGracePeriodSeconds: 130
+      containers:
+        - name: epp
+          image: picker
+          ports: [{name: metrics, containerPort: 9090}]
+          volumeMounts: [{name: config, mountPath: /config}]
+      volumes: [{name: config, configMap: {name: picker}}]
+"""
+"""What a sidecar joins: an endpoint picker as another chart installs it."""

@@ -23,13 +23,13 @@ from dispatcher.cli import app
 from dispatcher.queue.embedded import EmbeddedError, find_server
 from dispatcher.queue.keys import Names
 from dispatcher.settings.load import NEEDS_RESTART
-from tests.deploy.cases import BASIC, CASES, QUEUE
+from tests.deploy.cases import BASIC, CASES, PICKER, QUEUE
 from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.golden import GOLDEN, golden, path
 from tests.deploy.release import CHART, ROOT, Release, case, environment, render
 from tests.monitoring.files import FILES
+from tests.monitoring.names import known
 from tests.monitoring.promql import named
-from tests.monitoring.test_names import known
 from tests.support import free_port, require_tool, wait_until_sync
 
 EVERY = tuple(CASES)
@@ -318,7 +318,17 @@ def test_notes_are_whole(name: str, tmp_path: Path) -> None:
     shutil.copytree(CHART, copy)
     (copy / "templates" / "NOTES.txt").rename(copy / "NOTES.txt")
     (copy / "templates" / "notes.yaml").write_text('notes: {{ tpl (.Files.Get "NOTES.txt") . | toJson }}\n')
-    arguments = ["template", "night", copy, "--namespace", "llm", "--kube-version", "1.34.0", "--values", "-"]
+    arguments = [
+        "template",
+        "night",
+        str(copy),
+        "--namespace",
+        "llm",
+        "--kube-version",
+        "1.34.0",
+        "--values",
+        "-",
+    ]
     done = subprocess.run(
         [require_tool("helm"), *arguments, "--show-only", "templates/notes.yaml"],
         input=json.dumps({**BASIC, **CASES[name]}),
@@ -504,25 +514,6 @@ def test_two_releases_do_not_touch() -> None:
 
 # ── as a sidecar ──
 
-PICKER = """
-apiVersion: apps/v1
-kind: Deployment
-metadata: {name: picker, namespace: llm}
-spec:
-  selector: {matchLabels: {app: picker}}
-  template:
-    metadata: {labels: {app: picker}}
-    spec:
-      serviceAccountName: picker
-      terminationGracePeriodSeconds: 130
-      containers:
-        - name: epp
-          image: picker
-          ports: [{name: metrics, containerPort: 9090}]
-          volumeMounts: [{name: config, mountPath: /config}]
-      volumes: [{name: config, configMap: {name: picker}}]
-"""
-
 
 def test_sidecar_joins_the_picker_and_takes_nothing_from_it(tmp_path: Path, schemas: Path) -> None:
     release = case("sidecar")
@@ -530,7 +521,7 @@ def test_sidecar_joins_the_picker_and_takes_nothing_from_it(tmp_path: Path, sche
     (tmp_path / "patch.yaml").write_text(release.patch())
     kustomization = {"resources": ["picker.yaml"], "patches": [{"path": "patch.yaml"}]}
     (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
-    build = [require_tool("kustomize"), "build", tmp_path]
+    build = [require_tool("kustomize"), "build", str(tmp_path)]
     text = subprocess.run(build, capture_output=True, text=True, check=True).stdout
     assert faults(text, KUBERNETES[-1], schemas) == []
     pod = yaml.safe_load(text)["spec"]["template"]["spec"]
@@ -613,10 +604,10 @@ def test_plain_scrape_of_the_guide_takes_the_dispatcher_s_port_and_no_other(tmp_
     page = (ROOT / "docs" / "install.md").read_text()
     (text,) = re.findall(r"<!-- scrape -->\n```yaml\n(.*?)```", page, re.DOTALL)
     shutil.copy(FILES / "rules.yaml", tmp_path / "batch-dispatcher-rules.yaml")
-    found = "kubernetes_sd_configs: [{role: pod}]"  # Debian's is built without
-    assert found in text
-    (tmp_path / "prometheus.yaml").write_text(text.replace(found, "static_configs: []"))
-    check = [require_tool("promtool"), "check", "config", tmp_path / "prometheus.yaml"]
+    discovery = "kubernetes_sd_configs: [{role: pod}]"  # Debian's is built without
+    assert discovery in text
+    (tmp_path / "prometheus.yaml").write_text(text.replace(discovery, "static_configs: []"))
+    check = [require_tool("promtool"), "check", "config", str(tmp_path / "prometheus.yaml")]
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (job,) = yaml.safe_load(text)["scrape_configs"]

@@ -15,11 +15,11 @@ import pytest
 import yaml
 
 from dispatcher import __version__
+from tests.deploy.cases import PICKER
 from tests.deploy.conformity import KUBERNETES, faults
 from tests.deploy.kustomization import COMPONENTS, KUSTOMIZE, NAME, UPON, files
 from tests.deploy.kustomization import release as of_chart
 from tests.deploy.release import ROOT, Release
-from tests.deploy.test_chart import PICKER
 from tests.support import require_tool
 
 NAMESPACE = "llm"

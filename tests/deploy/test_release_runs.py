@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_a_release_answers_a_request_by_what_it_brings_alone(world: tuple[int, i
         client = stack.enter_context(httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5))
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             path = release.container[probe]["httpGet"]["path"]
-            wait_until_sync(lambda path=path: answer(client, path) == 200, 30, what=path, every_s=0.1)
+            wait_until_sync(partial(is_well, client, path), 30, what=path, every_s=0.1)
         found = done(check)
         assert found.returncode == 0, found.stdout + found.stderr
         answered = done(test)
@@ -115,6 +116,10 @@ def answer(client: httpx.Client, path: str) -> int:
         return client.get(path).status_code
     except httpx.TransportError:
         return 0
+
+
+def is_well(client: httpx.Client, path: str) -> bool:
+    return answer(client, path) == 200
 
 
 def test_valkey_s_service_is_where_the_settings_look_for_it() -> None:

@@ -104,7 +104,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
         "queries": {"saturation": 'a{b="c"} > 0 or vector(0)', "queued": "vector(0)", "capacity": "x",
                     "ttft": "y", "tpot": "z"},
     }  # fmt: skip
-    config = {
+    config: dict[str, Any] = {
         "queue": {"url": "redis://redis/3", "name": "a{b}c", "results": "out", "lease_s": 20,
                   "owner_timeout_s": 4, "poll_s": 0.01, "max_payload_bytes": 1_000_000_000,
                   "result_ttl_s": 0, "dead_max": 5, "result_lists": ["t:*"]},
@@ -196,7 +196,7 @@ def test_value_sets_of_the_guide_render() -> None:
     found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
     assert len(found) == page.count("<!-- values -->") == 11
     for text in found:
-        assert render(yaml.safe_load(text)).settings()
+        assert isinstance(render(yaml.safe_load(text)).settings(), Settings)
 
 
 def test_urls_of_the_guide_are_the_program_s() -> None:
@@ -207,7 +207,7 @@ def test_urls_of_the_guide_are_the_program_s() -> None:
         found = parse(json.dumps(BASIC), {"BATCH_DISPATCHER__QUEUE__URL": url})
         assert isinstance(found, Settings), found
         assert found.queue.url.credentials == ("USER", "PASSWORD")
-        assert connect(url), "a client, which connects when it is first used"
+        connect(url)  # a client, which connects when it is first used
 
 
 def test_values_that_the_guide_names_exist() -> None:

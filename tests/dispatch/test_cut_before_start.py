@@ -23,7 +23,9 @@ from dispatcher.telemetry.metrics import Metrics
 class NeverReached:
     """A gateway that nothing must come to."""
 
-    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
+    ) -> Forwarded:
         raise AssertionError(f"{request.id} was sent")
 
     def connected(self, token: str) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 
@@ -14,7 +15,7 @@ from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request, decode_result, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Forwarded, QueueUnavailableError, Submission
+from dispatcher.ports import Forwarded, Lease, Permit, QueueUnavailableError, Submission, Weighed
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry.metrics import Metrics
@@ -149,11 +150,11 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
     class Away(MemoryQueue):
         times = 2
 
-        async def weigh(self, *args: object, **how: object) -> object:  # type: ignore[override]
+        async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
             if self.times:
                 self.times -= 1
                 raise QueueUnavailableError("Redis did not answer in time")
-            return await super().weigh(*args, **how)  # type: ignore[arg-type]
+            return await super().weigh(weights, permit)
 
     async def play() -> None:
         loop = asyncio.get_running_loop()
@@ -179,7 +180,7 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
 
 def test_where_every_request_weighs_one_nobody_is_asked() -> None:
     class Unasked(MemoryQueue):
-        async def weigh(self, *_: object, **__: object) -> object:  # type: ignore[override]
+        async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
             raise AssertionError("a call for nothing")
 
     async def play() -> None:

@@ -11,7 +11,7 @@ from dispatcher.core.budget import Reason
 from dispatcher.ports import CallRefusedError, QueueUnavailableError
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
-from tests.dispatch.test_markers_away import Scene, perform
+from tests.dispatch.scene import Scene, perform
 
 WRITES = ("claim", "probe", "renew", "share", "settle", "bury", "release", "sweep", "expire")
 REFUSED_S = 60.0

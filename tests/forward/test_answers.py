@@ -13,7 +13,7 @@ import pytest
 
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge
 from dispatcher.forward import HttpGateway
-from tests.forward.conftest import Connection, Script, a_request, always, forward, outcome, serving
+from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]

@@ -15,7 +15,7 @@ from dispatcher.core.outcome import Delivered
 from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.forward import HttpGateway
 from tests.floors import beside, cpu_of
-from tests.forward.conftest import a_request, outcome
+from tests.forward.scripted import a_request, outcome
 from tests.support import running
 
 MakeGateway = Callable[..., HttpGateway]

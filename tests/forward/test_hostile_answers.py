@@ -14,7 +14,7 @@ from dispatcher.core.outcome import Delivered, Failed, TooLarge
 from dispatcher.forward import HttpGateway
 from dispatcher.forward.unpack import CODINGS_MOST, MEMBERS_MOST, OUT_BYTES, unpacked
 from dispatcher.forward.wire import INTERIM_MOST
-from tests.forward.conftest import Connection, always, outcome, serving
+from tests.forward.scripted import Connection, always, outcome, serving
 
 MakeGateway = Callable[..., HttpGateway]
 EMPTY = gzip.compress(b"", mtime=0)

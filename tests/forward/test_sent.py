@@ -13,7 +13,7 @@ from dispatcher import __version__
 from dispatcher.core.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.core.outcome import Delivered, Refused, Unreachable, Unsent
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
-from tests.forward.conftest import Connection, a_request, always, forward, options, outcome, serving
+from tests.forward.scripted import Connection, a_request, always, forward, options, outcome, serving
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]

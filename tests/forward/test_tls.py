@@ -15,7 +15,7 @@ import trustme
 
 from dispatcher.core.outcome import Delivered, Failed, Unreachable
 from dispatcher.forward import HttpGateway
-from tests.forward.conftest import Connection, a_request, always, options, outcome, serving
+from tests.forward.scripted import Connection, a_request, always, options, outcome, serving
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]

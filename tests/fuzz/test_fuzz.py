@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def prometheus(data: bytes) -> None:
         if not isinstance(seen, Unread):
             law(seen)
     for status in (400, 503):
-        assert refusal(QueryError, lambda status=status: document(status, False, data))
+        assert refusal(QueryError, partial(document, status, False, data))
 
 
 def configuration(data: bytes) -> None:

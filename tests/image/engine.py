@@ -59,17 +59,14 @@ class Engine:
         name = f"localhost/debian:{suite}-slim"
         if self.try_("image", "exists", name).returncode != 0:
             tree, archive = self._directory / suite, self._directory / f"{suite}.tar"
-            run = {"check": True, "capture_output": True}
-            subprocess.run(
-                ["nice", "-n", "19", require_tool("debootstrap"), "--variant=minbase", suite, tree], **run
-            )
+            _run("nice", "-n", "19", require_tool("debootstrap"), "--variant=minbase", suite, tree)
             (tree / "etc/dpkg/dpkg.cfg.d/slim").write_text(SLIM)
             for documents in (tree / "usr/share/doc").iterdir():
                 if documents.is_symlink():  # to those of another package
                     documents.unlink()
-            subprocess.run(["tar", "--create", "--directory", tree, "--file", archive, "."], **run)
+            _run("tar", "--create", "--directory", tree, "--file", archive, ".")
             self("import", archive, name)
-            subprocess.run(["rm", "-rf", "--one-file-system", tree, archive], **run)
+            _run("rm", "-rf", "--one-file-system", tree, archive)
         return f"localhost/debian@{self.inspect(name)['Digest']}"
 
     def build(self, base: str, *options: str | Path) -> subprocess.CompletedProcess[str]:
@@ -111,3 +108,7 @@ class Engine:
         storage = self._directory / "storage" / "overlay"
         if os.path.ismount(storage):  # podman leaves it mounted, and nobody could remove the directory
             subprocess.run(["umount", storage], check=False)
+
+
+def _run(*command: str | Path) -> None:
+    subprocess.run([str(each) for each in command], check=True, capture_output=True)

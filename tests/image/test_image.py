@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -174,14 +175,14 @@ def test_it_says_what_it_is(engine: Engine, image: str, base: str) -> None:
 
 class TestBill:
     @staticmethod
-    def names(written: dict, kind: str) -> set[str]:
+    def names(written: dict[str, Any], kind: str) -> set[str]:
         return {each["name"] for each in written["components"] if each["purl"].startswith(f"pkg:{kind}/")}
 
     def test_names_every_package_that_is_there(self, tree: Path) -> None:
         written = json.loads((tree / "usr/share/doc/batch-dispatcher/sbom.cdx.json").read_text())
         metadata = (tree / "opt/batch-dispatcher/lib").glob("python3*/site-packages/*.dist-info/METADATA")
         installed = {
-            re.sub(r"[-_.]+", "-", re.search(r"^Name: (.+)$", each.read_text(), re.MULTILINE)[1]).lower()  # type: ignore
+            re.sub(r"[-_.]+", "-", re.findall(r"^Name: (.+)$", each.read_text(), re.MULTILINE)[0]).lower()
             for each in metadata
         }
         assert self.names(written, "pypi") == installed - {"batch-dispatcher"}
@@ -262,8 +263,8 @@ class TestRuns:
                 with dispatcher(engine, image, pool, config, *options) as (_, took):
                     figures[kind].append(took)
         for kind, each in figures.items():
-            took = ", ".join(f"{wall:.2f} s ({cpu:.2f} s of CPU)" for wall, cpu in each)
-            print(f"\n{kind}, to /readyz: {took}")
+            told = ", ".join(f"{wall:.2f} s ({cpu:.2f} s of CPU)" for wall, cpu in each)
+            print(f"\n{kind}, to /readyz: {told}")
         least = {kind: min(cpu for _, cpu in each) for kind, each in figures.items()}
         assert least["compiled"] < least["from source"] / 1.5
 
@@ -315,7 +316,7 @@ def beside(network: Path, *arguments: str | Path) -> Iterator[subprocess.Popen[b
         yield process
 
 
-def observe(engine: Engine, pool: str, control: dict | None = None) -> dict:
+def observe(engine: Engine, pool: str, control: dict[str, Any] | None = None) -> Any:
     """What the stand-in saw, after it was told something."""
     path, data = ("control", json.dumps(control).encode()) if control else ("observed", None)
     code = (

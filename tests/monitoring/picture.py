@@ -26,7 +26,7 @@ from tests.monitoring.files import Query, dashboard
 from tests.monitoring.prometheus import Line, Prometheus
 from tests.queue.servers import server
 from tests.scenarios.processes import Stage, World
-from tests.support import wait_until_sync
+from tests.support import passed, wait_until_sync
 
 STEP_S = 1.0
 INK, FAINT, PAPER, BOX = "#1f2933", "#7b8794", "#f4f5f7", "#ffffff"
@@ -56,7 +56,7 @@ SCRIPT: list[tuple[float, str, Mapping[str, Any]]] = [
 def play(stage: Stage, prometheus: Prometheus) -> tuple[float, float]:
     """The script; when it began and ended."""
     world = stage.world(slots=32, seconds=1.0)
-    nowhere = {"KUBECONFIG": "", "HOME": "/nonexistent"}
+    nowhere: dict[str, Any] = {"KUBECONFIG": "", "HOME": "/nonexistent"}
     dispatchers = [stage.dispatcher(stage.settings(world), **nowhere) for _ in "ab"]
     prometheus.scrape({name: each.admin_port for name, each in zip("ab", dispatchers, strict=True)})
     prometheus.wait_for("count(batch_dispatcher_build_info) == 2")
@@ -68,7 +68,7 @@ def play(stage: Stage, prometheus: Prometheus) -> tuple[float, float]:
             created = int(time.time())
             stage.producer.submit(1100 if number == 1 else 450, PAYLOAD, created=created, deadline_s=300)
         until = time.monotonic() + seconds
-        wait_until_sync(lambda until=until: time.monotonic() >= until, seconds + 5, every_s=0.1)
+        wait_until_sync(passed(until), seconds + 5, every_s=0.1)
     return began, time.time()
 
 

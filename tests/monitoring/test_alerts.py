@@ -124,7 +124,7 @@ def run(cases: list[Case], folder: Path, rules: Path = RULES) -> subprocess.Comp
     file.write_text(
         json.dumps({"rule_files": [str(rules)], "evaluation_interval": f"{every_s}s", "tests": tests})
     )
-    command = [require_tool("promtool"), "test", "rules", file]
+    command = [require_tool("promtool"), "test", "rules", str(file)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 

@@ -138,7 +138,7 @@ def test_promtool_takes_every_expression(tmp_path: Path) -> None:
 
 
 def test_what_is_generated_is_up_to_date() -> None:
-    command = [sys.executable, ROOT / "deploy" / "generate.py", "--check"]
+    command = [sys.executable, str(ROOT / "deploy" / "generate.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 

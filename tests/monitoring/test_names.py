@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.telemetry.catalogue import CATALOGUE, Kind
+from dispatcher.telemetry.catalogue import CATALOGUE
 from tests.monitoring.files import (
     FILES,
     ROOT,
@@ -26,48 +23,9 @@ from tests.monitoring.files import (
     recorded,
     rules,
 )
+from tests.monitoring.names import known
 from tests.monitoring.promql import Matcher, Selector, named
-from tests.test_documents import anchors
-
-TARGET = {"job", "namespace", "pool", "instance"}
-"""What the scrape, and every series of ours, has."""
-FOREIGN = {"up": TARGET - {"pool"}} | dict.fromkeys(
-    ("process_start_time_seconds", "process_cpu_seconds_total", "process_resident_memory_bytes"),
-    TARGET - {"pool"},
-)
-"""Series of Prometheus and of the client library."""
-
-
-@dataclass(frozen=True)
-class Known:
-    """A series as an expression may name it: its labels, with all values where they are declared."""
-
-    labels: Mapping[str, tuple[str, ...]]
-
-
-@cache
-def known() -> dict[str, Known]:
-    found = {name: Known(dict.fromkeys(labels, ())) for name, labels in FOREIGN.items()}
-    ours = dict.fromkeys(TARGET, ())
-    for series in CATALOGUE:
-        labels = Known({**ours, **series.labels})
-        if series.kind is Kind.HISTOGRAM:
-            buckets = Known({**ours, "le": ()})
-            found |= {f"{series.page_name}_bucket": buckets}
-            found |= dict.fromkeys((f"{series.page_name}_sum", f"{series.page_name}_count"), labels)
-        else:
-            found[series.page_name] = labels
-    for name, expression in recorded().items():
-        kept = named(expression).labels & {"namespace", "pool", "reason"}
-        found[name] = Known({label: _values(expression, label) for label in kept})
-    return found
-
-
-def _values(expression: str, label: str) -> tuple[str, ...]:
-    names = {selector.name for selector in named(expression).selectors}
-    return next(
-        (each.labels[label] for each in CATALOGUE if each.page_name in names and label in each.labels), ()
-    )
+from tests.pages import anchors
 
 
 def faults(query: Query) -> list[str]:
@@ -180,7 +138,7 @@ def test_legends_and_texts_name_only_labels_that_their_expression_keeps() -> Non
             rule["expr"],
             *(recorded()[s.name] for s in named(rule["expr"]).selectors if s.name in recorded()),
         ]
-        kept = {label for expression in through for label in named(expression).labels}
+        kept = frozenset(label for expression in through for label in named(expression).labels)
         text = " ".join(rule["annotations"].values())
         lost += [f"{name}: {label}" for label in re.findall(r"\$labels\.(\w+)", text) if label not in kept]
     assert lost == []

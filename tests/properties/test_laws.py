@@ -92,7 +92,7 @@ STEP = st.one_of(
     st.tuples(st.just("wait"), st.floats(0.001, 3)),
     st.tuples(st.just("finish"), st.integers(1, 20)),
     st.tuples(st.just("realtime"), st.integers(0, 60)),
-    st.tuples(st.just("sample"), st.floats(0, 6), st.floats(0, 0.5), st.sampled_from([0.0, 0.01, 1, 5])),
+    st.tuples(st.just("sample"), st.floats(0, 6), st.floats(0, 0.5), st.sampled_from([0.0, 0.01, 1.0, 5.0])),
 )
 STEPS = st.lists(STEP, max_size=30)
 
@@ -131,7 +131,7 @@ def live(world: World, steps: list[tuple[object, ...]], *, changing: bool = True
             case ("realtime", int(realtime)):
                 if changing:
                     world.realtime = realtime
-            case ("sample", earlier_s, later_s, lag_s):
+            case ("sample", float(earlier_s), float(later_s), float(lag_s)):
                 world.sample(earlier_s, later_s, lag_s)
             case ("lost", float(closes_in_s)):
                 world.lose_a_scrape(closes_in_s)

@@ -196,7 +196,10 @@ class QueueModel(Twins):
         lists = [data.draw(st.sampled_from((*LISTS, LISTS[-1]))) for _ in chosen]
         requests = [_request_of(held.real.member) for held in chosen]
         ends = [
-            [self.end(*each, which, request) for *each, request in zip(chosen, lists, requests, strict=True)]
+            [
+                self.end(held, name, which, request)
+                for held, name, request in zip(chosen, lists, requests, strict=True)
+            ]
             for which in (0, 1)
         ]
         if bury:
@@ -215,7 +218,7 @@ class QueueModel(Twins):
 
     @rule(data=st.data(), owner=owners, lose=lost)
     def release(self, data: st.DataObject, owner: int, lose: bool) -> None:
-        flags = st.fixed_dictionaries(
+        flags: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
             {
                 "delay_s": st.sampled_from([0.0, 1000.0]),
                 "attempt": st.booleans(),
@@ -498,7 +501,7 @@ HAPPENS = (
 
 
 def run(bench: Bench, examples: int, steps: int, *, derandomize: bool) -> None:
-    machine = type("BoundModel", (QueueModel,), {"bench": bench, "seen": Counter()})
+    machine: Any = type("BoundModel", (QueueModel,), {"bench": bench, "seen": Counter()})
     run_state_machine_as_test(
         machine,
         settings=settings(

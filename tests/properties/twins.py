@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -36,9 +35,8 @@ from dispatcher.ports import (
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.queue.memory.state import Place
-from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
-from tests.queue.made import OwnerAndDesk
+from tests.queue.made import OwnerAndDesk, entry_of, units_of
 from tests.queue.servers import Server, server
 
 OWNERS = 3
@@ -80,7 +78,8 @@ class LossyRedis(redis.asyncio.Redis):
 class Bench:
     """What all runs share: one server, and one loop and connection per owner."""
 
-    raw: redis.Redis
+    raw: Any
+    """A client of redis-py: typed, each answer is a union of what any protocol may give."""
     loops: list[ApartLoop]
     clients: list[LossyRedis]
 
@@ -150,11 +149,12 @@ class Twins(RuleBasedStateMachine):
             time.time, lease_s=LEASE_S, name=NAMES.queue, results=NAMES.results, dead_max=DEAD_MAX
         )
         self.knows = Knows()
-        self.real: list[RedisQueue] = []
+        self.real: list[OwnerAndDesk] = []
         self.twin: list[MemoryQueue] = []
         for number, (loop, client) in enumerate(zip(self.bench.loops, self.bench.clients, strict=True)):
             client.lose_next = False
-            name, presence = f"owner-{number}", {"owner_timeout_s": OWNER_TIMEOUT_S, "prover": self.knows}
+            name = f"owner-{number}"
+            presence: dict[str, Any] = {"owner_timeout_s": OWNER_TIMEOUT_S, "prover": self.knows}
             queue = OwnerAndDesk(client, NAMES, name, lease_s=LEASE_S, dead_max=DEAD_MAX, **presence)
             self.real.append(queue)
             self.twin.append(MemoryQueue(self.store, name, clock=loop.time, **presence))
@@ -255,7 +255,7 @@ class Twins(RuleBasedStateMachine):
         found: list[tuple[int, str]] = []
         found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in [*returned, *suspects]]
         found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
-        found += [(int(re.match(rb"\d+", name)[0]), Place.LEASED.value) for name, _ in leases]
+        found += [(entry_of(name), Place.LEASED.value) for name, _ in leases]
         found += [(int(entry), Place.DEAD.value) for entry, _ in dead]
         places = dict(found)
         assert len(places) == len(found)
@@ -270,7 +270,7 @@ class Twins(RuleBasedStateMachine):
     def real_units(self) -> int:
         """What all leases count, by their names."""
         leases = self.bench.raw.zrange(f"{NAMES.prefix}:leases", 0, -1)
-        return sum(int((re.match(rb"\d+\*(\d+):", name) or (0, 1))[1]) for name in leases)
+        return sum(units_of(name) for name in leases)
 
     @invariant()
     def units_are_counted_as_they_are_held(self) -> None:

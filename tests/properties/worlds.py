@@ -12,6 +12,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from random import Random
 
@@ -122,7 +123,7 @@ class World:
         for key, sent in self.dice.sample(there, min(most, len(there))):
             sent.left_at = max(self.now, sent.arrives_at)
             travel_s = sent.left_at - self.now + self._travels_s
-            self.later(travel_s, lambda key=key: self._answer(key))
+            self.later(travel_s, partial(self._answer, key))
 
     def _answer(self, key: int) -> None:
         self._running.pop(key).answered_at = self.now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -79,6 +80,17 @@ class Answers:
         return None
 
     def resize(self, limit: int) -> None: ...
+
+
+def entry_of(lease: bytes) -> int:
+    """The entry that a lease is of, by its name in Redis: `12:owner`, or `12*3:owner` of three units."""
+    return int(re.split(rb"[*:]", lease)[0])
+
+
+def units_of(lease: bytes) -> int:
+    """What a lease counts, by its name in Redis."""
+    several = re.match(rb"\d+\*(\d+):", lease)
+    return 1 if several is None else int(several[1])
 
 
 def ids(members: Iterable[bytes]) -> list[str]:

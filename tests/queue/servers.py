@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,11 @@ class Server:
         options = [str(self._config())] if self.rewrites else self.options
         command = [engine_path(self.engine), *options, *fixed]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, preexec_fn=die_with_parent
             )
-        wait_until_sync(lambda: self._answers() or self.process.poll() is not None, ready_s, what=str(self))
-        if self.process.poll() is not None:
+        wait_until_sync(lambda: self._answers() or process.poll() is not None, ready_s, what=str(self))
+        if process.poll() is not None:
             raise OSError(f"{command[0]} ended at once: {self.log.read_text(errors='replace')[-2000:]}")
 
     def _config(self) -> Path:
@@ -118,6 +119,20 @@ class Server:
         stop(self.process, how=how)
 
 
+def _started(make: Callable[[], Server]) -> Server:
+    for left in reversed(range(_START_TRIES)):
+        running = make()
+        try:
+            running.start()
+        except OSError:  # the port was taken in between
+            running.stop()
+            if not left:
+                raise
+        else:
+            return running
+    raise AssertionError("the last try returns or raises")
+
+
 @contextmanager
 def server(
     engine: str, directory: Path, *options: str, password: str | None = None, rewrites: bool = False
@@ -126,16 +141,7 @@ def server(
     directory.mkdir(parents=True, exist_ok=True)
     if password is not None:
         options = (*options, "--requirepass", password)
-    for attempt in range(_START_TRIES):
-        running = Server(engine, directory, free_port(), options, password, rewrites)
-        try:
-            running.start()
-        except OSError:  # the port was taken in between
-            running.stop()
-            if attempt == _START_TRIES - 1:
-                raise
-        else:
-            break
+    running = _started(lambda: Server(engine, directory, free_port(), options, password, rewrites))
     try:
         yield running
     finally:
@@ -193,7 +199,7 @@ def sentinel_set(
             sentinels.append(_sentinel(stack, engine, config))
         found = SentinelSet([primary, replica], sentinels)
         for sentinel in sentinels:
-            wait_until_sync(lambda watch=sentinel: _sees_all(watch), 30, what=f"{sentinel} sees all")
+            wait_until_sync(partial(_sees_all, sentinel), 30, what=f"{sentinel} sees all")
         wait_until_sync(found.in_sync, 30, what="the replica is in sync")
         yield found
 
@@ -276,7 +282,7 @@ def cluster_set(engine: str, directory: Path, *options: str, size: int = 3) -> I
             with nodes[0].client() as client:
                 client.execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
         for node in nodes:
-            wait_until_sync(lambda one=node: _is_up(one, size), 30, what=f"{node} sees the cluster")
+            wait_until_sync(partial(_is_up, node, size), 30, what=f"{node} sees the cluster")
         yield ClusterSet(nodes)
 
 

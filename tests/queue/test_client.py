@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
+import redis.asyncio
 
 from dispatcher.client import Client, NoResultError
 from dispatcher.core.request import Request as CoreRequest
@@ -14,12 +15,12 @@ from dispatcher.core.request import answered, parse
 from dispatcher.ports import Settlement
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.queue.made import NAMES, claim, queues
+from tests.queue.made import NAMES, OwnerAndDesk, claim, queues
 from tests.queue.servers import Server
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: object) -> AsyncIterator[RedisQueue]:
+async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDesk]:
     async with queues(any_server.url, "a") as (one,):
         yield one
 
@@ -42,7 +43,9 @@ async def serve(queue: RedisQueue) -> None:
     await queue.settle(ends)
 
 
-async def test_a_result_without_the_tickets_token_is_not_taken_for_its_own(queue, client, producer) -> None:
+async def test_a_result_without_the_tickets_token_is_not_taken_for_its_own(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, producer: Client
+) -> None:
     """Another producer names alice's list and alice's id; her own result comes after it."""
     ticket = await producer.submit(b'{"real": 1}', id="alice-1")
     forged = [answered("alice-1", 200, b"forged", token=token) for token in ("", "guessed")]
@@ -55,7 +58,9 @@ async def test_a_result_without_the_tickets_token_is_not_taken_for_its_own(queue
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"[1]", b'{"id": 7}', b'{"id":"\xff"}', b"[" * 5000])
-async def test_garbage_in_the_list_costs_nobody_his_result(queue, client, producer, garbage) -> None:
+async def test_garbage_in_the_list_costs_nobody_his_result(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, producer: Client, garbage: bytes
+) -> None:
     ticket = await producer.submit(b"{}")
     await client.lpush(ticket.results, garbage)
     await serve(queue)
@@ -63,7 +68,9 @@ async def test_garbage_in_the_list_costs_nobody_his_result(queue, client, produc
     assert producer.passed_over == 1
 
 
-async def test_results_of_others_are_kept_while_somebody_may_await_them(queue, client, producer) -> None:
+async def test_results_of_others_are_kept_while_somebody_may_await_them(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, producer: Client
+) -> None:
     payloads = [msgspec.json.encode({"n": n}) for n in range(20)]
     tickets = [await producer.submit(each, deadline_s=600 + n) for n, each in enumerate(payloads)]
     await serve(queue)

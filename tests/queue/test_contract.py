@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from dispatcher.ports import Burial, Release
 from dispatcher.queue.constants import LUA
 from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.queue.made import answer, claim, claim_one, queues, submission
+from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
 from tests.support import require_tool
 
@@ -32,7 +33,7 @@ QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
     async with queues(any_server.url, "a", names=QWEN) as (one,):
         yield one
 
@@ -46,7 +47,7 @@ def shell(example: str, server: Server, token: str = "") -> str:
     return done.stdout
 
 
-async def test_shell_examples_submit_cancel_and_read_a_result(queue, any_server):
+async def test_shell_examples_submit_cancel_and_read_a_result(queue: RedisQueue, any_server: Server) -> None:
     output = shell("submit", any_server)
     assert "ERR" not in output
     lease = await claim_one(queue)
@@ -62,7 +63,7 @@ async def test_shell_examples_submit_cancel_and_read_a_result(queue, any_server)
     assert msgspec.json.decode(result) == {"id": "r-1", "status_code": 200, "payload": "ok"}
 
 
-async def test_python_example_runs(any_server, client):
+async def test_python_example_runs(any_server: Server, client: redis.asyncio.Redis) -> None:
     done = await asyncio.to_thread(
         subprocess.run,
         [sys.executable, "-c", EXAMPLES["python"]],
@@ -75,11 +76,11 @@ async def test_python_example_runs(any_server, client):
     assert done.stdout.splitlines() == ["1 new", "True", "Counts(pending=1, leased=0, delayed=0, dead=0)"]
 
 
-def test_every_example_is_executed():
+def test_every_example_is_executed() -> None:
     assert set(EXAMPLES) == {"submit", "result", "cancel", "python"}
 
 
-async def test_listed_keys_are_the_keys_there_are(queue, client):
+async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
     """Bring every kind of key into being, then compare with the table: names and types."""
     rows = re.findall(r"^\| `(<[^`]+)` \| (\w+) \|", PAGE, re.MULTILINE)
     names = {"<queue>": QWEN.queue, "<prefix>": QWEN.prefix, "<pool>": QWEN.pool_prefix}
@@ -102,7 +103,7 @@ async def test_listed_keys_are_the_keys_there_are(queue, client):
     await queue.sweep()
     await queue.release([Release(leases[4])])
     await queue.pause("me", "why")
-    seen = {key.decode(): (await client.type(key)).decode() async for key in client.scan_iter()}
+    seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}
     expected = {key: kind for key, kind in own.items() if key != QWEN.outbox}  # a Cluster's, tested there
     assert {key: kind for key, kind in seen.items() if key in own} == expected
     for key in seen.keys() - own.keys() - {QWEN.results}:
@@ -111,7 +112,7 @@ async def test_listed_keys_are_the_keys_there_are(queue, client):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_every_script_is_on_the_page_and_states_its_promise(script):
+def test_every_script_is_on_the_page_and_states_its_promise(script: Any) -> None:
     if script.stem in FRAGMENTS:
         return
     assert f"`{script.stem}`" in PAGE.partition("## Steps")[2]
@@ -122,7 +123,7 @@ def test_every_script_is_on_the_page_and_states_its_promise(script):
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script):
+def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script: Any) -> None:
     locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
     named = {name.strip() for names in locals_ for name in names.split(",")}
     assert named & {*LUA, *KEYS, "OWN", "TYPES"} == set()
@@ -136,13 +137,13 @@ def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script):
         ("{tag}", "{tag}"),
     ],
 )
-def test_all_keys_share_the_slot_of_the_queue(queue, prefix):
+def test_all_keys_share_the_slot_of_the_queue(queue: str, prefix: str) -> None:
     names = Names(queue, "results")
     assert names.prefix == prefix
     assert {key_slot(key.encode()) for key in (*names.keys, names.reply("x"))} == {key_slot(queue.encode())}
 
 
-def test_lines_of_a_pool_share_its_keys_and_nothing_else():
+def test_lines_of_a_pool_share_its_keys_and_nothing_else() -> None:
     urgent = Names("batch:{qwen}:urgent", QWEN.results, pool=QWEN.queue)
     shared = set(urgent.keys) & set(QWEN.keys)
     assert shared == {f"{QWEN.prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
@@ -152,13 +153,13 @@ def test_lines_of_a_pool_share_its_keys_and_nothing_else():
 
 
 @pytest.mark.parametrize("pool", ["batch:{other}:requests", "batch", "a{", "{qwen"])
-def test_a_pool_in_another_slot_is_refused(pool):
+def test_a_pool_in_another_slot_is_refused(pool: str) -> None:
     with pytest.raises(QueueNameError):
         Names("batch:{qwen}:urgent", "results", pool=pool)
 
 
 @pytest.mark.parametrize("queue", ["", "a{", "a}", "{}", "a{}b", "}{", "{a}{b}", "{{a}}", "{a", "a}b{c"])
-def test_stray_braces_are_refused(queue):
+def test_stray_braces_are_refused(queue: str) -> None:
     with pytest.raises(QueueNameError):
         Names(queue, "results")
 
@@ -174,7 +175,7 @@ OWN_OR_ANOTHERS = [
 
 @pytest.mark.parametrize("name", OWN_OR_ANOTHERS)
 @pytest.mark.parametrize("lists", [None, ("*",)])
-def test_no_queues_key_takes_results_whatever_is_allowed(name, lists):
+def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple[str] | None) -> None:
     names = Names(QWEN.queue, QWEN.results, lists)
     assert names.refused_list(name) is not None
 
@@ -191,13 +192,15 @@ def test_no_queues_key_takes_results_whatever_is_allowed(name, lists):
         ((), [], ["batch-results:1", "t:{qwen}", ""]),
     ],
 )
-def test_only_lists_that_the_operator_allows_take_results(lists, taken, refused):
+def test_only_lists_that_the_operator_allows_take_results(
+    lists: tuple[str, ...] | None, taken: list[str], refused: list[str]
+) -> None:
     names = Names(QWEN.queue, QWEN.results, lists)
     assert [names.refused_list(name) for name in (*taken, QWEN.results)] == [None] * (len(taken) + 1)
     assert {names.refused_list(name) for name in refused} == {"is not among queue.result_lists"}
 
 
 @pytest.mark.parametrize("results", ["", "q", "{q}:leases", "{q}:x", "request-active:1", "request-cancel:1"])
-def test_default_list_cannot_be_one_of_the_queues_keys(results):
+def test_default_list_cannot_be_one_of_the_queues_keys(results: str) -> None:
     with pytest.raises(QueueNameError):
         Names("q", results)

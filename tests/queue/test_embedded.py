@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +41,7 @@ asyncio.run(main())
 
 
 @contextlib.asynccontextmanager
-async def connected(data_dir: Path, **options: object) -> AsyncIterator[redis.asyncio.Redis]:
+async def connected(data_dir: Path, **options: Any) -> AsyncIterator[redis.asyncio.Redis]:
     async with embedded_valkey(data_dir, **options) as url, redis.asyncio.Redis.from_url(url) as client:
         yield client
 
@@ -50,6 +51,7 @@ def owner_process(data_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Another process that owns the directory, up and with a key written."""
     with subprocess.Popen([sys.executable, "-c", OWNER, data_dir], stdout=subprocess.PIPE) as process:
         try:
+            assert process.stdout is not None
             assert process.stdout.readline() == b"up\n"
             yield process
         finally:
@@ -144,7 +146,9 @@ async def test_second_process_on_the_directory_is_refused(tmp_path: Path) -> Non
         with pytest.raises(EmbeddedError, match=rf"in use by another process \(pid {other.pid}\)"):
             async with embedded_valkey(tmp_path):
                 pass
-        async with redis.asyncio.Redis.from_url(running_url(tmp_path)) as client:
+        url = running_url(tmp_path)
+        assert url is not None
+        async with redis.asyncio.Redis.from_url(url) as client:
             assert await client.get("kept") == b"yes"
 
 
@@ -231,7 +235,7 @@ async def test_directory_too_deep_for_a_socket_works(tmp_path: Path) -> None:
         assert running_url(deep) == url
         async with redis.asyncio.Redis.from_url(url) as client:
             await client.set("kept", "yes")
-            socket = Path((await client.config_get("unixsocket"))["unixsocket"])
+            socket = Path((await client.config_get("unixsocket"))["unixsocket"] or "")
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
     assert not socket.parent.exists()
     async with connected(deep) as client:

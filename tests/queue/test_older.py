@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import redis.asyncio
@@ -48,7 +48,8 @@ async def load(client: redis.asyncio.Redis) -> None:
             await client.set(key, raw(value), ex=None if key == NAMES.paused else 1000)
     control = f"{NAMES.prefix}:control"
     for field in ("read_at", "overload_at", "overload_until", "tick", "beats_tick"):
-        await client.hset(control, field, f"{float(await client.hget(control, field)) + by_s:.6f}")
+        at: Any = await client.hget(control, field)
+        await client.hset(control, field, f"{float(at) + by_s:.6f}")
 
 
 def raw(text: str) -> bytes:
@@ -110,7 +111,7 @@ async def test_a_redis_that_an_older_version_left_is_worked_off(
 
 
 async def delayed(client: redis.asyncio.Redis) -> Sequence[bytes]:
-    found: Sequence[bytes] = await client.zrange(f"{NAMES.prefix}:delayed", 0, -1)
+    found: list[bytes] = await cast("Any", client).zrange(f"{NAMES.prefix}:delayed", 0, -1)
     return found
 
 

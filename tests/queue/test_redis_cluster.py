@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 import pytest
@@ -24,7 +25,17 @@ from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.metrics import Metrics
 from tests.queue.known import assert_drained
-from tests.queue.made import NAMES, Answers, answer, claim, claim_one, member, queues, submission
+from tests.queue.made import (
+    NAMES,
+    Answers,
+    OwnerAndDesk,
+    answer,
+    claim,
+    claim_one,
+    member,
+    queues,
+    submission,
+)
 from tests.queue.roles import PASSWORD, grant
 from tests.queue.servers import ENGINES, ClusterSet, cluster_set
 from tests.support import wait_until
@@ -50,7 +61,7 @@ async def client(cluster: ClusterSet) -> AsyncIterator[redis.asyncio.cluster.Red
 
 
 @pytest.fixture
-async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[RedisQueue]:
+async def queue(cluster: ClusterSet, client: object) -> AsyncIterator[OwnerAndDesk]:
     async with queues(cluster.url, "a", try_s=3.0) as (one,):
         yield one
 
@@ -62,7 +73,9 @@ def apart(cluster: ClusterSet, count: int) -> list[str]:
     return [name for name in names if cluster.node_of(name) is not home][:count]
 
 
-async def test_a_request_goes_all_the_way_and_leaves_nothing(queue, client, cluster):
+async def test_a_request_goes_all_the_way_and_leaves_nothing(
+    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+) -> None:
     (elsewhere,) = apart(cluster, 1)
     await queue.submit([submission(f"r-{number}", token="t") for number in range(4)])
     assert await queue.cancel("r-3")
@@ -90,7 +103,9 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(queue, client, clus
     assert not marks, "of finished requests"
 
 
-async def test_default_list_in_another_slot(cluster, client):
+async def test_default_list_in_another_slot(
+    cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
+) -> None:
     names = Names("batch:{pool}:requests", apart(cluster, 1)[0])
     async with queues(cluster.url, "a", names=names) as (queue,):
         await queue.submit([submission("r-1")])
@@ -98,7 +113,9 @@ async def test_default_list_in_another_slot(cluster, client):
         assert await client.llen(names.results) == 1
 
 
-async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default_list(queue, client, cluster):
+async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default_list(
+    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+) -> None:
     (elsewhere,) = apart(cluster, 1)
     await client.set(elsewhere, "a string", ex=60)
     await queue.submit([submission("r-1"), submission("r-2")])
@@ -111,8 +128,8 @@ async def test_list_of_the_wrong_type_in_another_slot_is_answered_on_the_default
 
 @pytest.mark.parametrize("kind", ["list", "text"])
 async def test_a_key_in_the_place_of_a_marker_costs_the_results_of_that_list_alone(
-    queue, client, cluster, kind
-):
+    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet, kind: str
+) -> None:
     """A producer may have had a result put there, for it knows the name."""
     (elsewhere,) = apart(cluster, 1)
     marker = f"{{{elsewhere}}}:posted:{NAMES.queue.replace('{', '').replace('}', '')}"
@@ -130,14 +147,18 @@ async def test_a_key_in_the_place_of_a_marker_costs_the_results_of_that_list_alo
     assert not await client.exists(NAMES.outbox)
 
 
-async def test_name_that_no_marker_can_join_is_refused(queue, client):
+async def test_name_that_no_marker_can_join_is_refused(
+    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster
+) -> None:
     """`a}b` has no hash tag, and no other key can be put into its slot by name."""
     await queue.submit([submission("r-1")])
     assert await queue.settle([answer(await claim_one(queue), "a}b")]) == [Settled.BAD_LIST]
-    assert b"INVALID_REQUEST" in await client.lindex(NAMES.results, 0)
+    assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.results, 0))
 
 
-async def test_carriers_that_work_and_die_at_once_double_nothing(cluster, client):
+async def test_carriers_that_work_and_die_at_once_double_nothing(
+    cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
+) -> None:
     """Three owners carry at the same time; the removal from the outbox is lost again and again."""
     (elsewhere,) = apart(cluster, 1)
     async with queues(cluster.url, "a", "b", "c") as owners:
@@ -174,7 +195,9 @@ async def carried(owner: RedisQueue, client: redis.asyncio.cluster.RedisCluster)
     return not await client.exists(NAMES.outbox)
 
 
-async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(queue, client, cluster):
+async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(
+    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+) -> None:
     (elsewhere,) = apart(cluster, 1)
     away = cluster.node_of(elsewhere)
     await queue.submit([submission("r-1"), submission("r-2")])
@@ -192,7 +215,9 @@ async def test_node_of_a_result_list_away_keeps_the_result_until_it_is_back(queu
     assert await client.llen(elsewhere) == 1
 
 
-async def test_what_waits_for_a_list_that_is_away_costs_the_others_nothing(queue, client, cluster):
+async def test_what_waits_for_a_list_that_is_away_costs_the_others_nothing(
+    queue: OwnerAndDesk, client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+) -> None:
     """They leave it to the sweep to look whether that is back, and to pass over what waits for it."""
     near, elsewhere = "{pool}-list", apart(cluster, 1)[0]
     other = next(
@@ -219,7 +244,9 @@ async def test_what_waits_for_a_list_that_is_away_costs_the_others_nothing(queue
     assert await client.llen(elsewhere) == 290
 
 
-async def test_wake_up_is_heard_across_nodes(cluster, client):
+async def test_wake_up_is_heard_across_nodes(
+    cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
+) -> None:
     async with queues(cluster.url, "a", "b", poll_s=5) as (hearing, submitting), asyncio.TaskGroup() as tasks:
         started = asyncio.get_running_loop().time()
         waiting = tasks.create_task(hearing.wait_for_work())
@@ -229,7 +256,7 @@ async def test_wake_up_is_heard_across_nodes(cluster, client):
         assert asyncio.get_running_loop().time() - started < 4
 
 
-async def test_release_and_sweep_on_a_cluster(queue):
+async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
     await queue.submit([submission("r-1")])
     await queue.release([Release(await claim_one(queue), delay_s=0.01, attempt=True)])
 
@@ -251,7 +278,9 @@ class Counts(RedisQueue):
         return claimed
 
 
-async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(client, cluster):
+async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(
+    client: redis.asyncio.cluster.RedisCluster, cluster: ClusterSet
+) -> None:
     """Whether the request was cancelled cannot be known: it waits, and is not claimed again and again."""
     names = (f"r-{number}" for number in range(1000))
     home = cluster.node_of(NAMES.queue)
@@ -279,7 +308,9 @@ async def test_node_of_the_markers_away_claims_nothing_until_it_is_back(client, 
     await queue.aclose()
 
 
-async def test_the_rights_of_the_page_suffice_on_a_cluster(cluster, client):
+async def test_the_rights_of_the_page_suffice_on_a_cluster(
+    cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
+) -> None:
     """With what the page adds for one."""
     (elsewhere,) = apart(cluster, 1)
     for node in cluster.nodes:
@@ -306,13 +337,15 @@ async def test_the_rights_of_the_page_suffice_on_a_cluster(cluster, client):
                 admin.acl_deluser("dispatcher")
 
 
-async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_list(cluster, client):
+async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_list(
+    cluster: ClusterSet, client: redis.asyncio.cluster.RedisCluster
+) -> None:
     """In another slot, where the script that settles cannot see it."""
     forbidden, allowed = apart(cluster, 2)
+    refusals = f"~{NAMES.results}:posted:*"
+    more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
     for node in cluster.nodes:
         with node.client() as admin:
-            refusals = f"~{NAMES.results}:posted:*"
-            more = ("+command", "+cluster|slots", refusals, f"~{allowed}")  # but not its marker
             grant(admin, "dispatcher", *more, tag="pool")
     url = cluster.url.replace("://", f"://dispatcher:{PASSWORD}@", 1)
     try:

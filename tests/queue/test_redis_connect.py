@@ -6,16 +6,17 @@ import asyncio
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import trustme
 
-from dispatcher.ports import QueueUnavailableError, Settled
+from dispatcher.ports import Lease, QueueUnavailableError, Settled
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import NAMES, answer, claim, claim_one, queues, submission
-from tests.queue.servers import sentinel_set, server
+from tests.queue.servers import SentinelSet, Server, sentinel_set, server
 from tests.support import free_port, require_tool, wait_until
 
 
@@ -36,7 +37,7 @@ from tests.support import free_port, require_tool, wait_until
         ("redis://[host/0", "no address"),
     ],
 )
-def test_url_that_names_no_server_says_why_and_keeps_its_password(url, says):
+def test_url_that_names_no_server_says_why_and_keeps_its_password(url: str, says: str) -> None:
     with pytest.raises(QueueUrlError, match=says) as caught:
         connect(url.replace("://", "://user:hush@"))
     assert "hush" not in str(caught.value)
@@ -55,12 +56,12 @@ def test_password_that_splits_a_url_is_not_told(scheme: str, user: str, password
     assert not [part for part in ("s3", "cret", "123", "456") if part in told]
 
 
-async def test_sentinel_url_keeps_every_part():
-    client = connect(
+async def test_sentinel_url_keeps_every_part() -> None:
+    client: Any = connect(
         "rediss+sentinel://us%40er:p%3Aw@h1:26380,h2,[::1]:26381/mymaster/4"
         "?sentinel_username=watch&sentinel_password=word&ssl_cert_reqs=none"
     )
-    pool = client.connection_pool
+    pool: Any = client.connection_pool
     assert (pool.service_name, pool.connection_kwargs["db"]) == ("mymaster", 4)
     assert (pool.connection_kwargs["username"], pool.connection_kwargs["password"]) == ("us@er", "p:w")
     watchers = [one.connection_pool.connection_kwargs for one in pool.sentinel_manager.sentinels]
@@ -74,8 +75,8 @@ async def test_sentinel_url_keeps_every_part():
     await client.aclose()
 
 
-async def test_cluster_url_keeps_every_part():
-    client = connect("rediss+cluster://user:word@h1:7001,h2?ssl_cert_reqs=none")
+async def test_cluster_url_keeps_every_part() -> None:
+    client: Any = connect("rediss+cluster://user:word@h1:7001,h2?ssl_cert_reqs=none")
     nodes = client.nodes_manager.startup_nodes.values()
     assert [(node.host, node.port) for node in nodes] == [("h1", 7001), ("h2", 6379)]
     kwargs = client.connection_kwargs
@@ -83,7 +84,7 @@ async def test_cluster_url_keeps_every_part():
     assert "ssl" in kwargs["connection_class"].__name__.lower()
 
 
-async def test_tls_with_a_private_authority(tmp_path: Path):
+async def test_tls_with_a_private_authority(tmp_path: Path) -> None:
     require_tool("redis-server")
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1", "localhost")
@@ -92,7 +93,7 @@ async def test_tls_with_a_private_authority(tmp_path: Path):
     issued.cert_chain_pems[0].write_to_path(certificate)
     issued.private_key_pem.write_to_path(key)
     port = free_port()
-    options = ("--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key))
+    options = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
     options += ("--tls-ca-cert-file", str(ca), "--tls-auth-clients", "no")
     with server("redis", tmp_path / "data", *options):
         async with queues(f"rediss://127.0.0.1:{port}/2?ssl_ca_certs={ca}", "a") as (queue,):
@@ -103,7 +104,7 @@ async def test_tls_with_a_private_authority(tmp_path: Path):
                 await stranger.counts()
 
 
-async def test_unix_socket(tmp_path: Path):
+async def test_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "s.sock"
     with server("redis", tmp_path / "data", "--unixsocket", str(path)):
         async with queues(f"unix://{path}?db=1", "a") as (queue,):
@@ -111,7 +112,7 @@ async def test_unix_socket(tmp_path: Path):
             assert (await queue.counts()).pending == 1
 
 
-async def test_work_goes_on_after_a_failover(tmp_path: Path):
+async def test_work_goes_on_after_a_failover(tmp_path: Path) -> None:
     """The primary is killed under load: what the new one knows of is answered, once. Valkey: tests/chaos."""
     with sentinel_set("redis", tmp_path) as sentinels:
         async with queues(sentinels.url, "a", try_s=1.0, lease_s=3) as (queue,):
@@ -133,19 +134,19 @@ async def test_work_goes_on_after_a_failover(tmp_path: Path):
         assert set(results) == {f"r-{number}" for number in range(300)}
 
 
-def replica_caught_up(primary) -> bool:
+def replica_caught_up(primary: Server) -> bool:
     with primary.client() as client:
         info = client.info("replication")
-    return info["slave0"]["offset"] >= info["master_repl_offset"]
+    return bool(info["slave0"]["offset"] >= info["master_repl_offset"])
 
 
-def settled(primary) -> int:
+def settled(primary: Server) -> int:
     with suppress(Exception), primary.client() as client:
-        return client.llen(NAMES.results)
+        return int(client.llen(NAMES.results))
     return 0
 
 
-def moved(sentinels, first) -> bool:
+def moved(sentinels: SentinelSet, first: Server) -> bool:
     with suppress(Exception):
         return sentinels.primary() is not first
     return False
@@ -153,7 +154,7 @@ def moved(sentinels, first) -> bool:
 
 async def work_off(queue: RedisQueue) -> None:
     """Claim and settle until nothing is left, through whatever outage."""
-    held = []
+    held: list[Lease] = []
     while True:
         try:
             if not held:

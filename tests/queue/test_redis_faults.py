@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
 import redis.asyncio
 
-from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled
+from dispatcher.ports import (
+    Burial,
+    Dead,
+    Lease,
+    QueueUnavailableError,
+    Release,
+    Settled,
+    Settlement,
+    Submission,
+)
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
@@ -20,22 +30,24 @@ from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, claim_one, ids,
 from tests.queue.servers import Server, server
 from tests.support import wait_until
 
+Fill = Callable[[], Awaitable[None]]
+
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
     async with queues(any_server.url, "a") as (one,):
         yield one
     await assert_only_known_keys(client, NAMES, "elsewhere")
 
 
-async def dump(client: redis.asyncio.Redis) -> dict[bytes, bytes]:
+async def dump(client: redis.asyncio.Redis) -> dict[bytes, bytes | None]:
     """Every lasting key with its value, to see that nothing changed."""
     lasting = [key async for key in client.scan_iter() if await client.pttl(key) == -1]
     return {key: await client.dump(key) for key in lasting}
 
 
 @pytest.fixture
-async def full(client: redis.asyncio.Redis) -> AsyncIterator[object]:
+async def full(client: redis.asyncio.Redis) -> AsyncIterator[Fill]:
     """A function that fills the server: from then on it refuses what may grow."""
 
     async def fill() -> None:
@@ -46,14 +58,18 @@ async def full(client: redis.asyncio.Redis) -> AsyncIterator[object]:
     await client.config_set("maxmemory", 0)
 
 
-async def test_full_redis_refuses_a_submission_whole(queue, client, full):
+async def test_full_redis_refuses_a_submission_whole(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, full: Fill
+) -> None:
     await full()
     with pytest.raises(QueueUnavailableError, match="out of memory"):
         await queue.submit([submission("r-1"), submission("r-2")])
     assert (await queue.counts()).pending == 0
 
 
-async def test_full_redis_can_be_worked_empty(queue, client, full):
+async def test_full_redis_can_be_worked_empty(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, full: Fill
+) -> None:
     """Were claims and results refused too, nothing could ever leave it."""
     await queue.submit([submission(f"r-{number}") for number in range(6)])
     early = await claim(queue, 2)
@@ -76,7 +92,9 @@ async def swept(queue: RedisQueue) -> bool:
     return (await queue.counts()).delayed == 0
 
 
-async def test_read_only_replica_changes_nothing_and_says_so(queue, client):
+async def test_read_only_replica_changes_nothing_and_says_so(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     lease = await claim_one(queue)
     before = await dump(client)
@@ -100,7 +118,9 @@ async def test_read_only_replica_changes_nothing_and_says_so(queue, client):
     assert await queue.settle([answer(lease)]) == [Settled.DONE]
 
 
-async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_first_write(queue, client):
+async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_first_write(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     lease = await claim_one(queue)
     await client.set(f"{NAMES.prefix}:returned", "someone's")
@@ -120,7 +140,9 @@ async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_fi
         *("request-active:r-9", "request-cancel:r-9", "a-string", "x" * 5000, "\ud800"),
     ],
 )
-async def test_hostile_list_name_costs_that_request_alone(queue, client, name):
+async def test_hostile_list_name_costs_that_request_alone(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, name: str
+) -> None:
     await client.set("a-string", "kept", ex=60)
     await queue.submit([submission("r-1"), submission("r-2"), submission("r-3")])
     leases = (await claim(queue)).leases
@@ -143,7 +165,9 @@ async def test_hostile_list_name_costs_that_request_alone(queue, client, name):
         pytest.param(6000, 6000, id="another's, kept longer"),
     ],
 )
-async def test_a_push_takes_no_list_its_life(any_server, client, had_s, has_s):
+async def test_a_push_takes_no_list_its_life(
+    any_server: Server, client: redis.asyncio.Redis, had_s: int | None, has_s: int
+) -> None:
     if had_s is not None:
         await client.lpush("elsewhere", "another's")
     if had_s is not None and had_s > 0:
@@ -156,12 +180,12 @@ async def test_a_push_takes_no_list_its_life(any_server, client, had_s, has_s):
 
 
 async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not_is(
-    queue, client, monkeypatch
-):
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
     run = queue.backend.scripts.run
 
-    async def counted(name, keys, args, **options):
+    async def counted(name: str, keys: Any, args: Sequence[Any], **options: Any) -> Any:
         asked.append((name, list(args)))
         return await run(name, keys, args, **options)
 
@@ -176,22 +200,26 @@ async def test_a_list_that_was_fit_is_not_asked_about_again_and_one_that_was_not
     assert await queue.refused_lists(["a-string"]) == {}
 
 
-async def test_what_lists_are_cannot_be_learned_while_redis_is_away_and_nobody_is_refused_for_it():
+async def test_what_lists_are_cannot_be_learned_while_redis_is_away_and_nobody_is_refused_for_it() -> None:
     async with queues("redis://127.0.0.1:1", "a", try_s=0.1) as (queue,):
         assert list(await queue.refused_lists(["a", NAMES.queue])) == [NAMES.queue]
 
 
-async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(queue, client):
+async def test_dead_request_with_a_hostile_list_is_dead_all_the_same(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
     said = await queue.bury([Burial(answer(lease, "batch:{pool}:requests"), "no use")])
     assert said == [Settled.BAD_LIST]
     (dead,) = await queue.dead_list(10)
     assert dead.reason == "no use"
-    assert b"INVALID_REQUEST" in await client.lindex(NAMES.results, 0)
+    assert b"INVALID_REQUEST" in cast("bytes", await client.lindex(NAMES.results, 0))
 
 
-async def test_default_list_of_the_wrong_type_keeps_the_request(queue, client):
+async def test_default_list_of_the_wrong_type_keeps_the_request(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """A result that nobody can read would break the one promise there is: exactly one result."""
     await client.hset(NAMES.results, "a", "hash")
     await queue.submit([submission("r-1"), submission("r-2")])
@@ -205,7 +233,9 @@ async def test_default_list_of_the_wrong_type_keeps_the_request(queue, client):
     assert await queue.settle([answer(own)]) == [Settled.DONE]
 
 
-async def test_scripts_are_loaded_again_after_a_flush(queue, client):
+async def test_scripts_are_loaded_again_after_a_flush(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await queue.submit([submission("r-1")])
     await client.script_flush()
     lease = await claim_one(queue)
@@ -217,7 +247,7 @@ async def test_scripts_are_loaded_again_after_a_flush(queue, client):
     "url",
     ["redis://127.0.0.1:1/0", "redis+cluster://127.0.0.1:1", "redis+sentinel://127.0.0.1:1/mymaster"],
 )
-async def test_unreachable_server_is_a_sentence_not_a_crash(url):
+async def test_unreachable_server_is_a_sentence_not_a_crash(url: str) -> None:
     queue = OwnerAndDesk(connect(url), NAMES, "a")
     try:
         for act in (queue.sweep, queue.counts, lambda: claim(queue), lambda: queue.cancelled([("r-1", "t")])):
@@ -228,7 +258,7 @@ async def test_unreachable_server_is_a_sentence_not_a_crash(url):
         await queue.aclose()
 
 
-async def test_frozen_server_does_not_hang_a_call(any_server, client):
+async def test_frozen_server_does_not_hang_a_call(any_server: Server, client: redis.asyncio.Redis) -> None:
     """SIGSTOP: connected, and silent."""
     queue = OwnerAndDesk(connect(any_server.url, answer_s=0.3), NAMES, "a", try_s=0.4)
     try:
@@ -243,7 +273,9 @@ async def test_frozen_server_does_not_hang_a_call(any_server, client):
         await queue.aclose()
 
 
-async def test_lost_reply_of_a_settlement_is_remembered(queue, client):
+async def test_lost_reply_of_a_settlement_is_remembered(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """The server did it, the connection died before it said so: the repetition says done, not lost."""
     await queue.submit([submission("r-1")])
     lease = await claim_one(queue)
@@ -261,7 +293,9 @@ async def test_lost_reply_of_a_settlement_is_remembered(queue, client):
     assert await client.llen(NAMES.results) == 1
 
 
-async def test_lost_reply_of_a_submission_adds_nothing_twice(queue, client):
+async def test_lost_reply_of_a_submission_adds_nothing_twice(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """A dispatcher may have taken the request before the repetition comes."""
     act = queue.backend.scripts.client.execute_command
     drops = iter([True])
@@ -298,10 +332,10 @@ CANNOT = "The user executing the script can't run this command or subcommand"
         ),
     ],
 )
-async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_server(said):
+async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_server(said: str) -> None:
     """As each says it. 6.2 cannot be asked for rights before a step."""
 
-    async def refuses():
+    async def refuses() -> None:
         raise redis.ResponseError(said)
 
     scripts = Scripts(connect("redis://127.0.0.1:1"))
@@ -311,7 +345,7 @@ async def test_right_that_is_missing_inside_a_script_is_a_sentence_on_every_serv
     await scripts.client.aclose()
 
 
-async def test_password_database_and_restricted_user(tmp_path: Path):
+async def test_password_database_and_restricted_user(tmp_path: Path) -> None:
     """A user that may touch nothing but the queue's keys and the result lists it was granted."""
     with server("redis", tmp_path, password="secret") as running, running.client() as admin:
         admin.execute_command(
@@ -349,14 +383,14 @@ async def test_password_database_and_restricted_user(tmp_path: Path):
         await other.aclose()
 
 
-async def woken_by(queue: RedisQueue, work: object) -> None:
+async def woken_by(queue: OwnerAndDesk, work: Submission) -> None:
     async with asyncio.TaskGroup() as tasks:
         waiting = tasks.create_task(queue.wait_for_work())
         await queue.submit([work])
         await waiting
 
 
-async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, any_server: Server):
+async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, any_server: Server) -> None:
     options = ("--appendonly", "yes", "--appendfsync", "always")
     with server(any_server.engine, tmp_path, *options) as running:
         async with queues(running.url, "a") as (queue,):
@@ -374,7 +408,9 @@ async def test_restart_with_append_only_file_keeps_every_place(tmp_path: Path, a
             assert await queue.settle([answer(leases[4])]) == [Settled.DONE]
 
 
-async def test_poison_disappears_nowhere_and_blocks_nobody(queue, client):
+async def test_poison_disappears_nowhere_and_blocks_nobody(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """Bytes that are no request are claimed like others: the dispatcher answers or buries them."""
     large = member("large") + b" " * (15 * 2**20)
     poison = [b"", b"\xff\xfe", b"[]", b'{"data":{"id":""}}', b"\x00" * 40, large]
@@ -385,7 +421,7 @@ async def test_poison_disappears_nowhere_and_blocks_nobody(queue, client):
         assert len(leases) == 1 or sum(map(len, [lease.member for lease in leases])) <= 2**20
         await queue.bury([Burial(answer_nothing(lease), "unreadable") for lease in leases])
     assert seen == sorted([*poison, member_of(seen, "fine")])
-    dead = []
+    dead: list[Dead] = []
     while found := await queue.dead_list(100, dead[-1].entry if dead else 0):
         dead += found
     assert [one.member for one in dead] == seen
@@ -394,9 +430,7 @@ async def test_poison_disappears_nowhere_and_blocks_nobody(queue, client):
     await assert_drained(client, NAMES)
 
 
-def answer_nothing(lease):
-    from dispatcher.ports import Settlement
-
+def answer_nothing(lease: Lease) -> Settlement:
     return Settlement(lease, b"", "")
 
 
@@ -404,7 +438,9 @@ def member_of(members: list[bytes], request_id: str) -> bytes:
     return next(one for one in members if f'"{request_id}"'.encode() in one)
 
 
-async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_bytes(queue, client):
+async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_bytes(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     members = [member(f"r-{number}", 2_000_000_000) for number in range(1000)]
     await client.zadd(NAMES.queue, dict.fromkeys(members, 7.5))
     held = (await claim(queue, 600)).leases
@@ -419,7 +455,9 @@ async def test_a_thousand_members_of_one_score_are_served_in_the_order_of_their_
     assert ids(order)
 
 
-async def test_a_lease_named_twice_in_one_call_ends_once(queue, client):
+async def test_a_lease_named_twice_in_one_call_ends_once(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     first, second = (await claim(queue)).leases
     assert await queue.release([Release(first), Release(first)]) == [Settled.DONE, Settled.LOST]
@@ -429,7 +467,9 @@ async def test_a_lease_named_twice_in_one_call_ends_once(queue, client):
     assert (counts.live, counts.others) == (0, 0)
 
 
-async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(any_server, client):
+async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
     async with queues(any_server.url, "a", dead_max=3) as (queue,):
         await queue.submit([submission(f"r-{number}", 2_000_000_000 + number) for number in range(5)])
         for number in range(5):

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import pytest
 import redis.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.ports import Overload, Permit, Release
+from dispatcher.ports import Expired, Lease, Overload, Permit, Release
 from dispatcher.queue.redis.clock import ServerClock
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
-from tests.queue.made import NAMES, answer, claim, claim_one, ids, member, permit, queues, submission
+from tests.queue.made import (
+    NAMES,
+    OwnerAndDesk,
+    answer,
+    claim,
+    claim_one,
+    ids,
+    member,
+    permit,
+    queues,
+    submission,
+)
 from tests.queue.servers import Server
 from tests.support import wait_until
 
@@ -25,7 +37,7 @@ BEATS = f"{NAMES.prefix}:beats"
 
 
 @pytest.fixture
-async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
     async with queues(any_server.url, "a", lease_s=30) as (one,):
         yield one
     await assert_only_known_keys(client, NAMES)
@@ -34,7 +46,8 @@ async def queue(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterato
 async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
     """As if the server's clock had jumped: what scripts kept moves the other way."""
     for key in (LEASES, BEATS, f"{NAMES.prefix}:delayed"):
-        for name, score in await client.zrange(key, 0, -1, withscores=True):
+        scores: Any = await client.zrange(key, 0, -1, withscores=True)
+        for name, score in scores:
             await client.zadd(key, {name: score - by_s}, xx=True)
     ticks = ("tick", f"tick:{NAMES.queue}", "quiet_until", "beats_tick", "beats_quiet_until")
     for field in ("read_at", "overload_at", "overload_until", *ticks):
@@ -42,12 +55,21 @@ async def shift_server_clock(client: redis.asyncio.Redis, by_s: float) -> None:
             await client.hset(CONTROL, field, f"{float(at) - by_s:.6f}")
 
 
+async def ahead_s(client: redis.asyncio.Redis, key: str, name: str) -> float:
+    """How far the time that is a member's score lies ahead."""
+    score = await client.zscore(key, name)
+    assert score is not None
+    return score - time.time()
+
+
 @given(
     start=st.floats(0, 1e6),
     offset=st.floats(-1e6, 2e9),
     trips=st.lists(st.tuples(st.floats(0, 100), st.floats(0, 0.5), st.floats(0, 0.5)), min_size=1),
 )
-def test_offset_stays_within_the_tightest_round_trip(start, offset, trips):
+def test_offset_stays_within_the_tightest_round_trip(
+    start: float, offset: float, trips: list[tuple[float, float, float]]
+) -> None:
     """Between clocks that run alike, no slow reply undoes what a tight one proved."""
     clock, now, tightest = ServerClock(), start, float("inf")
     for pause, there, back in trips:
@@ -59,14 +81,14 @@ def test_offset_stays_within_the_tightest_round_trip(start, offset, trips):
 
 
 @given(jump=st.floats(-1e6, 1e6), trip=st.floats(0, 0.5))
-def test_a_jump_is_taken_over_with_the_first_reply_after_it(jump, trip):
+def test_a_jump_is_taken_over_with_the_first_reply_after_it(jump: float, trip: float) -> None:
     clock = ServerClock()
     clock.observe(10.0, 10.001, 1000.0)
     clock.observe(20.0, 20.0 + trip, 1010.0 + jump)
     assert abs(clock.server(20.0 + trip) - (1010.0 + jump)) <= trip + 1e-5
 
 
-async def test_times_cross_the_boundary_and_come_back(queue):
+async def test_times_cross_the_boundary_and_come_back(queue: RedisQueue) -> None:
     loop = asyncio.get_running_loop()
     await queue.counts()
     read_at, seen_at = loop.time() - 3, loop.time() - 1
@@ -79,14 +101,16 @@ async def test_times_cross_the_boundary_and_come_back(queue):
     assert abs(queue.unix_now() - time.time()) < 5
 
 
-async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(any_server, client):
+async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(
+    any_server: Server, client: redis.asyncio.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Loop clocks of two processes have nothing in common but the server's time."""
     async with queues(any_server.url, "a", "b") as (near, far):
         await near.counts()
         await far.counts()
         assert far.backend.clock._offset is not None
         far.backend.clock._offset -= 5000.0  # as if its loop had started 5,000 s earlier
-        far.backend.clock.observe = lambda *_: None
+        monkeypatch.setattr(far.backend.clock, "observe", lambda *_: None)
         await near.submit([submission(f"r-{number}") for number in range(9)])
         now = asyncio.get_running_loop().time()
         newer_by_far = Permit(2, now + 5000 - 1, 0)
@@ -95,7 +119,9 @@ async def test_owners_whose_clocks_stand_apart_agree_on_which_reading_is_newer(a
         assert (await near.claim(9, "n-2", older_by_near)).leases == []
 
 
-async def test_nothing_is_reclaimed_right_after_a_gap(queue, client):
+async def test_nothing_is_reclaimed_right_after_a_gap(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """Redis was away: living owners get lease_s/3 to renew, only then do the dead ones lose theirs."""
     await queue.submit([submission("r-1"), submission("r-2")])
     alive, _dead = (await claim(queue)).leases
@@ -109,7 +135,9 @@ async def test_nothing_is_reclaimed_right_after_a_gap(queue, client):
     assert (await queue.renew([alive])).lost == []
 
 
-async def test_clock_that_jumps_back_takes_every_kept_time_with_it(queue, client):
+async def test_clock_that_jumps_back_takes_every_kept_time_with_it(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """Else leases of the dead would last for the length of the jump, and the delayed be late by it."""
     loop = asyncio.get_running_loop()
     await queue.submit([submission("r-1"), submission("r-2")])
@@ -121,13 +149,15 @@ async def test_clock_that_jumps_back_takes_every_kept_time_with_it(queue, client
     swept = await queue.sweep()
     assert swept.next_due_at is not None
     assert 0 < swept.next_due_at - loop.time() < 6
-    assert (await client.zscore(LEASES, f"{held.entry}:a")) - time.time() < 31
+    assert await ahead_s(client, LEASES, f"{held.entry}:a") < 31
     overload = (await queue.renew([])).shared.overload
     assert overload is not None
     assert overload.until - loop.time() < 4
 
 
-async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(queue, client, any_server):
+async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
+) -> None:
     async with queues(any_server.url, "dead") as (dead,):
         await queue.submit([submission("r-1"), submission("r-2")])
         await queue.sweep()
@@ -136,14 +166,16 @@ async def test_beats_follow_a_clock_that_jumps_back_and_nobody_is_silent_by_it(q
         await shift_server_clock(client, -3600)
         await queue.renew([mine])  # the first to speak since the jump, before any sweep
         assert (await queue.sweep()).reclaimed == 0
-        assert (await client.zscore(BEATS, "dead")) - time.time() < 6
+        assert await ahead_s(client, BEATS, "dead") < 6
         await client.zadd(BEATS, {"dead": 0}, xx=True)
         assert (await queue.sweep()).reclaimed == 0
         await client.hset(CONTROL, "beats_quiet_until", "0")
         assert (await queue.sweep()).reclaimed == 1
 
 
-async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_s(queue, client):
+async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_s(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await queue.submit([submission("r-1"), submission("r-2")])
     await queue.sweep()
     before = await claim_one(queue)
@@ -152,11 +184,13 @@ async def test_lease_that_was_taken_since_the_clock_jumped_back_stays_its_owner_
     assert (await queue.sweep()).reclaimed == 0
     assert (await queue.sweep()).reclaimed == 0
     for lease in (before, since):
-        assert 0 < (await client.zscore(LEASES, f"{lease.entry}:a")) - time.time() < 31
+        assert 0 < await ahead_s(client, LEASES, f"{lease.entry}:a") < 31
 
 
 @pytest.mark.parametrize(("gap_s", "reclaimed"), [(1.0, 1), (2.5, 0), (-7200.0, 0)])
-async def test_silence_counts_unless_sweeps_were_silent_too(queue, client, any_server, gap_s, reclaimed):
+async def test_silence_counts_unless_sweeps_were_silent_too(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server, gap_s: float, reclaimed: int
+) -> None:
     async with queues(any_server.url, "dead") as (dead,):
         await queue.submit([submission("r-1")])
         await queue.sweep()
@@ -174,8 +208,8 @@ async def sweep_as_older_version(client: redis.asyncio.Redis) -> None:
 
 
 async def test_older_version_that_sweeps_first_after_an_outage_hides_it_from_nobody(
-    queue, client, any_server
-):
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
+) -> None:
     async with queues(any_server.url, "living") as (living,):
         await queue.submit([submission("r-1")])
         await queue.sweep()
@@ -186,7 +220,9 @@ async def test_older_version_that_sweeps_first_after_an_outage_hides_it_from_nob
         assert (await living.renew([kept])).lost == []
 
 
-async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(queue, client, any_server):
+async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
+) -> None:
     """Versions before kept no time of the beats' last sweep."""
     async with queues(any_server.url, "living") as (living,):
         await queue.submit([submission("r-1")])
@@ -194,13 +230,14 @@ async def test_first_sweep_after_an_upgrade_waits_for_those_who_live(queue, clie
         await sweep_as_older_version(client)
         await client.zadd(BEATS, {"living": 1}, xx=True)
         assert (await queue.sweep()).reclaimed == 0
-        until = float(await client.hget(CONTROL, "beats_quiet_until"))
-        assert 0 < until - time.time() < 6
+        until = await client.hget(CONTROL, "beats_quiet_until")
+        assert until is not None
+        assert 0 < float(until) - time.time() < 6
 
 
 async def test_older_version_that_sweeps_first_after_a_jump_leaves_the_beats_to_others(
-    queue, client, any_server
-):
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, any_server: Server
+) -> None:
     async with queues(any_server.url, "dead") as (dead,):
         await queue.submit([submission("r-1")])
         await queue.sweep()
@@ -208,11 +245,15 @@ async def test_older_version_that_sweeps_first_after_a_jump_leaves_the_beats_to_
         await shift_server_clock(client, -3600)
         await sweep_as_older_version(client)
         assert (await queue.sweep()).reclaimed == 0
-        assert (await client.zscore(BEATS, "dead")) - time.time() < 6
-        assert float(await client.hget(CONTROL, "beats_quiet_until")) - time.time() < 6
+        assert await ahead_s(client, BEATS, "dead") < 6
+        until = await client.hget(CONTROL, "beats_quiet_until")
+        assert until is not None
+        assert float(until) - time.time() < 6
 
 
-async def test_owner_that_fell_silent_is_replaced_within_its_timeout(any_server, client):
+async def test_owner_that_fell_silent_is_replaced_within_its_timeout(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
     """By one that was there all along, and with nothing moved by hand."""
     async with queues(any_server.url, "dead", "next", owner_timeout_s=1.0) as (dead, successor):
         await dead.submit([submission("r-1")])
@@ -228,7 +269,9 @@ async def test_owner_that_fell_silent_is_replaced_within_its_timeout(any_server,
         assert (await claim_one(successor)).deliveries == 2
 
 
-async def test_owner_that_died_is_replaced_within_its_lease(any_server, client):
+async def test_owner_that_died_is_replaced_within_its_lease(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
     """lease_s + 2 s after the death at the latest, with a dispatcher that starts at once."""
     async with queues(any_server.url, "dead", "next", lease_s=1.5) as (dead, successor):
         await dead.submit([submission("r-1")])
@@ -254,13 +297,13 @@ async def sweep_deadlines(queue: RedisQueue, most: int) -> list[bytes]:
     return [item.member for item in late]
 
 
-def fake_lease(found: bytes):
-    from dispatcher.ports import Lease
-
+def fake_lease(found: bytes) -> Lease:
     return Lease(0, "", found, 0, 0, 0, 0, 0)
 
 
-async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_deadlines(queue, client):
+async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_deadlines(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """Foreign producers may score by anything: what merely looks late must not hide what is."""
     future = int(time.time()) + 600
     fill = {member(f"f-{number}", future): number for number in range(5000)}
@@ -280,7 +323,9 @@ async def test_expired_request_is_found_beside_thousands_of_scores_that_are_no_d
     assert (await queue.counts()).pending == 5000
 
 
-async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(queue, client):
+async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     past, future = int(time.time()) - 50, int(time.time()) + 600
     fill = {member(f"f-{number}", future): number % 7 for number in range(500)}
     await client.zadd(NAMES.queue, fill | {member("late", past): 3})
@@ -290,7 +335,9 @@ async def test_sweep_goes_round_so_that_a_late_one_among_old_scores_is_found(que
     assert ids(found) == ["late"]
 
 
-async def test_expiry_reaches_every_place_but_leases(queue, client):
+async def test_expiry_reaches_every_place_but_leases(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     """Returned, suspect and delayed requests too, whatever the gate says."""
     soon = int(time.time()) + 2
     await queue.submit([submission(f"r-{number}", soon) for number in range(4)])
@@ -312,7 +359,7 @@ async def test_expiry_reaches_every_place_but_leases(queue, client):
     await queue.resume()
 
 
-async def make_suspect(queue: RedisQueue, client: redis.asyncio.Redis, entry: int) -> None:
+async def make_suspect(queue: OwnerAndDesk, client: redis.asyncio.Redis, entry: int) -> None:
     """Its owner dies twice."""
     for round_ in range(2):
         if round_:
@@ -322,7 +369,7 @@ async def make_suspect(queue: RedisQueue, client: redis.asyncio.Redis, entry: in
         assert (await queue.sweep()).reclaimed == 1
 
 
-async def test_expired_list_stays_within_a_megabyte(queue, client):
+async def test_expired_list_stays_within_a_megabyte(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
     past = int(time.time()) - 5
     large = [member(f"r-{number}", past) + b" " * 300_000 for number in range(8)]
     await client.zadd(NAMES.queue, dict.fromkeys(large, past))
@@ -334,6 +381,6 @@ async def test_expired_list_stays_within_a_megabyte(queue, client):
     assert (await queue.counts()).pending == 0
 
 
-async def sweep_deadlines_of(queue: RedisQueue, items) -> list[bytes]:
+async def sweep_deadlines_of(queue: RedisQueue, items: Sequence[Expired]) -> list[bytes]:
     await queue.expire([(item, answer(fake_lease(item.member.strip()))) for item in items])
     return [item.member for item in items]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import redis.asyncio
@@ -11,7 +12,7 @@ import redis.asyncio
 from dispatcher.ports import QueueUnavailableError, Release
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.known import assert_only_known_keys
-from tests.queue.made import NAMES, claim, claim_one, member, queues, submission
+from tests.queue.made import NAMES, OwnerAndDesk, claim, claim_one, member, queues, submission
 from tests.queue.servers import Server, server
 from tests.support import wait_until
 
@@ -20,7 +21,7 @@ NEVER_S = 30.0
 
 
 @pytest.fixture
-async def hearing(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[RedisQueue]:
+async def hearing(any_server: Server, client: redis.asyncio.Redis) -> AsyncIterator[OwnerAndDesk]:
     async with queues(any_server.url, "a", poll_s=NEVER_S) as (one,):
         yield one
     await assert_only_known_keys(client, NAMES)
@@ -41,14 +42,16 @@ async def woken_within(waiting: asyncio.Task[None], timeout_s: float = 5.0) -> N
     await asyncio.wait_for(waiting, timeout_s)
 
 
-async def test_our_submission_wakes_at_once(hearing, client):
+async def test_our_submission_wakes_at_once(hearing: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
     waiting = await subscribed(hearing, client)
     await hearing.submit([submission("r-1")])
     await woken_within(waiting)
 
 
 @pytest.mark.parametrize("act", ["cancel", "pause", "resume", "requeue"])
-async def test_what_operators_do_wakes_too(hearing, client, act):
+async def test_what_operators_do_wakes_too(
+    hearing: OwnerAndDesk, client: redis.asyncio.Redis, act: str
+) -> None:
     """A cancel cuts what is in flight; a pause shows; a resume and a requeue bring work."""
     await client.set("request-active:r-1", "t", ex=60)  # as llm-d's producers leave it
     waiting = await subscribed(hearing, client)
@@ -64,19 +67,23 @@ async def test_what_operators_do_wakes_too(hearing, client, act):
     await hearing.resume()
 
 
-async def test_foreign_producer_is_found_by_the_poll(any_server, client):
+async def test_foreign_producer_is_found_by_the_poll(any_server: Server, client: redis.asyncio.Redis) -> None:
     async with queues(any_server.url, "a", poll_s=0.05) as (queue,):
         waiting = await subscribed(queue, client)
         await client.zadd(NAMES.queue, {member("foreign"): 1})
         await woken_within(waiting)
 
 
-async def test_work_that_was_there_before_the_subscription_is_seen_at_once(hearing, client):
+async def test_work_that_was_there_before_the_subscription_is_seen_at_once(
+    hearing: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     await client.zadd(NAMES.queue, {member("early"): 1})
     await woken_within(asyncio.create_task(hearing.wait_for_work()))
 
 
-async def test_wake_up_between_two_waits_is_not_missed(hearing, client):
+async def test_wake_up_between_two_waits_is_not_missed(
+    hearing: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     waiting = await subscribed(hearing, client)
     await hearing.submit([submission("r-1")])
     await woken_within(waiting)
@@ -91,7 +98,7 @@ async def test_wake_up_between_two_waits_is_not_missed(hearing, client):
     await hearing.release([Release(lease)])
 
 
-async def test_cancelled_wait_loses_nothing(hearing, client):
+async def test_cancelled_wait_loses_nothing(hearing: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
     """The loop drops its wait whenever something else happens first."""
     for number in range(20):
         waiting = await subscribed(hearing, client)
@@ -102,7 +109,9 @@ async def test_cancelled_wait_loses_nothing(hearing, client):
         assert len((await claim(hearing)).leases) == 1
 
 
-async def test_subscription_comes_back_after_a_disconnect_without_missing_work(hearing, client):
+async def test_subscription_comes_back_after_a_disconnect_without_missing_work(
+    hearing: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
     waiting = await subscribed(hearing, client)
 
     async def cut() -> bool:  # not, where it is just being made again because this machine stood still
@@ -118,7 +127,7 @@ async def test_subscription_comes_back_after_a_disconnect_without_missing_work(h
     await woken_within(waiting)
 
 
-async def test_outage_is_told_and_the_next_wait_hears_again(tmp_path):
+async def test_outage_is_told_and_the_next_wait_hears_again(tmp_path: Path) -> None:
     with server("redis", tmp_path) as running:
         async with queues(running.url, "a", poll_s=NEVER_S) as (queue,):
             with running.client() as blocking:
@@ -140,7 +149,9 @@ async def heard_again(queue: RedisQueue) -> None:
             continue
 
 
-async def test_user_without_a_channel_falls_back_to_looking(any_server, client):
+async def test_user_without_a_channel_falls_back_to_looking(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
     await client.execute_command(
         *("ACL", "SETUSER", "mute", "on", ">word", "~*", "resetchannels", "+@all", "-@dangerous")
     )
@@ -154,7 +165,7 @@ async def test_user_without_a_channel_falls_back_to_looking(any_server, client):
         await client.execute_command("ACL", "DELUSER", "mute")
 
 
-async def test_one_subscription_per_process(hearing, client):
+async def test_one_subscription_per_process(hearing: OwnerAndDesk, client: redis.asyncio.Redis) -> None:
     for number in range(5):
         waiting = await subscribed(hearing, client)
         await hearing.submit([submission(f"r-{number}")])

@@ -33,7 +33,7 @@ from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.rights import needed
 from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.events import Event, diverted
-from tests.queue.made import answer, claim, member, permit, queues, submission
+from tests.queue.made import OwnerAndDesk, answer, claim, member, permit, queues, submission
 from tests.queue.roles import ROLES, commands, grant, url_of
 from tests.queue.servers import Server
 from tests.support import wait_until
@@ -56,7 +56,7 @@ def admin(any_server: Server, client: object) -> Iterator[redis.Redis]:
 
 
 @asynccontextmanager
-async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[RedisQueue]:
+async def dispatcher(server: Server, owner: str = "a", **options: Any) -> AsyncIterator[OwnerAndDesk]:
     given = {"owner_timeout_s": 1.0, "poll_s": 0.02, "dead_max": 1, "names": QWEN, **options}
     async with queues(url_of(server, "dispatcher"), owner, **given) as (one,):
         yield one
@@ -136,7 +136,7 @@ async def test_a_dispatcher_has_all_the_rights_it_needs_and_no_others(
     assert told(admin) == ["late", *(f"r-{at}" for at in range(6))]
 
 
-async def everything(queue: RedisQueue, dying: RedisQueue) -> None:
+async def everything(queue: OwnerAndDesk, dying: RedisQueue) -> None:
     """All that can happen to a request, and all that a dispatcher asks beside it."""
     await queue.sweep()
     await wait_until(lambda: expire(queue), what="the late one to be found")
@@ -323,7 +323,8 @@ async def test_without_any_one_right_it_says_which_and_no_request_is_lost_or_ans
 async def test_without_the_right_to_a_key_no_request_is_lost_or_answered_twice(
     any_server: Server, admin: redis.Redis, key: str
 ) -> None:
-    rules = admin.acl_getuser("dispatcher")["keys"]
+    user: Any = admin.acl_getuser("dispatcher")
+    rules = user["keys"]
     kept = [each if isinstance(each, str) else each.decode() for each in rules]
     assert key in kept
     assert await lacking(any_server, admin, "resetkeys", *(each for each in kept if each != key))

@@ -14,7 +14,7 @@ _HELD = ("--min-replicas-to-write", "1", "--min-replicas-max-lag", "1", "--repl-
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_replica_counts_before_it_has_loaded_and_only_wait_says_so(engine: str, tmp_path: Path):
+def test_a_replica_counts_before_it_has_loaded_and_only_wait_says_so(engine: str, tmp_path: Path) -> None:
     with (
         server(engine, tmp_path / "primary", *_HELD) as primary,
         server(engine, tmp_path / "replica", "--key-load-delay", "4000") as replica,

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.queue.servers import Server, server
+from tests.scenarios.cluster import Cluster, cluster_in
 from tests.scenarios.processes import Stage
 
 APPENDS = ("--appendonly", "yes", "--appendfsync", "no")
@@ -58,3 +59,9 @@ def _stage_around(running: Server, folder: Path) -> Iterator[Stage]:
         yield made
         complaints = made.complaints()
     assert not complaints, "\n".join(complaints)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with cluster_in(tmp_path) as made:
+        yield made

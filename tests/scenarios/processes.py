@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -126,14 +126,15 @@ class Dispatcher:
         self.write(self.settings)
         self._starts += 1
         self.asked_to_end = False
-        arguments = ("run", "--config", self.config, *self.options)
+        arguments = ("run", "--config", str(self.config), *self.options)
         environ = _quiet_environment() | dict(self.environ)
         with self._log.open("wb") as log:
-            self.process = self.stack.enter_context(
+            run: AbstractContextManager[Process] = (
                 warm("dispatcher", *arguments, stderr=log, env=environ)
                 if self.is_warm and not self.before and self.limit is None
                 else cold("dispatcher", *arguments, before=self.before, stderr=log, env=environ)
             )
+            self.process = self.stack.enter_context(run)
         if self.limit is not None:
             self.limit.hold(self.process.pid)
         started = wait_until_sync(self._started, START_S, what=f"{self.folder.name} starts", every_s=0.02)
@@ -268,6 +269,7 @@ class Producer:
     def collect(self) -> dict[str, list[dict[str, Any]]]:
         """Take what has arrived in the default result list; everything that ever did, by id."""
         while found := self.client.rpop(self.names.results, 1000):
+            assert isinstance(found, list)
             for raw in found:
                 result = json.loads(raw)
                 self.results.setdefault(result["id"], []).append(result)
@@ -331,10 +333,10 @@ class Stage:
         options = {"slots": 32, "seconds": 0.5, "pool": POOL} | config
         flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
         log = self._stack.enter_context((self._folder / f"world-{self._worlds}.log").open("wb"))
-        run = warm if self._is_warm else cold
-        process = self._stack.enter_context(
-            run("dispatcher.standin", *flags, stdout=subprocess.PIPE, stderr=log)
+        run: AbstractContextManager[Process] = (warm if self._is_warm else cold)(
+            "dispatcher.standin", *flags, stdout=subprocess.PIPE, stderr=log
         )
+        process = self._stack.enter_context(run)
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line, (self._folder / f"world-{self._worlds}.log").read_text()

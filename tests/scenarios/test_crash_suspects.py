@@ -36,7 +36,8 @@ def test_the_deadly_one_dies_alone_and_nobody_else_is_blamed_to_death(
     random = data.draw(st.randoms(use_true_random=False), "order")
     line, losses = list(range(length)), Counter[int]()
     while losses[deadly] <= INNOCENT_MOST:
-        process, running = alone(), []
+        process = alone()
+        running: list[int] = []
         while True:
             room = process.room(len(running), now=1.0)
             waiting = [one for one in line if one not in running]

@@ -26,12 +26,10 @@ from dispatcher.cli import app
 from dispatcher.core.request import encode_member
 from tests.browser import Browser, Page
 from tests.monitoring.prometheus import Prometheus, moved_of_catalogue
+from tests.scenarios.cluster import Cluster
 from tests.scenarios.processes import POOL, Dispatcher, Stage, World, merged
-from tests.scenarios.test_process_kubernetes import Cluster, cluster
 from tests.signals.apiserver import PODS, pod
 from tests.support import wait_until, wait_until_sync
-
-__all__ = ["cluster"]
 
 LONG_S = 8.0
 """Long enough for a full pool to stay so while everybody is asked."""
@@ -158,7 +156,7 @@ async def day(one: Dispatcher, prometheus: Prometheus, browser: Browser) -> Asyn
 
 def learned(one: Dispatcher, world: World) -> bool:
     world.control(realtime=(world.observed()["pool"]["realtime"]["now"] + 5) % 17)
-    return one.status()["picker_max_concurrency"] == 16
+    return bool(one.status()["picker_max_concurrency"] == 16)
 
 
 def submit(stage: Stage, count: int, **more: Any) -> list[str]:

@@ -22,7 +22,7 @@ def said(one: Dispatcher, verb: str = "explain") -> str:
 def learned(one: Dispatcher, world: World) -> bool:
     """Realtime comes and goes, so that pages differ; whether the picker's number is known."""
     world.control(realtime=(world.observed()["pool"]["realtime"]["now"] + 5) % 17)
-    return one.status()["picker_max_concurrency"] == 16
+    return bool(one.status()["picker_max_concurrency"] == 16)
 
 
 @pytest.mark.parametrize(("budget", "limit"), [({"per_endpoint": "auto"}, 30), ({"per_endpoint": 8}, 15)])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import httpx
 import pytest
 import trustme
 
-from tests.forward.test_envoy import envoy_path
 from tests.scenarios.processes import Dispatcher, Stage, World, hold
-from tests.support import free_port, running, wait_until_sync
+from tests.support import envoy_path, free_port, running, wait_until_sync
 
 LIMIT = 30
 RESUMED_S = 3.0
@@ -119,7 +119,7 @@ def test_a_gateway_that_only_sends_us_away_burns_nothing(stage: Stage, gone_s: f
         answer = {"kind": "status", "status": status, "body": body}
         pair.outlive(
             gone_s,
-            lambda answer=answer: world.control(gateway={"answer": answer}),
+            partial(world.control, gateway={"answer": answer}),
             lambda: world.control(gateway=None),
         )
 
@@ -210,8 +210,8 @@ def envoy_config(port: int, upstream: int, picker: int) -> dict[str, Any]:
         "processing_mode": {"response_header_mode": "SKIP"},
         "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}},
     }
-    everything = {"name": "all", "domains": ["*"]}
-    everything["routes"] = [{"match": {"prefix": "/"}, "route": {"cluster": "pool"}}]
+    routes = [{"match": {"prefix": "/"}, "route": {"cluster": "pool"}}]
+    everything = {"name": "all", "domains": ["*"], "routes": routes}
     manager = {
         "@type": f"{filters}.network.http_connection_manager.v3.HttpConnectionManager",
         "stat_prefix": "test",

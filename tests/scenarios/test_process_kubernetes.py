@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
+from tests.scenarios.cluster import Cluster
 from tests.scenarios.processes import Dispatcher, Stage
-from tests.signals.apiserver import PODS, POOLS, ApiServer, pod
-from tests.signals.test_capacity import populate
+from tests.signals.apiserver import PODS, POOLS, pod
 from tests.support import wait_until_sync
 
 PER_ENDPOINT = 4
 POOL_SLOTS = 32
 """What the picker says."""
-
-
-class Cluster:
-    """An API server on a thread, for tests that wait for processes."""
-
-    def __init__(self, server: ApiServer, loop: asyncio.AbstractEventLoop) -> None:
-        self.server = server
-        self._loop = loop
-
-    def do(self, act: Callable[[ApiServer], object]) -> None:
-        """Done in the server's own loop when this returns."""
-
-        async def once() -> None:
-            act(self.server)
-
-        asyncio.run_coroutine_threadsafe(once(), self._loop).result(10)
-
-
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A pool of three ready pods."""
-    with _cluster(tmp_path) as made:
-        made.do(lambda server: populate(server, 3))
-        yield made
-
-
-@contextmanager
-def _cluster(folder: Path) -> Iterator[Cluster]:
-    ready, done = threading.Event(), asyncio.Event()
-    made: list[Cluster] = []
-
-    async def serve() -> None:
-        async with ApiServer().serve(folder) as server:
-            made.append(Cluster(server, asyncio.get_running_loop()))
-            ready.set()
-            await done.wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield made[0]
-    finally:
-        made[0].do(lambda _: done.set())
-        thread.join(10)
 
 
 def dispatcher(stage: Stage, cluster: Cluster, *, find: bool = False, **budget: object) -> Dispatcher:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 
 from tests.scenarios.processes import Stage, World
-from tests.support import wait_until_sync
+from tests.support import passed, wait_until_sync
 
 REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "body": "saturated"}
 ON_THE_WIRE_S = 0.25
@@ -37,16 +38,23 @@ def test_after_a_refusal_no_replica_sends_until_a_newer_reading(stage: Stage) ->
     read: list[float] = []
     known = len(scrapes(world, read))
     wait_until_sync(lambda: len(scrapes(world, read)) > known, 10, what="a reading")
+
+    def read_after(at: float) -> list[float]:
+        return after(scrapes(world, read), at)
+
+    def sent_after(at: float) -> list[float]:
+        return after([entry.arrived_at for entry in world.log()], at)
+
     # The replicas read in turn, and one of the two pauses between may be short: try until one is long.
     unread_s = [0.0]
     while max(unread_s) <= 2 * ON_THE_WIRE_S and len(unread_s) <= 8:
         begins_at = time.monotonic() + 0.4 * (len(unread_s) - 1)
-        wait_until_sync(lambda at=begins_at: time.monotonic() >= at, 10, what="another moment")
+        wait_until_sync(passed(begins_at), 10, what="another moment")
         last = world.log()[-1].number
         world.control(gateway={"answer": REFUSAL, "times": 1})
-        refused = min(wait_until_sync(lambda n=last: refusals(world, n), 10, what="a refusal"))
-        later = min(wait_until_sync(lambda at=refused: after(scrapes(world, read), at), 10, what="a reading"))
-        wait_until_sync(lambda at=later: after([e.arrived_at for e in world.log()], at), 10, what="more work")
+        refused = min(wait_until_sync(partial(refusals, world, last), 10, what="a refusal"))
+        later = min(wait_until_sync(partial(read_after, refused), 10, what="a reading"))
+        wait_until_sync(partial(sent_after, later), 10, what="more work")
         told_at = refused + ON_THE_WIRE_S
         assert not [e for e in world.log() if told_at < e.arrived_at < later], "sent without a new reading"
         unread_s.append(later - refused)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from tests.scenarios.processes import NAMES, POOL, Stage
 from tests.support import wait_until_sync
@@ -35,7 +36,7 @@ def test_neither_log_nor_traces_hold_a_payload_a_token_or_a_secret(stage: Stage,
                 tracing={"endpoint": collector.url.replace("//", f"//us:{secret['collector']}@")},
             )
         )
-        hostile = [
+        hostile: list[dict[str, Any]] = [
             {"kind": "status", "status": 302, "body": "the-answer-must-not-show"},
             {"kind": "status", "status": 500, "body": "the-answer-must-not-show"},
             {"kind": "status", "status": 400, "body": "the-answer-must-not-show"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
@@ -42,7 +42,7 @@ for_long = pytest.mark.parametrize(
 @away
 @for_long
 def test_running_requests_are_answered_once_after_its_return(
-    own_stage: Stage, away: Callable[[Stage], Iterator[None]], away_s: float
+    own_stage: Stage, away: Callable[[Stage], AbstractContextManager[None]], away_s: float
 ) -> None:
     """Away for longer than a lease of 5 s: the leases have run out by then, and still are their owner's."""
     world = own_stage.world(slots=SLOTS, seconds=1.0)

@@ -175,11 +175,12 @@ def test_stalled_replica_s_requests_count_while_they_run_and_it_cuts_them_when_i
     long_since = world.control(seconds=14.0)["at"]
 
     def all_are_long() -> bool:
-        return sum(entry.ended_at is None and entry.arrived_at > long_since for entry in world.log()) == cap
+        running = [entry for entry in world.log() if entry.ended_at is None]
+        return len([entry for entry in running if entry.arrived_at > long_since]) == cap
 
     wait_until_sync(all_are_long, FULL_S, what="the cap to be used by long requests")
     stalled = max(pair, key=lambda each: each.status()["running"])
-    share = stalled.status()["running"]
+    share = int(stalled.status()["running"])
     stalled.send(signal.SIGSTOP)
     stopped_at = time.monotonic()
 

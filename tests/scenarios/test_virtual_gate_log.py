@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from dispatcher.core.outcome import Outcome, classify
@@ -17,7 +18,7 @@ TERMS = {
 }
 
 
-def gates(stage: Stage) -> list[dict[str, Any]]:
+def gates(stage: Stage) -> list[Mapping[str, Any]]:
     return [fields for event, fields in stage.events if event is Event.GATE]
 
 

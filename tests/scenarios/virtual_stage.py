@@ -10,7 +10,7 @@ import asyncio
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, nan
@@ -153,7 +153,7 @@ class Stage:
         self.held_open: dict[str, float] = {}
         """Requests that a fault keeps connected, and since when."""
         self.metrics = Metrics.FINE
-        self.events: list[tuple[Event, dict[str, Any]]] = []
+        self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.submitted: list[str] = []
         self.capacity: float | None = None
         self._tasks = tasks
@@ -354,7 +354,7 @@ def perform(scene: Scene, **setting: Any) -> None:
             await scene(stage)
             await stage.close()
 
-    events: list[tuple[Event, dict[str, Any]]] = []
+    events: list[tuple[Event, Mapping[str, Any]]] = []
     with diverted(lambda event, told: events.append((event, told))):
         virtual.run(live())
 

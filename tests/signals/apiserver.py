@@ -433,7 +433,10 @@ class ApiServer:
                 marks.get_nowait()
                 version_only = {"resourceVersion": str(self._version), "creationTimestamp": None}
                 await _send(stream, "BOOKMARK", {"kind": _KINDS[collection], "metadata": version_only})
-            waits = [asyncio.ensure_future(news.wait()), asyncio.ensure_future(_arrived(marks))]
+            waits: list[asyncio.Future[Any]] = [
+                asyncio.ensure_future(news.wait()),
+                asyncio.ensure_future(_arrived(marks)),
+            ]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -442,7 +445,8 @@ class ApiServer:
 
 
 async def _arrived(marks: asyncio.Queue[None]) -> None:
-    marks.put_nowait(await marks.get())
+    await marks.get()
+    marks.put_nowait(None)
 
 
 async def _send(stream: web.StreamResponse, kind: str, thing: Object) -> None:

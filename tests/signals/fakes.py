@@ -201,3 +201,10 @@ def json_answer(document: Any, status: int = 200) -> bytes:
     body = json.dumps(document).encode()
     head = f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     return head.encode() + body
+
+
+PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
+
+
+def whole(body: bytes, *headers: bytes) -> bytes:
+    return b"\r\n".join([PLAIN.strip(), *headers, b"Content-Length: %d" % len(body), b"", body])

@@ -19,8 +19,8 @@ import trustme
 import yaml
 
 from dispatcher import __version__
-from dispatcher.settings import EppSettings, PoolSettings
-from dispatcher.signals.capacity import ABSENT, CapacityWatch, Endpoints
+from dispatcher.settings import EppSettings
+from dispatcher.signals.capacity import ABSENT, CapacityWatch
 from dispatcher.signals.cluster import ClusterAccess
 from tests.signals.apiserver import (
     OLD_POOLS,
@@ -35,49 +35,14 @@ from tests.signals.apiserver import (
     pool,
     populate,
 )
+from tests.signals.told import QWEN, Seen
 from tests.support import wait_until
-
-QWEN = PoolSettings(name="qwen", namespace="default")
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[ApiServer]:
     async with ApiServer().serve(tmp_path) as server:
         yield server
-
-
-class Seen:
-    """What the watch told, in order."""
-
-    def __init__(self) -> None:
-        self.history: list[Endpoints] = []
-        self.watch: CapacityWatch
-
-    def __call__(self, endpoints: Endpoints) -> None:
-        assert not self.history or endpoints != self.history[-1]
-        self.history.append(endpoints)
-
-    @property
-    def now(self) -> Endpoints:
-        return self.history[-1] if self.history else Endpoints()
-
-    def fine(self, ready: int, *epp_addresses: str) -> bool:
-        """So much is known, and nothing is wrong."""
-        return self.now == Endpoints(ready, epp_addresses or None, whole=True)
-
-    async def ready(self, number: int | None) -> None:
-        await wait_until(lambda: bool(self.history) and self.now.ready == number, what=f"ready == {number}")
-
-    async def problem(self, *parts: str) -> str:
-        """The one problem that has all these parts."""
-
-        def found() -> list[str]:
-            told = map(str, self.now.problems)
-            return [problem for problem in told if all(part in problem for part in parts)]
-
-        await wait_until(found, what=f"a problem with {parts}")
-        (problem,) = found()
-        return problem
 
 
 @asynccontextmanager

@@ -21,8 +21,20 @@ from dispatcher.settings import EppSettings
 from dispatcher.signals import kube
 from dispatcher.signals.capacity import HOLD_S, CapacityWatch
 from dispatcher.signals.mirror import LATE_S, SOON_FOR_S, SOON_S, WATCH_S
-from tests.signals.apiserver import OLD_POOLS, PODS, POOLS, SLICES, ApiServer, Request, old_pool, pod, pool
-from tests.signals.test_capacity import QWEN, Seen, access, populate
+from tests.signals.apiserver import (
+    OLD_POOLS,
+    PODS,
+    POOLS,
+    SLICES,
+    ApiServer,
+    Request,
+    access,
+    old_pool,
+    pod,
+    pool,
+    populate,
+)
+from tests.signals.told import QWEN, Seen
 
 LOOK_S = 0.05
 """So often a test looks, and so exact it knows when."""

@@ -19,7 +19,7 @@ from dispatcher.core.budget import Policy
 from dispatcher.core.poll import Unread
 from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import EppSource, Targets
-from dispatcher.signals.poller import Poll, Poller
+from dispatcher.signals.poller import Poller, SourcePoll
 from tests.floors import beside
 from tests.signals.fakes import fake_epp, golden
 from tests.support import running, wait_until
@@ -123,7 +123,7 @@ async def test_a_page_of_300_pods_is_cheap_and_leaves_the_loop_its_turns(
 
 async def test_polling_an_ordinary_page_each_second_takes_no_hundredth_of_a_core() -> None:
     """Over fifty polls in a row; the server works in this thread too, so that this is an upper bound."""
-    told: list[Poll] = []
+    told: list[SourcePoll] = []
     async with fake_epp() as epp:
         source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
         poller = Poller([source], SignalsSettings.model_validate({"interval_s": 0.05}), Policy(), told.append)

@@ -18,7 +18,7 @@ from dispatcher.core.poll import Unread
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.series import View
 from tests.signals import fakes
-from tests.signals.fakes import FakeEpp, answering, fake_epp, golden, raw_server
+from tests.signals.fakes import PLAIN, FakeEpp, answering, fake_epp, golden, raw_server, whole
 from tests.support import free_port
 
 
@@ -146,13 +146,6 @@ async def test_every_form_of_the_page_reads_the_same(epp: FakeEpp, kind: str) ->
 
     epp.respond = respond
     assert (await view(epp.url)).queued == 12
-
-
-PLAIN = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n"
-
-
-def whole(body: bytes, *headers: bytes) -> bytes:
-    return b"\r\n".join([PLAIN.strip(), *headers, b"Content-Length: %d" % len(body), b"", body])
 
 
 BROKEN = {

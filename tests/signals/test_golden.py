@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -10,10 +11,10 @@ from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.signals.exposition import Page
 from dispatcher.signals.series import NAMES, Lessons, Verdict, View, judge, view
 from tests.signals.fakes import PAGES, golden
+from tests.signals.goldens import GOLDEN, IN_FLIGHT, NEWEST, POLICY
 
 OPENED_AT, CLOSED_AT = 100.0, 100.25
 SATURATION, REQUESTS = Signal.SATURATION, Signal.REQUESTS
-POLICY = Policy(per_endpoint=100)
 
 
 def seen(*pages: str, pool: str = "qwen") -> tuple[View, ...]:
@@ -29,41 +30,6 @@ def seen(*pages: str, pool: str = "qwen") -> tuple[View, ...]:
 
 def read(*pages: str, use: str = "auto", policy: Policy = POLICY) -> Verdict:
     return judge(seen(*pages), use, policy, "epp")
-
-
-@dataclass(frozen=True)
-class Expected:
-    """(f_sys, f_epp) of each signal in use."""
-
-    saturation: tuple[float, float] | None = None
-    requests: tuple[float, float] | None = None
-
-
-IN_FLIGHT = 128 / 400
-NEWEST = 120 / 400
-"""What the picker sent and saw no answer of. That the averages know of 127 may be of who has gone since."""
-
-GOLDEN = {
-    "gie-1.0-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
-    "gie-1.3-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
-    "gie-1.3-flow-control-on": Expected((0.35, 12 / 400), (IN_FLIGHT, 12 / 400)),
-    "gie-1.5-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
-    "gie-1.5-flow-control-on": Expected((1.25, 12 / 400), (IN_FLIGHT, 12 / 400)),
-    "gie-1.5-latency-predictor": Expected((1.25, 12 / 400), (IN_FLIGHT, 12 / 400)),
-    "router-0.9-flow-control-off": Expected(requests=(IN_FLIGHT, 0)),
-    # Both families of names with different values: the new ones count.
-    "router-0.9-flow-control-on": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
-    "router-newest-flow-control-off": Expected(requests=(NEWEST, 0)),
-    "router-newest-flow-control-on": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
-    "router-newest-latencies": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
-    "router-newest-prefill-decode": Expected((0.75, 12 / 400), (NEWEST, 12 / 400)),
-    # Nothing waits and no flow has a series: the queue is empty, not unknown. One page proves no count.
-    "router-newest-concurrency-detector": Expected((0.3175, 0), (127 / 400, 0)),
-    # A utilization detector, whatever its operator called it.
-    "router-newest-misnamed-detector": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
-    "router-newest-endpoint-selector": Expected((0.4, 12 / 400), (NEWEST, 12 / 400)),
-    "router-newest-negative-queue": Expected((0.4, 4 / 400), (NEWEST, 4 / 400)),
-}
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -98,7 +64,8 @@ def test_replicas_are_the_fullest_saturation_the_whole_queue_and_one_pool() -> N
     """Queues and saturation are each replica's own; the averages are the same pool in both their eyes."""
     saturation, requests = read("replica-a", "replica-b").readings
     assert (saturation.f_sys, saturation.f_epp) == (0.55, 15 / 400)
-    assert (requests.f_sys, requests.f_epp) == (pytest.approx(NEWEST), 15 / 400)
+    assert requests.f_sys == pytest.approx(NEWEST)
+    assert requests.f_epp == 15 / 400
     assert saturation.raw["llm_d_epp_flow_control_pool_saturation#1"] == 0.55
 
 
@@ -144,7 +111,7 @@ def test_use_says_what_is_read(use: str, signals: set[Signal]) -> None:
     assert {reading.signal for reading in verdict.readings} == set(verdict.signals) == signals
 
 
-def filled(requests: int, **changed: float) -> View:
+def filled(requests: int, **changed: Any) -> View:
     """A page of the concurrency detector (maxConcurrency 100, four endpoints) with so many in flight."""
     (made,) = seen("router-newest-concurrency-detector")
     return replace(made, saturation=requests / 400, in_flight=float(requests), **changed)

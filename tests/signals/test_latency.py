@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import pytest
 
@@ -15,10 +16,10 @@ from dispatcher.settings import SignalsSettings
 from dispatcher.signals import latency
 from dispatcher.signals.epp import EppSource, Targets
 from dispatcher.signals.exposition import Page, Sample
-from dispatcher.signals.poller import Poll, Poller
+from dispatcher.signals.poller import Poller, Source, SourcePoll
 from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import NAMES, View
-from tests.signals.fakes import GOOD, FakePrometheus, fake_epp, fake_prometheus, golden
+from tests.signals.fakes import GOOD, FakeEpp, FakePrometheus, fake_epp, fake_prometheus, golden
 from tests.support import wait_until
 
 NEWEST, PREDICTOR = "router-newest-latencies", "gie-1.5-latency-predictor"
@@ -32,7 +33,7 @@ def read(text: str, *, marked: bool = True, most: int = latency.SERIES_MOST) -> 
 
 
 class TestPages:
-    def test_realtime_alone_where_priorities_are_told_and_only_what_was_streamed(self):
+    def test_realtime_alone_where_priorities_are_told_and_only_what_was_streamed(self) -> None:
         found = read(golden(NEWEST))
         assert (found.of, found.name, found.why_not) == ("realtime", "llm_d_epp_request_ttft_seconds", "")
         assert found.ttft is not None
@@ -40,24 +41,24 @@ class TestPages:
         assert (found.ttft[0.1], found.ttft[0.2], found.ttft[math.inf]) == (200, 600, 700)
         assert (found.tpot[0.02], found.tpot[math.inf]) == (480, 500)
 
-    def test_all_where_our_requests_carry_no_objective(self):
+    def test_all_where_our_requests_carry_no_objective(self) -> None:
         found = read(golden(NEWEST), marked=False)
         assert found.of == "all"
         assert found.ttft is not None
         assert found.ttft[math.inf] == 800, "what was not streamed has no time to first token"
 
-    def test_all_where_the_series_tell_no_priority(self):
+    def test_all_where_the_series_tell_no_priority(self) -> None:
         found = read(golden(PREDICTOR))
         assert (found.of, found.name) == ("all", "inference_objective_request_ttft_seconds")
         assert found.ttft is not None
         assert found.ttft[math.inf] == 500
 
-    def test_a_page_without_them_says_which_are_missing(self):
+    def test_a_page_without_them_says_which_are_missing(self) -> None:
         found = read(golden("router-newest-flow-control-on"))
         assert (found.ttft, found.tpot) == (None, None)
         assert found.why_not == "the endpoint picker shows no llm_d_epp_request_ttft_seconds"
 
-    def test_no_realtime_request_yet_is_an_empty_histogram(self):
+    def test_no_realtime_request_yet_is_an_empty_histogram(self) -> None:
         lines = [
             line for line in golden(NEWEST).splitlines() if "ttft" not in line or 'priority="-10"' in line
         ]
@@ -72,20 +73,20 @@ class TestPages:
             'llm_d_epp_request_streaming_tpot_seconds_bucket{le="1",le="2"} 4',
         ],
     )
-    def test_a_broken_line_of_them_refuses_them_and_nothing_else(self, line):
+    def test_a_broken_line_of_them_refuses_them_and_nothing_else(self, line: str) -> None:
         page = Page(NAMES, also=latency.NAMES, also_most=99_999)
         page.feed(f"{golden(NEWEST)}{line}\n".encode("latin-1"))
         assert len(page.close()) > 5
         assert latency.histograms(page.also, "a", marked=True, spoiled=page.spoiled).why_not
 
     @pytest.mark.parametrize("bound", ["", "NaN", "five", "1_0"])
-    def test_a_bucket_without_a_bound_is_refused_with_its_histogram(self, bound):
+    def test_a_bucket_without_a_bound_is_refused_with_its_histogram(self, bound: str) -> None:
         sample = Sample("llm_d_epp_request_ttft_seconds_bucket", {"le": bound}, 3.0)
         found = latency.histograms([sample], "a", marked=False)
         assert found.ttft is not None
         assert any(math.isnan(each) for each in found.ttft)
 
-    def test_too_many_series_are_not_read(self):
+    def test_too_many_series_are_not_read(self) -> None:
         found = read(golden(NEWEST), most=20)
         assert found.why_not == "more than 20 series of requests' latencies"
 
@@ -103,8 +104,10 @@ def later(page: str, ttft_times: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def polling(*sources, share: float | None = 0.25, **settings) -> AsyncIterator[list[Poll]]:
-    told: list[Poll] = []
+async def polling(
+    *sources: Source, share: float | None = 0.25, **settings: Any
+) -> AsyncIterator[list[SourcePoll]]:
+    told: list[SourcePoll] = []
     wanted = SignalsSettings.model_validate({"interval_s": 0.05, **settings})
     poller = Poller(sources, wanted, Policy(per_endpoint=100), told.append, batch_share=lambda: share)
     task = asyncio.create_task(poller.run())
@@ -117,7 +120,7 @@ async def polling(*sources, share: float | None = 0.25, **settings) -> AsyncIter
 
 
 @contextlib.asynccontextmanager
-async def priced(epp) -> AsyncIterator[list[Poll]]:
+async def priced(epp: FakeEpp) -> AsyncIterator[list[SourcePoll]]:
     """What is told while its page is polled, from the first price on."""
     source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, marked=True, latencies_each_s=0.1)
     async with polling(source) as told:
@@ -126,7 +129,7 @@ async def priced(epp) -> AsyncIterator[list[Poll]]:
 
 
 class TestPolled:
-    async def test_the_price_comes_from_the_pages_that_are_scraped_anyway(self):
+    async def test_the_price_comes_from_the_pages_that_are_scraped_anyway(self) -> None:
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
             async with priced(epp) as told:
@@ -141,7 +144,7 @@ class TestPolled:
         assert price.batch_share == pytest.approx(0.25)
         assert price.source == "epp: llm_d_epp_request_ttft_seconds"
 
-    async def test_pages_are_read_for_it_now_and_then_only(self):
+    async def test_pages_are_read_for_it_now_and_then_only(self) -> None:
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
@@ -152,7 +155,7 @@ class TestPolled:
         assert first[0].histograms is not None
         assert second[0].histograms is None
 
-    async def test_broken_latencies_never_close_the_gate(self):
+    async def test_broken_latencies_never_close_the_gate(self) -> None:
         async with fake_epp() as epp:
             epp.page = f"{golden(NEWEST)}llm_d_epp_request_ttft_seconds_bucket{{le=}} NaN\n"
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20, latencies_each_s=0.0)
@@ -161,7 +164,9 @@ class TestPolled:
         assert all(poll.readings and not poll.unread for poll in told)
         assert "labels that do not end" in told[-1].price.why_not
 
-    async def test_a_price_that_is_too_old_says_so_and_not_that_it_was_never_read(self, monkeypatch):
+    async def test_a_price_that_is_too_old_says_so_and_not_that_it_was_never_read(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("dispatcher.signals.poller.PRICE_MAX_AGE_S", 0.2)
         async with fake_epp() as epp:
             epp.page = golden(NEWEST)
@@ -170,7 +175,7 @@ class TestPolled:
                 await wait_until(lambda: not told[-1].price.source)
         assert told[-1].price.why_not == "not read for 0.2 s"
 
-    async def test_a_page_without_them_says_why(self):
+    async def test_a_page_without_them_says_why(self) -> None:
         async with fake_epp() as epp:
             source = EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20)
             async with polling(source) as told:
@@ -181,12 +186,12 @@ class TestPolled:
             why_not="the endpoint picker shows no llm_d_epp_request_ttft_seconds",
         )
 
-    async def test_where_the_pages_show_none_prometheus_is_asked(self):
+    async def test_where_the_pages_show_none_prometheus_is_asked(self) -> None:
         async with (
             fake_epp() as epp,
             prometheus_with({"all/vllm:time_to_first_token_seconds": 80.0}) as server,
         ):
-            sources = [
+            sources: list[Source] = [
                 EppSource("qwen", Targets(urls=(epp.url,)), timeout_s=20),
                 PrometheusSource(PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60),
             ]
@@ -201,7 +206,7 @@ class TestPolled:
 async def prometheus_with(ttft: dict[str, float]) -> AsyncIterator[FakePrometheus]:
     """It answers the query for latencies with half of each within 1 s, and all within 2 s."""
 
-    def rows(whose: str, count: float):
+    def rows(whose: str, count: float) -> Iterator[dict[str, Any]]:
         for bound, value in (("1", count / 2), ("2", count), ("+Inf", count)):
             yield {
                 "metric": {latency.ROW: f"ttft/{whose}", "le": bound},
@@ -214,7 +219,7 @@ async def prometheus_with(ttft: dict[str, float]) -> AsyncIterator[FakePrometheu
 
 
 class TestThroughPrometheus:
-    async def ask(self, server: FakePrometheus, **options) -> Histograms:
+    async def ask(self, server: FakePrometheus, **options: Any) -> Histograms:
         source = PrometheusSource(
             PrometheusAddress(server.url), "qwen", "default", timeout_s=5, max_age_s=60, **options
         )
@@ -223,7 +228,7 @@ class TestThroughPrometheus:
         finally:
             await source.close()
 
-    async def test_the_first_that_has_requests_counts(self):
+    async def test_the_first_that_has_requests_counts(self) -> None:
         names = {
             "realtime/llm_d_epp_request_ttft_seconds": 0.0,
             "all/inference_objective_request_ttft_seconds": 12.0,
@@ -234,13 +239,13 @@ class TestThroughPrometheus:
         assert (found.name, found.of) == ("inference_objective_request_ttft_seconds", "all")
         assert found.ttft == {1.0: 6.0, 2.0: 12.0, math.inf: 12.0}
 
-    async def test_nothing_there_says_what_was_looked_for(self):
+    async def test_nothing_there_says_what_was_looked_for(self) -> None:
         async with prometheus_with({}) as server:
             found = await self.ask(server)
         assert "no llm_d_epp_request_ttft_seconds" in found.why_not
         assert "inference_pool" in found.why_not
 
-    async def test_a_server_that_does_not_answer_is_a_reason_and_no_exception(self):
+    async def test_a_server_that_does_not_answer_is_a_reason_and_no_exception(self) -> None:
         source = PrometheusSource(
             PrometheusAddress("http://127.0.0.1:9"), "qwen", "default", timeout_s=5, max_age_s=60
         )
@@ -248,13 +253,13 @@ class TestThroughPrometheus:
         await source.close()
         assert found.why_not.startswith("Prometheus: ")
 
-    def test_own_queries_stand_for_the_known_series_of_their_kind(self):
+    def test_own_queries_stand_for_the_known_series_of_their_kind(self) -> None:
         query = latency.latency_query("qwen", "default", {"ttft": "mine"}, marked=True)
         assert '"ttft/all/own query"' in query
         assert "vllm:time_to_first_token_seconds" not in query
         assert "vllm:inter_token_latency_seconds" in query
 
-    async def test_own_queries_of_latencies_are_no_queries_for_readings(self):
+    async def test_own_queries_of_latencies_are_no_queries_for_readings(self) -> None:
         async with fake_prometheus() as server:
             server.show(GOOD)
             source = PrometheusSource(

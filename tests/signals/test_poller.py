@@ -24,8 +24,7 @@ from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, 
 from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import View
 from tests.signals import fakes
-from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server
-from tests.signals.test_epp import whole
+from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server, whole
 from tests.support import free_port, wait_until
 
 INTERVAL_S = 0.05
@@ -120,10 +119,10 @@ async def test_a_defect_in_reckoning_latencies_costs_no_poll() -> None:
 
 async def test_every_poll_is_told_with_what_it_came_from() -> None:
     epp = Scripted("epp")
-    async with polling(epp) as (poller, told):
+    async with polling(epp) as (_, told):
         await wait_until(lambda: len(told) >= 3)
     poll = told[-1]
-    assert (poll.source, poller.source, poll.unread) == ("epp", "epp", ())
+    assert (poll.source, poll.unread) == ("epp", ())
     assert poll.signals == (Signal.SATURATION, Signal.REQUESTS)
     assert {reading.signal for reading in poll.readings} == set(poll.signals)
     assert all(reading.source == "epp" and reading.closed_at <= poll.at for reading in poll.readings)

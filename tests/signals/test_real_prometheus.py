@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -19,14 +20,14 @@ import yaml
 from aiohttp import web
 
 from dispatcher.core.budget import Policy, Reason, Signal
-from dispatcher.core.poll import Unread
+from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Histograms, quantile
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.poller import Poll, Poller
+from dispatcher.signals.poller import Poller
 from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
 from dispatcher.signals.series import View, judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
-from tests.signals.test_golden import GOLDEN, POLICY
+from tests.signals.goldens import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until
 
 SLOW_S = 0.6
@@ -339,7 +340,8 @@ async def test_the_documented_queries_work(server: Server) -> None:
     async with serving(respond) as port:
         server.configure(job(port, 1, name="vllm"))
         async with server.up():
-            source = server.source(**documented_queries())
+            queries: dict[str, Any] = {**documented_queries()}
+            source = server.source(**queries)
             (view,) = await seen(source)
             (reading,) = judge([view], "auto", Policy(), "prometheus").readings
             assert (reading.f_sys, reading.f_epp, reading.max_sys) == (0.3, 0, 100)

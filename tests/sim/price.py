@@ -44,7 +44,7 @@ def measure(path: Path) -> Cells:
             "refused_per_1000": 1000 * limited.realtime_refused / len(trace.arrivals),
         }
 
-    wanted = {"none": (Name.NONE, {})} | {
+    wanted: dict[str, tuple[Name, dict[str, Any]]] = {"none": (Name.NONE, {})} | {
         f"{tokens}/{reserve:g}": (Name.LAW, {"batch": Batch(tokens), "reserve": reserve})
         for tokens in LENGTHS
         for reserve in RESERVES

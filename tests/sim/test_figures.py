@@ -31,7 +31,7 @@ EXACT: dict[str, Any] = {"detector": Detector.CONCURRENCY, "signals": Signals.SA
 """A picker that counts, and shows it as it is: the design's table is of it."""
 
 
-def by_age(*promises: Any) -> Any:
+def by_age(*promises: Any) -> pytest.MarkDecorator:
     """A test for each age with what is promised there; the middle of the scale in the long form alone."""
     marks = ((), (pytest.mark.long,), ())
     cases = zip(AGES, promises, marks, strict=True)
@@ -129,7 +129,7 @@ def test_two_pickers_are_not_half_the_truth_each() -> None:
     assert wait(**half) <= 1.25 * wait(pickers=2)
 
 
-WAVES = {
+WAVES: dict[str, dict[str, Any]] = {
     "flow control off": {"detector": Detector.NONE},
     "utilization detector": {"detector": Detector.UTILIZATION, "pods": 3},
     "detector not known": {"detector": Detector.CONCURRENCY, "signals": Signals.BOTH, "pods": 3},

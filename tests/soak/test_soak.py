@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import random
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import redis
 
 from tests.benchmarks.stages import rss_mib, stage_in
+from tests.scenarios.processes import Producer
 from tests.support import wait_until_sync
 
 pytestmark = [pytest.mark.long, pytest.mark.serial]
@@ -22,20 +25,23 @@ SIZES = (100, 1_000, 50_000)
 RSS_MIB = 110
 
 
+def answered(producer: Producer, asked: int) -> bool:
+    return len(producer.collect()) >= asked
+
+
 def test_nothing_grows_and_nothing_is_lost(tmp_path: Path) -> None:
     chance = random.Random(1)
     with stage_in(tmp_path) as stage:
         world = stage.world(slots=128, seconds=0.02, log_max=1000)
         one = stage.dispatcher(stage.settings(world, max_sys=128, queue={"lease_s": 10, "result_ttl_s": 60}))
         producer, process = stage.producer, psutil.Process(one.child.pid)
-        ends, found = time.monotonic() + SOAK_S, []
+        ends = time.monotonic() + SOAK_S
+        found: list[Any] = []
         while time.monotonic() < ends or len(found) <= len(SIZES):
             world.control(realtime=chance.choice([0, 20, 60]), path_s=chance.choice([0.0, 0.01]))
             size = SIZES[len(found)] if len(found) < len(SIZES) else chance.choice(SIZES)
             asked = len(producer.submit(100_000_000 // max(50_000, 20 * size), b'{"p":"%s"}' % (b"x" * size)))
-            wait_until_sync(
-                lambda n=asked: len(producer.collect()) >= n, 300, what="all results", every_s=0.1
-            )
+            wait_until_sync(partial(answered, producer, asked), 300, what="all results", every_s=0.1)
             assert producer.answers() == {"200": asked}
             assert not producer.twice()
             # The producer's own memory must not be what grows: its ids go on counting.

@@ -1,0 +1,96 @@
+"""A dispatcher, a queue in memory whose markers may be away, and a gateway, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import Delivered, RetryPolicy
+from dispatcher.core.request import Request, encode_member
+from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, Submission
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.sim.virtual import run
+from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.metrics import Metrics
+
+
+class MarkersApart(MemoryQueue):
+    """Markers of ids that begin with one of these letters lie on nodes that are away."""
+
+    away = ""
+    claimed = looked_up = 0
+
+    async def claim(self, most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+        claimed = await super().claim(most, nonce, permit, **how)
+        self.claimed += len(claimed.leases)
+        return claimed
+
+    async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        self.looked_up += 1
+        if any(name.startswith(letter) for name, _ in requests for letter in self.away):
+            await asyncio.sleep(0.1)
+            raise QueueUnavailableError("Redis did not answer in time")
+        return await super().cancelled(requests)
+
+
+class Answers:
+    """A gateway that answers after so long."""
+
+    takes_s = 0.0
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+        began = asyncio.get_running_loop().time()
+        self.sent.append(request.id)
+        await asyncio.sleep(self.takes_s)
+        return Forwarded(Delivered(200, b"{}"), began, asyncio.get_running_loop().time())
+
+    def connected(self, token: str) -> float | None:
+        return None
+
+    def resize(self, limit: int) -> None: ...
+
+
+class Scene:
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.events: list[tuple[Event, Mapping[str, Any]]] = []
+        self.store = MemoryStore(clock=loop.time)
+        self.queue, self.gateway = MarkersApart(self.store, "a"), Answers()
+        self.limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
+        self.limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+        self.dispatcher = Dispatcher(
+            self.queue, self.gateway, self.limiter, Options(RetryPolicy()), Journal(Metrics())
+        )
+
+    async def submit(self, *names: str) -> None:
+        until = int(time.time()) + 10**6
+        await self.store.submit(
+            [
+                Submission(encode_member(name, b"{}", until, token="t"), float(until), name, "t", until)
+                for name in names
+            ]
+        )
+
+    def told(self) -> list[str]:
+        """Of the queue, to the log."""
+        return [event.event for event, _ in self.events if event.event.startswith("queue-")]
+
+
+def perform(scene_of: Any) -> None:
+    async def main() -> None:
+        scene = Scene()
+        with diverted(lambda event, fields: scene.events.append((event, fields))):
+            task = asyncio.create_task(scene.dispatcher.run())
+            await scene_of(scene)
+            scene.dispatcher.drain(1.0)
+            await task
+
+    run(main(), start=2.0)
