@@ -108,7 +108,7 @@ def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
         hint = "the gateway's endpoint picker and model servers"
         return Finding("warning", _WHERE, what + ("" if answer.body else " with an empty body"), hint)
     if isinstance(itself, Failed):
-        level: Level = "failed" if itself.nobody_home else "warning"
+        level: Level = "failed" if itself.bare else "warning"
         return Finding(level, _WHERE, f"{asked}: {itself.why}", _HINTS.get(status, _WHERE))
     # Delivered to whoever asked once a request was answered with 2xx; until then it may be no gateway.
     if status == 403:

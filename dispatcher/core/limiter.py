@@ -13,7 +13,7 @@ limit is (`Gate`). The first reason that holds is the one shown (`Reason`, in th
     no-endpoints         a reading that says so                       one that does not
     implausible          a reading that cannot be right; two in       one that can; one that does
                          a row that do not show ours
-    gateway-unreachable  unreachable, nobody_home                     reached, look
+    gateway-unreachable  unreachable, bare_answer              reached, look
     backpressure         overloaded                                   a reading taken after it, and its until
     no-room              a reading, settings, capacity or lost        the same
                          leases that leave a limit of 0
@@ -141,7 +141,7 @@ class Limiter:
         if capacity:
             self._tracking.refused(in_flight, known=known, heard=heard)
 
-    def nobody_home(self, now: float, sent_at: float, why: str, connected: Iterable[float] = ()) -> bool:
+    def bare_answer(self, now: float, sent_at: float, why: str, connected: Iterable[float] = ()) -> bool:
         """An answer that no gateway gave (`Reach.bare`). True: there is none."""
         return self._gate.reach.bare(now, sent_at, why, connected)
 

@@ -51,7 +51,7 @@ class Failed:
     status: int | None = None
     """Set where the gateway answered in full."""
     body: bytes = b""
-    nobody_home: bool = False
+    bare: bool = False
     """A bare answer: 401/407, an empty 404 or 500, a 502/503/504 without drop reason. Of no gateway, of an
     endpoint that has died, or the request's own fault."""
     retry_after_s: float | None = None
@@ -242,18 +242,18 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: flo
         return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)
     if status in (401, 407):
         why = f"the gateway answered {status}: it does not accept our credentials"
-        return Failed(why, status, body, nobody_home=True)
+        return Failed(why, status, body, bare=True)
     if status == 404 and not body:
         why = "the gateway answered 404 with an empty body: it has no such route"
-        return Failed(why, status, body, nobody_home=True)
+        return Failed(why, status, body, bare=True)
     if 300 <= status < 400:
         # Somebody is home: one request's own path may redirect, and must not close the gate for the others.
         where = headers.get("location", "")[:200]
         return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
     if 200 <= status < 500 and status != 408:
         return Delivered(status, body)
-    nobody_home = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
-    return Failed(f"the gateway answered {status}", status, body, nobody_home, retry_after_s)
+    bare = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
+    return Failed(f"the gateway answered {status}", status, body, bare, retry_after_s)
 
 
 def _retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:

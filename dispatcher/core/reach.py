@@ -7,7 +7,7 @@ becomes of the others:
 
     there      another request, sent no earlier, got through: it was answered, or stays connected longer than
                such an answer takes
-    gone       NOBODY_HOME such answers in a row; where others got through beside such answers not long ago,
+    gone       BARE_IN_A_ROW such answers in a row; where others got through beside such answers not long ago,
                only if nobody does for PATIENCE_S
 
 A bare answer that takes PROBE_MOST_S or longer closes nothing: in each slot such requests follow each other
@@ -29,7 +29,7 @@ PROBE_MOST_S = 1.0
 PROBE_OTHERS_S = 0.2
 """Pauses between probes double from the first to the most; to the smaller one where something answers there
 and other requests wait, of which any may show that it is a gateway."""
-NOBODY_HOME = 3
+BARE_IN_A_ROW = 3
 """So many answers in a row that no gateway gave mean that there is none, unless others get through."""
 MEMORY_S = 10.0
 """How long it is remembered that others got through beside such answers: an endpoint is dead, until it is
@@ -99,7 +99,7 @@ class Reach(Revised):
         self._bare += 1
         self.look(now, connected)
         known = now - self._through_at <= MEMORY_S and now - self._bare_at <= PATIENCE_S
-        if self.closure is None and self._bare >= NOBODY_HOME and not known:
+        if self.closure is None and self._bare >= BARE_IN_A_ROW and not known:
             self._close(self._bare_since, now, why, bare=True)
         elif self.closure is not None:
             self.closure = replace(self.closure, why=why, bare=True)

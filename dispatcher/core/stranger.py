@@ -32,10 +32,10 @@ class Stranger:
                 self.known = True
             case Overloaded(reason=str(reason)) if reason:
                 self.known = True
-            case Failed(nobody_home=True):
+            case Failed(bare=True):
                 pass  # it says that itself
             case Delivered(status=status, body=body) if not self.known and status in NOT_HERE:
-                return Failed(f"a server answered {status}{_DOUBT}", status, body, nobody_home=True)
+                return Failed(f"a server answered {status}{_DOUBT}", status, body, bare=True)
             case Failed(status=int(status)) if not self.known and (status in NOT_HERE or status < 400):
-                return replace(outcome, why=outcome.why + _DOUBT, nobody_home=True)
+                return replace(outcome, why=outcome.why + _DOUBT, bare=True)
         return outcome

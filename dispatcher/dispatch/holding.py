@@ -65,7 +65,7 @@ class Holding:
         self._by_token: dict[str, HeldLease] = {}
         self._tries: dict[str, Try] = {}
         self._running = 0
-        self._stirred = asyncio.Event()
+        self._recheck = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._by_token)
@@ -122,7 +122,7 @@ class Holding:
         if held is not None:
             self.units -= held.lease.units
         if not self._by_token:
-            self._stirred.set()
+            self._recheck.set()
         return held
 
     def cut(self, held: HeldLease, why: Cut) -> None:
@@ -134,15 +134,15 @@ class Holding:
         if all(rider.cut is not None for rider in held.rides.riders) and held.rides.task is not None:
             held.rides.task.cancel()
 
-    def stir(self) -> None:
+    def recheck(self) -> None:
         """Have `emptied` look again at how long it may wait."""
-        self._stirred.set()
+        self._recheck.set()
 
     async def emptied(self, within_s: float) -> None:
-        """Return when nothing is held, when the time has passed, or when stirred."""
-        self._stirred.clear()
+        """Return when nothing is held, when the time has passed, or to have the time looked at again."""
+        self._recheck.clear()
         if not self._by_token:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._stirred.wait()
+                await self._recheck.wait()

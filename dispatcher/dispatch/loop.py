@@ -144,7 +144,7 @@ class Dispatcher:
         self._stop_by = min(self._stop_by, now() + within_s)
         self.limiter.drain(now())
         self._stop.set()
-        self._holding.stir()
+        self._holding.recheck()
 
     def reconfigure(self, options: Options) -> None:
         if options.gateway != self._options.gateway:

@@ -133,8 +133,8 @@ class Tries:
             case Overloaded():
                 self._limiter.reached(at, sent_at)
                 self._refused(tried, outcome, at)
-            case Failed(nobody_home=True):
-                if self._limiter.nobody_home(at, sent_at, outcome.why, self._connected()):
+            case Failed(bare=True):
+                if self._limiter.bare_answer(at, sent_at, outcome.why, self._connected()):
                     self._without_gateway()
             case Unreachable():
                 self._limiter.unreachable(at, outcome.why)
@@ -174,7 +174,7 @@ class Tries:
                 self.bounces.answered(entry, sent_at)
                 self.tenants.accepted(tenant, sent_at, again=again)
                 return outcome
-            case Failed(nobody_home=True):
+            case Failed(bare=True):
                 blamed = self.bounces.bounced(entry, at)
                 if self._limiter.without_gateway_since is not None:
                     outcome = Unreachable(outcome.why, self._make_way(held, at))

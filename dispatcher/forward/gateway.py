@@ -159,7 +159,7 @@ class HttpGateway:
             await self._close_retired()
         ended = now()
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
-            why = await _knock(wire, plan)
+            why = await _connect_and_close(wire, plan)
             outcome = Unreachable(f"{outcome.why}, and now {why}") if why else outcome
         if current.connected_at is None:
             return Forwarded(outcome, ended, ended)
@@ -186,7 +186,7 @@ class HttpGateway:
             await wire.aclose()
 
 
-async def _knock(wire: Wire, plan: _Plan) -> str:
+async def _connect_and_close(wire: Wire, plan: _Plan) -> str:
     """Connect to the gateway and hang up; why that cannot be done, or nothing."""
     try:
         async with asyncio.timeout(CONNECT_S):

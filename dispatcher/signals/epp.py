@@ -24,7 +24,7 @@ from dispatcher.core.poll import Unread
 from dispatcher.peer import words
 from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
-from dispatcher.signals.errand import Errand, StillRunningError
+from dispatcher.signals.blocking import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
 from dispatcher.signals.series import NAMES, View, view
 
@@ -91,7 +91,7 @@ class EppSource:
         self._tls = tls or _tls_context(secure)
         self._page_max_bytes = page_max_bytes
         self._found: tuple[str, ...] | None = None
-        self._resolver = Errand("epp-dns")
+        self._resolver = BlockingCalls("epp-dns")
         self._client: httpx.AsyncClient | None = None
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:

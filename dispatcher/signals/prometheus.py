@@ -25,7 +25,7 @@ from dispatcher.core.price import Histograms
 from dispatcher.peer import words
 from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
-from dispatcher.signals.errand import Errand, StillRunningError
+from dispatcher.signals.blocking import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import Sample
 from dispatcher.signals.instant import QueryError, document, vector
 from dispatcher.signals.series import Family, View, smallest, view
@@ -92,14 +92,14 @@ class PrometheusSource:
         self._query = pool_query(pool, namespace)
         # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
         self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
-        # Not in the errand's thread: two threads that import parts of one package see it unfinished.
+        # Not in the thread of blocking calls: two threads that import parts of one package see it unfinished.
         importlib.import_module("prometheus_api_client.prometheus_connect")
-        self._errand = Errand("prometheus")
+        self._calls = BlockingCalls("prometheus")
         self._session = _QuerySession(access, timeout_s)
         self._client: Any = None
         # Apart, for it may take its time and fail as it likes.
         self._latency_query = latency.latency_query(_literal(pool), _literal(namespace), given, marked=marked)
-        self._latency_errand = Errand("prometheus-latency")
+        self._latency_calls = BlockingCalls("prometheus-latency")
         self._latency_session = _QuerySession(access, LATENCY_TIMEOUT_S)
         self._latency_client: Any = None
 
@@ -111,7 +111,7 @@ class PrometheusSource:
         loop = asyncio.get_running_loop()
         asked_at = loop.time()
         try:
-            rows, own_rows = await self._errand.run(self._ask, self._timeout_s)
+            rows, own_rows = await self._calls.run(self._ask, self._timeout_s)
         except StillRunningError as error:
             return self._unread(f"{error}: it is not asked again before that returns")
         except TimeoutError:
@@ -125,7 +125,7 @@ class PrometheusSource:
     async def latency(self) -> Histograms:
         """What the latencies of the last minutes are; whatever goes wrong is told in it."""
         try:
-            return await self._latency_errand.run(self._ask_latency, LATENCY_TIMEOUT_S)
+            return await self._latency_calls.run(self._ask_latency, LATENCY_TIMEOUT_S)
         except StillRunningError as error:
             return Histograms("", why_not=f"Prometheus: {error}")
         except TimeoutError:
@@ -138,7 +138,7 @@ class PrometheusSource:
         self._latency_session.close()
 
     def _ask_latency(self) -> Histograms:
-        """In the errand's thread."""
+        """In the thread of blocking calls."""
         if self._latency_client is None:
             self._latency_client = self._connect(self._latency_session)
         self._latency_client.headers = self._headers()
@@ -146,7 +146,7 @@ class PrometheusSource:
         return latency.grown(vector(self._latency_client.custom_query(self._latency_query, params=params)))
 
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
-        """Run the queries; in the errand's thread."""
+        """Run the queries; in the thread of blocking calls."""
         if self._client is None:
             self._client = self._connect(self._session)
         self._client.headers = self._headers()

@@ -13,7 +13,7 @@ from dispatcher.core.budget import MOST_IN_FLIGHT, PLAUSIBLE_MOST, Policy, Readi
 from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll, Unread
-from dispatcher.core.reach import NOBODY_HOME
+from dispatcher.core.reach import BARE_IN_A_ROW
 from dispatcher.core.refusals import HEARD_SLOP_S
 from dispatcher.core.track import KEPT_READINGS
 
@@ -624,25 +624,25 @@ def test_answer_to_a_request_sent_before_the_trouble_proves_nothing() -> None:
     assert pool.allowance(T0 + 3).limit == 17
 
 
-def test_nobody_home_three_times_in_a_row_is_an_unreachable_gateway() -> None:
+def test_three_bare_answers_in_a_row_are_an_unreachable_gateway() -> None:
     pool = open_pool()
-    for n in range(NOBODY_HOME - 1):
-        assert not pool.nobody_home(T0 + n / 10, T0 + n / 10 - 0.01, "empty 500")
+    for n in range(BARE_IN_A_ROW - 1):
+        assert not pool.bare_answer(T0 + n / 10, T0 + n / 10 - 0.01, "empty 500")
     assert pool.allowance(T0 + 1).limit == 17
-    assert pool.nobody_home(T0 + 1, T0 + 1 - 0.01, "empty 500")
+    assert pool.bare_answer(T0 + 1, T0 + 1 - 0.01, "empty 500")
     assert pool.allowance(T0 + 1).reason is Reason.GATEWAY_UNREACHABLE
-    assert pool.nobody_home(T0 + 1.1, T0 + 1.1 - 0.01, "empty 500")
+    assert pool.bare_answer(T0 + 1.1, T0 + 1.1 - 0.01, "empty 500")
 
 
 def test_success_between_starts_the_count_again_unless_it_was_sent_before() -> None:
     pool = open_pool()
-    pool.nobody_home(T0 + 1, T0 + 1 - 0.01, "empty 500")
-    pool.nobody_home(T0 + 2, T0 + 2 - 0.01, "empty 500")
+    pool.bare_answer(T0 + 1, T0 + 1 - 0.01, "empty 500")
+    pool.bare_answer(T0 + 2, T0 + 2 - 0.01, "empty 500")
     pool.reached(T0 + 2.1, sent_at=T0 + 1.5)
-    assert not pool.nobody_home(T0 + 3, T0 + 3 - 0.01, "empty 500")
-    assert not pool.nobody_home(T0 + 4, T0 + 4 - 0.01, "empty 500")
+    assert not pool.bare_answer(T0 + 3, T0 + 3 - 0.01, "empty 500")
+    assert not pool.bare_answer(T0 + 4, T0 + 4 - 0.01, "empty 500")
     pool.reached(T0 + 4.1, sent_at=T0 + 2.5)
-    assert pool.nobody_home(T0 + 5, T0 + 5 - 0.01, "empty 500")
+    assert pool.bare_answer(T0 + 5, T0 + 5 - 0.01, "empty 500")
 
 
 def test_reopened_gateway_starts_its_count_and_its_pauses_anew() -> None:
@@ -653,7 +653,7 @@ def test_reopened_gateway_starts_its_count_and_its_pauses_anew() -> None:
     pool.reached(T0 + 5, sent_at=T0 + 5)
     pool.probed(T0 + 5)  # a late word of a probe changes nothing now
     assert pool.allowance(T0 + 5).limit == 17
-    assert not pool.nobody_home(T0 + 5.5, T0 + 5.5 - 0.01, "empty 500")
+    assert not pool.bare_answer(T0 + 5.5, T0 + 5.5 - 0.01, "empty 500")
     pool.unreachable(T0 + 6, "refused")
     assert pool.allowance(T0 + 6).next_check_at == pytest.approx(T0 + 6.1)
 

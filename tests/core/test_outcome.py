@@ -49,7 +49,7 @@ def test_answers_that_no_retry_would_change_are_delivered(status: int) -> None:
 def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
     no_route = classify(404, {}, b"", NOW)
     assert isinstance(no_route, Failed)
-    assert no_route.nobody_home
+    assert no_route.bare
     assert classify(404, {}, b"no such model", NOW) == Delivered(404, b"no such model")
 
 
@@ -57,7 +57,7 @@ def test_an_empty_404_is_no_route_and_one_with_words_is_an_answer() -> None:
 def test_refused_credentials_need_not_be_the_requests_fault(status: int) -> None:
     outcome = classify(status, {}, b"who are you", NOW)
     assert isinstance(outcome, Failed)
-    assert (outcome.status, outcome.body, outcome.nobody_home) == (status, b"who are you", True)
+    assert (outcome.status, outcome.body, outcome.bare) == (status, b"who are you", True)
     assert str(status) in outcome.why
 
 
@@ -91,7 +91,7 @@ def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "nobody_home"),
+    ("status", "body", "bare"),
     [
         (500, b"", True),
         (500, b"Traceback", False),
@@ -107,16 +107,16 @@ def test_an_admission_plugins_no_closes_the_gate_but_teaches_nothing() -> None:
         (101, b"", False),
     ],
 )
-def test_failures_tell_whether_anybody_is_home(status: int, body: bytes, nobody_home: bool) -> None:
+def test_failures_tell_whether_anybody_is_home(status: int, body: bytes, bare: bool) -> None:
     outcome = classify(status, {}, body, NOW)
     assert isinstance(outcome, Failed)
-    assert (outcome.status, outcome.body, outcome.nobody_home) == (status, body, nobody_home)
+    assert (outcome.status, outcome.body, outcome.bare) == (status, body, bare)
 
 
 def test_a_drop_reason_on_another_status_is_a_failure_of_somebody_who_is_home() -> None:
     outcome = classify(504, {"x-llm-d-request-dropped-reason": "rejected-ttl-expired"}, b"", NOW)
     assert isinstance(outcome, Failed)
-    assert not outcome.nobody_home
+    assert not outcome.bare
 
 
 @pytest.mark.parametrize("status", [300, 301, 302, 304, 307, 308])
@@ -124,7 +124,7 @@ def test_redirects_are_not_followed_and_cost_the_request_an_attempt(status: int)
     outcome = classify(status, {"location": "https://elsewhere/v1"}, b"", NOW)
     assert isinstance(outcome, Failed)
     assert "https://elsewhere/v1" in outcome.why
-    assert not outcome.nobody_home
+    assert not outcome.bare
 
 
 def test_retry_after_comes_with_overload_and_failure() -> None:

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.reach import (
+    BARE_IN_A_ROW,
     CONNECTED_S,
     HELD_LEAST_S,
     HELD_TIMES,
     MEMORY_S,
-    NOBODY_HOME,
     PATIENCE_S,
     PROBE_MOST_S,
     PROBE_OTHERS_S,
@@ -30,7 +30,7 @@ def bare(reach: Reach, at: float, *connected: float, took_s: float = QUICK_S) ->
 
 def closed(at: float = T0) -> Reach:
     reach = Reach()
-    assert [bare(reach, at) for _ in range(NOBODY_HOME)] == [False, False, True]
+    assert [bare(reach, at) for _ in range(BARE_IN_A_ROW)] == [False, False, True]
     return reach
 
 
@@ -113,7 +113,7 @@ def test_it_is_not_remembered_for_ever() -> None:
     reach = Reach()
     bare(reach, T0)
     reach.reached(T0, sent_at=T0)
-    assert [bare(reach, T0 + MEMORY_S + 1) for _ in range(NOBODY_HOME)][-1]
+    assert [bare(reach, T0 + MEMORY_S + 1) for _ in range(BARE_IN_A_ROW)][-1]
 
 
 def test_a_probe_shows_soon_that_quick_bare_answers_are_over() -> None:

@@ -34,7 +34,7 @@ EVENTS: list[Callable[[Limiter], object]] = [
     lambda limiter: limiter.drain(3),
     lambda limiter: limiter.queue("away", 3),
     lambda limiter: limiter.unreachable(3, "refused"),
-    lambda limiter: [limiter.nobody_home(3, 2.9, "empty 503") for _ in range(3)],
+    lambda limiter: [limiter.bare_answer(3, 2.9, "empty 503") for _ in range(3)],
     lambda limiter: limiter.overloaded(3, until=4, capacity=False, in_flight=0),
     lambda limiter: limiter.capacity(8, 3),
     lambda limiter: limiter.settings(Policy(reserve=0.5), 3),

@@ -15,7 +15,7 @@ def test_what_a_stranger_does_not_have_is_no_answer_of_a_gateway(status: int, bo
     for _ in range(3):
         judged = stranger.judged(classify(status, {}, body, 0.0))
         assert isinstance(judged, Failed)
-        assert (judged.nobody_home, judged.status, judged.body) == (True, status, body)
+        assert (judged.bare, judged.status, judged.body) == (True, status, body)
         assert ("gateway.url" in judged.why) or (status, body) == (404, b"")
 
 

@@ -32,13 +32,11 @@ MakeGateway = Callable[..., HttpGateway]
         ),
         (
             {"body": b"", "status": "503 Busy", "headers": "retry-after: 3\r\n"},
-            Failed("the gateway answered 503", 503, b"", nobody_home=True, retry_after_s=3.0),
+            Failed("the gateway answered 503", 503, b"", bare=True, retry_after_s=3.0),
         ),
         (
             {"body": b"", "status": "404 Not Found"},
-            Failed(
-                "the gateway answered 404 with an empty body: it has no such route", 404, nobody_home=True
-            ),
+            Failed("the gateway answered 404 with an empty body: it has no such route", 404, bare=True),
         ),
     ],
 )

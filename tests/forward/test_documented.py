@@ -38,8 +38,8 @@ def in_words(outcome: Outcome) -> str:
             return "unreachable"
         case Overloaded(capacity=capacity):
             return "overloaded, teaches" if capacity else "overloaded"
-        case Failed(nobody_home=nobody_home):
-            return "failed, nobody home" if nobody_home else "failed"
+        case Failed(bare=bare):
+            return "failed, bare" if bare else "failed"
         case _:
             return repr(outcome)
 

@@ -132,17 +132,17 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
         assert isinstance(await at("/v1/plain/evicted"), Overloaded)
         no_route = await at("/v1/nowhere")
         assert isinstance(no_route, Failed)
-        assert (no_route.status, no_route.nobody_home) == (404, True)
+        assert (no_route.status, no_route.bare) == (404, True)
         picker_down = await at("/v1/picked")
-        assert picker_down == Failed("the gateway answered 500", 500, b"", nobody_home=True)
+        assert picker_down == Failed("the gateway answered 500", 500, b"", bare=True)
         for endpoint, status in (("/v1/gone", 503), ("/v1/plain/reset", 503), ("/v1/slow", 504)):
             found = await at(endpoint)
             assert isinstance(found, Failed)
-            assert (found.status, found.nobody_home) == (status, True)
+            assert (found.status, found.bare) == (status, True)
         # One endpoint of two is dead: Envoy says so itself, in milliseconds, and routes the others.
         partly = [await at("/v1/partly") for _ in range(10)]
         assert Delivered(200, body) in partly
         bounced = [each for each in partly if isinstance(each, Failed)]
         assert bounced
-        assert all(each.nobody_home for each in bounced)
+        assert all(each.bare for each in bounced)
     assert isinstance(await outcome(gateway), Unreachable)

@@ -63,7 +63,7 @@ async def test_a_new_connection_that_ends_before_an_answer_is_a_failure(
         found = await outcome(gateway_to(server.url))
     assert isinstance(found, Failed)
     assert found.status is None
-    assert not found.nobody_home
+    assert not found.bare
     assert len(server.received) == 1  # not sent twice: the first may have run
 
 

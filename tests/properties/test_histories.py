@@ -133,7 +133,7 @@ class History:
         if self.dice.random() < 0.5:
             self.limiter.unreachable(self.about_now(), "refused")
         else:
-            self.limiter.nobody_home(self.now, self.now - 0.01, "empty 503")
+            self.limiter.bare_answer(self.now, self.now - 0.01, "empty 503")
 
     def meet_switch(self) -> None:
         if self.dice.random() < 0.5:

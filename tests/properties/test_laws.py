@@ -533,8 +533,8 @@ class EveryEvent(RuleBasedStateMachine):
             assert allowance.limit == 0 or allowance.read_at > now or heard
 
     @rule(now=TIMES, sent_at=TIMES, connected=st.lists(TIMES, max_size=3))
-    def nobody_home(self, now: float, sent_at: float, connected: list[float]) -> None:
-        if self.limiter.nobody_home(now, sent_at, "empty 500", connected):
+    def bare_answer(self, now: float, sent_at: float, connected: list[float]) -> None:
+        if self.limiter.bare_answer(now, sent_at, "empty 500", connected):
             assert self.limiter.allowance(now).limit == 0
 
     @rule(now=TIMES)

@@ -143,7 +143,7 @@ def test_every_answer_has_one_meaning(status: int, headers: dict[str, str], body
         assert isinstance(outcome, Delivered)
     if status == 429:
         assert isinstance(outcome, Overloaded)
-    if isinstance(outcome, Failed) and outcome.nobody_home:
+    if isinstance(outcome, Failed) and outcome.bare:
         assert status in (401, 404, 407, 500, 502, 503, 504)
 
 

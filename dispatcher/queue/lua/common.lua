@@ -49,7 +49,7 @@ local function held(id, token)
   return nil
 end
 
-local function seat(id, state) return state[PREFIX] .. '\0' .. string.format('%016d', id) end
+local function name_in_order(id, state) return state[PREFIX] .. '\0' .. string.format('%016d', id) end
 
 local function units_of(state) return state[UNITS] or 1 end
 
@@ -83,7 +83,7 @@ local function give_back(id, state)
   local suspect = state[DEATHS] >= SUSPECT_DEATHS
   state[WHERE] = suspect and 'S' or 'R'
   state[MOVES] = state[MOVES] + 1
-  call('ZADD', suspect and SUSPECTS or RETURNED, state[SCORE], seat(id, state))
+  call('ZADD', suspect and SUSPECTS or RETURNED, state[SCORE], name_in_order(id, state))
   save(id, state)
 end
 
@@ -154,7 +154,7 @@ local function read_time(said, now)
 end
 
 -- Take a permit for the shared one if its reading is no older.
-local function believe(shared, limit, read_at, lost)
+local function adopt(shared, limit, read_at, lost)
   if shared.read_at and read_at < shared.read_at - SAME_READING_S then return end
   local newest = math.max(read_at, shared.read_at or read_at)
   if shared.limit == limit and shared.read_at == newest and shared.limit_lost == lost then return end
@@ -171,7 +171,7 @@ local function wait_until(shared, most_s) return math.min(shared.overload_until,
 local function limit_by(shared, now, limit, read_at, lost, most_s)
   if call('EXISTS', PAUSED) == 1 then return nil end
   limit, read_at, lost = tonumber(limit), read_time(read_at, now), tonumber(lost)
-  believe(shared, limit, read_at, lost)
+  adopt(shared, limit, read_at, lost)
   if shared.overload_at and (now < wait_until(shared, tonumber(most_s)) or read_at <= shared.overload_at) then
     return nil
   end

@@ -37,7 +37,7 @@ if #live > 0 then
   for _, item in ipairs(live) do
     if item.status == DONE then
       if item.state then
-        call('ZREM', SETS[item.state[WHERE]], seat(item.id, item.state))
+        call('ZREM', SETS[item.state[WHERE]], name_in_order(item.id, item.state))
         if item.state[WHERE] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
         forget({item.id})
       else

@@ -20,14 +20,14 @@ end
 local function head(key, at)
   local found = call('ZRANGE', key, at, at, 'WITHSCORES')
   if not found[1] then return nil end
-  local seat_ = found[1]
-  local one = {name = seat_, score = found[2], number = number_of(found[2])}
+  local name_ = found[1]
+  local one = {name = name_, score = found[2], number = number_of(found[2])}
   if key == PENDING then
-    one.tie = string.sub(seat_, 1, PREFIX_BYTES)
-    one.size = #seat_
+    one.tie = string.sub(name_, 1, PREFIX_BYTES)
+    one.size = #name_
   else
-    one.tie = string.sub(seat_, 1, -18)
-    one.id = tonumber(string.sub(seat_, -16))
+    one.tie = string.sub(name_, 1, -18)
+    one.id = tonumber(string.sub(name_, -16))
     one.size = call('HSTRLEN', MEMBERS, one.id)
   end
   return one

@@ -27,7 +27,7 @@ for _, item in ipairs(ended) do
   if delay_s > 0 then
     state[WHERE], state[MOVES] = 'D', state[MOVES] + 1
     call('ZADD', DELAYED, text(now + delay_s), string.format('%016d', item.id))
-    call('ZADD', DELAYED_ORDER, state[SCORE], seat(item.id, state))
+    call('ZADD', DELAYED_ORDER, state[SCORE], name_in_order(item.id, state))
     save(item.id, state)
   else
     give_back(item.id, state)

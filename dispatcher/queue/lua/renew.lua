@@ -21,7 +21,7 @@ for number = 0, count - 1 do
   end
 end
 local at = 5 + 2 * count
-if ARGV[at] then believe(shared, tonumber(ARGV[at]), read_time(ARGV[at + 1], now), tonumber(ARGV[at + 2])) end
+if ARGV[at] then adopt(shared, tonumber(ARGV[at]), read_time(ARGV[at + 1], now), tonumber(ARGV[at + 2])) end
 if ARGV[at + 4] then
   local seen, untl = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
   if seen > now + AHEAD_S then seen, untl = now, now + untl - seen end

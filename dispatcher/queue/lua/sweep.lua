@@ -26,8 +26,8 @@ local function move(fields, by)
     end
   end
 end
-local function stay_quiet(field, calm_s)
-  shared[field] = math.max(now + calm_s, shared[field] or 0)
+local function stay_quiet(field, quiet_s)
+  shared[field] = math.max(now + quiet_s, shared[field] or 0)
   call('HSET', CONTROL, field, text(shared[field]))
 end
 if shared.tick and now < shared.tick - 1 then
@@ -137,7 +137,7 @@ for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', text(now), 'LIMIT',
   local id = tonumber(name)
   local state = load(id)
   call('ZREM', DELAYED, name)
-  call('ZREM', DELAYED_ORDER, seat(id, state))
+  call('ZREM', DELAYED_ORDER, name_in_order(id, state))
   give_back(id, state)
   due = due + 1
 end

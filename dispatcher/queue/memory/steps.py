@@ -108,7 +108,7 @@ def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
     if pool.pause is not None:
         return None
     now = me.now
-    shared = _believe(pool, permit, now)
+    shared = _adopt(pool, permit, now)
     overload = pool.overload
     if overload is not None and (
         now < overload.wait_until(permit.retry_after_max_s) or _read_time(permit, now) <= overload.at
@@ -122,7 +122,7 @@ def _read_time(permit: Permit, now: float) -> float:
     return permit.read_at if permit.read_at <= now + AHEAD_S else float("-inf")
 
 
-def _believe(pool: Pool, permit: Permit, now: float) -> Permit:
+def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
     """Take a permit for the shared one if its reading is no older; the shared one by then."""
     mine = replace(permit, read_at=_read_time(permit, now))
     known = pool.permit
@@ -201,7 +201,7 @@ def renew(
         grant.expires_at = now + pool.lease_s
         pool.touched.append((now, lease.entry))
     if permit is not None:
-        _believe(pool, permit, now)
+        _adopt(pool, permit, now)
         if overload is not None:
             mine, known = _by(overload, now), pool.overload
             if known is not None:
@@ -288,8 +288,8 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
             pool.quiet_until = now + pool.lease_s / 3
         if gap_s > (min(me.timeout_s / 2, GAP_S) if me.timeout_s > 0 else GAP_S):
             longest_s = min(max(pool.beats.values(), default=0.0) - pool.tick, pool.lease_s)
-            calm_s = max(longest_s, me.timeout_s)
-            pool.beats_quiet_until = max(pool.beats_quiet_until, now + calm_s)
+            quiet_s = max(longest_s, me.timeout_s)
+            pool.beats_quiet_until = max(pool.beats_quiet_until, now + quiet_s)
     if line.tick is not None and now - line.tick < -AHEAD_S:
         line.delayed.shift(now - line.tick)
     pool.tick = line.tick = now

@@ -180,7 +180,7 @@ class Scripts:
                 await asyncio.sleep(_PAUSES_S[number - 1])
             try:
                 async with asyncio.timeout(self._try_s + size / SLOWEST_BYTES_PER_S):
-                    return await heeded(act)
+                    return await cancellable(act)
             except Exception as error:  # RuntimeErrors of a transport that has just closed are among them
                 late = isinstance(error, TimeoutError | errors.TimeoutError)
                 if late or _is_forbidden(error) or number == len(_PAUSES_S):
@@ -196,7 +196,7 @@ class Scripts:
         return True
 
 
-async def heeded(act: Callable[[], Awaitable[T]]) -> T:
+async def cancellable(act: Callable[[], Awaitable[T]]) -> T:
     """The act's result, unless the task was cancelled meanwhile.
 
     redis-py loses some cancellations on its way through connecting, and a task that was told to end would

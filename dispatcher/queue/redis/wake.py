@@ -8,7 +8,7 @@ import contextlib
 from redis.asyncio.client import PubSub
 
 from dispatcher.queue.keys import Names
-from dispatcher.queue.redis.scripts import Scripts, heeded
+from dispatcher.queue.redis.scripts import Scripts, cancellable
 from dispatcher.telemetry.events import Event, emit
 
 _RETRY_S = 1.0
@@ -50,7 +50,7 @@ class WakeUps:
         if self._heard is not None or now < self._again_at:
             return False
         try:
-            self._heard = await heeded(self._open)
+            self._heard = await cancellable(self._open)
         except Exception as error:  # whatever it is, looking alone does
             self._again_at = now + _RETRY_S
             if not self._gone:
@@ -85,8 +85,8 @@ class WakeUps:
             await asyncio.sleep(self._poll_s)
             return False
         try:
-            woken = await heeded(lambda: _message(heard, self._poll_s))
-            while woken and await heeded(lambda: _message(heard, 0.0)):
+            woken = await cancellable(lambda: _message(heard, self._poll_s))
+            while woken and await cancellable(lambda: _message(heard, 0.0)):
                 pass
         except Exception:
             await self.aclose()

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from dispatcher.signals.errand import Errand, StillRunningError
+from dispatcher.signals.blocking import BlockingCalls, StillRunningError
 from tests.support import wait_until
 
 
 async def test_the_call_runs_beside_the_loop() -> None:
-    assert await Errand("t").run(threading.get_ident, 5) != threading.get_ident()
+    assert await BlockingCalls("t").run(threading.get_ident, 5) != threading.get_ident()
 
 
 async def test_what_the_call_raises_is_raised() -> None:
@@ -23,20 +23,20 @@ async def test_what_the_call_raises_is_raised() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await Errand("t").run(fail, 5)
+        await BlockingCalls("t").run(fail, 5)
 
 
 async def test_a_hanging_call_is_not_joined_by_a_second() -> None:
-    errand, let_go = Errand("t"), threading.Event()
+    calls, let_go = BlockingCalls("t"), threading.Event()
     with pytest.raises(TimeoutError):
-        await errand.run(let_go.wait, 0.05)
+        await calls.run(let_go.wait, 0.05)
     with pytest.raises(StillRunningError, match="hanging for 0 s"):
-        await errand.run(let_go.wait, 0.05)
+        await calls.run(let_go.wait, 0.05)
     let_go.set()
 
     async def free_again() -> bool:
         try:
-            return await errand.run(lambda: True, 5)
+            return await calls.run(lambda: True, 5)
         except StillRunningError:
             return False
 
@@ -44,19 +44,19 @@ async def test_a_hanging_call_is_not_joined_by_a_second() -> None:
 
 
 async def test_a_cancelled_wait_leaves_the_thread_behind() -> None:
-    errand, let_go, started = Errand("t"), threading.Event(), threading.Event()
+    calls, let_go, started = BlockingCalls("t"), threading.Event(), threading.Event()
 
     def call() -> None:
         started.set()
         let_go.wait()
 
-    waiting = asyncio.create_task(errand.run(call, 60))
+    waiting = asyncio.create_task(calls.run(call, 60))
     await wait_until(started.is_set)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     with pytest.raises(StillRunningError):
-        await errand.run(call, 5)
+        await calls.run(call, 5)
     let_go.set()
 
 
@@ -64,11 +64,11 @@ def test_a_process_ends_while_a_call_hangs() -> None:
     """The interpreter joins an executor's threads at its end; this one it leaves behind."""
     script = """
 import asyncio, contextlib, time
-from dispatcher.signals.errand import Errand
+from dispatcher.signals.blocking import BlockingCalls
 
 async def main():
     with contextlib.suppress(TimeoutError):
-        await Errand("t").run(lambda: time.sleep(600), 0.05)
+        await BlockingCalls("t").run(lambda: time.sleep(600), 0.05)
 
 asyncio.run(main())
 print("ended")

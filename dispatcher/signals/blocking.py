@@ -1,7 +1,7 @@
 """A blocking call that may never come back, kept where it can do no harm.
 
 An executor's threads are joined when the process ends, so that one hanging call would hold up the shutdown.
-An errand runs in a daemon thread that is simply left behind.
+It runs in a daemon thread that is simply left behind.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StillRunningError(Exception):
         self.since_s = since_s
 
 
-class Errand:
+class BlockingCalls:
     """One blocking call at a time, each in its own daemon thread."""
 
     def __init__(self, name: str) -> None:
