@@ -113,6 +113,9 @@ class Holding:
         if self._tries.pop(ended.token, None) is not None:
             self._running -= len(ended.riders)
             self.running_units -= ended.units
+            ended.task = (
+                None  # a task holds what it runs: in a circle they would live until they are searched for
+            )
             for held in ended.riders:
                 held.rides = None
 
