@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dispatcher.core.request import Request
@@ -25,11 +25,11 @@ class Try:
     """What is sent."""
     riders: list[HeldLease]
     task: asyncio.Task[None] | None = None
+    units: int = field(init=False)
+    """What its leases count of the limit."""
 
-    @property
-    def units(self) -> int:
-        """What its leases count of the limit."""
-        return sum(held.lease.units for held in self.riders)
+    def __post_init__(self) -> None:
+        self.units = sum(held.lease.units for held in self.riders)
 
 
 @dataclass(slots=True, eq=False)

@@ -131,7 +131,7 @@ end
 
 -- The server's clock may step back: a failover to a host whose clock is behind. What was stored of later than now is
 -- of now from then on: no reading would be newer else, and no refusal over, for as long as the step. Owners take a
--- refusal of another time for another one: it teaches no ceiling again.
+-- refusal of another time for another one: it teaches nothing again.
 local function rewind(shared, now)
   if shared.read_at and shared.read_at > now + AHEAD_S then
     open()

@@ -47,7 +47,7 @@ class Caller:
 
 def begin(pool: Pool) -> float:
     """The time of a step, if there is a pool to reach. What it holds of later than that is of now: its clock
-    has stepped back. A refusal teaches no ceiling again by that."""
+    has stepped back. A refusal teaches nothing again by that."""
     pool.check_up()
     now = pool.clock()
     if pool.permit is not None and pool.permit.read_at > now + AHEAD_S:
