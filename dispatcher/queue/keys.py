@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.lists import usual
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.slot import fault_of_braces, tag_of
@@ -115,7 +116,8 @@ class Names:
     @property
     def waiting(self) -> tuple[str, ...]:
         """The sets that a claim takes from."""
-        return self.queue, f"{self.prefix}:returned", f"{self.prefix}:suspects"
+        lanes = (f"{self.prefix}:{lane.value}" for lane in Lane)
+        return self.queue, f"{self.prefix}:returned", *lanes
 
     @property
     def outbox(self) -> str:

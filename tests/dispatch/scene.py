@@ -25,7 +25,7 @@ class MarkersApart(MemoryQueue):
     away = ""
     claimed = looked_up = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+    async def claim(self, most: int, nonce: str, permit: Permit, **how: Any) -> Claimed:
         claimed = await super().claim(most, nonce, permit, **how)
         self.claimed += len(claimed.leases)
         return claimed

@@ -96,7 +96,7 @@ class RedisDesk:
         return str(fields.get("by", "")), str(fields.get("why", ""))
 
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        """Score and member of the first that a claim would take, suspects included, in order.
+        """Score and member of the first that a claim would take, those of all lanes included, in order.
 
         At most 1 MB of members (one at least).
         """

@@ -7,10 +7,11 @@ several calls, or decides between them, is the owner's or the desk's.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.outlook import REPLICAS, LineAhead
 from dispatcher.ports import (
     Claimed,
@@ -81,14 +82,15 @@ async def claim(
     permit: Permit,
     *,
     most: int,
-    suspects: int,
+    lanes: Mapping[Lane, int],
     units: int,
     largest: int,
     probing: bool = False,
 ) -> ClaimReply:
     """`largest`: bytes of the longest member that is moved whole."""
-    args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, max(0, suspects), secrets.token_hex(16)]
+    args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, secrets.token_hex(16)]
     args += [REPLY_TTL_S, int(probing), *_permit(backend, permit), largest, max(1, units)]
+    args += [max(0, lanes.get(lane, 0)) for lane in Lane]
     reply = await backend.run("claim", args, [backend.names.reply(f"{me.owner}:{nonce}")])
     facts, waiting, flat = reply.value
     count, shared = _facts(backend, reply, facts)
