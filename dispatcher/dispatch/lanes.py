@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from dispatcher.core.lanes import Lane
-from dispatcher.dispatch.endings import Ending, lease_of
+from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.suspects import Suspects
+from dispatcher.ports import Lease
 
 
 class LaneRule(Protocol):
@@ -42,7 +43,6 @@ class Lanes:
         again = [rule.claimed(waiting) for rule in self._rules.values()]
         return any(again)
 
-    def ended(self, ending: Ending) -> bool:
+    def ended(self, lease: Lease, ending: Ending) -> bool:
         """A lease has ended. True where that makes room in its lane."""
-        lane = lease_of(ending).lane
-        return lane is not None and self._rules[lane].ended(ending)
+        return lease.lane is not None and self._rules[lease.lane].ended(ending)

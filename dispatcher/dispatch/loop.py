@@ -271,6 +271,7 @@ class Dispatcher:
     async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
         cases: list[tuple[HeldLease, Case]] = []
+        unix_now = self._queue.unix_now()
         for lease in claimed.leases:
             held = self._holding.add(lease, asked_at, probe=probe)
             request = admit(lease, self._options.max_payload_bytes)
@@ -278,7 +279,7 @@ class Dispatcher:
                 self._finish(request)
                 continue
             held.request = request
-            case = Case(lease, request, self._queue.unix_now(), self._options.retry)
+            case = Case(lease, request, unix_now, self._options.retry)
             if (ending := judge(case, BY_ITSELF)) is not None:
                 self._finish(ending)
                 continue
@@ -326,13 +327,15 @@ class Dispatcher:
         if answers is None:
             self._done.extend(handed_in)
             return
+        at, unix_now = now(), self._queue.unix_now()
         for ending, answer in zip(handed_in, answers, strict=True):
             if answer is None:  # alone, it waits for the next turn
                 self._done.append(ending)
                 continue
-            held = self._drop(endings.lease_of(ending).token)
-            self._journal.ended(held, ending, answer, now(), self._queue.unix_now())
-            if self._lanes.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
+            lease = endings.lease_of(ending)
+            held = self._drop(lease.token)
+            self._journal.ended(held, ending, answer, at, unix_now)
+            if self._lanes.ended(lease, ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
                 self._access.work = True
 
     def _drop(self, token: str) -> HeldLease | None:

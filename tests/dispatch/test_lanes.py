@@ -15,8 +15,10 @@ def lease(token: str, lane: Lane | None = None) -> Lease:
     return Lease(1, token, b"", 0.0, deliveries=3, attempts=0, refusals=0, losses=0, lane=lane)
 
 
-def ended(lane: Lane | None) -> Settlement:
-    return Settlement(lease("t", lane), b"{}", "")
+def ended(lanes: Lanes, lane: Lane | None) -> bool:
+    """Whether one that ends makes room."""
+    its = lease("t", lane)
+    return lanes.ended(its, Settlement(its, b"{}", ""))
 
 
 def test_two_deaths_make_a_suspect_and_only_further_ones_are_blamed_on_it() -> None:
@@ -37,10 +39,10 @@ def test_only_what_ends_in_a_lane_makes_room_in_it() -> None:
     lanes = Lanes()
     lanes.room(Counter(), now=0.0)
     for _ in range(4):
-        assert not lanes.ended(ended(None))
+        assert not ended(lanes, None)
     assert lanes.room(Counter(), now=YOUNG_S) == {Lane.SUSPECTS: 1}
     for _ in range(2):
-        assert lanes.ended(ended(Lane.SUSPECTS))
+        assert ended(lanes, Lane.SUSPECTS)
     assert lanes.room(Counter(), now=YOUNG_S) == {Lane.SUSPECTS: 2}
 
 
