@@ -29,7 +29,10 @@ class Try:
     @property
     def units(self) -> int:
         """What its leases count of the limit."""
-        return sum(held.lease.units for held in self.riders)
+        units = 0
+        for held in self.riders:
+            units += held.lease.units
+        return units
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +65,8 @@ class Holding:
         """What the leases count of the limit."""
         self.running_units = 0
         """Those among them at the gateway."""
+        self.suspects = 0
+        """How many of the leases are of requests whose owners died."""
         self._by_token: dict[str, HeldLease] = {}
         self._tries: dict[str, Try] = {}
         self._running = 0
@@ -78,11 +83,6 @@ class Holding:
         """How many of them are at the gateway."""
         return self._running
 
-    @property
-    def suspects(self) -> int:
-        """How many of them are of requests whose owners died."""
-        return sum(held.lease.suspect for held in self._by_token.values())
-
     def at_gateway(self) -> list[HeldLease]:
         return [held for each in self._tries.values() for held in each.riders]
 
@@ -94,6 +94,7 @@ class Holding:
         held = self._by_token[lease.token] = HeldLease(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
         self.units += lease.units
+        self.suspects += lease.suspect
         return held
 
     def weighs(self, held: HeldLease, units: int) -> None:
@@ -124,6 +125,7 @@ class Holding:
         held = self._by_token.pop(token, None)
         if held is not None:
             self.units -= held.lease.units
+            self.suspects -= held.lease.suspect
         if not self._by_token:
             self._recheck.set()
         return held
