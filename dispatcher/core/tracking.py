@@ -145,7 +145,10 @@ class Tracking(Revised):
     @property
     def revisions(self) -> int:
         """Of all that the limit and the reasons are made of."""
-        return self.revision + self.losses.revision + sum(t.revision for t in self.tracks.values())
+        revisions = self.revision + self.losses.revision
+        for track in self.tracks.values():  # asked several times each turn: no generator
+            revisions += track.revision
+        return revisions
 
     @property
     def due_at(self) -> list[float]:

@@ -26,6 +26,8 @@ NEVER_CLAIMED = 2**62
 
 
 class Place(Enum):
+    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+
     PENDING = "pending"
     """Never claimed: known by its bytes, as in the sorted set that producers write to."""
     RETURNED = "returned"
