@@ -45,17 +45,6 @@ def test_leases_and_units_are_counted_from_claim_to_end() -> None:
     in_loop(check)
 
 
-def test_suspects_among_them_are_counted() -> None:
-    async def check(holding: Holding) -> None:
-        holding.add(lease(1, suspect=True), 0.0, probe=False)
-        holding.add(lease(2), 0.0, probe=False)
-        assert holding.suspects == 1
-        holding.drop("t-1")
-        assert holding.suspects == 0
-
-    in_loop(check)
-
-
 def test_what_is_held_may_be_dropped_while_it_is_looked_through() -> None:
     async def check(holding: Holding) -> None:
         for entry in (1, 2, 3):
