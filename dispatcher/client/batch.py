@@ -20,7 +20,7 @@ from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_error
 from dispatcher.client.stream import Items, streamed
 from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
-from dispatcher.ports import QueueUnavailableError, Submission
+from dispatcher.core.submission import QueueUnavailableError, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
@@ -346,7 +346,7 @@ class BatchClient:
             if result is not None:
                 return result
             if now >= until:
-                raise NoResultError(f"no result for {request_id} within {timeout:.0f} s")
+                raise NoResultError(f"no result for {request_id} within {timeout:.1f} s")
             if timeout is None and self._mailbox.settled:
                 in_line = await self._call(lambda: producer.is_active(self._backend, request_id), until)
                 unknown_since = None if in_line else unknown_since or now

@@ -20,7 +20,7 @@ from dispatcher.client.item import Handle
 from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_popped
 from dispatcher.core.request import PoppedResult, decode_result
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import Box
 from dispatcher.queue.redis.scripts import Scripts
@@ -31,8 +31,6 @@ OWNER_S = 15
 """A client that did not collect for so long has lost its name to the next one."""
 GRACE_S = 10.0
 """Past its deadline the dispatcher has answered a request by then, if there is one."""
-IN_USE_AFTER_S = OWNER_S + 5.0
-"""A client before this one that died has lost the name by then."""
 
 
 class Mailbox:
@@ -41,6 +39,9 @@ class Mailbox:
 
     def __init__(self, scripts: Scripts, long: Scripts, box: Box, outage: Outage, *, me: str = "") -> None:
         self.box = box
+        self.owner_s = OWNER_S
+        self.in_use_after_s = OWNER_S + 5.0
+        """Of waiting for the name: a client that died has lost it by then."""
         self.passed_over = 0
         """Elements of its list that were no result of a request that somebody holds."""
         self._scripts = scripts
@@ -110,7 +111,7 @@ class Mailbox:
             handle.waiters.append(future)
             try:
                 if not await self._awaited(future, until):
-                    raise self._none(f"no result for {handle.id} within {within_s:.0f} s")
+                    raise self._none(f"no result for {handle.id} within {within_s:.1f} s")
             finally:
                 if future in handle.waiters:
                     handle.waiters.remove(future)
@@ -137,6 +138,7 @@ class Mailbox:
         """Whoever awaited it has it."""
         if result.number:
             self._given_back.append(result.number)
+            self._wake.set()
             if numbers := self._kept.get(result.id):
                 with suppress(ValueError):
                     numbers.remove(result.number)
@@ -209,7 +211,7 @@ class Mailbox:
                 found = await self._collect()
                 if found.holder:
                     since = since or time.monotonic()
-                    if time.monotonic() - since > IN_USE_AFTER_S:
+                    if time.monotonic() - since > self.in_use_after_s:
                         self._fail(NameInUseError(f"{self.box.results} is read by {found.holder}"))
                     await asyncio.sleep(1.0)
                     continue
@@ -218,7 +220,8 @@ class Mailbox:
                 if found.other:
                     self._kept.clear()
                     self._given_back.clear()
-                    rescan = True
+                    self._seen = 0
+                    rescan = bool(self._me)
                 elif not found.results:
                     await self._rest()
             except QueueUnavailableError as error:
@@ -232,7 +235,7 @@ class Mailbox:
             self._scripts,
             self.box,
             me=self._me,
-            owner_s=OWNER_S,
+            owner_s=self.owner_s,
             seen=self._seen,
             given_back=giving_back,
         )
@@ -260,14 +263,7 @@ class Mailbox:
         """What clients of this name before this one have left in the keep."""
         self._seen = await producer.last_kept(self._scripts, self.box)
         async for number, raw in producer.kept(self._scripts, self.box):
-            try:
-                result = decode_result(raw)
-            except ValueError:
-                continue
-            numbers = self._kept.setdefault(result.id, [])
-            if number not in numbers and number <= self._seen:
-                numbers.append(number)
-                numbers.sort()
+            self._came(number, raw)
 
     async def _match(self, handle: Handle) -> None:
         """A handle made anew, of a request whose result lies in the keep."""
@@ -291,7 +287,7 @@ class Mailbox:
             self._deliver(handle, result, number)
         elif self._me:
             self._pending.pop(token, None)
-            self._kept.setdefault(result.id, []).append(number)
+            self._keep(result.id, number)
         else:
             if self._pending.pop(token, None) is None or handle is not None:
                 self.passed_over += 1
@@ -302,12 +298,18 @@ class Mailbox:
         if handle.arrived is None:
             handle.arrived = of_popped(popped, number if self._me else 0)
         if self._me:
-            self._kept.setdefault(handle.id, []).append(number)
+            self._keep(handle.id, number)
         else:
             self._given_back.append(number)
         for future in handle.waiters:
             if not future.done():
                 future.set_result(None)
+
+    def _keep(self, request_id: str, number: int) -> None:
+        numbers = self._kept.setdefault(request_id, [])
+        if number not in numbers:
+            numbers.append(number)
+            numbers.sort()
 
     def _fail(self, error: BatchError) -> None:
         for future in list(self._waiters):
