@@ -44,6 +44,8 @@ class Mailbox:
         """Of waiting for the name: a client that died has lost it by then."""
         self.passed_over = 0
         """Elements of its list that were no result of a request that somebody holds."""
+        self.reading = False
+        """It takes what comes: no other client of its name does."""
         self._scripts = scripts
         self._long = long
         """For calls that may take WAIT_S."""
@@ -145,22 +147,15 @@ class Mailbox:
                 if not numbers:
                     del self._kept[result.id]
 
-    async def flush(self) -> None:
-        """Have Redis forget what was given back."""
-        while self._given_back:
-            try:
-                await self._collect()
-                self._outage.well()
-            except QueueUnavailableError as error:
-                if (told := self._outage.ill(error)) is not None:
-                    raise told from error
-                await self._outage.pause()
+    async def drain(self) -> None:
+        """Look at all that has come, of what is pending, after the reading has ended."""
+        await self._end()
+        while self._pending and (await self._collect()).results:
+            pass
 
     async def aclose(self) -> None:
         """End the reading. What is shared stays; what is not is removed."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._end()
         for future in self._waiters:
             if not future.done():
                 future.set_exception(QueueAwayError("the client was closed"))
@@ -172,6 +167,11 @@ class Mailbox:
                 if self._given_back:
                     await self._collect()
                 await producer.hand_over(self._scripts, self.box, self._me)
+
+    async def _end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
     def _none(self, what: str) -> BatchError:
         trouble = self._outage.trouble
@@ -240,11 +240,13 @@ class Mailbox:
             given_back=giving_back,
         )
         if found.holder:
+            self.reading = False
             return found
         del self._given_back[: len(giving_back)]
         self._seen = found.last
         for number, raw in found.results:
             self._came(number, raw)
+        self.reading = True
         self._settled = not found.results and not found.other
         self._changed()
         return found

@@ -42,5 +42,5 @@ def test_the_client_needs_redis_and_msgspec_alone() -> None:
 async def test_the_client_costs_little_more_to_import_than_redis_does() -> None:
     ours = cpu_of(lambda: python("import dispatcher.client"), of_children)
     floor = cpu_of(lambda: python("import redis.asyncio, msgspec"), of_children)
-    cost = await beside(ours, floor, pairs=7)
+    cost = await beside(ours, floor, pairs=5)
     assert cost.ratio < MOST, cost
