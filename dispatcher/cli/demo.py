@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+EXAMPLES = {"demo": ["batch-dispatcher demo", "batch-dispatcher demo --requests 100"]}
+
 
 def demo(
     requests: Annotated[int, typer.Option(min=1, max=10_000, help="Batch requests to submit.")] = 300,

@@ -25,10 +25,10 @@ def coloured() -> bool:
 
 def say(*lines: str, **style: Any) -> None:
     """Each text is one line on standard output. `style`: of `typer.secho`."""
-    if not coloured():
-        style = {name: value for name, value in style.items() if name in ("err", "nl")}
+    err = style.pop("err", False)
     for line in lines:
-        typer.secho(plain(line), **style)
+        told = plain(line)
+        typer.echo(typer.style(told, **style) if style and coloured() else told, err=err)
 
 
 def complain(*lines: str, **style: Any) -> None:

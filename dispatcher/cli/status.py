@@ -32,6 +32,17 @@ Told = dict[str, Any]
 EACH_S = 1.0
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
+EXAMPLES = {
+    "status": [
+        "batch-dispatcher status",
+        "batch-dispatcher status --watch",
+        "batch-dispatcher status --wait 30s    # in a script: until a dispatcher is ready",
+        "batch-dispatcher status --json",
+        "batch-dispatcher status --queue-url redis://127.0.0.1 --pool qwen",
+    ],
+    "explain": ["batch-dispatcher explain", "batch-dispatcher explain --admin-url http://10.0.0.7:8080"],
+}
+
 
 def _duration(text: str) -> float | None:
     if not text:
