@@ -36,7 +36,7 @@ def test_the_client_needs_redis_and_msgspec_alone() -> None:
         "print(*[name for name in sys.modules if name.startswith('dispatcher.')])"
     )
     rooms = {name.split(".")[1] for name in loaded.splitlines()[-1].split()}
-    assert rooms == {"client", "core", "queue", "telemetry"}, "nothing of a dispatcher's parts"
+    assert rooms == {"client", "core", "peer", "queue", "telemetry"}, "nothing of a dispatcher's parts"
 
 
 async def test_the_client_costs_little_more_to_import_than_redis_does() -> None:
