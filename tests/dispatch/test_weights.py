@@ -142,6 +142,10 @@ def test_three_dispatchers_keep_to_the_limit_in_units(seed: int) -> None:
         assert results(store) == dict.fromkeys(weights, 1)
         assert pool.greatest == MOST, "never more, and no slot wasted"
         assert pool.beside["r-200"] == 0, "it went alone"
+        came = list(pool.beside)
+        for heavy in ("r-100", "r-200"):
+            overtook = [name for name in came[: came.index(heavy)] if name > heavy]
+            assert len(overtook) <= MOST, "those who were claimed with it, before it was read"
 
     run(play())
 
