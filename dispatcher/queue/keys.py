@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from dispatcher.core.lists import usual
+from dispatcher.core.lists import OURS, usual
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.slot import fault_of_braces, tag_of
 
@@ -133,6 +134,11 @@ class Names:
     def cancel(self, request_id: str, token: str) -> str:
         """Where it stands that the request of this id with this token is to be cancelled."""
         return f"{self.prefix}:cancel:{request_id}:{token}"
+
+    def answers(self, request_id: str) -> str:
+        """The result list of one request alone, where whoever knows the id finds its result."""
+        text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
+        return f"{OURS.removesuffix('*')}{{{tag_of(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
 
     def reply(self, call: str) -> str:
         """Where the reply to one call is kept for a while, so that its repetition gets the same."""

@@ -225,6 +225,8 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert await client.cancel(ticket)
         assert await desk.cancel(ticket.id)
         assert len(await desk.peek(10)) == 1
+        (found,) = (await desk.near(ticket.id)).found
+        assert await desk.ahead(found) == 0
         await desk.pause("me", "why")
         assert await desk.paused() == ("me", "why")
         await desk.resume()
@@ -242,7 +244,13 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert len(await desk.dead_newest(10)) == 2
         assert await desk.dead_requeue([dead.entry], NEVER) == 1
         assert await desk.dead_purge() == 1
+        await desk.submit([submission("r-9")])
+        entries = await desk.search([])
+        pending = await desk.search([], entries.after)
+        assert [len(look.found) for look in (entries, pending)] == [1, 2]
         assert len(await client.results()) == 2
+        oldest, _ = await desk.read_results(QWEN.results, 9)
+        assert await desk.take_result(QWEN.results, oldest)
     await desk.aclose()
     await client.aclose()
 

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 from redis import exceptions as errors
 
+from dispatcher.core.located import Located, Looked, Whereabouts, Words
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import steps
+from dispatcher.queue.redis import search, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -101,6 +102,30 @@ class RedisDesk:
         At most 1 MB of members (one at least).
         """
         return await steps.peek(self.backend, most)
+
+    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+        """A page of those that lie there, in their order."""
+        return await search.lying(self.backend, state, most, after, whole=whole)
+
+    async def near(self, request_id: str, after: str = "") -> Looked:
+        """A page of those that may bear this id, where looking costs little."""
+        return await search.near(self.backend, request_id, after)
+
+    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+        """A page of a walk over all requests, or over those that were claimed at least once."""
+        return await search.walk(self.backend, words, after, entries_only=entries_only)
+
+    async def ahead(self, found: Located) -> int | None:
+        """How many lie before it in line; None where it does not wait there (any more)."""
+        return await search.ahead(self.backend, found)
+
+    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+        """What lies in a result list, the oldest first, behind so many; nothing is taken."""
+        return await search.results(self.backend, name, most, after)
+
+    async def take_result(self, name: str, result: bytes) -> bool:
+        """Remove it, the oldest that equals it; False where it is gone."""
+        return await search.take(self.backend, name, result)
 
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)

@@ -44,6 +44,8 @@ _FRAGMENTS = {
     "requeue": ("need", "common", "markers"),
     "cancel": ("need", "common", "markers"),
     "peek": ("need", "common", "line"),
+    "look": ("need", "common", "markers"),
+    "ahead": ("need", "common"),
     "push": ("need", "keep"),
     "forget": (),
     "permits": (),
