@@ -401,9 +401,9 @@ class Desk(Protocol):
         """Put them into the queue and wake the dispatchers; how many were not pending already."""
         ...
 
-    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         """Have those cancelled that are active under the id, or the one with that token; False where there is
-        none."""
+        none. `found`: it was seen in the queue with that token, whoever submitted it."""
         ...
 
     async def pause(self, by: str, why: str) -> None: ...

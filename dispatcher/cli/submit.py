@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
-from typing import Annotated
+import time
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dispatcher.cli.result import awaited, print_result, still_queued
 from dispatcher.cli.screen import complain, say
-from dispatcher.cli.target import Config, QueueName, QueueUrl, Within, find
-from dispatcher.core.plain import plain
+from dispatcher.cli.sought import answers
+from dispatcher.cli.target import Config, Labels, QueueName, QueueUrl, Within, ask, find, pairs_of
+from dispatcher.core.patterns import any_fits
+
+if TYPE_CHECKING:
+    from dispatcher.core.request import Result
+    from dispatcher.ports import Submission
+    from dispatcher.queue.keys import Names
+    from dispatcher.queue.redis.desk import RedisDesk
 
 Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
+GRACE_S = 10.0
+"""Behind its deadline, by when a dispatcher has answered if there is one."""
 
 
 def submit(
@@ -25,63 +37,101 @@ def submit(
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is served first.")] = None,
     header: Pairs = None,
     metadata: Pairs = None,
+    label: Labels = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Await and print the result.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
-    """Submit one request, wait for its result and print it.
+    """Submit one request, wait for its result and print it; its id comes first, on standard error.
 
-    Exit code 1: the result is an error, or none came.
+    The result is found again by `result ID`. Exit code 1: it is an error, or none came.
     """
-    import asyncio
-
-    import msgspec
-
-    from dispatcher.client import NoResultError, open_client
-    from dispatcher.core.request import Result
-    from dispatcher.ports import QueueUnavailableError
-
     target = find(config, queue_url, queue)
-    body = sys.stdin.buffer.read() if payload == "-" else payload.encode()
-    headers, attributes = _pairs("--header", header), _pairs("--metadata", metadata)
-
-    async def go() -> tuple[str, Result | None]:
-        async with open_client(target.url, target.names) as client:
-            ticket = await client.submit(
-                body,
-                id=request_id,
-                deadline_s=deadline,
-                priority=priority,
-                endpoint=endpoint,
-                headers=headers,
-                metadata=attributes,
-                results=None if wait else "",
-            )
-            return ticket.id, await client.result(ticket) if wait else None
-
+    if endpoint and target.settings and not any_fits(target.settings.gateway.allowed_paths, endpoint):
+        complain(f"--endpoint {endpoint}: not among gateway.allowed_paths, so no dispatcher would send it")
+        raise typer.Exit(2)
+    name = request_id or f"r-{secrets.token_hex(8)}"
     try:
-        submitted, result = asyncio.run(go())
+        sent = _submission(
+            target.names,
+            name,
+            sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape"),
+            int(time.time() + deadline),
+            priority=priority,
+            results=target.names.answers(name) if wait else "",
+            endpoint=endpoint,
+            headers=dict(pairs_of("--header", header)),
+            metadata=dict(pairs_of("--metadata", metadata)),
+            labels=dict(pairs_of("--label", label)),
+        )
     except ValueError as error:
         complain(str(error))
         raise typer.Exit(2) from error
-    except (NoResultError, QueueUnavailableError) as error:
-        complain(str(error))
-        raise typer.Exit(1) from error
-    if result is None:
-        say(submitted)
-        return
-    told = msgspec.json.encode(result).decode() if json_output else result.payload
-    # A program wants it byte for byte, a terminal without what would steer it.
-    typer.echo(plain(told, keep="\n\t") if sys.stdout.isatty() else told)
-    if result.status_code is None or result.status_code >= 400 or result.error_code is not None:
-        why = result.error_code or f"status {result.status_code}"
-        complain(f"{submitted}: {why}: {result.error_message or ''}".rstrip(": "), fg=None)
+    submitted = False
+
+    async def act(desk: RedisDesk) -> Result | None:
+        nonlocal submitted
+        await desk.submit([sent])
+        submitted = True
+        if not wait:
+            return None
+        complain(f"{name} submitted", fg=None)
+        return await awaited(target, desk, name, lambda: _answer(desk, sent), deadline + GRACE_S)
+
+    try:
+        result = ask(target, act)
+    except KeyboardInterrupt:
+        if submitted:
+            raise still_queued(name) from None
+        raise
+    if not wait:
+        say(name)
+    elif result is None:
+        complain(f"no result for {name} within {deadline + GRACE_S:.0f} s: is there a dispatcher?")
         raise typer.Exit(1)
+    else:
+        print_result(result, json_output=json_output)
 
 
-def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in given or ()]
-    for name, equals, _ in pairs:
-        if not name or not equals:
-            complain(f"{option}: give name=value")
-            raise typer.Exit(2)
-    return {name: value for name, _, value in pairs}
+def _submission(
+    names: Names,
+    request_id: str,
+    body: bytes,
+    deadline: int,
+    *,
+    priority: int | None,
+    metadata: dict[str, str],
+    **fields: Any,
+) -> Submission:
+    """Raises ValueError for what no dispatcher would take."""
+    import msgspec
+
+    from dispatcher.core.request import encode_member
+    from dispatcher.core.score import score_of
+    from dispatcher.ports import Submission
+    from dispatcher.telemetry.tracing import sending
+
+    try:
+        keys = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
+    except msgspec.DecodeError as error:
+        raise ValueError(f"the payload is no JSON object: {error}") from error
+    if {"custom_id", "url", "body"} <= keys:
+        raise ValueError(
+            "the payload is a line of an OpenAI batch file: submit --file sends those (for a single one give "
+            "what stands under `body`, and as --endpoint what stands under `url`)"
+        )
+    token, now = secrets.token_hex(16), int(time.time())
+    with sending(names.queue, request_id, metadata) as carried:
+        member = encode_member(
+            request_id, body, deadline, created=now, token=token, metadata=carried, **fields
+        )
+    return Submission(member, score_of(deadline, priority), request_id, token, deadline)
+
+
+async def _answer(desk: RedisDesk, sent: Submission) -> Result | None:
+    """Its result, where it has come. Others may write that list, but do not know the token."""
+    from dispatcher.core.request import decode_result
+
+    for each in await answers(desk, sent.request_id):
+        if (result := decode_result(each)).request_token == sent.request_token:
+            return result
+    return None

@@ -41,6 +41,9 @@ Within = Annotated[
     float,
     typer.Option("--deadline", callback=_within, help="Seconds from now until it must be answered."),
 ]
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", help="name=value of internal.labels; may be repeated.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -85,6 +88,15 @@ def find(config: Path | None, url: str, queue: str) -> QueueTarget:
         )
         raise _exit(what, 1)
     return QueueTarget(embedded, names, settings)
+
+
+def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
+    """name=value, as often as it was given; exits with 2 where one is none."""
+    pairs = [pair.partition("=") for pair in given or ()]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise _wrong(f"{option}: give name=value")
+    return [(name, value) for name, _, value in pairs]
 
 
 def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:

@@ -42,6 +42,7 @@ own of the first, and shares the second with all lines of its pool."""
 KEYS = {**LINE_KEYS, **POOL_KEYS}
 """In the order in which every script gets them."""
 _SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
+_OF_A_CLIENT = re.compile(r"batch-results:[0-9a-f]{16}")
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
@@ -139,6 +140,10 @@ class Names:
         """The result list of one request alone, where whoever knows the id finds its result."""
         text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
         return f"{OURS.removesuffix('*')}{{{tag_of(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
+
+    def is_clients_own(self, name: str) -> bool:
+        """The list of a client without a name, which nobody reads once that has ended."""
+        return _OF_A_CLIENT.fullmatch(name) is not None
 
     def reply(self, call: str) -> str:
         """Where the reply to one call is kept for a while, so that its repetition gets the same."""

@@ -154,3 +154,5 @@ async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world
     assert await world.results() == [b"result 0", b"result 2", b"result 3", b"result 4"]
     assert await world.desk.read_results(RESULTS, 9) == []
     assert await world.desk.read_results("batch-results:nobody", 9) == []
+    await world.set_key("batch-results:no-list", "x")
+    assert await world.desk.read_results("batch-results:no-list", 9) == []

@@ -18,6 +18,7 @@ from dispatcher.client import Client, NoResultError
 from dispatcher.core.request import answered
 from dispatcher.ports import (
     Burial,
+    CallRefusedError,
     Expired,
     Lease,
     Overload,
@@ -258,7 +259,7 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
 async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read_results(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with `brpop` it reads them, too."""
+    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with `lrange` it reads them, too."""
     url = url_of(any_server, "dispatcher")
     desk, client = RedisDesk(connect(url), QWEN), Client(connect(url), QWEN)
     await desk.pause("me", "why")
@@ -268,7 +269,10 @@ async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read
     assert await desk.cancel(ticket.id)
     with pytest.raises(QueueUnavailableError, match="to read results"):
         await client.result(ticket, timeout_s=5)
-    grant(admin, "dispatcher", "+brpop")
+    with pytest.raises(CallRefusedError, match="lrange"):
+        await desk.read_results(QWEN.answers(ticket.id), 9)
+    grant(admin, "dispatcher", "+lrange", "+brpop")
+    assert await desk.read_results(QWEN.answers(ticket.id), 9) == []
     with pytest.raises(NoResultError):
         await client.result(ticket, timeout_s=0.1)
     await desk.aclose()

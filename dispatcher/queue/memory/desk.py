@@ -64,9 +64,9 @@ class MemoryStore:
         self.pool.check_up()
         return steps.submit(self.line, submissions)
 
-    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         self.pool.check_up()
-        return steps.cancel(self.line, request_id, request_token)
+        return steps.cancel(self.line, request_id, request_token, found=found)
 
     async def pause(self, by: str, why: str) -> None:
         self.pool.check_up()

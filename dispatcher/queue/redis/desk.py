@@ -45,9 +45,11 @@ class RedisDesk:
             added += await steps.submit(self.backend, batch)
         return added
 
-    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         """Set the cancel markers of those that are active under the id, or of the one with that token; False
-        where there is none."""
+        where there is none. `found`: it was seen in the queue with that token, whoever submitted it."""
+        if found:
+            return bool(await steps.cancel(self.backend, request_id, request_token, request_token))
         if request_token and await steps.cancel(self.backend, request_id, request_token, ""):
             return True
         scripts = self.backend.scripts
@@ -147,7 +149,7 @@ class RedisDesk:
         done = 0
         for entry in entries:
             dead = next((one for one in await self.dead_list(1, entry - 1) if one.entry == entry), None)
-            again = None if dead is None else accept_anew(dead.member, dead.score, deadline)
+            again = None if dead is None else accept_anew(self.names, dead.member, dead.score, deadline)
             if again is not None:
                 done += await steps.requeue(self.backend, entry, again)
         return done

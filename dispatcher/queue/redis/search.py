@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from redis import exceptions as errors
+
 from dispatcher.core.located import IN_LINE, Located, Looked, Whereabouts, Words, spellings
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
@@ -78,17 +80,16 @@ async def results(backend: Backend, name: str, most: int, after: int) -> list[by
     found: list[bytes] = []
     size, count = 0, 1
 
-    async def kind() -> bytes:
-        told: bytes = await scripts.client.type(name)
-        return told
-
     async def read() -> list[bytes]:
         last = -1 - after - len(found)
-        page: list[bytes] = await scripts.client.lrange(name, last - count + 1, last)
+        try:
+            page: list[bytes] = await scripts.client.lrange(name, last - count + 1, last)
+        except errors.ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                return []
+            raise
         return page
 
-    if await scripts.attempt(kind) != b"list":
-        return []
     while len(found) < most and size < SCRIPT_BYTES:
         count = min(count, most - len(found))
         page = await scripts.attempt(read, size=SCRIPT_BYTES)
