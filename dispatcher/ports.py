@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from dispatcher.core.located import Located, Looked, Whereabouts, Words
+from dispatcher.core.lanes import ONE_OF_EACH, Lane
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.outcome import Outcome
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import Request
@@ -79,8 +80,8 @@ class Lease:
     """Overload answers to this request."""
     losses: int
     """Owners that died holding it since it runs apart from other suspects."""
-    suspect: bool = False
-    """Owners died holding it, often enough that it must run apart from other suspects."""
+    lane: Lane | None = None
+    """Where it waits until it is claimed, apart from others; None: with all others."""
     units: int = 1
     """What it counts of the limit: what its request weighs, as far as that was known when it was leased."""
 
@@ -132,8 +133,8 @@ class Claimed:
     count: Leases
     shared: Shared
     waiting: int
-    """Requests that the next claim could lease, were there room (pending and returned; suspects only where
-    this call was allowed more of them than it took)."""
+    """Requests that the next claim could lease, were there room (pending and returned; those of a lane only
+    where this call was allowed more of them than it took)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class Swept:
 @dataclass(frozen=True, slots=True)
 class Counts:
     pending: int
-    """Including those returned to their place, suspects among them."""
+    """Including those returned to their place, in a lane or not."""
     leased: int
     """Of all lines of the pool."""
     delayed: int
@@ -246,7 +247,13 @@ class Queue(Protocol):
         ...
 
     async def claim(
-        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+        self,
+        most: int,
+        nonce: str,
+        permit: Permit,
+        *,
+        lanes: Mapping[Lane, int] = ONE_OF_EACH,
+        units: int = 1,
     ) -> Claimed:
         """Lease up to `most` requests, best score first, never past the permit.
 
@@ -263,8 +270,8 @@ class Queue(Protocol):
         later than now (the queue's clock has stepped back) is of now from then on; a permit's reading that is
         said to be of later is older than any.
 
-        `suspects`: how many requests whose owners died twice or more (their leases ran out) may be among
-        them. Such a request keeps its place in the order, and is passed over where it may not be claimed.
+        `lanes`: how many requests of each lane may be among them (none of one that is not named). Such a
+        request keeps its place in the order, and is passed over where it may not be claimed.
         Members are read in order until they sum to 1 MB (2**20 bytes); the one that passes it is left, but
         a first one is always taken. Equal score and bytes: the one claimed before goes first.
 
@@ -415,7 +422,7 @@ class Desk(Protocol):
         ...
 
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        """Score and member of the first that a claim would take, suspects included, in order."""
+        """Score and member of the first that a claim would take, those of all lanes included, in order."""
         ...
 
     async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
@@ -431,7 +438,7 @@ class Desk(Protocol):
         spelling. What is in the queue all the while is found; some are met twice."""
         ...
 
-    async def ahead(self, found: Located) -> int | None:
+    async def ahead(self, found: FoundRequest) -> int | None:
         """How many lie before it in line; None where it does not wait there (any more)."""
         ...
 

@@ -33,6 +33,7 @@ from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
+from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import embedded_valkey
 from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import presence
@@ -40,7 +41,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.settings import Settings, effective
-from dispatcher.settings.load import Refusal, read, reload
+from dispatcher.settings.load import Refusal, directory_of, name_of, read, reload
 from dispatcher.settings.source import Problem
 from dispatcher.settings.watch import prepare as prepare_watch
 from dispatcher.settings.watch import watch
@@ -266,9 +267,12 @@ class Service:
 
 
 async def serve(
-    settings: Settings, text: str, path: Path, environ: Mapping[str, str], *, observe: bool
+    settings: Settings, text: str, path: Path | None, environ: Mapping[str, str], *, observe: bool
 ) -> None:
-    """Run a dispatcher until a signal ends it. `text`: what the file said that `settings` were read from."""
+    """Run a dispatcher until a signal ends it.
+
+    `text`: what the file at `path` said that `settings` were read from; None: it is the environment alone.
+    """
     logs.configure(settings.log.level, settings.log.format)
     _take_descriptors()
     await _prepare(path, settings)
@@ -303,7 +307,8 @@ async def serve(
                 version=__version__,
                 pool=settings.pool.name,
                 gateway=str(settings.gateway.url),
-                queue=str(settings.queue.url) or f"embedded in {settings.queue.data_dir}",
+                config="the environment alone" if path is None else str(path.absolute()),  # noqa: ASYNC240
+                queue=str(settings.queue.url) or await _embedded(settings, desk),
                 owner=queue.owner,
                 admin_port=server.port,
                 observe=observe,
@@ -320,7 +325,22 @@ async def serve(
     logs.finish()
 
 
-async def _prepare(path: Path, settings: Settings) -> None:
+async def _embedded(settings: Settings, desk: RedisDesk) -> str:
+    """Where the embedded queue lies and what was found there: an empty one may be the wrong directory's."""
+    place = f"embedded in {Path(settings.queue.data_dir).absolute()}"  # noqa: ASYNC240 - asks no disk
+    try:
+        counts = await desk.counts()
+    except QueueUnavailableError as error:
+        return f"{place}: {error}"
+    if not any((counts.pending, counts.leased, counts.delayed, counts.dead)):
+        return f"{place}: empty"
+    return (
+        f"{place}: {counts.pending} pending, {counts.leased} leased, {counts.delayed} delayed, "
+        f"{counts.dead} dead"
+    )
+
+
+async def _prepare(path: Path | None, settings: Settings) -> None:
     """Import what is otherwise imported when it is first used.
 
     That takes seconds under a CPU limit: time limits of peers that ran meanwhile would blame them for it.
@@ -328,7 +348,8 @@ async def _prepare(path: Path, settings: Settings) -> None:
     "localhost".encode("idna")
     capacity.prepare()
     otlp.prepare(settings)
-    await prepare_watch(path.parent)
+    if path is not None:
+        await prepare_watch(path.parent)
 
 
 @asynccontextmanager
@@ -360,37 +381,41 @@ async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, Redi
 class _Reloader:
     """Follows the configuration file, and reads it again when told to."""
 
-    def __init__(self, service: Service, text: str, path: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, service: Service, text: str, path: Path | None, environ: Mapping[str, str]) -> None:
         self._service = service
         self._text = text
         self._path = path
         self._environ = environ
 
     async def run(self) -> None:
-        async for found in watch(self._path, self._text):
-            self._take(found)
+        if self._path is not None:
+            async for found in watch(self._path, self._text):
+                self._take(found)
 
     def now(self) -> None:
         self._take(read(self._path))
 
     def _take(self, found: str | Problem) -> None:
         service = self._service
+        before = service.settings
         why = Refusal((str(found),)) if isinstance(found, Problem) else self._refused(found)
         if why is None:
-            emit(Event.RELOADED, generation=service.generation)
+            changed = effective.changes(before, service.settings)
+            emit(Event.RELOADED, generation=service.generation, changed=changed)
         else:
             service.refuse(why)
             emit(Event.RELOAD_REFUSED, reasons=list(why.reasons))
 
     def _refused(self, text: str) -> Refusal | None:
         """Have the service take what the file says now; why that cannot be."""
-        new = reload(self._service.settings, text, self._environ, name=self._path.name)
+        name, directory = name_of(self._path), directory_of(self._path)
+        new = reload(self._service.settings, text, self._environ, name=name, directory=directory)
         if isinstance(new, Refusal):
             return new
         try:
             self._service.apply(new, text)
         except OSError as error:
-            return Refusal((f"{self._path.name}: {error}",))
+            return Refusal((f"{name}: {error}",))
         return None
 
 

@@ -8,10 +8,9 @@ from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
 from dispatcher.dispatch.access import QueueView
-from dispatcher.overview import overview
 from dispatcher.settings import Settings
-from dispatcher.signals.capacity import Endpoints
-from dispatcher.telemetry.status import ProcessStatus, Status
+from dispatcher.telemetry.status import Status
+from tests.overviews import status_of
 
 
 def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: float = 0.9) -> Status:
@@ -22,17 +21,8 @@ def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: fl
         limiter.sent(number, 0.0)
     limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, f_sys=f_sys, f_epp=0.0, max_sys=64), 1.1)
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": {"reserve": reserve}})
-    return overview(
-        1.2,
-        process=ProcessStatus("1", "3", "default", "q", "one", False, 0.0),
-        settings=settings,
-        limiter=limiter,
-        running=ours,
-        queue=QueueView(outlook=Outlook(None, None, 0, 1.0, service_s)),
-        poll=None,
-        watched=Endpoints(),
-        slow=None,
-    )
+    queue = QueueView(outlook=Outlook(None, None, 0, 1.0, service_s))
+    return status_of(limiter, 1.2, settings, queue=queue, running=ours)
 
 
 def test_long_requests_with_little_reserve_are_told_where_people_look() -> None:

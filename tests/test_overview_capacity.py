@@ -8,14 +8,10 @@ import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
-from dispatcher.dispatch.access import QueueView
-from dispatcher.overview import overview
 from dispatcher.settings import Settings
-from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
-from dispatcher.telemetry.status import ProcessStatus, Status
-
-PROCESS = ProcessStatus("1", "3", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0)
+from dispatcher.telemetry.status import Status
+from tests.overviews import status_of
 
 
 def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
@@ -26,17 +22,7 @@ def learned(budget: dict[str, Any], poll: SourcePoll | None = None) -> Status:
         limiter.reading(shown, at)
         limiter.allowance(at + 0.5)
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": budget})
-    return overview(
-        3.0,
-        process=PROCESS,
-        settings=settings,
-        limiter=limiter,
-        running=0,
-        queue=QueueView(),
-        poll=poll,
-        watched=Endpoints(),
-        slow=None,
-    )
+    return status_of(limiter, 3.0, settings, poll=poll)
 
 
 def polled(per_endpoint: float, source: Any) -> SourcePoll:

@@ -321,7 +321,7 @@ def test_no_environment_raises(values: dict[str, str]) -> None:
 
 def test_unreadable_files_are_problems(tmp_path: Path) -> None:
     [missing] = load(tmp_path / "none.yaml", {})
-    assert str(missing) == "none.yaml: cannot be read: No such file or directory"
+    assert str(missing) == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory"
     [directory] = load(tmp_path, {})
     assert "cannot be read" in str(directory)
     latin = tmp_path / "latin.yaml"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dispatcher.settings import Problem, Refusal, Settings, parse, reload, watch
+from dispatcher.settings.effective import changes
 from tests.kubelet import mount, swap
 from tests.support import wait_until
 
@@ -187,6 +188,27 @@ async def test_without_events_from_the_kernel_the_file_is_polled(
     async with watched(link, MINIMAL) as seen:
         await asyncio.to_thread(target.write_text, OTHER)
         await wait_until(lambda: seen == [OTHER])
+
+
+async def test_a_file_that_was_empty_at_the_start_is_a_problem_only_once_it_was_not(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("\n")
+    async with watched(path, "\n") as seen:
+        await asyncio.to_thread(path.write_text, MINIMAL)
+        await wait_until(lambda: seen == [MINIMAL])
+        await asyncio.to_thread(path.write_text, "")
+        await wait_until(lambda: len(seen) == 2)
+    assert str(seen[1]) == "config.yaml: is empty"
+
+
+def test_a_reload_tells_what_it_changed_and_no_secret() -> None:
+    old = settings(MINIMAL + "budget: {max_in_flight: 3}\nsignals: {prometheus: {url: 'http://u:one@p'}}")
+    new = settings(OTHER + "signals: {prometheus: {url: 'http://u:two@p'}}")
+    assert changes(old, new) == [
+        "signals.prometheus.url: another secret",
+        "budget.reserve: 0.05 → 0.2",
+        "budget.max_in_flight: 3 → null",
+    ]
 
 
 async def test_watching_ends_promptly_when_it_is_cancelled(tmp_path: Path) -> None:

@@ -152,6 +152,7 @@ def _interpreter() -> socket.socket:
             [sys.executable, "-m", "tests.warm", str(its.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
+            cwd=Path(__file__).parents[1],  # a test may have gone elsewhere
             pass_fds=[its.fileno()],
             preexec_fn=die_with_parent,
         )

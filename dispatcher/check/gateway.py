@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import ssl
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
 from dispatcher.check.addresses import CONNECT_S, Address, addresses
 from dispatcher.check.finding import Finding, Findings, Level, Probe, Slow, known
+from dispatcher.check.raw import RawAnswer, get
 from dispatcher.core.outcome import Failed, classify
 from dispatcher.core.stranger import Stranger
 from dispatcher.peer import words
@@ -29,22 +29,6 @@ _HINTS = {
     407: "gateway.token_file",
     404: "gateway.path, the HTTPRoute, or a Host in gateway.headers",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayAnswer:
-    """How the answer to the GET begins."""
-
-    status: int
-    headers: Mapping[str, str]
-    """Names in lower case."""
-    body: bytes
-
-    @property
-    def takes_post(self) -> bool:
-        """Unless it names the methods that it takes, and POST is none of them."""
-        allow = self.headers.get("allow", "")
-        return not allow or "POST" in allow.upper()
 
 
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
@@ -73,12 +57,12 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
     path = parts.path.rstrip("/") + settings.gateway.path
     try:
         async with asyncio.timeout(ANSWER_S):
-            writer.write(_get(settings, f"{host}:{port}" if parts.port else host, path))
-            answer = await _answer(reader)
+            headers = _headers(settings, f"{host}:{port}" if parts.port else host)
+            answer = await get(reader, writer, path, headers, most=BEGINNING_BYTES, whole=False)
     except TimeoutError:
         what = f"{host}:{port} accepted the connection; GET {path} was not answered within {ANSWER_S:g} s"
         return [Slow("warning", _WHERE, what, "gateway.url: its port, and http or https; else it is slow")]
-    except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError) as error:
+    except (OSError, ValueError) as error:
         what = f"{host}:{port} accepts connections, but does not answer HTTP: {words(error)}"
         return [Finding("failed", _WHERE, what, "gateway.url: its port, and http or https")]
     finally:
@@ -87,7 +71,7 @@ async def _get_once(settings: Settings, address: Address, tls: ssl.SSLContext | 
     return [replace(judged(answer, asked, plain=tls is None), certain=True)]
 
 
-def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
+def judged(answer: RawAnswer, asked: str, *, plain: bool) -> Finding:
     """What the dispatcher would make of such an answer to its first request.
 
     Two things are its own: a GET may be answered 405 where a POST is taken, and a 400 to what is no TLS tells
@@ -97,7 +81,7 @@ def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
     what = f"{asked} was answered {status}"
     if status == 400 and plain and b"HTTPS" in answer.body.upper():  # as nginx and Go's servers put it
         return Finding("failed", _WHERE, f"{what}: that port speaks TLS", "gateway.url: https")
-    if status == 405 and answer.takes_post:
+    if status == 405 and _takes_post(answer):
         return Finding("ok", _WHERE, what)
     itself = classify(status, answer.headers, answer.body, time.time())
     counted = Stranger().judged(itself)
@@ -123,7 +107,13 @@ def judged(answer: GatewayAnswer, asked: str, *, plain: bool) -> Finding:
     return Finding("failed", _WHERE, f"{what}: it {took}, and may be no inference gateway", hint)
 
 
-def _get(settings: Settings, host: str, path: str) -> bytes:
+def _takes_post(answer: RawAnswer) -> bool:
+    """Unless it names the methods that it takes, and POST is none of them."""
+    allow = answer.headers.get("allow", "")
+    return not allow or "POST" in allow.upper()
+
+
+def _headers(settings: Settings, host: str) -> dict[str, str]:
     gateway = settings.gateway
     headers = {"host": host, "user-agent": USER_AGENT, "accept": "*/*"}
     headers |= {name.lower(): value for name, value in gateway.headers.items()} | {"connection": "close"}
@@ -132,20 +122,4 @@ def _get(settings: Settings, host: str, path: str) -> bytes:
             headers["authorization"] = f"Bearer {read_token(gateway.token_file)}"
     elif gateway.url.credentials:
         headers["authorization"] = gateway.url.authorization
-    lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-    return "\r\n".join(lines).encode("latin-1")
-
-
-async def _answer(reader: asyncio.StreamReader) -> GatewayAnswer:
-    """Raises ValueError for what is not HTTP."""
-    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    match = re.match(r"HTTP/1\.[01] (\d{3})\b", head)
-    if match is None:
-        raise ValueError("its first line is none of HTTP/1")
-    lines = (line.partition(":") for line in head.split("\r\n")[1:])
-    headers = {name.strip().lower(): value.strip() for name, colon, value in lines if colon}
-    length = headers.get("content-length", "")
-    most = min(int(length), BEGINNING_BYTES) if length.isdecimal() and len(length) < 10 else BEGINNING_BYTES
-    body = await reader.read(most)
-    chunks_end = "content-length" not in headers and body.startswith(b"0\r\n")
-    return GatewayAnswer(int(match[1]), headers, b"" if chunks_end else body)
+    return headers

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain, say
+from dispatcher.cli.screen import complain, fail, say
 from dispatcher.cli.sought import by_id, labelled, matching
-from dispatcher.cli.target import Config, Json, Labels, QueueName, QueueUrl, ask, find, pairs_of
+from dispatcher.cli.target import Config, Json, Labels, PoolName, QueueName, QueueUrl, ask, find, pairs_of
 from dispatcher.core.located import Whereabouts
 
 if TYPE_CHECKING:
-    from dispatcher.core.located import Located
+    from dispatcher.core.located import FoundRequest
     from dispatcher.core.request import Rejection, Request
     from dispatcher.queue.redis.desk import RedisDesk
 
@@ -28,6 +28,7 @@ def cancel(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Cancel requests: their result is CANCELLED; in flight the connection is closed.
@@ -36,9 +37,8 @@ def cancel(
     """
     labels = pairs_of("--label", label)
     if bool(request_ids) == bool(labels):
-        complain("give ids, or --label name=value")
-        raise typer.Exit(2)
-    target = find(config, queue_url, queue)
+        raise fail("give ids, or --label name=value", 2)
+    target = find(config, queue_url, queue, pool)
 
     async def act(desk: RedisDesk) -> dict[str, str]:
         if not labels:
@@ -76,7 +76,7 @@ async def _by_id(desk: RedisDesk, request_id: str) -> str:
     return next((what for what in told if what != _CANCELLED), _CANCELLED) if told else "not active"
 
 
-async def _found(desk: RedisDesk, found: Located, read: Request | Rejection) -> str:
+async def _found(desk: RedisDesk, found: FoundRequest, read: Request | Rejection) -> str:
     """Cancel one that lies in the queue, whoever submitted it."""
     if not read.token:
         return f"is {found.state}, and carries no token: it cannot be cancelled"

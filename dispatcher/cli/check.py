@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+from collections import Counter
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,42 +13,45 @@ import typer
 from dispatcher.check import settings as of_settings
 from dispatcher.check.connections import connections
 from dispatcher.check.finding import Finding
-from dispatcher.cli.running import running
-from dispatcher.cli.screen import complain, say
-from dispatcher.settings import Problem, load
+from dispatcher.cli.running import address_of, running
+from dispatcher.cli.screen import answer, complain, say
+from dispatcher.cli.target import Config, Json, config_path
+from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
-from dispatcher.settings.effective import lines
+from dispatcher.settings.effective import lines, set_by_hand
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
 
 def check(
-    config: Annotated[
-        Path, typer.Option("--config", "-c", help="The configuration file.", show_default=False)
-    ],
+    config: Config = None,
     offline: Annotated[
         bool, typer.Option("--offline", "--no-connect", help="Validate only; try no connection.")
     ] = False,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with 1 when a connection failed, not only when a file did.")
     ] = False,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Show the settings left at their defaults too.")
+    ] = False,
+    json_output: Json = False,
 ) -> None:
-    """Validate a configuration, print what is in effect, then try every connection and say what each found.
+    """Validate a configuration, print what it sets, then try every connection and say what each found.
 
-    Secrets are masked, defaults marked. Nothing is sent to a model and nothing taken from the queue.
+    Secrets are masked, what the environment set is marked. Nothing is sent to a model and nothing taken from
+    the queue. The last line is the verdict.
 
     Exit code 2: the configuration is wrong; 1: a file that it names cannot be read, or, with --strict, a
     connection failed. Without --strict a connection that fails is told but does not fail the check: a
     configuration is often checked where its servers cannot be reached.
     """
-    found = load(config, os.environ)
+    path = config_path(config)
+    found = load(path, os.environ)
     if isinstance(found, list):
         _refuse(found, json_output)
         raise typer.Exit(2)
     if not json_output:
-        for line in lines(found):
-            say(str(line), dim=line.default or None)
+        _show(found, "the environment alone" if path is None else str(path), everything=everything)
     told: list[Finding] = []
 
     def tell(finding: Finding) -> None:
@@ -61,22 +63,45 @@ def check(
         tell(finding)
     if not offline:
         asyncio.run(connections(found, tell))
-        status, _ = asyncio.run(running(found.admin))
-        for finding in of_settings.of_running(status):
-            tell(finding)
+        if (address := address_of(found.admin)) is not None:
+            status, _ = asyncio.run(running(address))
+            for finding in of_settings.of_running(status):
+                tell(finding)
     failed = [finding.where for finding in told if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith("_file") for where in failed)
     if json_output:
-        answer = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
-        typer.echo(json.dumps(answer, indent=2))
+        shown = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
+        answer(shown, indent=2)
+    else:
+        _conclude(told, offline=offline)
     if not ok:
         raise typer.Exit(1)
 
 
+def _show(settings: Settings, source: str, *, everything: bool) -> None:
+    """The settings as YAML; without `everything` those alone that somebody set, with their sections."""
+    shown = [*lines(settings, os.environ)]
+    if not everything:
+        say(f"# {source}; all else is at its default: --all shows it", dim=True)
+        shown = set_by_hand(shown)
+    for line in shown:
+        say(str(line), dim=line.default or None)
+
+
+def _conclude(told: list[Finding], *, offline: bool) -> None:
+    """The verdict, in one line."""
+    levels = Counter(finding.level for finding in told)
+    found = [f"{levels['failed']} failed"] if levels["failed"] else []
+    if warnings := levels["warning"]:
+        found.append(f"{warnings} warning{'s' if warnings > 1 else ''}")
+    verdict = ", ".join(found) or "all well"
+    tried = "; no connection was tried (--offline)" if offline else ""
+    worst = "failed" if levels["failed"] else "warning" if levels["warning"] else "ok"
+    say(f"{verdict}{tried}", fg=_COLOURS[worst], bold=True)
+
+
 def _refuse(problems: list[Problem], json_output: bool) -> None:
     if json_output:
-        answer = {"ok": False, "problems": [asdict(problem) for problem in problems]}
-        typer.echo(json.dumps(answer, indent=2))
-        return
-    for problem in problems:
-        complain(str(problem))
+        answer({"ok": False, "problems": [asdict(problem) for problem in problems]}, indent=2)
+    else:
+        complain(*map(str, problems))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import complain, say, table
-from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Within, ask, find
+from dispatcher.cli.screen import answer, complain, fail, say, table
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, Within, ask, find
 from dispatcher.core.duration import seconds_of
 from dispatcher.core.request import parse
 
@@ -68,11 +67,12 @@ def list_(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """List the dead: number, time, id, reason."""
     choice = _choice(None, reason, older)
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
 
     async def act(desk: RedisDesk) -> tuple[list[Dead], int]:
         found: list[Dead] = []
@@ -85,7 +85,7 @@ def list_(
     found, count = ask(target, act)
     shown = [_shown(one) for one in found]
     if json_output:
-        typer.echo(json.dumps(shown))
+        answer(shown)
     elif shown:
         rows = [
             [str(one["entry"]), one["died_at"], one["id"] or "(unreadable)", one["reason"]] for one in shown
@@ -101,7 +101,9 @@ def list_(
 
 
 @dead.command()
-def show(which: Which, config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "") -> None:
+def show(
+    which: Which, config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "", pool: PoolName = ""
+) -> None:
     """Show one, whole, with its result where that lies under its id, as JSON. Exit code 1: there is none."""
     from dispatcher.cli.sought import answers_anywhere, shown_result
     from dispatcher.core.request import decode_result
@@ -113,11 +115,10 @@ def show(which: Which, config: Config = None, queue_url: QueueUrl = "", queue: Q
             return {**told, "results": [shown_result(decode_result(each)) for each in results]}
         return None
 
-    found = ask(find(config, queue_url, queue), act)
+    found = ask(find(config, queue_url, queue, pool), act)
     if found is None:
-        complain(f"{which}: not among the dead")
-        raise typer.Exit(1)
-    typer.echo(json.dumps(found, indent=2))
+        raise fail(f"{which}: not among the dead")
+    answer(found, indent=2)
 
 
 @dead.command()
@@ -130,6 +131,7 @@ def requeue(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Accept them anew with a new deadline. Each has had its error result: this may give a second one.
@@ -138,7 +140,7 @@ def requeue(
     code 1: some could not be requeued; an unreadable member stays dead.
     """
     choice = _choice(which, reason, older, everything=everything)
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
 
     async def act(desk: RedisDesk) -> tuple[int, int, int]:
         named, moved = [], 0
@@ -150,7 +152,7 @@ def requeue(
 
     done, asked, moved = ask(target, act)
     if json_output:
-        typer.echo(json.dumps({"requeued": done, "asked": asked, "results_by_id": moved}))
+        answer({"requeued": done, "asked": asked, "results_by_id": moved})
     else:
         say(f"{done} of {asked} are pending again; a second result may come for each")
         if moved:
@@ -169,6 +171,7 @@ def purge(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Forget them for good. Asks first; without a terminal it wants --yes.
@@ -176,13 +179,13 @@ def purge(
     Exit code 1: there was none, or the answer was no.
     """
     choice = _choice(which, reason, older, everything=everything)
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
     named = ask(target, lambda desk: _entries(desk, choice))
     if named and not yes:
         _confirm(f"Forget {len(named):,} dead requests of {target.names.queue} for good?")
     done = ask(target, lambda desk: desk.dead_purge(named)) if named else 0
     if json_output:
-        typer.echo(json.dumps({"purged": done}))
+        answer({"purged": done})
     else:
         say(f"{done} forgotten")
     if done < max(1, len(choice.names)) and not everything:
@@ -191,8 +194,7 @@ def purge(
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        complain("this cannot be undone: give --yes")
-        raise typer.Exit(2)
+        raise fail("this cannot be undone: give --yes", 2)
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 
@@ -227,8 +229,7 @@ def _choice(which: list[str] | None, reason: str, older: str, *, everything: boo
     """What was named; `everything`: the option, where one must be given."""
     chosen = [bool(which), bool(reason or older), bool(everything)]
     if everything is not None and (sum(chosen) != 1):
-        complain("give ids or numbers, or --reason or --older, or --all")
-        raise typer.Exit(2)
+        raise fail("give ids or numbers, or --reason or --older, or --all", 2)
     try:
         return _Choice(frozenset(which or ()), reason, seconds_of(older) if older else 0.0)
     except ValueError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import complain, say
+from dispatcher.cli.screen import answer, complain, say
 from dispatcher.cli.sought import (
     answers_anywhere,
     by_id,
@@ -18,7 +17,7 @@ from dispatcher.cli.sought import (
     shown_result,
     why,
 )
-from dispatcher.cli.target import Config, Json, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
 from dispatcher.core.request import decode_result
 
 if TYPE_CHECKING:
@@ -32,16 +31,17 @@ def describe(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Say where a request lies, its place in line, its tries, why it is not sent; or that it was answered.
 
     Exit code 1: it is not in the queue, and no result is found under its id.
     """
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
     told = ask(target, lambda desk: _look(target, desk, request_id))
     if json_output:
-        typer.echo(json.dumps({name: value for name, value in told.items() if name != "lines"}))
+        answer({name: value for name, value in told.items() if name != "lines"})
     else:
         for at, lines in enumerate(told["lines"]):
             say(*([""] if at else []), *lines)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import heapq
-import json
 import time
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import complain, say, table
+from dispatcher.cli.screen import answer, complain, say, table
 from dispatcher.cli.sought import (
     deadline_of,
     gate_of,
@@ -20,8 +19,8 @@ from dispatcher.cli.sought import (
     shown,
     tries_of,
 )
-from dispatcher.cli.target import Config, Json, Labels, QueueName, QueueUrl, ask, find, pairs_of
-from dispatcher.core.located import IN_LINE, Located, Whereabouts
+from dispatcher.cli.target import Config, Json, Labels, PoolName, QueueName, QueueUrl, ask, find, pairs_of
+from dispatcher.core.located import IN_LINE, FoundRequest, Whereabouts
 from dispatcher.core.request import parse
 
 if TYPE_CHECKING:
@@ -63,6 +62,7 @@ def list(  # noqa: A001 - the verb's name
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """List requests: those that run, those in line in their order, those that wait for a retry, the dead.
@@ -70,7 +70,7 @@ def list(  # noqa: A001 - the verb's name
     With --label all requests are read for it, and they come in no order.
     """
     labels = pairs_of("--label", label)
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
     states = [Shown.RUNNING, Shown.PENDING, Shown.DELAYED] if state is None else [state]
 
     async def act(desk: RedisDesk) -> tuple[Any, int]:
@@ -89,7 +89,7 @@ def list(  # noqa: A001 - the verb's name
     found, total = ask(target, act)
     rows = [(one, parse(one.member)) for one in found]
     if json_output:
-        typer.echo(json.dumps([shown(*row) for row in rows]))
+        answer([shown(*row) for row in rows])
         return
     now = time.time()
     if rows:
@@ -100,7 +100,7 @@ def list(  # noqa: A001 - the verb's name
         complain(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
 
 
-def _row(one: Located, read: Request | Rejection, now: float) -> Sequence[str]:
+def _row(one: FoundRequest, read: Request | Rejection, now: float) -> Sequence[str]:
     return [
         read.id or "(unreadable)",
         str(one.state),
@@ -110,7 +110,7 @@ def _row(one: Located, read: Request | Rejection, now: float) -> Sequence[str]:
     ]
 
 
-async def _first(desk: RedisDesk, places: Sequence[Whereabouts], most: int) -> Sequence[Located]:
+async def _first(desk: RedisDesk, places: Sequence[Whereabouts], most: int) -> Sequence[FoundRequest]:
     """The first of these places; of several, in the order of the line."""
     parts = []
     for place in places:
@@ -147,10 +147,11 @@ def peek(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Show what is sent next, in its order, and what holds it back."""
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
 
     async def act(desk: RedisDesk) -> tuple[Any, int, str]:
         return await _first(desk, IN_LINE, most), (await desk.counts()).pending, await gate_of(target, desk)
@@ -159,7 +160,7 @@ def peek(
     rows = [(one, parse(one.member)) for one in found]
     if json_output:
         told = [shown(one, read, at) for at, (one, read) in enumerate(rows)]
-        typer.echo(json.dumps({"gate": gate, "pending": total, "next": told}))
+        answer({"gate": gate, "pending": total, "next": told})
         return
     now = time.time()
     say(f"{total:,} wait; the gate: {gate}")
@@ -168,7 +169,7 @@ def peek(
         say(*table(["PLACE", "ID", "PRIORITY", "DEADLINE", "NOTE"], lines))
 
 
-def _next(one: Located, read: Request | Rejection, now: float) -> Sequence[str]:
+def _next(one: FoundRequest, read: Request | Rejection, now: float) -> Sequence[str]:
     priority = shown(one, read)["priority"]
     return [
         read.id or "(unreadable)",

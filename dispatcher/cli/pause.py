@@ -9,22 +9,30 @@ from typing import Annotated
 
 import typer
 
-from dispatcher.cli.screen import say
-from dispatcher.cli.target import Config, QueueName, QueueUrl, ask, find
+from dispatcher.cli.screen import answer, say
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
 
 
 def pause(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     why: Annotated[str, typer.Option(help="Shown to everybody who asks why nothing is sent.")] = "",
     by: Annotated[str, typer.Option(help="Default: you, on this machine.")] = "",
+    json_output: Json = False,
 ) -> None:
-    """Have all dispatchers of the queue send nothing new until `resume`. What runs goes on."""
-    target = find(config, queue_url, queue)
+    """Have all dispatchers of the queue send nothing new until `resume`. What runs goes on.
+
+    Works with a wrong configuration too, as long as the queue can be told from it.
+    """
+    target = find(config, queue_url, queue, pool)
     who = by or f"{_user()}@{socket.gethostname()}"
     ask(target, lambda desk: desk.pause(who, why))
-    say(f"{target.names.queue} is paused")
+    if json_output:
+        answer({"queue": target.names.queue, "paused": {"by": who, "why": why}})
+    else:
+        say(f"{target.names.queue} is paused; go on with: batch-dispatcher resume")
 
 
 def _user() -> str:
@@ -34,8 +42,17 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def resume(config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "") -> None:
+def resume(
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
     """Let the dispatchers send again."""
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
     ask(target, lambda desk: desk.resume())
-    say(f"{target.names.queue}: the dispatchers may send")
+    if json_output:
+        answer({"queue": target.names.queue, "paused": None})
+    else:
+        say(f"{target.names.queue}: the dispatchers may send")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dispatcher.cli.describe import Id
-from dispatcher.cli.screen import complain, say, table
+from dispatcher.cli.screen import complain, fail, say, table
 from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, shown_result
-from dispatcher.cli.target import Config, Json, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
 from dispatcher.core.duration import seconds_of, told
 from dispatcher.core.plain import plain
-from dispatcher.core.request import Result, decode_result
+from dispatcher.core.request import PoppedResult, decode_result
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
@@ -36,6 +36,7 @@ def result(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Print the result of a request that `submit` sent, or that lies in the queue's default list.
@@ -43,21 +44,19 @@ def result(
     It stays there: results are kept for queue.result_ttl_s. Exit code 1: it is an error, or there is none.
     """
     if within and not wait:
-        complain("give a time only with --wait")
-        raise typer.Exit(2)
+        raise fail("give a time only with --wait", 2)
     try:
         seconds = seconds_of(within) if within else None
     except ValueError as error:
         complain(str(error))
         raise typer.Exit(2) from error
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
     try:
         found, why = ask(target, lambda desk: _result(target, desk, request_id, wait, seconds))
     except KeyboardInterrupt:
         raise still_queued(request_id) from None
     if found is None:
-        complain(why)
-        raise typer.Exit(1)
+        raise fail(why)
     print_result(found, json_output=json_output)
 
 
@@ -67,7 +66,7 @@ class _EndedElsewhereError(Exception):
 
 async def _result(
     target: QueueTarget, desk: RedisDesk, request_id: str, wait: bool, within_s: float | None
-) -> tuple[Result | None, str]:
+) -> tuple[PoppedResult | None, str]:
     if found := await answers_anywhere(desk, request_id):
         return decode_result(found[-1]), ""
     there, looked_at = await by_id(desk, request_id)
@@ -85,7 +84,7 @@ async def _result(
         return None, f"{request_id} has no result yet, it is {states}: describe {request_id} says why"
     again_at = time.monotonic() + _AGAIN_S
 
-    async def look() -> Result | None:
+    async def look() -> PoppedResult | None:
         nonlocal again_at
         came = await answers(desk, request_id)
         if not came and time.monotonic() >= again_at:
@@ -107,9 +106,9 @@ async def awaited(
     target: QueueTarget,
     desk: RedisDesk,
     request_id: str,
-    look: Callable[[], Awaitable[Result | None]],
+    look: Callable[[], Awaitable[PoppedResult | None]],
     within_s: float | None,
-) -> Result | None:
+) -> PoppedResult | None:
     """What the look brings at last; meanwhile the gate's sentence on standard error, when it changes."""
     started = time.monotonic()
     pause_s, said, said_at = _LOOK_S, "", started - _AGAIN_S
@@ -142,7 +141,7 @@ def still_queued(request_id: str) -> typer.Exit:
     return typer.Exit(130)
 
 
-def print_result(found: Result, *, json_output: bool) -> None:
+def print_result(found: PoppedResult, *, json_output: bool) -> None:
     """Its payload, or all of it as JSON; exits with 1 where it is an error."""
     import msgspec
 
@@ -162,6 +161,7 @@ def results(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """Show what lies in a result list, the oldest first; as JSON lines with --json, and when they are taken.
@@ -169,7 +169,7 @@ def results(
     Each is removed once it is printed: a consumer that dies loses none, and of two that take at once both may
     print one.
     """
-    target = find(config, queue_url, queue)
+    target = find(config, queue_url, queue, pool)
 
     async def act(desk: RedisDesk) -> int:
         where, count = name or target.names.results, 0

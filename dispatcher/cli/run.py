@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from asyncio import AbstractEventLoop
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain
+from dispatcher.cli.screen import complain, fail
+from dispatcher.cli.target import Config, config_path
 
 
 def run(
-    config: Annotated[
-        Path, typer.Option("--config", "-c", help="The configuration file.", show_default=False)
-    ],
+    config: Config = None,
     observe: Annotated[
         bool, typer.Option("--observe", help="Decide, show and export everything; claim nothing.")
     ] = False,
@@ -34,21 +32,22 @@ def run(
     from dispatcher.queue.redis.connect import QueueUrlError
     from dispatcher.service import serve
     from dispatcher.settings import Settings
-    from dispatcher.settings.load import parse, read
+    from dispatcher.settings.load import directory_of, name_of, parse, read
     from dispatcher.settings.source import Problem
 
-    text = read(config)
-    found = [text] if isinstance(text, Problem) else parse(text, os.environ, name=config.name)
-    if isinstance(text, Problem) or not isinstance(found, Settings):
-        for problem in found if isinstance(found, list) else []:
-            complain(str(problem))
+    path = config_path(config)
+    text = read(path)
+    if isinstance(text, Problem):
+        raise fail(str(text), 2)
+    found = parse(text, os.environ, name=name_of(path), directory=directory_of(path))
+    if not isinstance(found, Settings):
+        complain(*map(str, found))
         raise typer.Exit(2)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(serve(found, text, config, os.environ, observe=observe))
+            runner.run(serve(found, text, path, os.environ, observe=observe))
     except (EmbeddedError, QueueNameError, QueueUrlError, OSError) as error:
-        complain(f"cannot start: {error}")
-        raise typer.Exit(1) from error
+        raise fail(f"cannot start: {error}") from error
 
 
 def _loop_factory() -> Callable[[], AbstractEventLoop] | None:

@@ -1,63 +1,112 @@
-"""The dispatcher that runs on this machine, asked at its admin port."""
+"""A dispatcher that runs, asked at its admin port."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
+from dispatcher import USER_AGENT
+from dispatcher.check.raw import RawAnswer, get
+from dispatcher.peer import words
 from dispatcher.settings import AdminSettings
 from dispatcher.settings.files import TokenFileError, read_token
 
 WAIT_S = 2.0
 LONGEST = 1 << 20
 """Bytes of an answer."""
+_LISTENED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what is listened on
+PORT = 8080
 
 
-async def running(admin: AdminSettings) -> tuple[dict[str, Any] | None, str | None]:
-    """/status of the dispatcher that runs by a configuration on this machine; or why it is not known."""
-    token = ""
-    if admin.token_file:
-        try:
-            token = read_token(admin.token_file)
-        except TokenFileError as error:
-            return None, f"admin.token_file: {error}"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(admin.host, admin.host)  # noqa: S104 - what is listened on
-    try:
-        async with asyncio.timeout(WAIT_S):
-            status, body = await _get(host, admin.port, token)
-        found = json.loads(body) if status == 200 else None
-    except OSError:
-        return None, f"nobody on admin.port {admin.port} of this machine"
-    except ValueError:
-        status, found = 0, None
-    if status == 401:
+@dataclass(frozen=True, slots=True)
+class AdminAddress:
+    """Where a dispatcher is asked."""
+
+    host: str
+    port: int
+    token_file: str = ""
+    url: str = ""
+    """As it was given; empty: by the settings, a dispatcher of this machine."""
+
+    def __str__(self) -> str:
+        return self.url or f"admin.port {self.port} of this machine"
+
+
+def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:
+    """Where the dispatcher of a configuration is asked, or that of a URL; raises ValueError for a bad one."""
+    token_file = admin.token_file if admin else ""
+    if not url:
+        if admin is None:
+            return None
+        return AdminAddress(_LISTENED.get(admin.host, admin.host), admin.port, token_file)
+    parts = urlsplit(url if "://" in url else f"http://{url}")
+    if parts.scheme != "http" or not parts.hostname or parts.path.strip("/") or parts.query or parts.username:
+        raise ValueError("give http://host:port of a dispatcher's admin port")
+    return AdminAddress(
+        parts.hostname, parts.port or PORT, token_file, f"{parts.hostname}:{parts.port or PORT}"
+    )
+
+
+async def running(address: AdminAddress) -> tuple[dict[str, Any] | None, str | None]:
+    """/status of the dispatcher there; or why it is not known."""
+    answer = await _asked(address, "/status")
+    if isinstance(answer, str):
+        return None, answer
+    if answer.status == 401:
         other = "another token than admin.token_file has"
-        wanted = other if admin.token_file else "a token; admin.token_file names none"
-        return None, f"admin.port {admin.port} wants {wanted}"
+        wanted = other if address.token_file else "a token; admin.token_file names none"
+        return None, f"{address} wants {wanted}"
+    try:
+        found = json.loads(answer.body) if answer.status == 200 else None
+    except ValueError:
+        found = None
     if isinstance(found, dict) and "explanation" in found:
         return found, None
-    return None, f"what answers on admin.port {admin.port} is no dispatcher"
+    return None, _stranger(address)
 
 
-async def _get(host: str, port: int, token: str) -> tuple[int, bytes]:
-    """One exchange without an HTTP library: they take longer to import than `check` takes for all it does."""
-    reader, writer = await asyncio.open_connection(host, port, limit=LONGEST)
+async def ready(address: AdminAddress) -> str | None:
+    """Why the dispatcher there is not ready, or does not answer; None: it is."""
+    answer = await _asked(address, "/readyz")
+    if isinstance(answer, str):
+        return answer
+    if answer.status == 503:
+        return answer.body.decode(errors="replace").strip() or "it is not ready"
+    return None if answer.status == 200 else _stranger(address)
+
+
+def _stranger(address: AdminAddress) -> str:
+    return f"what answers on {address} is no dispatcher"
+
+
+async def _asked(address: AdminAddress, path: str) -> RawAnswer | str:
+    """What is answered; or why nothing is."""
+    token = ""
+    if address.token_file:
+        try:
+            token = read_token(address.token_file)
+        except TokenFileError as error:
+            return f"admin.token_file: {error}"
     try:
-        lines = ["GET /status HTTP/1.0", f"Host: {host}"]
-        lines += [f"Authorization: Bearer {token}"] if token else []
-        writer.write("\r\n".join([*lines, "", ""]).encode())
-        head = await reader.readuntil(b"\r\n\r\n")
-        return int(head.split(b" ", 2)[1]), await _rest(reader)
-    except (EOFError, IndexError, asyncio.LimitOverrunError) as error:
-        raise ValueError(str(error)) from error
+        async with asyncio.timeout(WAIT_S):
+            return await _get(address, path, token)
+    except ConnectionRefusedError:
+        return f"nobody on {address}"
+    except (ConnectionResetError, ValueError):  # it speaks, but no HTTP
+        return _stranger(address)
+    except OSError as error:
+        return f"{address}: {words(error)}"
+
+
+async def _get(address: AdminAddress, path: str, token: str) -> RawAnswer:
+    reader, writer = await asyncio.open_connection(address.host, address.port, limit=LONGEST)
+    headers = {"host": f"{address.host}:{address.port}", "user-agent": USER_AGENT, "connection": "close"}
+    if token:
+        headers["authorization"] = f"Bearer {token}"
+    try:
+        return await get(reader, writer, path, headers, most=LONGEST)
     finally:
         writer.close()
-
-
-async def _rest(reader: asyncio.StreamReader) -> bytes:
-    try:
-        await reader.readexactly(LONGEST)
-    except asyncio.IncompleteReadError as whole:
-        return whole.partial
-    raise ValueError("an answer without end")

@@ -1,26 +1,64 @@
-"""What a verb prints. Others have named much of it: a line stays one line, without controls of a terminal."""
+"""What a verb prints. Others have named much of it: a line stays one line, without controls of a terminal.
+
+With --json what goes wrong is told as JSON too: one object a line on standard error.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import typer
 
 from dispatcher.core.plain import plain, shortened
 
+for_programs: ContextVar[bool] = ContextVar("for_programs", default=False)
+"""Whether --json was given."""
+
+
+def coloured() -> bool:
+    """Whether colours are wanted where a terminal can show them (https://no-color.org)."""
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
 
 def say(*lines: str, **style: Any) -> None:
     """Each text is one line on standard output. `style`: of `typer.secho`."""
+    if not coloured():
+        style = {name: value for name, value in style.items() if name in ("err", "nl")}
     for line in lines:
         typer.secho(plain(line), **style)
 
 
 def complain(*lines: str, **style: Any) -> None:
-    """The same on standard error, in red unless told otherwise."""
-    say(*lines, **{"err": True, "fg": typer.colors.RED, **style})
+    """The same on standard error, in red unless told otherwise; with --json: `{"error": …}`."""
+    if for_programs.get():
+        _tell("error", *lines)
+    else:
+        say(*lines, **{"err": True, "fg": typer.colors.RED, **style})
+
+
+def warn(*lines: str) -> None:
+    """What is wrong, but stops nothing; with --json: `{"warning": …}`."""
+    if for_programs.get():
+        _tell("warning", *lines)
+    else:
+        say(*lines, err=True, fg=typer.colors.YELLOW)
+
+
+def fail(what: str, code: int = 1) -> typer.Exit:
+    """Complain, and what to raise for it."""
+    complain(what)
+    return typer.Exit(code)
+
+
+def answer(found: object, *, indent: int | None = None) -> None:
+    """A verb's answer as JSON, on standard output."""
+    typer.echo(json.dumps(found, indent=indent))
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -33,3 +71,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
     told = ["  ".join(map(str.ljust, row, sizes)).rstrip() for row in lines]
     return told if width is None else [shortened(line, width) for line in told]
+
+
+def _tell(kind: str, *lines: str) -> None:
+    for line in lines:
+        typer.echo(json.dumps({kind: line}), err=True)

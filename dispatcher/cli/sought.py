@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.cli.running import running
+from dispatcher.cli.running import address_of, running
 from dispatcher.core.duration import told, until
-from dispatcher.core.located import IN_LINE, Located, Looked, Whereabouts, Words, spellings
+from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.core.oversize import bytes_before_cut
-from dispatcher.core.request import Rejection, Request, Result, decode_result, parse
+from dispatcher.core.request import PoppedResult, Rejection, Request, decode_result, parse
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ async def each(look: Callable[[str], Any]) -> AsyncIterator[Looked]:
 
 async def matching(
     desk: RedisDesk, words: Words, fits: Callable[[Read], bool]
-) -> AsyncIterator[tuple[Located, Read]]:
+) -> AsyncIterator[tuple[FoundRequest, Read]]:
     """All in the queue that fit, each once; `words` spare reading those that cannot."""
     entries: set[int] = set()
     async for page in each(lambda after: desk.search(words, after)):
@@ -46,7 +46,7 @@ async def matching(
                 yield found, read
 
 
-async def by_id(desk: RedisDesk, request_id: str) -> tuple[list[tuple[Located, Read]], int]:
+async def by_id(desk: RedisDesk, request_id: str) -> tuple[list[tuple[FoundRequest, Read]], int]:
     """All in the queue that bear the id, and how many requests were read for that.
 
     What our client submitted, is leased or dead is found at little cost, and then nobody looks further.
@@ -57,7 +57,7 @@ async def by_id(desk: RedisDesk, request_id: str) -> tuple[list[tuple[Located, R
         lambda after: desk.search(words, after, entries_only=True),
         lambda after: desk.search(words, after),
     ):
-        found: dict[int | bytes, tuple[Located, Read]] = {}
+        found: dict[int | bytes, tuple[FoundRequest, Read]] = {}
         async for page in each(look):
             looked_at += page.looked_at
             for one in page.found:
@@ -98,7 +98,7 @@ def _id_of(result: bytes) -> str:
         return ""
 
 
-def shown(found: Located, read: Read, ahead: int | None = None) -> dict[str, Any]:
+def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str, Any]:
     """What is told of a request as JSON: the same fields always, null where there is nothing to say."""
     request = read if isinstance(read, Request) else None
     band = found.score // PRIORITY_STEP
@@ -129,11 +129,11 @@ def shown(found: Located, read: Read, ahead: int | None = None) -> dict[str, Any
     }
 
 
-def size_of(found: Located) -> int:
+def size_of(found: FoundRequest) -> int:
     return bytes_before_cut(found.member) or len(found.member)
 
 
-def shown_result(result: Result) -> dict[str, Any]:
+def shown_result(result: PoppedResult) -> dict[str, Any]:
     return {
         "id": result.id,
         "status_code": result.status_code,
@@ -149,9 +149,9 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
     if (paused := await desk.paused()) is not None:
         by, why = paused
         return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
-    if target.settings is None:
-        return "not known: only --config says where a dispatcher can be asked"
-    told_, problem = await running(target.settings.admin)
+    if (address := address_of(target.admin)) is None:
+        return "not known: only a configuration says where a dispatcher can be asked"
+    told_, problem = await running(address)
     if told_ is None:
         return f"no dispatcher answers: {problem}"
     if told_.get("pool") and told_.get("queue") != target.names.queue:
@@ -161,7 +161,7 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
 
 async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
     """What one waits for: the gate's sentence, or where only the queue can be asked, the place in line."""
-    if target.settings is not None or await desk.paused() is not None:
+    if target.admin is not None or await desk.paused() is not None:
         return await gate_of(target, desk)
     found = (await desk.near(request_id)).found
     if not found:
@@ -170,7 +170,7 @@ async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str
     return f"{found[0].state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
 
 
-def why(found: Located, read: Read, ahead: int | None, gate: str, now: float) -> str:
+def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float) -> str:
     """Why it is not answered yet, in one sentence."""
     if found.state is Whereabouts.DEAD:
         return f"it was set aside: {found.reason}"
@@ -206,7 +206,7 @@ def deadline_of(read: Read, now: float) -> str:
     return until(read.deadline, now) if isinstance(read, Request) else "-"
 
 
-def note_of(found: Located, now: float) -> str:
+def note_of(found: FoundRequest, now: float) -> str:
     """What else there is to say of it in a table."""
     match found.state:
         case Whereabouts.LEASED:
@@ -221,13 +221,13 @@ def note_of(found: Located, now: float) -> str:
             return "was given back" if found.state is Whereabouts.RETURNED else ""
 
 
-def tries_of(found: Located) -> str:
+def tries_of(found: FoundRequest) -> str:
     parts = [(found.attempts, "failed"), (found.refusals, "refused")]
     said = [f"{count} {word}" for count, word in parts if count]
     return ", ".join(said) or ("-" if not found.deliveries else f"{found.deliveries} deliveries")
 
 
-def details(found: Located, read: Read, ahead: int | None, sentence: str) -> list[tuple[str, str]]:
+def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -> list[tuple[str, str]]:
     """Name and value of what is told of one request."""
     now = time.time()
     rows = [("state", str(found.state))]

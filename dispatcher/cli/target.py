@@ -1,30 +1,73 @@
-"""Which queue a verb works on: the one of a configuration file, or of a URL alone."""
+"""Which queue and dispatcher a verb means: by options, by the environment, or by the file found by habit.
+
+    --config FILE, else $BATCH_DISPATCHER_CONFIG, else ./config.yaml,
+    else $XDG_CONFIG_HOME/batch-dispatcher/config.yaml, else the settings in the environment alone
+
+--queue-url (or $BATCH_DISPATCHER_QUEUE_URL) names a queue without any of these, and then none is looked for.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from dispatcher.cli.screen import complain
+from dispatcher.cli.screen import complain, fail, warn
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names, QueueNameError
-from dispatcher.settings import Settings, load
+from dispatcher.settings import AdminSettings, Problem, Settings, load, load_client
+from dispatcher.settings.source import PREFIX
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
 
 T = TypeVar("T")
 
-Config = Annotated[Path | None, typer.Option("--config", "-c", help="The configuration file.")]
-QueueUrl = Annotated[str, typer.Option("--queue-url", help="redis://… of the queue, instead of a file.")]
+CONFIG = "BATCH_DISPATCHER_CONFIG"
+QUEUE_URL = "BATCH_DISPATCHER_QUEUE_URL"
+POOL = "BATCH_DISPATCHER_POOL"
+
+Config = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="FILE",
+        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, "
+        "~/.config/batch-dispatcher/config.yaml, or the environment alone.",
+        show_default=False,
+    ),
+]
+QueueUrl = Annotated[
+    str,
+    typer.Option(
+        "--queue-url",
+        metavar="URL",
+        help=f"redis://… of the queue, instead of a file. Default: ${QUEUE_URL}.",
+        show_default=False,
+    ),
+]
+PoolName = Annotated[
+    str,
+    typer.Option(
+        "--pool",
+        metavar="NAME",
+        help=f"The pool whose queue is meant. Default: ${POOL}, or the configuration's; else `default`.",
+        show_default=False,
+    ),
+]
 QueueName = Annotated[
     str,
-    typer.Option("--queue", help="The queue's name, with --queue-url. Default: that of the pool `default`."),
+    typer.Option(
+        "--queue",
+        metavar="KEY",
+        help="The queue's key, where it is not that of its pool.",
+        show_default=False,
+    ),
 ]
 
 SECONDS_MOST = 10 * 365 * 86_400
@@ -49,45 +92,135 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @dataclass(frozen=True, slots=True)
 class QueueTarget:
+    """A queue that can be asked."""
+
     url: str
     names: Names
     settings: Settings | None = None
-    """None where only a URL was given."""
+    """None where only a URL was given, or something else is wrong with the configuration."""
+    admin: AdminSettings | None = None
+    """Where a dispatcher can be asked; None: only a URL was given."""
 
 
-def settings_of(config: Path) -> Settings:
-    """The settings of a file; prints what is wrong with it and exits with 2."""
+@dataclass(frozen=True, slots=True)
+class Located:
+    """Where queue and dispatcher are, as far as it is known."""
+
+    names: Names | None
+    """None: the configuration cannot be read."""
+    url: str = ""
+    """Empty: an embedded queue in `data_dir`."""
+    data_dir: Path | None = None
+    admin: AdminSettings | None = None
+    """None: only a URL was given, which does not say where a dispatcher is."""
+    settings: Settings | None = None
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with the configuration; the rest of it is here."""
+
+    def queue_url(self) -> str | None:
+        """The queue's URL; None where it is not there now. An embedded one comes and goes."""
+        return self.url or (running_url(self.data_dir) if self.data_dir else None)
+
+    @property
+    def absent(self) -> str:
+        """Why an embedded queue is not there."""
+        port = self.admin.port if self.admin else 0
+        return (
+            f"no dispatcher is running on {self.data_dir} (admin.port {port}): queue.url is empty, so the "
+            "queue is only there while one runs: start it with `batch-dispatcher run`, or name a Redis in "
+            "queue.url"
+        )
+
+
+def config_path(given: Path | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The configuration file that is meant; None: the environment alone. Exits with 2 where there is none."""
+    if given is not None:
+        return given
+    if named := environ.get(CONFIG):
+        return Path(named)
+    for path in habits(environ):
+        if path.is_file():
+            return path
+    if any(name.startswith(PREFIX) for name in environ):
+        return None
+    raise fail(
+        f"no configuration: there is no {' and no '.join(map(str, habits(environ)))}. Give --config FILE or "
+        f"--queue-url URL, set ${CONFIG}, or write one: batch-dispatcher init",
+        2,
+    )
+
+
+def habits(environ: Mapping[str, str]) -> tuple[Path, Path]:
+    """Where a file is looked for that nobody named."""
+    home = environ.get("XDG_CONFIG_HOME") or "~/.config"
+    return Path("config.yaml"), Path(home).expanduser() / "batch-dispatcher" / "config.yaml"
+
+
+def settings_of(config: Path | None) -> Settings:
+    """The settings of a file, or of the environment alone; says what is wrong with it and exits with 2."""
     found = load(config, os.environ)
     if isinstance(found, Settings):
         return found
-    for problem in found:
-        complain(str(problem))
+    complain(*map(str, found))
     raise typer.Exit(2)
 
 
-def find(config: Path | None, url: str, queue: str) -> QueueTarget:
-    """The queue that was meant; else say what to do and exit: with 1 where it is not there now, or with 2."""
-    if (config is None) == (not url):
-        raise _wrong("give either --config or --queue-url")
+def locate(config: Path | None, url: str, queue: str, pool: str = "") -> Located:
+    """What is meant, whatever is wrong with it. Exits with 2 where nothing at all is named."""
+    environ = os.environ
+    if config is None and not url:
+        config = Path(environ[CONFIG]) if environ.get(CONFIG) else None
+        url = environ.get(QUEUE_URL, "")
+    pool = pool or environ.get(POOL, "")
     try:
-        if config is None:
-            name = queue or "batch:{default}:requests"
-            return QueueTarget(url, Names(name, f"{name.removesuffix(':requests')}:results"))
-        settings = settings_of(config)
-        names = Names(settings.queue.name, settings.queue.results, settings.queue.result_lists)
+        if url and config is None:
+            return Located(_names(queue, pool or "default"), url)
+        path = config_path(config, environ)
+        found, problems = load_client(path, environ)
+        if found is None:
+            names = _names(queue, pool) if url and (queue or pool) else None
+            return Located(names, url, admin=AdminSettings(), problems=tuple(problems))
+        given = found.queue
+        names = Names(given.name, given.results, given.result_lists)
+        if queue or pool not in ("", found.pool.name):
+            names = _names(queue, pool) or names
     except QueueNameError as error:
-        raise _wrong(str(error)) from error
-    if settings.queue.url:
-        return QueueTarget(settings.queue.url.reveal(), names, settings)
-    embedded = running_url(Path(settings.queue.data_dir))
-    if embedded is None:
-        what = (
-            f"no dispatcher is running on {settings.queue.data_dir} (admin.port {settings.admin.port}): "
-            "queue.url is empty, so the queue is only there while one runs: start "
-            f"`batch-dispatcher run --config {config}`, or name a Redis in queue.url"
-        )
-        raise _exit(what, 1)
-    return QueueTarget(embedded, names, settings)
+        raise fail(str(error), 2) from error
+    return Located(
+        names,
+        url or given.url.reveal(),
+        Path(given.data_dir).absolute(),
+        found.admin,
+        found if isinstance(found, Settings) else None,
+        tuple(problems),
+    )
+
+
+def _names(queue: str, pool: str) -> Names | None:
+    if not queue and not pool:
+        return None
+    of_pool = f"batch:{{{pool or 'default'}}}"
+    name = queue or f"{of_pool}:requests"
+    beside = name.removesuffix(":requests")
+    return Names(name, f"{beside if beside != name else of_pool}:results")
+
+
+def warn_of(place: Located) -> None:
+    """What is wrong with a configuration that is used all the same, as far as it goes."""
+    warn(*(f"{problem} (used as far as it goes)" for problem in place.problems))
+
+
+def find(config: Path | None, url: str, queue: str, pool: str = "") -> QueueTarget:
+    """The queue that was meant; else say what to do and exit: with 1 where it is not there now, or with 2."""
+    place = locate(config, url, queue, pool)
+    if place.names is None:
+        complain(*map(str, place.problems), "the queue is not known: name it by --queue-url and --pool")
+        raise typer.Exit(2)
+    warn_of(place)
+    found = place.queue_url()
+    if found is None:
+        raise fail(place.absent)
+    return QueueTarget(found, place.names, place.settings, place.admin)
 
 
 def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
@@ -95,7 +228,7 @@ def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
     pairs = [pair.partition("=") for pair in given or ()]
     for name, equals, _ in pairs:
         if not name or not equals:
-            raise _wrong(f"{option}: give name=value")
+            raise fail(f"{option}: give name=value", 2)
     return [(name, value) for name, _, value in pairs]
 
 
@@ -117,15 +250,6 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     try:
         return asyncio.run(at_desk())
     except QueueUrlError as error:
-        raise _wrong(str(error)) from error
+        raise fail(str(error), 2) from error
     except QueueUnavailableError as error:
-        raise _exit(str(error), 1) from error
-
-
-def _wrong(what: str) -> typer.Exit:
-    return _exit(what, 2)
-
-
-def _exit(what: str, code: int) -> typer.Exit:
-    complain(what)
-    return typer.Exit(code)
+        raise fail(str(error)) from error

@@ -59,16 +59,16 @@ class Reason(StrEnum):
     IDLE = ("idle", "nothing waits to be sent")
     OPEN = ("open", "there is room, and work for it")
 
-    @property
-    def closed(self) -> bool:
-        return _RANK[self] <= _RANK[Reason.NO_ROOM]
-
-    @property
-    def rank(self) -> int:
-        return _RANK[self]
+    rank: int
+    """Its place among them."""
+    closed: bool
+    """Nothing is sent while it holds."""
 
 
-_RANK = {reason: rank for rank, reason in enumerate(Reason)}
+for _rank, _reason in enumerate(Reason):
+    _reason.rank = _rank
+for _reason in Reason:
+    _reason.closed = _reason.rank <= Reason.NO_ROOM.rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, Whereabouts.SUSPECT)
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class FoundRequest:
     """Where a request lies at one moment, and what is kept of it there."""
 
     state: Whereabouts
@@ -52,7 +52,7 @@ class Located:
 class Looked:
     """One page of a look at the queue."""
 
-    found: Sequence[Located]
+    found: Sequence[FoundRequest]
     after: str
     """Where the next page begins; empty: this was the last one."""
     looked_at: int

@@ -17,6 +17,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 
@@ -198,11 +200,12 @@ def lying(requests: Iterable[tuple[float, bytes]]) -> tuple[list[Span], list[Hea
     """Spans and heads of requests that are all at hand, each with its score and member."""
     counts: dict[tuple[int, float | None], int] = {}
     heads: dict[tuple[int, bool], Head] = {}
-    for score, member in sorted(requests):
+    for score, alike in groupby(sorted(requests), itemgetter(0)):
         told = told_by(score)
         priority, deadline = told or (_block(score), None)
-        counts[priority, deadline] = counts.get((priority, deadline), 0) + 1
-        heads.setdefault((priority, told is None), Head(member, deadline))
+        members = [member for _, member in alike]
+        counts[priority, deadline] = counts.get((priority, deadline), 0) + len(members)
+        heads.setdefault((priority, told is None), Head(members[0], deadline))
     spans = [
         Span(count) if deadline is None else Span(count, deadline, deadline + 1)
         for (_, deadline), count in counts.items()

@@ -22,7 +22,6 @@ rest for one of them, and in most queues there are no others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -119,9 +118,12 @@ class Tenants:
 
     def rest_s(self, tenant: str, now: float, *, again: bool = False) -> float:
         """How long a request must wait unsent; 0: it may go, and does."""
-        rest_s = max((each.rest_s(now) for each in self._standings(tenant, again)), default=0.0)
+        standings = self._standings(tenant, again)
+        if not standings:
+            return 0.0
+        rest_s = max(each.rest_s(now) for each in standings)
         if rest_s <= 0:
-            for standing in self._standings(tenant, again):
+            for standing in standings:
                 if standing.closures >= REST_FROM:
                     standing.tried_until = now + REST_MOST_S
         return rest_s
@@ -131,11 +133,11 @@ class Tenants:
         """How many may be tried at a time; None: as many as there is room for."""
         return SIFTED if self._all.closures >= REST_FROM else None
 
-    def _standings(self, tenant: str, again: bool) -> Iterator[_Standing]:
-        if again:
-            yield self._refused
+    def _standings(self, tenant: str, again: bool) -> list[_Standing]:
+        standings = [self._refused] if again else []
         if (standing := self._standing.get(_key(tenant))) is not None:
-            yield standing
+            standings.append(standing)
+        return standings
 
 
 def _key(tenant: str) -> str:

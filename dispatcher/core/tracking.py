@@ -14,7 +14,7 @@ one until a reading taken after that (`Losses`).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity, Sight
@@ -31,8 +31,20 @@ DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
 
 
+@dataclass(slots=True)
+class SharedLimit:
+    """The newest limit of any replica, as it is told again and again."""
+
+    limit: int = 0
+    read_at: float = float("-inf")
+    """When its reading was taken, by a clock that is known a little better each time."""
+
+
 class Tracking(Revised):
-    """The limit of each signal, and what moves it."""
+    """The limit of each signal, and what moves it.
+
+    What counts with the next reading alone is changed in place: it is no revision of what is known now.
+    """
 
     def __init__(self, policy: Policy, signals: Iterable[Signal]) -> None:
         self.policy = policy
@@ -42,7 +54,7 @@ class Tracking(Revised):
         self._learned = Capacity()
         self._travel = Travel()
         self._capacity: float | None = None
-        self._shared = (float("-inf"), 0)
+        self._shared = SharedLimit()
         self._applied_at = float("-inf")
         """When the newest sample was taken, of any signal."""
 
@@ -107,7 +119,7 @@ class Tracking(Revised):
 
     def share(self, limit: int, read_at: float) -> None:
         """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""
-        self._shared = (read_at, limit)
+        self._shared.limit, self._shared.read_at = limit, read_at
 
     def refused(self, in_flight: int, *, known: bool, heard: bool) -> None:
         """Refused for lack of capacity (`Capacity.refused`)."""
@@ -133,7 +145,10 @@ class Tracking(Revised):
     @property
     def revisions(self) -> int:
         """Of all that the limit and the reasons are made of."""
-        return self.revision + self.losses.revision + sum(t.revision for t in self.tracks.values())
+        revisions = self.revision + self.losses.revision
+        for track in self.tracks.values():  # asked several times each turn: no generator
+            revisions += track.revision
+        return revisions
 
     @property
     def due_at(self) -> list[float]:
@@ -233,9 +248,9 @@ class Tracking(Revised):
 
     def _apply(self, track: Track, reading: Reading, ours_at: float, reachable: bool) -> None:
         lost_before = self.losses.lost_at(reading.opened_at)
-        limit, known = track.limit, track.lost_before
-        if self._shared[0] - HEARD_SLOP_S > ours_at:
-            limit, known = self._shared[1], self.losses.lost_at(self._shared[0])
+        limit, known, shared = track.limit, track.lost_before, self._shared
+        if shared.read_at - HEARD_SLOP_S > ours_at:
+            limit, known = shared.limit, self.losses.lost_at(shared.read_at)
         track.before = limit - max(0, lost_before - known)
         track.lost_before = max(track.lost_before, lost_before)
         track.reading = reading

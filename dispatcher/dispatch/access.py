@@ -111,7 +111,7 @@ class QueueAccess:
             for other, (why, until) in self._away.items()
             if until > at or (what in LOOKS and other not in LOOKS)
         }
-        if was_away and not self._away:
+        if was_away:
             self._mended()
 
     def _told(self, error: Exception) -> str:
@@ -129,6 +129,7 @@ class QueueAccess:
         self._tell_problem()
 
     def _mended(self) -> None:
+        """Something is better: what is left of it is told, or that nothing is."""
         self._tell_problem()
         if self.view.problem is None:
             emit(Event.QUEUE_BACK)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.request import Request
 from dispatcher.ports import Lease
 from dispatcher.telemetry.tracing import Trail
@@ -25,11 +27,11 @@ class Try:
     """What is sent."""
     riders: list[HeldLease]
     task: asyncio.Task[None] | None = None
+    units: int = field(init=False)
+    """What its leases count of the limit."""
 
-    @property
-    def units(self) -> int:
-        """What its leases count of the limit."""
-        return sum(held.lease.units for held in self.riders)
+    def __post_init__(self) -> None:
+        self.units = sum(held.lease.units for held in self.riders)
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +64,8 @@ class Holding:
         """What the leases count of the limit."""
         self.running_units = 0
         """Those among them at the gateway."""
+        self.in_lanes: Counter[Lane] = Counter()
+        """How many of the leases are of each lane."""
         self._by_token: dict[str, HeldLease] = {}
         self._tries: dict[str, Try] = {}
         self._running = 0
@@ -78,11 +82,6 @@ class Holding:
         """How many of them are at the gateway."""
         return self._running
 
-    @property
-    def suspects(self) -> int:
-        """How many of them are of requests whose owners died."""
-        return sum(held.lease.suspect for held in self._by_token.values())
-
     def at_gateway(self) -> list[HeldLease]:
         return [held for each in self._tries.values() for held in each.riders]
 
@@ -94,6 +93,8 @@ class Holding:
         held = self._by_token[lease.token] = HeldLease(lease, probe, confirmed_at=confirmed_at)
         held.claimed_at = asyncio.get_running_loop().time()
         self.units += lease.units
+        if lease.lane is not None:
+            self.in_lanes[lease.lane] += 1
         return held
 
     def weighs(self, held: HeldLease, units: int) -> None:
@@ -113,9 +114,8 @@ class Holding:
         if self._tries.pop(ended.token, None) is not None:
             self._running -= len(ended.riders)
             self.running_units -= ended.units
-            ended.task = (
-                None  # a task holds what it runs: in a circle they would live until they are searched for
-            )
+            # A task holds what it runs: in a circle they would live until they are searched for.
+            ended.task = None
             for held in ended.riders:
                 held.rides = None
 
@@ -124,6 +124,8 @@ class Holding:
         held = self._by_token.pop(token, None)
         if held is not None:
             self.units -= held.lease.units
+            if held.lease.lane is not None:
+                self.in_lanes[held.lease.lane] -= 1
         if not self._by_token:
             self._recheck.set()
         return held

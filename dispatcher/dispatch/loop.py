@@ -39,8 +39,8 @@ from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
+from dispatcher.dispatch.lanes import Lanes
 from dispatcher.dispatch.options import Options
-from dispatcher.dispatch.suspects import Suspects
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
 from dispatcher.dispatch.weighing import Weighing
@@ -90,7 +90,7 @@ class Dispatcher:
         self._queue = queue
         self._gateway = gateway
         self._journal = journal
-        self._suspects = Suspects()
+        self._lanes = Lanes()
         self._holding = Holding()
         tenure = Tenure(options.lease_s, options.owner_timeout_s)
         self._access = QueueAccess(queue, limiter, tenure, clock or now)
@@ -225,11 +225,11 @@ class Dispatcher:
                 return
             most, units = self._weighing.claim(free)
             most = min(most, self._tries.tenants.at_once or most)
-            suspects = self._suspects.room(self._holding.suspects, now())
+            lanes = self._lanes.room(self._holding.in_lanes, now())
             if not self._nonce:
                 self._nonce, self._asked_at = secrets.token_hex(8), self._access.clock()
             permit = permit_of(allowance, self._options)
-            claim = self._queue.claim(most, self._nonce, permit, suspects=suspects, units=units)
+            claim = self._queue.claim(most, self._nonce, permit, lanes=lanes, units=units)
             claimed = await self._access.ask("claim", claim)
             if claimed is None:
                 return
@@ -238,7 +238,7 @@ class Dispatcher:
             self._access.learn(claimed)
             self.limiter.withheld(withheld(claimed, permit))
             self._tries.others_wait = claimed.waiting > 0
-            again = self._suspects.claimed(claimed.waiting)
+            again = self._lanes.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
                 await self._start(claimed, self._asked_at, permit)
@@ -271,6 +271,7 @@ class Dispatcher:
     async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> None:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
         cases: list[tuple[HeldLease, Case]] = []
+        unix_now = self._queue.unix_now()
         for lease in claimed.leases:
             held = self._holding.add(lease, asked_at, probe=probe)
             request = admit(lease, self._options.max_payload_bytes)
@@ -278,7 +279,7 @@ class Dispatcher:
                 self._finish(request)
                 continue
             held.request = request
-            case = Case(lease, request, self._queue.unix_now(), self._options.retry)
+            case = Case(lease, request, unix_now, self._options.retry)
             if (ending := judge(case, BY_ITSELF)) is not None:
                 self._finish(ending)
                 continue
@@ -326,13 +327,15 @@ class Dispatcher:
         if answers is None:
             self._done.extend(handed_in)
             return
+        at, unix_now = now(), self._queue.unix_now()
         for ending, answer in zip(handed_in, answers, strict=True):
             if answer is None:  # alone, it waits for the next turn
                 self._done.append(ending)
                 continue
-            held = self._drop(endings.lease_of(ending).token)
-            self._journal.ended(held, ending, answer, now(), self._queue.unix_now())
-            if self._suspects.ended(ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
+            lease = endings.lease_of(ending)
+            held = self._drop(lease.token)
+            self._journal.ended(held, ending, answer, at, unix_now)
+            if self._lanes.ended(lease, ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
                 self._access.work = True
 
     def _drop(self, token: str) -> HeldLease | None:

@@ -13,7 +13,7 @@ Whoever dies with a suspect counts against it, so two of them beside each other 
 
 from __future__ import annotations
 
-from dispatcher.dispatch.endings import Ending, lease_of
+from dispatcher.dispatch.endings import Ending
 from dispatcher.ports import Release
 
 YOUNG_S = 10.0
@@ -21,7 +21,7 @@ YOUNG_S = 10.0
 
 
 class Suspects:
-    """What one process has learned of them since it started."""
+    """The rule of their lane: what one process has learned of them since it started."""
 
     def __init__(self) -> None:
         self._born_at: float | None = None
@@ -45,9 +45,7 @@ class Suspects:
         return self._held_back and not self._others_wait
 
     def ended(self, ending: Ending) -> bool:
-        """A lease has ended. True where that makes room for other suspects."""
-        if not lease_of(ending).suspect:
-            return False
+        """The lease of one has ended, which makes room for others."""
         if not (isinstance(ending, Release) and ending.undelivered):
             self._survived += 1
         return True

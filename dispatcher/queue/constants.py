@@ -5,12 +5,11 @@ They are no settings: all dispatchers of a queue must agree about them, and so m
 
 from __future__ import annotations
 
+from dispatcher.core.lanes import SUSPECT_DEATHS
 from dispatcher.core.outlook import TOLD_FROM
 from dispatcher.core.oversize import HEAD_BYTES
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 
-SUSPECT_DEATHS = 2
-"""Owners that died holding a request before it runs apart from others like it."""
 PREFIX_BYTES = 512
 """Of a member: so much decides the order of equal scores once it was claimed."""
 PASSED_MOST = 500

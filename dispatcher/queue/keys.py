@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.lists import OURS, usual
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.slot import fault_of_braces, tag_of
@@ -42,7 +43,7 @@ own of the first, and shares the second with all lines of its pool."""
 KEYS = {**LINE_KEYS, **POOL_KEYS}
 """In the order in which every script gets them."""
 _SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
-_OF_A_CLIENT = re.compile(r"batch-results:[0-9a-f]{16}")
+_OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
@@ -117,7 +118,8 @@ class Names:
     @property
     def waiting(self) -> tuple[str, ...]:
         """The sets that a claim takes from."""
-        return self.queue, f"{self.prefix}:returned", f"{self.prefix}:suspects"
+        lanes = (f"{self.prefix}:{lane.value}" for lane in Lane)
+        return self.queue, f"{self.prefix}:returned", *lanes
 
     @property
     def outbox(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dispatcher.settings.load import Refusal, load, parse, read, reload
+from dispatcher.settings.load import ClientSettings, Refusal, load, load_client, parse, read, reload
 from dispatcher.settings.model import (
     AdminSettings,
     BudgetSettings,
@@ -27,6 +27,7 @@ from dispatcher.settings.watch import watch
 __all__ = [
     "AdminSettings",
     "BudgetSettings",
+    "ClientSettings",
     "EppSettings",
     "GatewaySettings",
     "LogSettings",
@@ -44,6 +45,7 @@ __all__ = [
     "TlsSettings",
     "TracingSettings",
     "load",
+    "load_client",
     "parse",
     "read",
     "reload",

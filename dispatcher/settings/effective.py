@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,7 +15,7 @@ from pydantic import BaseModel
 from dispatcher.core.lists import usual
 from dispatcher.settings.load import key_paths
 from dispatcher.settings.model import Settings
-from dispatcher.settings.source import resolve
+from dispatcher.settings.source import PREFIX, resolve
 
 _PLAIN = re.compile(r"[A-Za-z0-9/.][A-Za-z0-9_./@:*-]*[A-Za-z0-9_./*-]|[A-Za-z0-9/]")
 
@@ -23,19 +25,44 @@ class ShownLine:
     """One line of the YAML."""
 
     text: str
-    default: bool = False
-    """Neither the file nor the environment gave this value."""
+    origin: str = ""
+    """`default`: neither the file nor the environment gave this value; `environment`: that did."""
     note: str = ""
     """What the value comes down to, where it does not say it itself."""
+    section: bool = False
+    """It opens one."""
+
+    @property
+    def default(self) -> bool:
+        return self.origin == "default"
 
     def __str__(self) -> str:
-        remark = ": ".join(part for part in ("default" if self.default else "", self.note) if part)
+        remark = ": ".join(part for part in (self.origin, self.note) if part)
         return f"{self.text}  # {remark}" if remark else self.text
 
 
-def lines(settings: Settings) -> Iterator[ShownLine]:
-    """The settings as YAML, every key of them: read back, it is the same configuration but for secrets."""
-    yield from _section(settings, settings.model_dump(mode="json"), 0, _notes(settings))
+def lines(settings: Settings, environ: Mapping[str, str] = MappingProxyType({})) -> Iterator[ShownLine]:
+    """The settings as YAML, every key of them: read back, it is the same configuration but for secrets.
+
+    `environ`: what they were read with.
+    """
+    notes = _notes(settings)
+    notes_and_names = notes, {name for name in environ if name.startswith(PREFIX)}
+    yield from _section(settings, settings.model_dump(mode="json"), "", notes_and_names)
+
+
+def set_by_hand(shown: Sequence[ShownLine]) -> list[ShownLine]:
+    """Those that somebody set, with the sections that they are in."""
+    kept: list[ShownLine] = []
+    for line in reversed(shown):
+        inner = kept and _depth(kept[-1]) > _depth(line)
+        if inner if line.section else not line.default:
+            kept.append(line)
+    return kept[::-1]
+
+
+def _depth(line: ShownLine) -> int:
+    return len(line.text) - len(line.text.lstrip())
 
 
 def as_json(settings: Settings) -> dict[str, Any]:
@@ -46,20 +73,39 @@ def as_json(settings: Settings) -> dict[str, Any]:
     }
 
 
+def changes(old: Settings, new: Settings) -> list[str]:
+    """`key: old → new` for each key that differs, secrets masked."""
+    told = []
+    for path in key_paths(Settings):
+        value_of = attrgetter(path)
+        before, after = value_of(old), value_of(new)
+        if before != after:
+            shown = [_shown(settings, path) for settings in (old, new)]
+            told.append(f"{path}: {' → '.join(shown) if shown[0] != shown[1] else 'another secret'}")
+    return told
+
+
+def _shown(settings: Settings, path: str) -> str:
+    value: Any = settings.model_dump(mode="json")
+    for part in path.split("."):
+        value = value[part]
+    return _yaml(value)
+
+
 def _section(
-    section: BaseModel, shown: dict[str, Any], depth: int, notes: dict[str, str]
+    section: BaseModel, shown: dict[str, Any], path: str, known: tuple[Mapping[str, str], Collection[str]]
 ) -> Iterator[ShownLine]:
+    notes, variables = known
     for name in type(section).model_fields:
-        value, indent = getattr(section, name), "  " * depth
+        value, here, indent = getattr(section, name), f"{path}{name}", "  " * path.count(".")
         if isinstance(value, BaseModel):
-            yield ShownLine(f"{indent}{name}:")
-            inner = {
-                path.partition(".")[2]: note for path, note in notes.items() if path.startswith(f"{name}.")
-            }
-            yield from _section(value, shown[name], depth + 1, inner)
+            yield ShownLine(f"{indent}{name}:", section=True)
+            yield from _section(value, shown[name], f"{here}.", known)
         else:
-            default = name not in section.model_fields_set
-            yield ShownLine(f"{indent}{name}: {_yaml(shown[name])}", default, notes.get(name, ""))
+            origin = "" if name in section.model_fields_set else "default"
+            if PREFIX + here.replace(".", "__").upper() in variables:
+                origin = "environment"
+            yield ShownLine(f"{indent}{name}: {_yaml(shown[name])}", origin, notes.get(here, ""))
 
 
 def _is_default(settings: Settings, path: str) -> bool:

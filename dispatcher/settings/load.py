@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,23 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from dispatcher.settings.model import Settings
-from dispatcher.settings.source import ENVIRONMENT, MAX_BYTES, Node, Problem, nearest, overlay, read_yaml
+from dispatcher.settings.model import AdminSettings, PoolSettings, Settings, named
+from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.source import (
+    ENVIRONMENT,
+    MAX_BYTES,
+    PREFIX,
+    Node,
+    Problem,
+    nearest,
+    overlay,
+    read_yaml,
+)
 
 NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
 """What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
+PATH_ENDINGS = ("_file", "_dir")
+"""Of the keys whose values are paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +40,63 @@ class Refusal:
         return "; ".join(self.reasons)
 
 
-def load(path: Path | str, environ: Mapping[str, str]) -> Settings | list[Problem]:
-    """The settings of a file with the environment's over them, or every problem of both."""
+@dataclass(frozen=True, slots=True)
+class ClientSettings:
+    """What it takes to speak to a queue and to its dispatcher."""
+
+    pool: PoolSettings
+    queue: QueueSettings
+    admin: AdminSettings
+
+
+def load(path: Path | str | None, environ: Mapping[str, str]) -> Settings | list[Problem]:
+    """The settings of a file with the environment's over them, or every problem of both.
+
+    None: the environment alone.
+    """
     text = read(path)
-    return [text] if isinstance(text, Problem) else parse(text, environ, name=Path(path).name)
+    if isinstance(text, Problem):
+        return [text]
+    return parse(text, environ, name=name_of(path), directory=directory_of(path))
 
 
-def read(path: Path | str) -> str | Problem:
-    """The text of a configuration file."""
+def load_client(
+    path: Path | str | None, environ: Mapping[str, str]
+) -> tuple[Settings | ClientSettings | None, list[Problem]]:
+    """The settings; or what a queue can be reached by, whatever is wrong with the rest, and what is.
+
+    None where those sections are wrong themselves, or the file cannot be read at all.
+    """
+    text = read(path)
+    if isinstance(text, Problem):
+        return None, [text]
+    name, directory = name_of(path), directory_of(path)
+    whole = parse(text, environ, name=name, directory=directory)
+    if isinstance(whole, Settings):
+        return whole, []
+    root, problems = _tree(text, environ, name, directory)
+    if any(not problem.where for problem in problems):
+        return None, whole
+    given = {part: node.plain() for part, node in root.value.items()}
+    try:
+        pool = PoolSettings.model_validate(given.get("pool"))
+        queue = QueueSettings.model_validate(given.get("queue"))
+        admin = AdminSettings.model_validate(given.get("admin"))
+    except ValidationError:
+        return None, whole
+    return ClientSettings(pool, _beside(named(queue, pool), directory), admin), whole
+
+
+def read(path: Path | str | None) -> str | Problem:
+    """The text of a configuration file; empty where there is none."""
+    if path is None:
+        return ""
     path = Path(path)
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
     except OSError as error:
-        return Problem(path.name, "", f"cannot be read: {error.strerror or error}")
+        return Problem(str(path), "", f"cannot be read: {error.strerror or error}")
     if len(raw) > MAX_BYTES:
         return Problem(path.name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")
     try:
@@ -49,15 +105,32 @@ def read(path: Path | str) -> str | Problem:
         return Problem(path.name, "", "is not valid UTF-8", raw.count(b"\n", 0, error.start) + 1)
 
 
-def parse(text: str, environ: Mapping[str, str], *, name: str = "config.yaml") -> Settings | list[Problem]:
+def name_of(path: Path | str | None) -> str:
+    """What a configuration is called in messages."""
+    return ENVIRONMENT if path is None else Path(path).name
+
+
+def directory_of(path: Path | str | None) -> Path:
+    """What relative paths in a file are relative to: its directory; without a file the working directory.
+
+    A link leads nowhere else: a mounted ConfigMap is full of them. What is no file (a pipe) lies nowhere.
+    """
+    if path is None or not Path(path).is_file():
+        return Path.cwd()
+    return Path(path).parent.absolute()
+
+
+def parse(
+    text: str, environ: Mapping[str, str], *, name: str = "config.yaml", directory: Path | None = None
+) -> Settings | list[Problem]:
     """The settings of a text with the environment's over them, or every problem of both.
 
-    `name`: the file's, for messages.
+    `name`: the file's, for messages; `directory`: what relative paths in the text are relative to. Those of
+    the environment are relative to the working directory, as in every other program.
     """
-    root, problems = read_yaml(text, name)
+    root, problems = _tree(text, environ, name, directory)
     if any(not problem.where for problem in problems):
         return problems  # nothing else can be said about a file that cannot be read
-    problems += overlay(root, environ, Settings)
     if root.value.get("gateway") is None:
         root.value["gateway"] = Node({}, None)  # so that what is missing is gateway.url, by name
     try:
@@ -67,17 +140,56 @@ def parse(text: str, environ: Mapping[str, str], *, name: str = "config.yaml") -
         problems += [_problem(details, root, name) for details in found]
     else:
         if not problems:
+            # Once, before anybody else sees the object: frozen from here on.
+            object.__setattr__(settings, "queue", _beside(settings.queue, directory))
             return settings
     return sorted(
         problems, key=lambda problem: (problem.source == ENVIRONMENT, problem.line or 0, problem.where)
     )
 
 
+def _tree(
+    text: str, environ: Mapping[str, str], name: str, directory: Path | None
+) -> tuple[Node, list[Problem]]:
+    """File and environment in one, with the paths of the file made absolute."""
+    root, problems = read_yaml(text, name)
+    if any(not problem.where for problem in problems):
+        return root, problems
+    problems += overlay(root, environ, Settings)
+    if directory is not None:
+        for path in key_paths(Settings):
+            node = _given(root, path) if path.endswith(PATH_ENDINGS) else None
+            if node is not None and not node.variable and node.value and isinstance(node.value, str):
+                node.value = os.path.normpath(directory / node.value)
+    return root, problems
+
+
+def _given(root: Node, path: str) -> Node | None:
+    """The node of a key, where file or environment give one."""
+    node: Node | None = root
+    for part in path.split("."):
+        node = node.value.get(part) if node is not None and isinstance(node.value, dict) else None
+    return node
+
+
+def _beside(queue: QueueSettings, directory: Path | None) -> QueueSettings:
+    """The default data directory lies beside the file too, and still is nobody's choice."""
+    if directory is None or "data_dir" in queue.model_fields_set:
+        return queue
+    place = {"data_dir": os.path.normpath(directory / queue.data_dir)}
+    return QueueSettings.model_construct(_fields_set=queue.model_fields_set, **{**dict(queue), **place})
+
+
 def reload(
-    old: Settings, new_text: str, environ: Mapping[str, str], *, name: str = "config.yaml"
+    old: Settings,
+    new_text: str,
+    environ: Mapping[str, str],
+    *,
+    name: str = "config.yaml",
+    directory: Path | None = None,
 ) -> Settings | Refusal:
-    """The settings to go on with, or why the old ones stay. Pure: applying them is the caller's."""
-    new = parse(new_text, environ, name=name)
+    """The settings to go on with, or why the old ones stay. Applying them is the caller's."""
+    new = parse(new_text, environ, name=name, directory=directory)
     if not isinstance(new, Settings):
         return Refusal(tuple(str(problem) for problem in new))
     stuck = [
@@ -111,6 +223,8 @@ def _problem(details: ErrorDetails, root: Node, name: str) -> Problem:
     node = _node(root, path)
     if node is not None and node.variable:
         return Problem(ENVIRONMENT, node.variable, _what(details, path))
+    if name == ENVIRONMENT:  # no file, which could lack it
+        return Problem(name, PREFIX + "__".join(map(str, path)).upper(), _what(details, path))
     return Problem(name, _dotted(path), _what(details, path), None if node is None else node.line)
 
 

@@ -369,6 +369,16 @@ class TracingSettings(Section):
     )
 
 
+def named(queue: QueueSettings, pool: PoolSettings) -> QueueSettings:
+    """With the names that derive from the pool's, which are not marked as set by the operator."""
+    values = {
+        **dict(queue),
+        "name": queue.name or f"batch:{{{pool.name}}}:requests",
+        "results": queue.results or f"batch:{{{pool.name}}}:results",
+    }
+    return QueueSettings.model_construct(_fields_set=queue.model_fields_set, **values)
+
+
 class Settings(Section, BaseSettings):
     """The whole configuration of one dispatcher."""
 
@@ -409,17 +419,8 @@ class Settings(Section, BaseSettings):
 
     @model_validator(mode="after")
     def _name_the_queue(self) -> Self:
-        """Fill in the names that derive from the pool's, without marking them as set by the operator."""
-        queue = self.queue
-        values = {
-            **dict(queue),
-            "name": queue.name or f"batch:{{{self.pool.name}}}:requests",
-            "results": queue.results or f"batch:{{{self.pool.name}}}:results",
-        }
         # Once, before anybody else sees the object: frozen from here on.
-        object.__setattr__(
-            self, "queue", QueueSettings.model_construct(_fields_set=queue.model_fields_set, **values)
-        )
+        object.__setattr__(self, "queue", named(self.queue, self.pool))
         return self
 
     def policy(self, source: Source | None = None) -> Policy:

@@ -26,7 +26,10 @@ class QueueSettings(Section):
         "with commas. Empty: a Valkey server started beside this process, with its data in "
         "`data_dir`. Give a password through the environment, not in a ConfigMap.",
     )
-    data_dir: Text = Field("./batch-dispatcher-data", description="Directory of the embedded Valkey's data.")
+    data_dir: Text = Field(
+        "./batch-dispatcher-data",
+        description="Directory of the embedded Valkey's data; relative to the file.",
+    )
     fsync: Literal["everysec", "always"] = Field(
         "always",
         description="When the embedded Valkey's file is forced to the disk. With `always` nothing that was "

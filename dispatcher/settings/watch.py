@@ -30,7 +30,7 @@ async def watch(path: Path | str, known: str) -> AsyncGenerator[str | Problem, N
     unchanged. Never ends by itself, never raises for what a file system does.
     """
     path = Path(path)
-    last: str | Problem = known
+    last: str | Problem = known if known.strip() else _empty(path)  # it was taken so: nothing has changed
     async with aclosing(_hints(path.parent)) as hints:
         async for _ in hints:
             if await asyncio.to_thread(_look, path) == last:
@@ -54,8 +54,12 @@ async def prepare(directory: Path) -> None:
 def _look(path: Path) -> str | Problem:
     found = read(path)
     if isinstance(found, str) and not found.strip():
-        return Problem(path.name, "", "is empty")
+        return _empty(path)
     return found
+
+
+def _empty(path: Path) -> Problem:
+    return Problem(path.name, "", "is empty")
 
 
 async def _settled(look: Callable[[], str | Problem]) -> str | Problem:

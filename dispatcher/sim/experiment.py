@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -22,6 +24,10 @@ from dispatcher.telemetry.events import diverted
 
 SETTLED_AFTER = 30
 """Readings after which a wrong capacity is expected to have been learned."""
+
+
+NEW_OBJECTS = 100_000
+"""So many more objects than before, and circles of them are looked for."""
 
 
 class Name(StrEnum):
@@ -93,8 +99,20 @@ def play(
         async with asyncio.TaskGroup() as tasks:
             return await _Experiment(setting, trace, name, tasks, progress).live(moment_s)
 
-    with diverted(lambda event, fields: None):  # the dispatchers in it have no log
+    with diverted(lambda event, fields: None), _seldom_searched():  # the dispatchers in it have no log
         return virtual.run(live())
+
+
+@contextmanager
+def _seldom_searched() -> Iterator[None]:
+    """The loop leaves hardly any circles, and each search for them walks through a trace that may be of
+    hundreds of thousands of requests."""
+    before = gc.get_threshold()
+    gc.set_threshold(NEW_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class _Experiment:

@@ -181,6 +181,8 @@ class World:
         self._changes.sort(key=itemgetter(0), reverse=True)
         self.down = False
         """Whether the gateway is away."""
+        self.in_system = 0
+        """How many run and wait."""
         self._running = {False: 0, True: 0}  # by Job.batch
         self._inside = {False: 0, True: 0}
         self._outside: dict[bool, deque[Job]] = {False: deque(), True: deque()}
@@ -192,18 +194,6 @@ class World:
 
     def __repr__(self) -> str:
         return f"<World t={self.now:.3f} {self.observe()}>"
-
-    @property
-    def running(self) -> int:
-        return self._running[False] + self._running[True]
-
-    @property
-    def in_system(self) -> int:
-        return self.running + self.waiting
-
-    @property
-    def waiting(self) -> int:
-        return self._waiting_inside + self._waiting_outside
 
     @property
     def _waiting_inside(self) -> int:
@@ -243,7 +233,8 @@ class World:
     def advance(self, to: float) -> None:
         """Live through everything that happens until `to`, and be there."""
         while (at := self.next_event_at()) <= to:
-            self._pass_time(at)
+            if at > self.now:
+                self._pass_time(at)
             if self._changes and self._changes[-1][0] == at:
                 self._changes.pop()[1]()
             elif self._ends and self._ends[0][0] == at:
@@ -252,7 +243,8 @@ class World:
                 job = self._next_realtime[1]
                 self._next_realtime = next(self._realtime, None)
                 self._realtime_arrives(job)
-        self._pass_time(to)
+        if to > self.now:
+            self._pass_time(to)
 
     def arrive(self, job: Job, now: float) -> Arrival:
         """A request reaches the gateway."""
@@ -265,6 +257,7 @@ class World:
         if job.finished_at == job.finished_at or job.arrived_at != job.arrived_at:  # NaN: not yet
             return
         job.finished_at, job.gone = now, True
+        self.in_system -= 1
         if job.pod is None:
             self._outside[job.batch].remove(job)
         elif job.started_at == job.started_at:
@@ -284,6 +277,7 @@ class World:
         if full and waiting >= self._queue_limit:
             return Arrival.REFUSED
         job.arrived_at = self.now
+        self.in_system += 1
         if pod is None:
             self._outside[job.batch].append(job)
         else:
@@ -293,10 +287,13 @@ class World:
 
     def _next_pod(self) -> Pod | None:
         """Where the picker sends the next request; None: it lets nobody in now."""
+        if len(self._pods) == 1:  # as most worlds have it, and asked for each request
+            pod = self._pods[0]
+            return pod if pod.slots and pod.running + len(pod.queue) < self._most_in else None
         if sum(pod.running + len(pod.queue) for pod in self._pods) >= self._most_in:
             return None
-        pod = min(self._pods, key=lambda each: each.load, default=None)
-        return pod if pod is not None and pod.slots else None
+        least = min(self._pods, key=lambda each: each.load, default=None)
+        return least if least is not None and least.slots else None
 
     def _enter(self, pod: Pod, job: Job) -> None:
         job.pod = pod
@@ -307,15 +304,14 @@ class World:
             self._inside[job.batch] += 1
 
     def _pass_time(self, to: float) -> None:
-        passed = to - self.now
-        if passed > 0:
-            over = self.in_system - self._room
-            if over > 0:
-                self.overshoot.request_seconds += over * passed
-            self.now = to
+        over = self.in_system - self._room
+        if over > 0:
+            self.overshoot.request_seconds += over * (to - self.now)
+        self.now = to
 
     def _mark_worst(self) -> None:
-        self.most = max(self.most, self.in_system)
+        if self.in_system > self.most:
+            self.most = self.in_system
         over = self.in_system - self._room
         if over > self.overshoot.worst:
             self.overshoot.worst = over
@@ -352,6 +348,7 @@ class World:
         if job.gone or job.pod is None:
             return
         job.finished_at = self.now
+        self.in_system -= 1
         self._stops(job.pod, job)
         self.on_finish(job)
 
@@ -405,6 +402,7 @@ class World:
             queue.clear()
         self._running = {False: 0, True: 0}
         self._inside = {False: 0, True: 0}
+        self.in_system = 0
         for job in lost:
             job.finished_at, job.gone = self.now, True
             self.on_gone(job)

@@ -40,7 +40,11 @@ class Event(Enum):
     WAKE_UPS_GONE = ("wake-ups-gone", logging.WARNING, "No subscription: new work is found by polling")
     WAKE_UPS_BACK = ("wake-ups-back", logging.INFO, "New work wakes the dispatcher again")
 
-    STARTED = ("started", logging.INFO, "The dispatcher is up: version, pool, queue, gateway, owner")
+    STARTED = (
+        "started",
+        logging.INFO,
+        "The dispatcher is up: version, pool, configuration, queue and what was found in it, gateway, owner",
+    )
     DRAINING = ("draining", logging.INFO, "A signal asked to stop; nothing more is claimed")
     STOPPED = ("stopped", logging.INFO, "Everything held was handed in or given back")
     LEFT_BEHIND = ("left-behind", logging.ERROR, "Stopped with leases that the queue could not be told of")
@@ -80,7 +84,7 @@ class Event(Enum):
     )
 
     LIBRARY = ("library", logging.WARNING, "A library that we use complains: `logger` says which")
-    RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force")
+    RELOADED = ("config-reloaded", logging.INFO, "The changed configuration is in force: `changed` has what")
     RELOAD_REFUSED = ("config-refused", logging.ERROR, "The changed configuration is bad; the old one stays")
 
     def __init__(self, event: str, level: int, meaning: str) -> None:

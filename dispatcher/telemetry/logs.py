@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 import threading
 import time
@@ -176,9 +177,15 @@ def _printable(_: Any, __: str, line: structlog.typing.EventDict) -> structlog.t
 def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
     """Set up logging for the process: console on a terminal, one JSON object a line otherwise."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
-    rendering: tuple[structlog.typing.Processor, ...] = (
-        (_printable, structlog.dev.ConsoleRenderer()) if console else (structlog.processors.JSONRenderer(),)
-    )
+    rendering: tuple[structlog.typing.Processor, ...] = (structlog.processors.JSONRenderer(),)
+    stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+    if console:  # for a person: the clock on the wall, and no columns
+        colours = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        rendering = (
+            _printable,
+            structlog.dev.ConsoleRenderer(0, colors=colours, pad_level=False),
+        )
+        stamp = structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False)
     events.detail(level == "debug")
     if _libraries not in logging.getLogger().handlers:
         logging.getLogger().addHandler(_libraries)
@@ -186,7 +193,7 @@ def configure(level: str, style: Literal["auto", "console", "json"]) -> None:
         processors=[
             structlog.processors.add_log_level,
             _counting,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            stamp,
             structlog.processors.format_exc_info,
             *rendering,
         ],

@@ -14,12 +14,14 @@ import json
 import random
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.request import ErrorCode, failed
 from dispatcher.ports import Burial, Lease, Permit, QueueUnavailableError, Settled, Settlement
 from dispatcher.queue.keys import Names
@@ -57,12 +59,11 @@ class Worker:
         nonce = uuid.uuid4().hex
         while True:
             self._freed.clear()
-            suspects = 0 if any(lease.suspect for lease, _ in self._held.values()) else 1
+            held = Counter(lease.lane for lease, _ in self._held.values())
+            lanes = {lane: 1 - held[lane] for lane in Lane}
             permit = Permit(LIMIT, asyncio.get_running_loop().time(), self._lost)
             try:
-                claimed = await self._queue.claim(
-                    self._slots - len(self._held), nonce, permit, suspects=suspects
-                )
+                claimed = await self._queue.claim(self._slots - len(self._held), nonce, permit, lanes=lanes)
             except QueueUnavailableError:
                 await asyncio.sleep(_AWAY_S)
                 continue

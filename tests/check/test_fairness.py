@@ -92,7 +92,7 @@ def test_peer_that_fails_while_our_loop_keeps_pace_is_asked_once(late_s: float) 
         tries += 1
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        loop._jump.now += late_s  # the stall
+        loop.stall(late_s)
         return [Finding("failed", "queue.url", "connection refused")]
 
     run(ask({"queue.url": probe}, told.append))

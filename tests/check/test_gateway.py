@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.check.gateway import GatewayAnswer, judged
+from dispatcher.check.gateway import judged
+from dispatcher.check.raw import RawAnswer
 from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.outcome import Failed, classify
 from dispatcher.core.stranger import Stranger
@@ -18,17 +19,17 @@ OWN = {405}
 def test_what_counts_for_the_dispatcher_is_ok_and_nothing_else(headers: dict[str, str], body: bytes) -> None:
     for status in set(range(200, 600)) - OWN:
         counts = not isinstance(Stranger().judged(classify(status, headers, body, 0.0)), Failed)
-        finding = judged(GatewayAnswer(status, headers, body), "GET /", plain=True)
+        finding = judged(RawAnswer(status, headers, body), "GET /", plain=True)
         assert (finding.level == "ok") == counts, finding
 
 
 @pytest.mark.parametrize(("allow", "level"), [("", "ok"), ("GET, post", "ok"), ("GET", "failed")])
 def test_a_get_may_be_refused_where_a_post_is_taken(allow: str, level: str) -> None:
     headers = {"allow": allow} if allow else {}
-    assert judged(GatewayAnswer(405, headers, b"{}"), "GET /", plain=True).level == level
+    assert judged(RawAnswer(405, headers, b"{}"), "GET /", plain=True).level == level
 
 
 def test_a_refusal_that_may_be_one_request_s_own_fails_no_check() -> None:
     """Once another request was answered with 2xx, whoever asked gets it as a result."""
     for status in (403, 408, 429):
-        assert judged(GatewayAnswer(status, {}, b"{}"), "GET /", plain=True).level != "failed"
+        assert judged(RawAnswer(status, {}, b"{}"), "GET /", plain=True).level != "failed"

@@ -39,14 +39,27 @@ def config(tmp_path: Path) -> Path:
 
 
 def test_right_configuration_is_printed_with_its_defaults_marked(config: Path) -> None:
-    done = run("check", "--offline", "--config", config, BATCH_DISPATCHER__BUDGET__RESERVE="0.2")
+    given = {"BATCH_DISPATCHER__BUDGET__RESERVE": "0.2"}
+    done = run("check", "--offline", "--all", "--config", config, **given)
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.splitlines()
     assert "  objective: batch" in printed
-    assert "  reserve: 0.2" in printed
+    assert "  reserve: 0.2  # environment" in printed
     assert "  timeout_s: 300  # default" in printed
-    assert '  url: "redis://:***@redis"' in printed or "  url: redis://:***@redis" in printed
+    assert "  url: redis://:***@redis" in printed
     assert "sesame" not in done.stdout
+    short = run("check", "--offline", "--config", config, **given)
+    assert short.stdout.splitlines() == [
+        f"# {config}; all else is at its default: --all shows it",
+        "gateway:",
+        "  url: http://gw",
+        "  objective: batch",
+        "queue:",
+        "  url: redis://:***@redis",
+        "budget:",
+        "  reserve: 0.2  # environment",
+        "all well; no connection was tried (--offline)",
+    ]
 
 
 def test_wrong_configuration_exits_2_with_every_problem(config: Path) -> None:
@@ -62,7 +75,7 @@ def test_wrong_configuration_exits_2_with_every_problem(config: Path) -> None:
 def test_missing_file_exits_2(tmp_path: Path) -> None:
     done = run("check", "--config", tmp_path / "none.yaml")
     assert done.returncode == 2
-    assert done.stderr == "none.yaml: cannot be read: No such file or directory\n"
+    assert done.stderr == f"{tmp_path / 'none.yaml'}: cannot be read: No such file or directory\n"
 
 
 def test_json_carries_settings_defaults_and_findings(config: Path) -> None:
@@ -211,9 +224,10 @@ def unreachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_failed_connection_fails_the_check_only_where_it_is_strict(unreachable: Path) -> None:
-    told = warm_run("check", "--config", unreachable)
+    told = warm_run("check", "--config", unreachable, "--all")
     assert told.returncode == 0
     assert told.stderr.count("failed: ") == 3
+    assert told.stdout.splitlines()[-1] == "3 failed"
     assert "  lease_s: 30  # default" in told.stdout
     assert warm_run("check", "--config", unreachable, "--strict").returncode == 1
 

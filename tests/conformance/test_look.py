@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.core.located import Located, Looked, Whereabouts, spellings
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, spellings
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Desk, Release, Submission
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
@@ -15,9 +15,9 @@ W = Whereabouts
 LATER = NOW + 3600
 
 
-async def pages(look: object) -> Sequence[Located]:
+async def pages(look: object) -> Sequence[FoundRequest]:
     """All pages of a look, one behind the other."""
-    found: list[Located] = []
+    found: list[FoundRequest] = []
     after = ""
     while True:
         page: Looked = await look(after)  # type: ignore[operator]
@@ -27,17 +27,17 @@ async def pages(look: object) -> Sequence[Located]:
         after = page.after
 
 
-async def searched(desk: Desk, *words: str, entries_only: bool = False) -> list[Located]:
+async def searched(desk: Desk, *words: str, entries_only: bool = False) -> list[FoundRequest]:
     spelt = [spellings(word) for word in words]
     found = await pages(lambda after: desk.search(spelt, after, entries_only=entries_only))
     return sorted(found, key=lambda each: (each.score, each.member, each.entry))
 
 
-async def lying(world: World, state: Whereabouts) -> list[Located]:
+async def lying(world: World, state: Whereabouts) -> list[FoundRequest]:
     return list(await pages(lambda after: world.desk.lying(state, 2, after)))
 
 
-async def near(world: World, request_id: str) -> list[Located]:
+async def near(world: World, request_id: str) -> list[FoundRequest]:
     return list(await pages(lambda after: world.desk.near(request_id, after)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dispatcher.core.lanes import Lane
 from dispatcher.ports import Permit, Release, Settled
 from tests.conformance.worlds import (
     LEASE_S,
@@ -249,7 +250,7 @@ async def test_deaths_are_counted_however_they_are_known(world: World) -> None:
         await world.fall_silent("silent")
         assert (await watcher.sweep()).reclaimed == 1
     [suspect] = await claim(watcher)
-    assert (suspect.deliveries, suspect.suspect) == (3, True)
+    assert (suspect.deliveries, suspect.lane) == (3, Lane.SUSPECTS)
 
 
 async def test_probe_of_a_dead_owner_may_be_another_s(world: World) -> None:
@@ -286,5 +287,5 @@ async def test_hundreds_of_leases_of_several_dead_owners_go_in_one_sweep(world: 
     assert (await watcher.sweep()).reclaimed == 1250
     count = (await watcher.renew([kept])).count
     assert (count.live, count.others, count.lost, count.stray) == (50, 0, 1250, 650)
-    everything = await watcher.claim(1000, "all", Permit(2000, permit().read_at, 1250), suspects=0)
+    everything = await watcher.claim(1000, "all", Permit(2000, permit().read_at, 1250), lanes={})
     assert everything.waiting == 250

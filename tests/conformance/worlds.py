@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from dispatcher.core.lanes import Lane
 from dispatcher.ports import Claimed, Desk, Lease, Permit, Queue, Settlement
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
@@ -64,7 +65,8 @@ async def claim(queue: Queue, most: int = 100, limit: int = 1000, **options: Any
 async def full_claim(
     queue: Queue, most: int = 100, limit: int = 1000, *, lost: int = 0, suspects: int = 1
 ) -> Claimed:
-    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), suspects=suspects)
+    lanes = {Lane.SUSPECTS: suspects}
+    return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), lanes=lanes)
 
 
 def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: str) -> Settlement:

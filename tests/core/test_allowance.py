@@ -6,6 +6,7 @@ import pytest
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Policy, Reading, Reason, Signal, assess
+from dispatcher.core.limiter import Limiter
 
 BUDGET = assess(Reading(Signal.SATURATION, 0, 0, 0.5, 0.1, 50), Policy())
 FAULTY = assess(Reading(Signal.SATURATION, 0, 0, float("nan"), 0.1, 50), Policy())
@@ -63,3 +64,16 @@ def test_learned_capacity_is_told_beside_what_is_configured() -> None:
     told = explain(allowance(Reason.FULL, limit=12, budget=learned), 12)
     assert "pool 75% full" in told
     assert "leave D = 0.200 of 64 requests, which fitted where 192 are configured, headroom 12" in told
+
+
+def test_an_open_gate_says_it_until_a_claim_gets_something() -> None:
+    limiter = Limiter(Policy(), [Signal.SATURATION])
+    limiter.reading(Reading(Signal.SATURATION, 0.0, 0.0, 0.0, 0.0, 32), 0.0)
+    limiter.waiting(9, 1.0)
+    limiter.withheld("why")
+    assert (limiter.allowance(1.0).reason, limiter.allowance(1.0).because) == (Reason.OPEN, "why")
+    limiter.waiting(0, 1.0)
+    assert limiter.allowance(1.0).because == "", "nothing waits: nothing is withheld"
+    limiter.waiting(9, 1.0)
+    limiter.withheld("")
+    assert limiter.allowance(1.0).because == ""

@@ -55,3 +55,17 @@ def test_answer_that_an_event_changes_is_not_given_again(event: Callable[[Limite
     assert before is limiter.allowance(3)
     event(limiter)
     assert limiter.allowance(3).limit < before.limit
+
+
+def test_shared_limit_told_again_by_a_better_known_clock_costs_no_decision() -> None:
+    """Each claim tells it, and it counts with the next reading alone."""
+    limiter = Limiter(Policy(), (Signal.REQUESTS,))
+    limiter.reading(Reading(Signal.REQUESTS, 1, 1, 0.2, 0, 64), 1)
+    limiter.allowance(2)
+    limiter.leases(2, others=0, young=0, lost=0)
+    before = limiter.allowance(3)
+    for number in range(3):
+        limiter.shared(before.limit, 1 + number * 1e-5)
+        limiter.leases(3 + number, others=0, young=0, lost=0)
+        limiter.pause(False, 3)
+    assert limiter.allowance(3) is before

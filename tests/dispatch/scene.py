@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dispatcher.core.budget import Policy, Reading, Signal
@@ -12,7 +13,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Claimed, Forwarded, Permit, QueueUnavailableError, Submission
+from dispatcher.ports import Claimed, Forwarded, Lease, Permit, QueueUnavailableError, Submission
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry.events import Event, diverted
@@ -25,7 +26,7 @@ class MarkersApart(MemoryQueue):
     away = ""
     claimed = looked_up = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+    async def claim(self, most: int, nonce: str, permit: Permit, **how: Any) -> Claimed:
         claimed = await super().claim(most, nonce, permit, **how)
         self.claimed += len(claimed.leases)
         return claimed
@@ -58,14 +59,30 @@ class Answers:
     def resize(self, limit: int) -> None: ...
 
 
+def open_limiter() -> Limiter:
+    """It has read at 1 s that a pool of ten is empty, and is told nothing more."""
+    limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
+    limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+    return limiter
+
+
+def lease(entry: int = 1, **changes: Any) -> Lease:
+    """One of its first delivery, by a token of its own."""
+    first = Lease(entry, f"t-{entry}", b"", 0.0, deliveries=1, attempts=0, refusals=0, losses=0)
+    return replace(first, **changes)
+
+
+def request(number: int = 1, **changes: Any) -> Request:
+    return Request(**{"id": f"r-{number}", "deadline": 10**10, "payload": b"{}", **changes})
+
+
 class Scene:
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.store = MemoryStore(clock=loop.time)
         self.queue, self.gateway = MarkersApart(self.store, "a"), Answers()
-        self.limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
-        self.limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+        self.limiter = open_limiter()
         self.dispatcher = Dispatcher(
             self.queue, self.gateway, self.limiter, Options(RetryPolicy()), Journal(Metrics())
         )

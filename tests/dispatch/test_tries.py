@@ -8,8 +8,6 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from dispatcher.core.budget import Policy, Reading, Signal
-from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, RetryPolicy
 from dispatcher.core.request import ErrorCode, Request
 from dispatcher.core.tenure import Tenure
@@ -20,10 +18,11 @@ from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep
-from dispatcher.ports import Forwarded, Lease, Release, Settlement
+from dispatcher.ports import Forwarded, Release, Settlement
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry.metrics import Metrics
+from tests.dispatch.scene import lease, open_limiter, request
 
 
 class Answers:
@@ -59,8 +58,7 @@ class Scene:
     def __init__(self, outcome: Outcome) -> None:
         loop = asyncio.get_running_loop()
         self.gateway = Answers(outcome)
-        self.limiter = Limiter(Policy(max_sys=10, max_age_s=1e6), [Signal.REQUESTS])
-        self.limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, 0.0, 0.0, 10), 1.0)
+        self.limiter = open_limiter()
         self.holding = Holding()
         self.ended: list[Ending] = []
         self.dropped: list[str] = []
@@ -83,9 +81,8 @@ class Scene:
         )
 
     def held(self, entry: int) -> HeldLease:
-        lease = Lease(entry, f"t-{entry}", b"", 0.0, deliveries=1, attempts=0, refusals=0, losses=0)
-        held = self.holding.add(lease, asyncio.get_running_loop().time(), probe=False)
-        held.request = Request(id=f"r-{entry}", deadline=10**10, payload=b"{}")
+        held = self.holding.add(lease(entry), asyncio.get_running_loop().time(), probe=False)
+        held.request = request(entry)
         return held
 
     def codes(self) -> dict[int, str]:
@@ -99,10 +96,8 @@ def perform(outcome: Outcome, then: Callable[[Scene, list[HeldLease]], Awaitable
     async def main() -> Scene:
         scene = Scene(outcome)
         riders = [scene.held(entry) for entry in (1, 2, 3)]
-        request = riders[0].request
-        assert request is not None
         async with asyncio.TaskGroup() as tasks:
-            scene.tries.begin(Try("t-1", request, riders), tasks)
+            scene.tries.begin(Try("t-1", request(1), riders), tasks)
             assert scene.holding.running == 3
             await then(scene, riders)
         assert scene.holding.running == 0

@@ -176,26 +176,3 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
         assert pool.greatest == 6
 
     run(play())
-
-
-def test_where_every_request_weighs_one_nobody_is_asked() -> None:
-    class Unasked(MemoryQueue):
-        async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
-            raise AssertionError("a call for nothing")
-
-    async def play() -> None:
-        loop = asyncio.get_running_loop()
-        store = MemoryStore(loop.time, unix_origin=1.7e9)
-        await store.submit([submission(f"r-{number}", 1, number) for number in range(50)])
-        queue, pool = Unasked(store, "owner"), Pool()
-        limiter = Limiter(Policy(reserve=0.05, max_sys=SLOTS), [Signal.REQUESTS])
-        dispatcher = Dispatcher(queue, pool, limiter, Options(RetryPolicy()), Journal(Metrics()))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(dispatcher.run())
-            for _ in range(20):
-                pool.tell(dispatcher)
-                await asyncio.sleep(0.5)
-            dispatcher.drain(5)
-        assert sum(results(store).values()) == 50
-
-    run(play())

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.request import answered
 from dispatcher.ports import (
     Burial,
@@ -133,7 +134,7 @@ class QueueModel(Twins):
         permit = self.permit(owner, limit, lag)
         real, twin = self.both(
             owner,
-            lambda queue, _: queue.claim(most, nonce, permit, suspects=suspects, units=units),
+            lambda queue, _: queue.claim(most, nonce, permit, lanes={Lane.SUSPECTS: suspects}, units=units),
             lose,
         )
         self.claimed(owner, real, twin)

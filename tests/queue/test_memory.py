@@ -134,7 +134,7 @@ async def test_what_moved_on_does_not_pile_up() -> None:
     await queue.sweep()
     kept = (
         store.line.deadlines.heap,
-        store.line.ready.heap,
+        store.line.sets[None].heap,
         store.pool.expiries,
         store.pool.touched,
         store.line.nonces,

@@ -65,7 +65,7 @@ async def work_off(*owners: OwnerAndDesk, limit: int) -> Counter[str]:
         for queue in owners:
             await queue.sweep()
             lost = (await queue.renew([])).count.lost
-            told = await queue.claim(2, f"nonce-{random.random()}", permit(limit, lost=lost), suspects=1)
+            told = await queue.claim(2, f"nonce-{random.random()}", permit(limit, lost=lost))
             assert told.count.live <= limit
             if told.leases:
                 quiet = 0

@@ -7,7 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -272,7 +272,7 @@ class Counts(RedisQueue):
 
     claimed = 0
 
-    async def claim(self, most: int, nonce: str, permit: Permit, **how: int) -> Claimed:
+    async def claim(self, most: int, nonce: str, permit: Permit, **how: Any) -> Claimed:
         claimed = await super().claim(most, nonce, permit, **how)
         self.claimed += len(claimed.leases)
         return claimed

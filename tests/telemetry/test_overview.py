@@ -7,16 +7,13 @@ from typing import Any
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Unread
-from dispatcher.dispatch.access import QueueView
-from dispatcher.overview import overview
 from dispatcher.settings import Settings
-from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import ProcessStatus, Status
+from dispatcher.telemetry.status import Status
+from tests.overviews import status_of
 
 SETTINGS = Settings.model_validate({"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}})
-PROCESS = ProcessStatus("1", "3", "qwen", "batch:{qwen}:requests", "one", observe=False, started_at=0.0)
 REQUESTS = (Signal.REQUESTS,)
 
 
@@ -24,20 +21,9 @@ def told_at(now: float, *unread: Unread, **told: Any) -> Status:
     """The status at `now`, after a reading of 100 s and then, where something was unread, a poll of 101 s."""
     limiter = Limiter(Policy(), REQUESTS)
     limiter.reading(Reading(Signal.REQUESTS, 100.0, 100.0, 0.5, 0.0, 64.0), 100.0)
-    for each in unread:
-        limiter.reading_failed(each.reason, each.why, 101.0, closes_at=told["closes_at"])
     poll = SourcePoll(at=101.0, source="epp", signals=REQUESTS, unread=unread, **told)
-    return overview(
-        now,
-        process=PROCESS,
-        settings=SETTINGS,
-        limiter=limiter,
-        running=0,
-        queue=QueueView(),
-        poll=poll,
-        watched=Endpoints(),
-        slow=None,
-    )
+    limiter.poll(poll, 101.0)
+    return status_of(limiter, now, SETTINGS, poll=poll)
 
 
 def test_failing_signals_are_told_with_what_and_since_when_though_the_gate_is_open() -> None:

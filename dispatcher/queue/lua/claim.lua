@@ -1,8 +1,8 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
--- ARGV   owner, owner_timeout_s, lease_s, most, bytes, suspects, token base, reply_s, 1: to probe with, or 0, limit,
---        read_at, lost, retry_after_max_s, the bytes of the largest member that is moved, the units that a request is
---        taken to weigh that never was leased
+-- ARGV   owner, owner_timeout_s, lease_s, most, bytes, token base, reply_s, 1: to probe with, or 0, limit, read_at,
+--        lost, retry_after_max_s, the bytes of the largest member that is moved, the units that a request is taken
+--        to weigh that never was leased, then how many may be leased of each lane…
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, units, …}}; in place of a member
 --        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
 -- Keeps: the units of all leases never pass the limit because of a claim; a request is in one place; the same nonce within
@@ -11,9 +11,10 @@
 -- until its owner would be taken for dead.
 local REPLY = KEYS[OWN + 1]
 local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local most, bytes, suspects = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
-local base, reply_s = ARGV[7], ARGV[8]
-local probing, largest, units = ARGV[9] == '1', tonumber(ARGV[14]), tonumber(ARGV[15])
+local most, bytes, base, reply_s = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7]
+local probing, largest, units = ARGV[8] == '1', tonumber(ARGV[13]), tonumber(ARGV[14])
+local rooms = {}
+for lane = 1, #LANES do rooms[lane] = tonumber(ARGV[14 + lane]) end
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
 rewind(shared, now)
@@ -24,12 +25,14 @@ local function tell(id, state, member)
   leased[at + 1], leased[at + 2], leased[at + 3], leased[at + 4] = id, state[TOKEN], member, state[SCORE]
   leased[at + 5], leased[at + 6], leased[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
   leased[at + 8], leased[at + 9] = state[DEATHS], units_of(state)
+  local lane = lane_of(state)
+  if lane then rooms[lane] = rooms[lane] - 1 end
 end
 
 -- The limit, and what of it is free.
 local function room()
   if probing and shared.probe then return 0, 0 end
-  local limit = limit_by(shared, now, ARGV[10], ARGV[11], ARGV[12], ARGV[13])
+  local limit = limit_by(shared, now, ARGV[9], ARGV[10], ARGV[11], ARGV[12])
   if not limit then return 0, 0 end
   local free, waits_s = limit - live_units(shared), (shared.probe_waits or 0) - now
   if not probing then return limit, free - (waits_s > 0 and waits_s <= lease_s and 1 or 0) end
@@ -40,16 +43,12 @@ local function room()
   return limit, free
 end
 
-local taken_suspects = 0
 if known then
   local record = cmsgpack.unpack(known)
   for number = 2, #record do
     local id = record[number]
     local state = held(id, record[1] .. '-' .. id)
-    if state then
-      tell(id, state, call('HGET', MEMBERS, id))
-      if state[DEATHS] >= SUSPECT_DEATHS then taken_suspects = taken_suspects + 1 end
-    end
+    if state then tell(id, state, call('HGET', MEMBERS, id)) end
   end
 else
   open()
@@ -59,9 +58,8 @@ else
     call('HDEL', CONTROL, 'probe', 'prober')
   end
   local limit, free = room()
-  local found, pending, apart = first(free < 1 and 0 or most, bytes, suspects, free, limit, units)
+  local found, pending = first(free < 1 and 0 or most, bytes, rooms, free, limit, units)
   local record, members, states, leases, counted = {base}, {}, {}, {}, 0
-  taken_suspects = apart
   if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
   local fresh, ends = (shared.next or 0) + 1, text(now + lease_s)
   for _, one in ipairs(found) do
@@ -104,5 +102,7 @@ else
   call('SET', REPLY, cmsgpack.pack(record), 'EX', reply_s)
 end
 local waiting = call('ZCARD', PENDING) + call('ZCARD', RETURNED)
-if suspects > taken_suspects then waiting = waiting + call('ZCARD', SUSPECTS) end
+for number, lane in ipairs(LANES) do
+  if rooms[number] > 0 then waiting = waiting + call('ZCARD', lane.set) end
+end
 return {facts(shared, now, me, lease_s), waiting, leased}

@@ -5,10 +5,26 @@
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
 local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS = 6, 7, 8, 9, 10, 11, 12, 13
--- WHERE is the set that holds it: 'L'eases, 'R'eturned, 'S'uspects, 'D'elayed, dead ('X'). SCORE stays the
+-- WHERE is the set that holds it: 'L'eases, 'R'eturned, that of a lane, 'D'elayed, dead ('X'). SCORE stays the
 -- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties. UNITS is what
 -- it weighs, as far as that is known, and what its lease counts; where it is not there, 1.
 local call = redis.call
+
+-- Lanes (core/lanes.py): entries that wait apart, for a claim may lease only so many of each. In the order of their rooms
+-- in a claim. An entry waits in the first whose `holds` is true of its state.
+local LANES = {
+  {set = SUSPECTS, letter = 'S', holds = function(state) return state[DEATHS] >= SUSPECT_DEATHS end},
+}
+
+local function lane_of(state)
+  for number, lane in ipairs(LANES) do
+    if lane.holds(state) then return number end
+  end
+end
+
+-- Where a request waits for a claim, each with its WHERE: pending ('P', no entry yet), returned, and the lanes.
+local WAITING, WAITING_LETTERS = {PENDING, RETURNED}, {'P', 'R'}
+for number, lane in ipairs(LANES) do WAITING[2 + number], WAITING_LETTERS[2 + number] = lane.set, lane.letter end
 
 -- A foreign key under one of our names would fail a script half way: look before the first write.
 for number = 1, OWN do
@@ -80,10 +96,10 @@ end
 
 -- Back to its place in the order.
 local function give_back(id, state)
-  local suspect = state[DEATHS] >= SUSPECT_DEATHS
-  state[WHERE] = suspect and 'S' or 'R'
+  local at = 2 + (lane_of(state) or 0)
+  state[WHERE] = WAITING_LETTERS[at]
   state[MOVES] = state[MOVES] + 1
-  call('ZADD', suspect and SUSPECTS or RETURNED, state[SCORE], name_in_order(id, state))
+  call('ZADD', WAITING[at], state[SCORE], name_in_order(id, state))
   save(id, state)
 end
 
@@ -131,7 +147,7 @@ end
 
 -- The server's clock may step back: a failover to a host whose clock is behind. What was stored of later than now is
 -- of now from then on: no reading would be newer else, and no refusal over, for as long as the step. Owners take a
--- refusal of another time for another one: it teaches no ceiling again.
+-- refusal of another time for another one: it teaches nothing again.
 local function rewind(shared, now)
   if shared.read_at and shared.read_at > now + AHEAD_S then
     open()

@@ -1,10 +1,11 @@
 -- Count what lies where, at one moment; leases of all lines of the pool.
 -- KEYS   own…
--- Returns now, pending (with returned and suspects), leased, delayed, dead, units of the leases
+-- Returns now, pending (with returned and lanes), leased, delayed, dead, units of the leases
 -- Keeps: reads only.
+local waiting = 0
+for _, set in ipairs(WAITING) do waiting = waiting + call('ZCARD', set) end
 return {
-  text(clock()),
-  call('ZCARD', PENDING) + call('ZCARD', RETURNED) + call('ZCARD', SUSPECTS),
+  text(clock()), waiting,
   call('ZCARD', LEASES), call('ZCARD', DELAYED), call('ZCARD', DEAD),
   call('ZCARD', LEASES) + tonumber(call('HGET', CONTROL, 'more') or 0),
 }

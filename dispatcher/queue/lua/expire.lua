@@ -8,7 +8,8 @@ local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local ttl_s, foreign, now = tonumber(ARGV[2]), ARGV[3] == '1', clock()
-local SETS = {R = RETURNED, S = SUSPECTS, D = DELAYED_ORDER}
+local SETS = {D = DELAYED_ORDER}
+for number, letter in ipairs(WAITING_LETTERS) do SETS[letter] = WAITING[number] end
 local items, live, seen = {}, {}, {}
 for at = 4, #ARGV, 7 do
   local item = {place = ARGV[at], member = ARGV[at + 1], how = tonumber(ARGV[at + 2]),

@@ -1,4 +1,4 @@
--- The line: pending, returned and suspects merged, best score first, ties by bytes.
+-- The line: pending, returned and lanes merged, best score first, ties by bytes.
 
 -- Bytes decide, not the server's locale (Lua's own < would ask it).
 local function before(a, b)
@@ -16,7 +16,7 @@ local function number_of(score)
   return tonumber(score)
 end
 
--- The heads of the three sets are read one by one: members may be large, and none is read in vain but one.
+-- The heads of the sets are read one by one: members may be large, and none is read in vain but one.
 local function head(key, at)
   local found = call('ZRANGE', key, at, at, 'WITHSCORES')
   if not found[1] then return nil end
@@ -41,19 +41,19 @@ local function earlier(a, b)
 end
 
 -- Up to `most` from the front of the line, until their members sum to `bytes` (one at least), within `room` units (nil:
--- whatever they weigh); how many of them are pending, and how many are suspects.
+-- whatever they weigh), and of each lane as many as `rooms` has (nil: all); and how many of them are pending.
 -- Who never was leased is taken to weigh `units`. One that is heavier than the limit itself is passed over: no end of
 -- a lease makes room for it. Before one that is heavier than the room the line ends: it would starve behind others.
-local function first(most, bytes, suspects, room, limit, units)
-  local found, size, passed, apart = {}, 0, 0, 0
-  local sources = {PENDING, RETURNED, SUSPECTS}
-  local at, heads = {0, 0, 0}, {}
+local function first(most, bytes, rooms, room, limit, units)
+  local found, size, passed = {}, 0, 0
+  local at, heads, left = {}, {}, {}
+  for source = 1, #WAITING do
+    at[source], left[source] = 0, rooms and source > 2 and rooms[source - 2] or math.huge
+  end
   while #found < most do
     local best
-    for source = 1, 3 do
-      if heads[source] == nil then
-        heads[source] = (source < 3 or apart < suspects) and head(sources[source], at[source]) or false
-      end
+    for source, set in ipairs(WAITING) do
+      if heads[source] == nil then heads[source] = left[source] > 0 and head(set, at[source]) or false end
       if heads[source] and (not best or earlier(heads[source], heads[best])) then best = source end
     end
     if not best then break end
@@ -68,13 +68,13 @@ local function first(most, bytes, suspects, room, limit, units)
     else
       size = size + one.size
       if #found > 0 and size > bytes then break end
-      one.source, one.weighs = sources[best], weighs
+      one.source, one.weighs = WAITING[best], weighs
       found[#found + 1] = one
       if room then room = room - weighs end
-      if best == 3 then apart = apart + 1 end
+      left[best] = left[best] - 1
     end
     at[best] = at[best] + 1
     heads[best] = nil
   end
-  return found, at[1], apart
+  return found, at[1]
 end

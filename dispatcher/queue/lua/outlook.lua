@@ -10,7 +10,7 @@ local splits, bytes, most = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[
 local now = clock()
 
 local sets, total = {}, 0
-for _, key in ipairs({PENDING, RETURNED, SUSPECTS}) do
+for _, key in ipairs(WAITING) do
   local size = call('ZCARD', key)
   total = total + size
   if size > 0 then sets[#sets + 1] = key end

@@ -4,10 +4,10 @@
 --        bytes of the largest member that is moved
 -- Returns {until, next range (-1: at the end), next offset, {range, place, member}…}; where the first has more than
 --        `bytes`, how many in its place: it wants a call of its own. Those above the largest are passed over.
--- Keeps: reads only. The ranges are the priorities of each of the four sets that hold unleased requests.
+-- Keeps: reads only. The ranges are the priorities of each of the sets that hold unleased requests.
 need('ZCOUNT')
-local SETS = {PENDING, RETURNED, SUSPECTS, DELAYED_ORDER}
-local LETTERS = {'P', 'R', 'S', 'D'}
+local SETS, LETTERS = {unpack(WAITING)}, {unpack(WAITING_LETTERS)}
+SETS[#SETS + 1], LETTERS[#LETTERS + 1] = DELAYED_ORDER, 'D'
 local after, last = ARGV[1], tonumber(ARGV[2]) or clock()
 local range, offset, most, bytes = tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 local largest = tonumber(ARGV[7])

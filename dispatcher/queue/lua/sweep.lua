@@ -120,11 +120,14 @@ end
 local reclaimed = #late
 if now >= (shared.quiet_until or 0) and reclaimed < most then
   late = {}
-  for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, '-inf', text(now))) do
-    late[#late + 1] = ours(name) or nil
-    if #late == most - reclaimed then break end
-  end
-  local before = lost
+  local before, at, enough = lost, 0, most - reclaimed
+  repeat
+    local names = call('ZRANGEBYSCORE', LEASES, '-inf', text(now), 'LIMIT', at, most)
+    for _, name in ipairs(names) do
+      if #late < enough then late[#late + 1] = ours(name) or nil end
+    end
+    at = at + most
+  until #late == enough or #names < most
   reclaim(late)
   reclaimed, stray = reclaimed + #late, stray + lost - before
 end

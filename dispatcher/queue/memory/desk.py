@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from dispatcher.core.located import Located, Looked, Whereabouts, Words
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import desk_steps as steps
@@ -98,7 +98,7 @@ class MemoryStore:
         self.pool.check_up()
         return search.search(self.line, words, entries_only=entries_only)
 
-    async def ahead(self, found: Located) -> int | None:
+    async def ahead(self, found: FoundRequest) -> int | None:
         self.pool.check_up()
         return search.ahead(self.line, found)
 

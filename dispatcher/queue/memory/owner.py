@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.ports import (
     Burial,
@@ -74,20 +75,33 @@ class MemoryQueue:
         return {name: why for name, why in found if why is not None}
 
     async def claim(
-        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+        self,
+        most: int,
+        nonce: str,
+        permit: Permit,
+        *,
+        lanes: Mapping[Lane, int] = ONE_OF_EACH,
+        units: int = 1,
     ) -> Claimed:
-        return self._claim(most, nonce, permit, suspects, units)
+        return self._claim(most, nonce, permit, lanes, units)
 
     async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        return self._claim(1, nonce, permit, 1, 1, probing=True)
+        return self._claim(1, nonce, permit, ONE_OF_EACH, 1, probing=True)
 
     def _claim(
-        self, most: int, nonce: str, permit: Permit, suspects: int, units: int, *, probing: bool = False
+        self,
+        most: int,
+        nonce: str,
+        permit: Permit,
+        lanes: Mapping[Lane, int],
+        units: int,
+        *,
+        probing: bool = False,
     ) -> Claimed:
         me = self._begin()
         theirs = self._theirs_of(permit)
         taken, waiting = steps.claim(
-            self._line, me, nonce, theirs, most=most, suspects=suspects, units=units, probing=probing
+            self._line, me, nonce, theirs, most=most, lanes=lanes, units=units, probing=probing
         )
         return Claimed([_lease(each) for each in taken], self._leases(me), self._shared(), waiting)
 
@@ -209,6 +223,6 @@ def _lease(grant: Grant) -> Lease:
         entry.attempts,
         entry.refusals,
         entry.losses,
-        entry.suspect,
+        entry.lane,
         entry.units,
     )

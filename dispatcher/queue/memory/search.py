@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dispatcher.core.located import IN_LINE, Located, Looked, Whereabouts, Words, spellings
+from dispatcher.core.lanes import Lane
+from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
 
 
@@ -28,7 +29,7 @@ def near(line: Line, request_id: str) -> Looked:
     return Looked([each for each in told.found if each.state is Whereabouts.LEASED], "", told.looked_at)
 
 
-def ahead(line: Line, found: Located) -> int | None:
+def ahead(line: Line, found: FoundRequest) -> int | None:
     waiting = [each for each in _all(line) if each.state in IN_LINE]
     mine = next((each for each in waiting if _same(each, found)), None)
     if mine is None:
@@ -53,13 +54,13 @@ def take(line: Line, name: str, result: bytes) -> bool:
     return True
 
 
-def _same(one: Located, other: Located) -> bool:
+def _same(one: FoundRequest, other: FoundRequest) -> bool:
     if one.state is not other.state:
         return False
     return one.entry == other.entry if other.entry else one.member == other.member
 
 
-def _order(one: Located) -> tuple[float, bytes, int]:
+def _order(one: FoundRequest) -> tuple[float, bytes, int]:
     if one.state in (Whereabouts.DELAYED, Whereabouts.LEASED):
         return one.at or 0.0, b"", one.entry
     if one.state is Whereabouts.DEAD:
@@ -67,7 +68,7 @@ def _order(one: Located) -> tuple[float, bytes, int]:
     return one.score, one.member, one.entry
 
 
-def _all(line: Line) -> Iterator[Located]:
+def _all(line: Line) -> Iterator[FoundRequest]:
     pool = line.pool
     due = {item[5].id: item[0] for item in line.delayed.heap if item[5].moves == item[4]}
     for entry in (*line.pending.values(), *line.entries.values()):
@@ -81,10 +82,10 @@ def _all(line: Line) -> Iterator[Located]:
             _, reason, at = line.dead[entry.id]
         counts = entry.deliveries, entry.attempts, entry.refusals, entry.deaths, entry.units or 1
         number = 0 if entry.id == NEVER_CLAIMED else entry.id
-        yield Located(state, entry.member, entry.score, number, *counts, owner, at, reason)
+        yield FoundRequest(state, entry.member, entry.score, number, *counts, owner, at, reason)
 
 
 def _state(entry: Entry) -> Whereabouts:
-    if entry.place is Place.RETURNED and entry.suspect:
+    if entry.place is Place.RETURNED and entry.lane is Lane.SUSPECTS:
         return Whereabouts.SUSPECT
     return Whereabouts(entry.place.value)

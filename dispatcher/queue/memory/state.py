@@ -11,21 +11,23 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
+from dispatcher.core.lanes import Lane, lane_of, losses_of
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.request import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
-from dispatcher.queue.constants import SUSPECT_DEATHS
 from dispatcher.queue.keys import Names
 
 NEVER_CLAIMED = 2**62
 
 
 class Place(Enum):
+    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+
     PENDING = "pending"
     """Never claimed: known by its bytes, as in the sorted set that producers write to."""
     RETURNED = "returned"
@@ -63,11 +65,11 @@ class Entry:
 
     @property
     def losses(self) -> int:
-        return max(0, self.deaths - SUSPECT_DEATHS)
+        return losses_of(self.deaths)
 
     @property
-    def suspect(self) -> bool:
-        return self.deaths >= SUSPECT_DEATHS
+    def lane(self) -> Lane | None:
+        return lane_of(self.deaths)
 
     @property
     def where(self) -> str:
@@ -237,9 +239,10 @@ class Line:
         self.entries: dict[int, Entry] = {}
         self.dead: dict[int, tuple[Entry, str, float]] = {}
         self.count: Counter[Place] = Counter()
-        self.suspects = 0
-        self.ready = Lined()
-        self.apart = Lined()
+        self.sets: dict[Lane | None, Lined] = {lane: Lined() for lane in (None, *Lane)}
+        """What waits, by lane; None: outside of any."""
+        self.in_lanes: Counter[Lane] = Counter()
+        """How many wait in each."""
         self.delayed = Lined()
         self.deadlines = Lined()
         self.overdue: deque[tuple[int, Entry]] = deque()
@@ -275,14 +278,14 @@ class Line:
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Score, member and entry of all that is pending, in no order."""
-        return itertools.chain(self.ready.live(), self.apart.live())
+        return itertools.chain.from_iterable(each.live() for each in self.sets.values())
 
     def move(self, entry: Entry, place: Place, due_at: float = 0.0) -> None:
         """Put an entry into a place; every other mention of it is void from here on."""
         if entry.moves:
             self.count[entry.place] -= 1
-            if entry.place is Place.RETURNED and entry.suspect:
-                self.suspects -= 1
+            if entry.place is Place.RETURNED and entry.lane is not None:
+                self.in_lanes[entry.lane] -= 1
         entry.moves += 1
         entry.place = place
         if place is Place.GONE:
@@ -293,17 +296,16 @@ class Line:
             return
         if place is Place.DELAYED:
             self.delayed.put(due_at, entry)
-        elif entry.suspect:
-            self.suspects += 1
-            self.apart.put(entry.score, entry)
         else:
-            self.ready.put(entry.score, entry)
+            if entry.lane is not None:
+                self.in_lanes[entry.lane] += 1
+            self.sets[entry.lane].put(entry.score, entry)
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
 
     def put_back(self, entry: Entry) -> None:
         """What was popped from its place, and lies there still."""
-        (self.apart if entry.suspect else self.ready).put(entry.score, entry)
+        self.sets[entry.lane].put(entry.score, entry)
 
     def forget(self, entry: Entry) -> None:
         if entry.place is Place.PENDING:
@@ -311,14 +313,18 @@ class Line:
         self.dead.pop(entry.id, None)
         self.move(entry, Place.GONE)
 
-    def next(self, suspects: int) -> Lined | None:
-        """Where the next request to claim comes from."""
-        ready, apart = self.ready.first(), self.apart.first() if suspects > 0 else None
-        if apart is None:
-            return None if ready is None else self.ready
-        if ready is None or (apart.score, apart.member, apart.id) < (ready.score, ready.member, ready.id):
-            return self.apart
-        return self.ready
+    def next(self, lanes: Mapping[Lane, int]) -> Lined | None:
+        """Where the next request to claim comes from, where so many more of each lane may be claimed."""
+        best: tuple[float, bytes, int] | None = None
+        found = None
+        for lane, waiting in self.sets.items():
+            first = None if lane is not None and lanes.get(lane, 0) <= 0 else waiting.first()
+            if first is None:
+                continue
+            place = first.score, first.member, first.id
+            if best is None or place < best:
+                best, found = place, waiting
+        return found
 
     def lease(self, entry: Entry, owner: str, now: float, units: int) -> Grant:
         """`units`: what it is taken to weigh if it never was leased."""

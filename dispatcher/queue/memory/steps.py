@@ -7,10 +7,11 @@ has no place here: push, forget, shorten; nor what is asked of a server: unfit, 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from dispatcher.core.lanes import Lane
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
 from dispatcher.core.request import decode_result, misdirected
 from dispatcher.ports import (
@@ -47,7 +48,7 @@ class Caller:
 
 def begin(pool: Pool) -> float:
     """The time of a step, if there is a pool to reach. What it holds of later than that is of now: its clock
-    has stepped back. A refusal teaches no ceiling again by that."""
+    has stepped back. A refusal teaches nothing again by that."""
     pool.check_up()
     now = pool.clock()
     if pool.permit is not None and pool.permit.read_at > now + AHEAD_S:
@@ -68,7 +69,7 @@ def claim(
     permit: Permit,
     *,
     most: int,
-    suspects: int,
+    lanes: Mapping[Lane, int],
     units: int,
     probing: bool = False,
 ) -> tuple[Sequence[Grant], int]:
@@ -82,12 +83,13 @@ def claim(
         limit, room = (
             (0, 0) if probing and pool.probe is not None else _room(pool, me, permit, probing=probing)
         )
-        taken = _take(line, me, most, suspects, room=room, limit=limit, units=units)
+        taken = _take(line, me, most, lanes, room=room, limit=limit, units=units)
         _remember(line, me, nonce, taken)
         if probing and taken:
             pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
-    more = suspects > sum(each.entry.suspect for each in taken)
-    return taken, line.counts().pending - (0 if more else line.suspects)
+    took = Counter(each.entry.lane for each in taken)
+    full = sum(held for lane, held in line.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
+    return taken, line.counts().pending - full
 
 
 def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
@@ -133,13 +135,14 @@ def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
 
 
 def _take(
-    line: Line, me: Caller, most: int, suspects: int, *, room: int, limit: int, units: int
+    line: Line, me: Caller, most: int, lanes: Mapping[Lane, int], *, room: int, limit: int, units: int
 ) -> list[Grant]:
+    left = dict(lanes)
     taken: list[Grant] = []
     passed: list[Entry] = []
     size = 0
     while room > 0 and len(taken) < most:
-        source = line.next(suspects)
+        source = line.next(left)
         entry = None if source is None else source.first()
         if source is None or entry is None:
             break
@@ -154,7 +157,8 @@ def _take(
         size += len(entry.member)
         if taken and size > CLAIM_BYTES:
             break
-        suspects -= entry.suspect
+        if entry.lane is not None:
+            left[entry.lane] -= 1
         room -= weighs
         taken.append(line.lease(source.pop(), me.owner, me.now, units))
     for entry in passed:

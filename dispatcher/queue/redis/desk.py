@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from redis import exceptions as errors
 
-from dispatcher.core.located import Located, Looked, Whereabouts, Words
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import search, steps
+from dispatcher.queue.redis import producer, search, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -42,19 +42,19 @@ class RedisDesk:
         """Put them into the queue and wake the dispatchers; how many were not pending already."""
         added = 0
         for batch in in_steps(submissions, lambda each: len(each.member), _BATCH):
-            added += await steps.submit(self.backend, batch)
+            added += await producer.submit(self.backend, batch)
         return added
 
     async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         """Set the cancel markers of those that are active under the id, or of the one with that token; False
         where there is none. `found`: it was seen in the queue with that token, whoever submitted it."""
         if found:
-            return bool(await steps.cancel(self.backend, request_id, request_token, request_token))
-        if request_token and await steps.cancel(self.backend, request_id, request_token, ""):
+            return bool(await producer.cancel(self.backend, request_id, request_token, request_token))
+        if request_token and await producer.cancel(self.backend, request_id, request_token, ""):
             return True
         scripts = self.backend.scripts
         theirs = await scripts.attempt(lambda: scripts.client.get(ACTIVE + request_id))
-        return bool(await steps.cancel(self.backend, request_id, request_token, theirs or ""))
+        return bool(await producer.cancel(self.backend, request_id, request_token, theirs or ""))
 
     async def pause(self, by: str, why: str) -> None:
         """Stop all claims until `resume`; what is leased goes on."""
@@ -99,7 +99,7 @@ class RedisDesk:
         return str(fields.get("by", "")), str(fields.get("why", ""))
 
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        """Score and member of the first that a claim would take, suspects included, in order.
+        """Score and member of the first that a claim would take, those of all lanes included, in order.
 
         At most 1 MB of members (one at least).
         """
@@ -117,7 +117,7 @@ class RedisDesk:
         """A page of a walk over all requests, or over those that were claimed at least once."""
         return await search.walk(self.backend, words, after, entries_only=entries_only)
 
-    async def ahead(self, found: Located) -> int | None:
+    async def ahead(self, found: FoundRequest) -> int | None:
         """How many lie before it in line; None where it does not wait there (any more)."""
         return await search.ahead(self.backend, found)
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.oversize import ENVELOPE_BYTES
 from dispatcher.ports import (
@@ -117,15 +118,28 @@ class RedisQueue:
         return await self._destinations.all_refused(names)
 
     async def claim(
-        self, most: int, nonce: str, permit: Permit, *, suspects: int = 1, units: int = 1
+        self,
+        most: int,
+        nonce: str,
+        permit: Permit,
+        *,
+        lanes: Mapping[Lane, int] = ONE_OF_EACH,
+        units: int = 1,
     ) -> Claimed:
-        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, suspects, units)
+        return await self._claim(max(0, min(most, _CLAIM_MOST)), nonce, permit, lanes, units)
 
     async def probe(self, nonce: str, permit: Permit) -> Claimed:
-        return await self._claim(1, nonce, permit, 1, 1, probing=True)
+        return await self._claim(1, nonce, permit, ONE_OF_EACH, 1, probing=True)
 
     async def _claim(
-        self, most: int, nonce: str, permit: Permit, suspects: int, units: int, *, probing: bool = False
+        self,
+        most: int,
+        nonce: str,
+        permit: Permit,
+        lanes: Mapping[Lane, int],
+        units: int,
+        *,
+        probing: bool = False,
     ) -> Claimed:
         await self._learn_clock()
         told = await steps.claim(
@@ -134,7 +148,7 @@ class RedisQueue:
             nonce,
             permit,
             most=most,
-            suspects=suspects,
+            lanes=lanes,
             units=units,
             largest=self._largest,
             probing=probing,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from dispatcher.core.lanes import lane_of, losses_of
 from dispatcher.core.outlook import Head, LineAhead, Replica, Span
 from dispatcher.ports import Dead, Lease
-from dispatcher.queue.constants import SUSPECT_DEATHS
 
 
 def line_of(told: Sequence[Any]) -> LineAhead:
@@ -44,8 +44,8 @@ def lease_of(
         deliveries,
         attempts,
         refusals,
-        losses=max(0, deaths - SUSPECT_DEATHS),
-        suspect=deaths >= SUSPECT_DEATHS,
+        losses=losses_of(deaths),
+        lane=lane_of(deaths),
         units=units,
     )
 
@@ -84,5 +84,5 @@ def dead_of(
         deliveries,
         attempts,
         refusals,
-        max(0, deaths - SUSPECT_DEATHS),
+        losses_of(deaths),
     )

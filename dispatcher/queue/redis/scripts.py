@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
 from dispatcher.core.plain import shortened
+from dispatcher.peer import words
 from dispatcher.ports import CallRefusedError, QueueUnavailableError
 from dispatcher.queue import constants
 from dispatcher.queue.keys import KEYS
@@ -46,6 +47,7 @@ _FRAGMENTS = {
     "peek": ("need", "common", "line"),
     "look": ("need", "common", "markers"),
     "ahead": ("need", "common"),
+    "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),
     "permits": (),
@@ -82,6 +84,8 @@ _MOST_CHARS = 300
 """Of a reply in a sentence: it may repeat what was sent to it."""
 SLOWEST_BYTES_PER_S = 1_000_000
 """Of a way to Redis that large values can be moved over."""
+_CONNECTING = re.compile(r"connecting to (\S+?)\.(?:\s|$)")
+"""Where to, in an error of the client library."""
 _FORBIDDEN = re.compile(
     r"^(?:Error running script .*: )?The user executing the script can't|^ACL failure in script"
 )
@@ -235,7 +239,9 @@ def _told(error: Exception) -> QueueUnavailableError:
             f"Redis refused a call in a way that was not foreseen: {shortened(message, _MOST_CHARS)}"
         )
     if isinstance(error, _CONNECTION):
-        return BrokenCallError(f"Redis cannot be reached: {message or type(error).__name__}")
+        # The client's own words hold numbers of the system, and the address in brackets.
+        place = _CONNECTING.search(message)
+        return BrokenCallError(f"Redis cannot be reached: {f'{place[1]}: ' if place else ''}{words(error)}")
     return OddReplyError(f"the answer of Redis was not understood: {shortened(repr(error), _MOST_CHARS)}")
 
 

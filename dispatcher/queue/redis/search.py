@@ -7,7 +7,7 @@ from typing import Any
 
 from redis import exceptions as errors
 
-from dispatcher.core.located import IN_LINE, Located, Looked, Whereabouts, Words, spellings
+from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
 
@@ -34,7 +34,7 @@ async def lying(backend: Backend, state: Whereabouts, most: int, after: str, *, 
     largest = _WHOLE if whole else SCRIPT_BYTES
     args = ("rank", _STATES[state], 0, after or 0, max(1, min(most, _PAGE)), SCRIPT_BYTES, largest)
     next_range, rank, looked, _, _, rows = await _look(backend, args)
-    return Looked([_located(*row) for row in rows], rank.decode() if next_range >= 0 else "", looked)
+    return Looked([_found(*row) for row in rows], rank.decode() if next_range >= 0 else "", looked)
 
 
 async def near(backend: Backend, request_id: str, after: str) -> Looked:
@@ -42,7 +42,7 @@ async def near(backend: Backend, request_id: str, after: str) -> Looked:
     args = ("near", request_id, range_, offset, _PAGE, SCRIPT_BYTES, SCRIPT_BYTES)
     next_range, rank, looked, _, _, rows = await _look(backend, args, [spellings(request_id)])
     then = f"{next_range}:{rank.decode()}" if next_range >= 0 else ""
-    return Looked([_located(*row) for row in rows], then, looked)
+    return Looked([_found(*row) for row in rows], then, looked)
 
 
 async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool) -> Looked:
@@ -59,14 +59,14 @@ async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool
         count = max(1, count // 4)
     elif size < SCRIPT_BYTES // 2:
         count = min(_PAGE, count * 4)
-    found = [_located(*row) for row in rows]
+    found = [_found(*row) for row in rows]
     if ended >= 0:
         return Looked(found, f"{part}:{count}:{then.decode()}", looked)
     last = entries_only or int(part) == len(_WALK) - 1
     return Looked(found, "" if last else f"{int(part) + 1}:{_FIRST_PAGE}:0", looked)
 
 
-async def ahead(backend: Backend, found: Located) -> int | None:
+async def ahead(backend: Backend, found: FoundRequest) -> int | None:
     if found.state not in IN_LINE:
         return None
     name: Argument = found.member if found.state is Whereabouts.PENDING else found.entry
@@ -121,7 +121,7 @@ async def _look(
     return next_range, offset, looked, size, again, rows
 
 
-def _located(
+def _found(
     letter: bytes,
     entry: int,
     score: bytes,
@@ -134,8 +134,8 @@ def _located(
     owner: bytes,
     at: bytes | None,
     reason: bytes,
-) -> Located:
-    return Located(
+) -> FoundRequest:
+    return FoundRequest(
         _LETTERS[letter.decode()],
         member,
         float(score),

@@ -29,6 +29,8 @@ from dispatcher.queue.redis import RedisQueue
 
 NAMES = Names("batch:{pool}:requests", "batch:{pool}:results")
 DEADLINE = 4_000_000_000
+NO_SUSPECTS: Any = {"suspects": 0}
+"""As claims of that version have it."""
 
 
 def submission(number: int) -> Submission:
@@ -54,11 +56,11 @@ async def leave(url: str) -> None:
         (lease,) = (await second.claim(1, f"n-{_}", Permit(1, now(), _))).leases
         await client.zadd(f"{NAMES.prefix}:leases", {f"{lease.entry}:older-2": 0})
         assert (await first.sweep()).reclaimed == 1
-    leases = (await first.claim(7, "all", Permit(9, now(), 2), suspects=0)).leases  # r-01 … r-07
+    leases = (await first.claim(7, "all", Permit(9, now(), 2), **NO_SUSPECTS)).leases  # r-01 … r-07
     await first.settle([settlement(leases[0])])
     await first.bury([Burial(settlement(leases[1]), "it broke")])
     await first.release([Release(leases[2]), Release(leases[3], delay_s=5), Release(leases[4], delay_s=500)])
-    await second.claim(1, "mine", Permit(9, now(), 2), suspects=0)  # r-03, again
+    await second.claim(1, "mine", Permit(9, now(), 2), **NO_SUSPECTS)  # r-03, again
     await first.cancel("r-11", "token-11")
     await first.share(Permit(9, now(), 2), Overload(now() - 60, now() - 50, capacity=True, in_flight=3))
     await first.pause("me", "the upgrade")

@@ -1,0 +1,68 @@
+"""One GET without an HTTP library: they take longer to import than most verbs take for all that they do."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RawAnswer:
+    """An answer, or how it begins."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in lower case."""
+    body: bytes
+
+
+async def get(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    path: str,
+    headers: Mapping[str, str],
+    *,
+    most: int,
+    whole: bool = True,
+) -> RawAnswer:
+    """Ask once, on a connection that is good for nothing else afterwards. Time limits are the caller's.
+
+    `most`: bytes of the body. `whole`: a longer one is refused; else what comes first of it is enough. Raises
+    OSError, and ValueError for what is not HTTP or too long.
+    """
+    version = "1.0" if whole else "1.1"  # by 1.0 a body has no chunks
+    lines = [f"GET {path} HTTP/{version}", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
+    writer.write("\r\n".join(lines).encode("latin-1"))
+    try:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    except asyncio.IncompleteReadError as error:
+        raise ConnectionResetError("the connection was closed") from error
+    except asyncio.LimitOverrunError as error:
+        raise ValueError("its head does not end") from error
+    match = re.match(r"HTTP/1\.[01] (\d{3})\b", head)
+    if match is None:
+        raise ValueError("its first line is none of HTTP/1")
+    pairs = (line.partition(":") for line in head.split("\r\n")[1:])
+    told = {name.strip().lower(): value.strip() for name, colon, value in pairs if colon}
+    length = told.get("content-length", "")
+    size = int(length) if length.isdecimal() and len(length) < 10 else None
+    if whole:
+        body = await _all_of(reader, most, size)
+    else:
+        body = await reader.read(most if size is None else min(size, most))
+    chunks_end = size is None and body.startswith(b"0\r\n")
+    return RawAnswer(int(match[1]), told, b"" if chunks_end else body)
+
+
+async def _all_of(reader: asyncio.StreamReader, most: int, size: int | None) -> bytes:
+    try:
+        body = await reader.readexactly(most + 1 if size is None else min(size, most + 1))
+    except asyncio.IncompleteReadError as error:
+        if size is not None:
+            raise ValueError("it ended before its length was reached") from error
+        body = error.partial
+    if len(body) > most:
+        raise ValueError("it is too long")
+    return body

@@ -1,0 +1,234 @@
+"""What the queue and the dispatcher tell, in words: the lines of `status`, the paragraph of `explain`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dispatcher.telemetry.status import CAPACITIES
+
+COUNTS = ("pending", "leased", "delayed", "dead")
+
+
+def lines(shown: dict[str, Any]) -> list[str]:
+    """All that is known, a line each."""
+    told = []
+    if not shown["queue_problem"]:
+        counts = "  ".join(f"{name} {shown[name]}" for name in COUNTS)
+        told.append(f"{shown['queue']}: {counts}")
+        if shown["paused"]:
+            told.append(_paused(shown["paused"]))
+    gate = shown["dispatcher"]
+    if not gate:
+        return [*told, f"{_unheard(shown)}."]
+    if _foreign(shown):
+        told.append(f"the dispatcher that answers works on another queue, {gate['queue']}:")
+    told.append(f"{gate['reason']}: {gate['explanation']}")
+    once = (_capacity(gate), _pace(gate), _deadlines(gate), _price(gate))
+    capacity, pace, deadlines, price = ([line] if line else [] for line in once)
+    return [
+        *told,
+        *capacity,
+        *_problems(gate),
+        *_readings(gate),
+        *pace,
+        *deadlines,
+        *price,
+        *_replicas(gate),
+    ]
+
+
+def line(shown: dict[str, Any]) -> str:
+    """The most of it in one, for a log."""
+    told = [f"{name} {shown[name]}" for name in COUNTS if shown[name] is not None]
+    if shown["queue_problem"]:
+        told.append(shown["queue_problem"])
+    gate = shown["dispatcher"]
+    if not gate:
+        return "  ".join([*told, "no dispatcher answers"])
+    told.append(f"limit {gate.get('limit')}  in flight {gate.get('in_flight')}")
+    if gate.get("service_rate"):
+        told.append(f"{gate['service_rate']:.3g}/s")
+    return "  ".join([*told, gate["reason"]])
+
+
+def paragraph(shown: dict[str, Any]) -> str:
+    """Why what is sent is sent, and not more."""
+    gate, foreign = shown["dispatcher"], _foreign(shown)
+    told = []
+    if gate and not foreign:
+        told.append(gate["explanation"])
+        if refused := gate.get("config_problem"):
+            told.append(f"{_REFUSED}: {refused}.")
+    elif not gate:
+        told.append(f"{_unheard(shown)}; so nothing is known of its gate.")
+    if shown["paused"]:
+        told.append(f"The queue is {_paused(shown['paused'])}.")
+    if not shown["queue_problem"]:
+        waits, held, later, dead = (shown[name] for name in COUNTS)
+        told.append(
+            f"{_counted(waits, 'request waits', 'requests wait')}, {_counted(held, 'is held', 'are held')}, "
+            f"{_counted(later, 'waits for a retry', 'wait for a retry')}, "
+            f"{_counted(dead, 'is dead', 'are dead')}."
+        )
+    if gate and foreign:
+        told.append(f"The dispatcher that answers works on another queue, {gate['queue']}:")
+        told.append(gate["explanation"])
+    if gate and (capacity := _capacity(gate)):
+        told.append(capacity)
+    if gate and gate["reading_age_s"] is not None:
+        told.append(f"The newest sample, from {gate['source']}, is {gate['reading_age_s']:.1f} s old.")
+    return " ".join(told)
+
+
+def _counted(number: int, one: str, more: str) -> str:
+    return f"{number} {one if number == 1 else more}"
+
+
+def _foreign(shown: dict[str, Any]) -> bool:
+    gate = shown["dispatcher"]
+    return bool(gate and shown["queue"] and gate["queue"] != shown["queue"])
+
+
+def _unheard(shown: dict[str, Any]) -> str:
+    told = f"No dispatcher answers ({shown['dispatcher_problem']})"
+    nobody = "nobody on" in shown["dispatcher_problem"]
+    return f"{told}: start one with `batch-dispatcher run`" if nobody else told
+
+
+def _paused(switch: dict[str, str]) -> str:
+    by, why = switch["by"], switch["why"]
+    return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
+
+
+_REFUSED = "The changed configuration is refused, the one before is in force"
+
+
+def _capacity(gate: dict[str, Any]) -> str:
+    """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
+    by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
+    told = [f"the capacity is {gate['max_sys']:.5g} by {_whose_word(gate)}"] if by is not None else []
+    if by == "learned":
+        told[0] += f", {gate['configured_max_sys']:g} are configured"
+    watch = "which" if by == "watch" else "the Kubernetes watch"
+    if ready is not None:
+        ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
+        told.append(f"{watch} {'saw' if ago else 'sees'} {ready} ready endpoints{ago}")
+    elif unsure_s is not None:
+        told.append(f"{watch} has seen nothing for {unsure_s:.0f} s and bounds nothing")
+    whole = (", " if by == "watch" else "; ").join(told)
+    return " ".join(filter(None, [f"{whole[:1].upper()}{whole[1:]}." if whole else "", _per_endpoint(gate)]))
+
+
+def _whose_word(gate: dict[str, Any]) -> str:
+    by, each = gate["max_sys_by"], gate.get("per_endpoint")
+    if by == "setting":
+        return CAPACITIES[by] if each is None else f"budget.per_endpoint, {each:g}, × ready endpoints"
+    if by == "picker" and gate.get("per_endpoint_from") in ("unseen", "assumption"):
+        return "an assumption"
+    return CAPACITIES.get(by, str(by))
+
+
+def _per_endpoint(gate: dict[str, Any]) -> str:
+    """What an endpoint is taken to run at once, and whether the picker counts with another number."""
+    each, source, k = (
+        gate.get(name) for name in ("per_endpoint", "per_endpoint_from", "picker_max_concurrency")
+    )
+    match source:
+        case "setting" if k is not None and k != each:
+            return (
+                f"budget.per_endpoint is {each:g}, the endpoint picker counts with {k}: one of them is wrong."
+            )
+        case "picker":
+            return f"An endpoint is taken to run {each:g} requests, as the endpoint picker counts."
+        case "suggestion":
+            return f"The picker's page suggests {each:g} requests per endpoint; not proven yet."
+        case "unseen":
+            return (
+                f"An endpoint is assumed to run {each:g} requests until the picker's page shows some; "
+                "not learned yet."
+            )
+        case "assumption":
+            return (
+                f"An endpoint is assumed to run {each:g} requests: set budget.per_endpoint to what it does."
+            )
+        case _:
+            return ""
+
+
+# An older dispatcher may answer: what it does not tell is left out.
+
+
+def _problems(told: dict[str, Any]) -> list[str]:
+    """What is wrong beside the reason that is shown."""
+    found = [(_REFUSED, told.get("config_problem"))]
+    found += [(f"The {part} cannot be reached", told.get(f"{part}_problem")) for part in ("queue", "gateway")]
+    found += [("The reserve is little", told.get("reserve_problem"))]
+    failing_s = told.get("signals_failing_s")
+    for_s = "" if failing_s is None else f" for {failing_s:.0f} s now"
+    found += [(f"The signals cannot be read{for_s}", told.get("signals_problem"))]
+    found += [("The Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
+    return [f"{what}: {why}" for what, why in found if why and why not in told["explanation"]]
+
+
+def _readings(told: dict[str, Any]) -> list[str]:
+    """How old each reading is, and the values of the series that they were made of."""
+    readings = told.get("readings") or ()
+    lines = [
+        f"Reading {each['signal']}, {each['age_s']:.1f} s old, from {each['source']}: "
+        f"F_SYS {each['f_sys']:.3f}, F_EPP {each['f_epp']:.3f} of {each['max_sys']:g} requests"
+        for each in readings
+    ]
+    series = {name: value for each in readings for name, value in each["raw"].items()}
+    if series:
+        lines.append(f"Made of: {', '.join(f'{name} {value:g}' for name, value in series.items())}")
+    return lines
+
+
+def _pace(told: dict[str, Any]) -> str:
+    """How fast it goes, and how long what waits will take at that."""
+    rate, waits = told.get("service_rate"), told.get("pending")
+    if not rate or not waits:
+        return ""
+    return f"Rate: {rate:.3g} requests per second; what waits takes {duration(waits / rate)} at that."
+
+
+def duration(seconds: float) -> str:
+    """About so long, in the unit that people would use."""
+    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _deadlines(told: dict[str, Any]) -> str:
+    slack_s, at_risk, rate = (told.get(name) for name in ("earliest_deadline_s", "at_risk", "service_rate"))
+    if not told.get("pending") or slack_s is None:
+        return ""
+    earliest = f"{-slack_s:.0f} s ago" if slack_s < 0 else f"in {slack_s:.0f} s"
+    risk = "not known how many are at risk" if at_risk is None else f"{at_risk} at risk"
+    ended = "" if rate is None else f" while {rate:.3g} requests end per second"
+    return f"Deadlines: the earliest {earliest}; {risk}{ended}."
+
+
+def _price(told: dict[str, Any]) -> str:
+    """What interactive users wait, beside what batch work took."""
+    values = [
+        f"{words} {told[f'{name}_p50_s'] * 1000:.0f} ms median, {told[f'{name}_p95_s'] * 1000:.0f} ms 95 %"
+        for words, name in (("first token", "ttft"), ("each further token", "tpot"))
+        if told.get(f"{name}_p50_s") is not None and told.get(f"{name}_p95_s") is not None
+    ]
+    if not values:
+        return f"Price to realtime: not known: {why}" if (why := told.get("price_why_not")) else ""
+    whose = {"realtime": "realtime alone", "all": "all requests, ours among them"}[told["price_of"]]
+    share = (
+        "" if told["batch_share"] is None else f", while batch held {told['batch_share']:.0%} of the capacity"
+    )
+    return f"Price to realtime, last 5 minutes: {'; '.join(values)}; of {whose}{share}."
+
+
+def _replicas(told: dict[str, Any]) -> list[str]:
+    return [
+        f"Replica {each['owner']}{' (this one)' if each['owner'] == told['owner'] else ''}: "
+        f"{each['leases']} in flight, last heard of {each['silent_s']:.1f} s ago"
+        for each in told.get("replicas") or ()
+    ]

@@ -1,0 +1,41 @@
+"""Lanes: requests that wait apart from others of their line, for only so many of them may run at once. Pure.
+
+What is known of a request says in which lane it lies (`lane_of`), and it keeps its place in the order.
+With each claim an owner says how many of each lane it may lease, by the rule of that lane
+(dispatch/lanes.py). Those that it may not are passed over at no cost, however many they are: a full lane's
+set is not looked at.
+
+A new lane is a member here, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, and a rule.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+SUSPECT_DEATHS = 2
+"""Owners that died holding a request before it runs apart from others like it."""
+
+
+class Lane(enum.Enum):
+    """By the suffix of its set. In the order in which a claim tells the scripts of them."""
+
+    SUSPECTS = "suspects"
+    """Its owners died, often enough that it may be what killed them."""
+
+
+ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
+
+
+def lane_of(deaths: int) -> Lane | None:
+    """Where a request waits whose owners died so often; None: with all others."""
+    return Lane.SUSPECTS if deaths >= SUSPECT_DEATHS else None
+
+
+def losses_of(deaths: int) -> int:
+    """Owners that died with it since it runs apart from others like it."""
+    return max(0, deaths - SUSPECT_DEATHS)

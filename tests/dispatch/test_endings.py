@@ -1,0 +1,126 @@
+"""How a lease ends, for each way that a request can go: what consumer, operator and queue are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.core.outcome import (
+    Bury,
+    Delivered,
+    Failed,
+    Outcome,
+    Overloaded,
+    Refused,
+    RetryPolicy,
+    TooLarge,
+    TooLate,
+    Unreachable,
+    Unsent,
+)
+from dispatcher.core.request import ErrorCode, Rejection, decode_result
+from dispatcher.dispatch import endings
+from dispatcher.dispatch.endings import Ending, lease_of
+from dispatcher.ports import Burial, Release, Settlement
+from tests.dispatch.scene import lease, request
+
+LEASE = lease(7)
+REQUEST = request(7, token="fence", results="jobs:results", deadline=1000)
+POLICY = RetryPolicy(base_s=4.0, max_s=60.0, max_attempts=3, max_deliveries=5)
+
+
+def after_try(outcome: Outcome, now: float = 0.0, **counted: int) -> Ending:
+    return endings.after_try(lease(7, **counted), REQUEST, outcome, now, POLICY, rand=0.5)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Delivered(200, b"{}"), "2xx"),
+        (Delivered(422, b"no"), "4xx"),
+        (TooLarge(200, 10), ErrorCode.TOO_LARGE),
+        (Refused("endpoint: not allowed"), ErrorCode.INVALID_REQUEST),
+        (TooLate(), ErrorCode.DEADLINE_EXCEEDED),
+    ],
+)
+def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code: str) -> None:
+    ending = after_try(outcome)
+    assert isinstance(ending, Settlement)
+    assert (ending.lease, ending.code, ending.results) == (LEASE, code, "jobs:results")
+    assert (ending.request_id, ending.request_token) == ("r-7", "fence")
+    told = decode_result(ending.result)
+    assert (told.id, told.request_token) == ("r-7", "fence")
+    assert told.error_code == (None if code.endswith("xx") else code)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "release"),
+    [
+        (Failed("reset"), Release(LEASE, delay_s=2.0, attempt=True)),
+        (Overloaded(429, "", capacity=True), Release(LEASE, refusal=True)),
+        (Unreachable("no connection", rest_s=3.0), Release(LEASE, delay_s=3.0, undelivered=True)),
+        (Unsent(), Release(LEASE, undelivered=True)),
+    ],
+)
+def test_what_is_not_over_is_given_back_and_counted_as_what_it_was(
+    outcome: Outcome, release: Release
+) -> None:
+    assert after_try(outcome) == release
+
+
+def test_what_is_counted_so_far_decides_how_long_it_waits() -> None:
+    again = after_try(Failed("reset"), attempts=1)
+    assert isinstance(again, Release)
+    assert again.delay_s == 4.0
+    refused = after_try(Overloaded(429, "", capacity=True), refusals=2)
+    assert isinstance(refused, Release)
+    assert refused.delay_s == 8.0
+
+
+def test_last_attempt_buries_it_with_the_last_answer() -> None:
+    ending = after_try(Failed("the gateway answered 500", 500, b"broken"), attempts=2)
+    assert isinstance(ending, Burial)
+    assert ending.reason == "no answer after 3 attempts, the last: the gateway answered 500"
+    assert ending.settlement.code == ErrorCode.RETRIES_EXHAUSTED
+    told = decode_result(ending.settlement.result)
+    assert (told.error_code, told.status_code, told.payload) == (ErrorCode.RETRIES_EXHAUSTED, 500, "broken")
+
+
+def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
+    ending = after_try(Failed("reset"), now=1000.0)
+    assert isinstance(ending, Settlement)
+    assert ending.code == ErrorCode.DEADLINE_EXCEEDED
+
+
+def test_member_without_an_id_is_dead_and_nobody_is_told() -> None:
+    ending = endings.rejected(LEASE, Rejection(ErrorCode.INVALID_REQUEST, "no JSON", None, "", ""))
+    assert ending == Burial(Settlement(LEASE, b"", ""), "INVALID_REQUEST: no JSON")
+
+
+def test_member_with_an_id_is_answered_with_what_is_wrong() -> None:
+    wrong = Rejection(ErrorCode.TOO_LARGE, "12 bytes", "r-7", "fence", "jobs:results")
+    ending = endings.rejected(LEASE, wrong)
+    assert isinstance(ending, Settlement)
+    assert (ending.results, ending.code) == ("jobs:results", ErrorCode.TOO_LARGE)
+    assert (ending.request_id, ending.request_token) == ("r-7", "fence")
+    told = decode_result(ending.result)
+    assert (told.error_code, told.error_message) == (ErrorCode.TOO_LARGE, "12 bytes")
+
+
+def test_result_that_may_not_go_where_it_asks_goes_to_the_default_list() -> None:
+    ending = endings.unlisted(LEASE, REQUEST, "is a string")
+    assert (ending.results, ending.code) == ("", ErrorCode.INVALID_REQUEST)
+    told = decode_result(ending.result)
+    assert told.error_message == "internal.result_queue_name: jobs:results is a string"
+
+
+def test_given_back_untouched_it_counts_nothing() -> None:
+    assert endings.returned(LEASE) == Release(LEASE, undelivered=True)
+    assert endings.returned(LEASE, after_s=2.0) == Release(LEASE, delay_s=2.0, undelivered=True)
+
+
+def test_each_ending_names_its_lease() -> None:
+    verdict = Bury(ErrorCode.DELIVERIES_EXHAUSTED, "6 dispatchers died while they ran it alone")
+    buried = endings.deadly(LEASE, REQUEST, verdict)
+    assert buried.reason == verdict.message
+    for ending in (buried, endings.cancelled(LEASE, REQUEST), endings.returned(LEASE)):
+        assert lease_of(ending) is LEASE

@@ -1,0 +1,146 @@
+"""What requests weigh, once they are read: who is told, what goes back, and what the heaviest counts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import pytest
+
+from dispatcher.core.tenure import Tenure
+from dispatcher.dispatch.access import QueueAccess
+from dispatcher.dispatch.endings import Ending, returned
+from dispatcher.dispatch.holding import HeldLease, Holding
+from dispatcher.dispatch.weighing import Weighing
+from dispatcher.ports import Lease, Permit, Weighed
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.sim.virtual import run
+from tests.dispatch.scene import open_limiter, request
+from tests.queue.made import member
+
+
+class Counting(MemoryQueue):
+    """It keeps what it was told of weights."""
+
+    def __init__(self, store: MemoryStore, owner: str) -> None:
+        super().__init__(store, owner)
+        self.weighed: list[list[int]] = []
+
+    async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
+        self.weighed.append([units for _, units in weights])
+        return await super().weigh(weights, permit)
+
+
+class Bench:
+    def __init__(self) -> None:
+        clock = asyncio.get_running_loop().time
+        self.store = MemoryStore(clock=clock)
+        self.queue = Counting(self.store, "a")
+        self.holding = Holding()
+        self.finished: list[Ending] = []
+        self.limiter = open_limiter()
+        self.access = QueueAccess(self.queue, self.limiter, Tenure(30.0, 5.0), clock)
+        self.weighing = Weighing(
+            self.access, self.holding, self.finished.append, lambda each: int(each.metadata["weight"])
+        )
+
+    async def claim(self, *weights: int, limit: int = 100) -> list[HeldLease]:
+        """Claim a request of each weight, and read them."""
+        for number in range(len(weights)):
+            self.store.add(member(f"r-{number}", 10**10), float(number))
+        most, units = self.weighing.claim(limit)
+        claimed = await self.queue.claim(most, "n", self.permit(limit), units=units)
+        held = [self.holding.add(lease, 2.0, probe=False) for lease in claimed.leases]
+        for each, weight in zip(held, weights, strict=True):
+            each.request = request(metadata={"weight": str(weight)})
+        return held
+
+    def permit(self, limit: int) -> Permit:
+        return Permit(limit, read_at=2.0, lost=0)
+
+    async def weigh(self, held: list[HeldLease], *, limit: int = 100, most: int | None = None) -> set[int]:
+        """The entries of those that there is no room for."""
+        read = [(each, each.request) for each in held if each.request is not None]
+        gone = await self.weighing.without_room(read, self.permit(limit), most)
+        return {each.lease.entry for each in held if each.lease.token in gone}
+
+
+def at_bench(check: Callable[[Bench], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await check(Bench())
+
+    run(main(), start=2.0)
+
+
+def test_where_every_request_weighs_one_nobody_is_asked() -> None:
+    async def check(bench: Bench) -> None:
+        assert await bench.weigh(await bench.claim(1, 1, 1)) == set()
+        assert bench.queue.weighed == []
+
+    at_bench(check)
+
+
+def test_all_that_count_otherwise_are_told_in_one_call() -> None:
+    async def check(bench: Bench) -> None:
+        held = await bench.claim(1, 3, 2)
+        assert await bench.weigh(held) == set()
+        assert bench.queue.weighed == [[3, 2]]
+        assert [each.lease.units for each in held] == [1, 3, 2]
+        assert bench.holding.units == bench.store.pool.units == 6
+
+    at_bench(check)
+
+
+def test_what_has_no_room_is_held_no_more_and_lies_in_the_queue() -> None:
+    async def check(bench: Bench) -> None:
+        light, heavy = await bench.claim(1, 5, limit=4)
+        assert await bench.weigh([light, heavy], limit=4) == {heavy.lease.entry}
+        assert list(bench.holding) == [light]
+        assert bench.finished == [], "the queue itself has taken it back"
+        assert bench.store.line.counts().pending == 1
+
+    at_bench(check)
+
+
+def test_what_cannot_be_weighed_is_given_back_by_us() -> None:
+    async def check(bench: Bench) -> None:
+        light, heavy = await bench.claim(1, 5)
+        bench.store.down = "Redis refuses connections"
+        assert await bench.weigh([light, heavy]) == {heavy.lease.entry}
+        assert bench.finished == [returned(heavy.lease)]
+        assert list(bench.holding) == [light, heavy], "held until the queue has confirmed it"
+
+    at_bench(check)
+
+
+@pytest.mark.parametrize(("most", "counts"), [(None, 50), (38, 38), (0, 1)])
+def test_one_that_is_heavier_than_all_the_limit_can_be_counts_just_that(
+    most: int | None, counts: int
+) -> None:
+    async def check(bench: Bench) -> None:
+        (huge,) = await bench.claim(50)
+        await bench.weigh([huge], most=most)
+        assert huge.lease.units == counts
+
+    at_bench(check)
+
+
+def test_next_claim_takes_unread_requests_to_weigh_what_these_did() -> None:
+    async def check(bench: Bench) -> None:
+        assert bench.weighing.claim(8) == (8, 1)
+        await bench.weigh(await bench.claim(*[4] * 20))
+        assert bench.weighing.claim(8) == (2, 3)
+
+    at_bench(check)
+
+
+def test_call_that_weighs_shows_that_we_live_and_tells_what_others_hold() -> None:
+    async def check(bench: Bench) -> None:
+        (heavy,) = await bench.claim(2)
+        bench.store.pool.hold("b", 3)
+        assert not bench.access.ours(heavy)
+        await bench.weigh([heavy])
+        assert bench.access.ours(heavy)
+        assert bench.limiter.others == 3
+
+    at_bench(check)
