@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
-from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 
-TOLD_FROM = 10**9
-"""A remainder below this is no deadline of anybody's: foreign producers may use any scores."""
 RATE_S = 120.0
 """What was served so long ago counts a third of what is served now."""
 KNOWN_AFTER_S = 60.0

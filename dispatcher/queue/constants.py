@@ -6,9 +6,8 @@ They are no settings: all dispatchers of a queue must agree about them, and so m
 from __future__ import annotations
 
 from dispatcher.core.lanes import SUSPECT_DEATHS
-from dispatcher.core.outlook import TOLD_FROM
 from dispatcher.core.oversize import HEAD_BYTES
-from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 
 PREFIX_BYTES = 512
 """Of a member: so much decides the order of equal scores once it was claimed."""
