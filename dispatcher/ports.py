@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.outcome import Outcome
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import Request
@@ -386,9 +387,9 @@ class Desk(Protocol):
         """Put them into the queue and wake the dispatchers; how many were not pending already."""
         ...
 
-    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         """Have those cancelled that are active under the id, or the one with that token; False where there is
-        none."""
+        none. `found`: it was seen in the queue with that token, whoever submitted it."""
         ...
 
     async def pause(self, by: str, why: str) -> None: ...
@@ -401,6 +402,31 @@ class Desk(Protocol):
 
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
         """Score and member of the first that a claim would take, those of all lanes included, in order."""
+        ...
+
+    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+        """A page in order, by rank: what leaves meanwhile shifts it. `whole`: members with all bytes."""
+        ...
+
+    async def near(self, request_id: str, after: str = "") -> Looked:
+        """A page of those that hold this id and are found at little cost: of our client, or leased."""
+        ...
+
+    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+        """A page of a walk over all, or over those claimed at least once: those that hold of each word one
+        spelling. What is in the queue all the while is found; some are met twice."""
+        ...
+
+    async def ahead(self, found: FoundRequest) -> int | None:
+        """How many lie before it in line; None where it does not wait there (any more)."""
+        ...
+
+    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+        """What lies in a result list behind so many, the oldest first, about 1 MB; nothing is taken."""
+        ...
+
+    async def take_result(self, name: str, result: bytes) -> bool:
+        """Remove the oldest that equals it; False where it is gone."""
         ...
 
     async def counts(self) -> Counts: ...

@@ -98,6 +98,17 @@ def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
     assert "Traceback" not in told
 
 
+def test_commands_do_what_their_page_says(tmp_path: Path) -> None:
+    for tool in ("redis-server", "redis-cli"):
+        require_tool(tool)
+    page = examples(ROOT / "docs" / "commands.md")
+    told = run("\n".join(page.values()), tmp_path, ports("6379"))
+    assert "place in line     2" in told
+    assert "2 wait; the gate: not known" in told
+    assert "2 are being cancelled" in told
+    assert "Traceback" not in told
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_what_is_there(page: Path) -> None:
     lost = []

@@ -2,26 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain, say
-from dispatcher.cli.target import Config, QueueName, QueueUrl, ask, find
+from dispatcher.cli.screen import complain, fail, say
+from dispatcher.cli.sought import by_id, labelled, matching
+from dispatcher.cli.target import Config, Json, Labels, PoolName, QueueName, QueueUrl, ask, find, pairs_of
+from dispatcher.core.located import Whereabouts
+
+if TYPE_CHECKING:
+    from dispatcher.core.located import FoundRequest
+    from dispatcher.core.request import Rejection, Request
+    from dispatcher.queue.redis.desk import RedisDesk
+
+_CANCELLED = "cancelled"
 
 
 def cancel(
-    request_id: Annotated[str, typer.Argument(metavar="ID", help="The request's id.")],
+    request_ids: Annotated[
+        list[str] | None, typer.Argument(metavar="ID...", help="The requests' ids.")
+    ] = None,
+    label: Labels = None,
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
 ) -> None:
-    """Cancel a request: its result is CANCELLED; in flight its connection is closed.
+    """Cancel requests: their result is CANCELLED; in flight the connection is closed.
 
-    Exit code 1: it has ended, is not known, or was submitted without a token.
+    Exit code 1: one has ended, is not known, or was submitted without a token; or none has the label.
     """
-    target = find(config, queue_url, queue)
-    if not ask(target, lambda desk: desk.cancel(request_id)):
-        complain(f"{request_id}: not active")
+    labels = pairs_of("--label", label)
+    if bool(request_ids) == bool(labels):
+        raise fail("give ids, or --label name=value", 2)
+    target = find(config, queue_url, queue, pool)
+
+    async def act(desk: RedisDesk) -> dict[str, str]:
+        if not labels:
+            return {each: await _by_id(desk, each) for each in dict.fromkeys(request_ids or ())}
+        told = {}
+        async for found, read in matching(desk, *labelled(labels)):
+            if found.state is not Whereabouts.DEAD and read.id:
+                told[read.id] = await _found(desk, found, read)
+        return told
+
+    told = ask(target, act)
+    done = [each for each, what in told.items() if what == _CANCELLED]
+    if json_output:
+        typer.echo(
+            json.dumps(
+                {"cancelled": done, "not_cancelled": {k: v for k, v in told.items() if v != _CANCELLED}}
+            )
+        )
+    elif labels:
+        say(f"{len(done)} are being cancelled")
+    else:
+        say(*(f"{each} is being cancelled" for each in done))
+    if not json_output:
+        complain(*(f"{each}: {what}" for each, what in told.items() if what != _CANCELLED))
+    if len(done) < len(told) or not done:
         raise typer.Exit(1)
-    say(f"{request_id} is being cancelled")
+
+
+async def _by_id(desk: RedisDesk, request_id: str) -> str:
+    """What came of it: `cancelled`, or why not."""
+    if await desk.cancel(request_id):
+        return _CANCELLED
+    there = [each for each in (await by_id(desk, request_id))[0] if each[0].state is not Whereabouts.DEAD]
+    told = [await _found(desk, *each) for each in there]
+    return next((what for what in told if what != _CANCELLED), _CANCELLED) if told else "not active"
+
+
+async def _found(desk: RedisDesk, found: FoundRequest, read: Request | Rejection) -> str:
+    """Cancel one that lies in the queue, whoever submitted it."""
+    if not read.token:
+        return f"is {found.state}, and carries no token: it cannot be cancelled"
+    return _CANCELLED if await desk.cancel(read.id or "", read.token, found=True) else "not active"

@@ -2,114 +2,218 @@
 
 from __future__ import annotations
 
-import json
+import sys
 import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import complain, say
-from dispatcher.cli.target import Config, Json, QueueName, QueueUrl, Within, ask, find
+from dispatcher.cli.screen import answer, complain, fail, say, table
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, Within, ask, find
+from dispatcher.core.duration import seconds_of
+from dispatcher.core.request import parse
 
 if TYPE_CHECKING:
     from dispatcher.ports import Dead
+    from dispatcher.queue.redis.desk import RedisDesk
 
 dead = typer.Typer(add_completion=False, no_args_is_help=True, help="Requests that were put aside, and why.")
 
-Entry = Annotated[int, typer.Argument(help="The number that `dead list` shows.")]
-Entries = Annotated[list[int] | None, typer.Argument(help="The numbers that `dead list` shows.")]
+Which = Annotated[str, typer.Argument(metavar="ID", help="Its id, or the number that `dead list` shows.")]
+Several = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[ID]...", help="Their ids, or the numbers that `dead list` shows."),
+]
 Everything = Annotated[bool, typer.Option("--all", help="All of them.")]
+Because = Annotated[str, typer.Option("--reason", help="Only those whose reason holds this text.")]
+Older = Annotated[
+    str, typer.Option("--older", help="Only those that died longer ago than this: 30m, 2h, 7d.")
+]
+_PAGE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Which of the dead are meant; what is empty excludes none."""
+
+    names: frozenset[str] = frozenset()
+    reason: str = ""
+    older_s: float = 0.0
+
+    def takes(self, one: Dead, request_id: str | None) -> bool:
+        return (
+            (not self.names or str(one.entry) in self.names or request_id in self.names)
+            and self.reason.lower() in one.reason.lower()
+            and one.died_at <= time.time() - self.older_s
+        )
+
+    async def of(self, desk: RedisDesk, after: int = 0) -> AsyncIterator[Dead]:
+        while found := await desk.dead_list(_PAGE, after):
+            for one in found:
+                if self.takes(one, parse(one.member).id if self.names else None):
+                    yield one
+            after = found[-1].entry
 
 
 @dead.command("list")
 def list_(
+    reason: Because = "",
+    older: Older = "",
+    most: Annotated[int, typer.Option("--most", "-n", min=1, help="How many.")] = 100,
+    after: Annotated[int, typer.Option(help="Only those with a higher number.")] = 0,
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
-    most: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
-    after: Annotated[int, typer.Option(help="Only those with a higher number.")] = 0,
+    pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
     """List the dead: number, time, id, reason."""
-    found = ask(find(config, queue_url, queue), lambda desk: desk.dead_list(most, after))
+    choice = _choice(None, reason, older)
+    target = find(config, queue_url, queue, pool)
+
+    async def act(desk: RedisDesk) -> tuple[list[Dead], int]:
+        found: list[Dead] = []
+        async for one in choice.of(desk, after):
+            found.append(one)
+            if len(found) == most:
+                break
+        return found, (await desk.counts()).dead
+
+    found, count = ask(target, act)
+    shown = [_shown(one) for one in found]
     if json_output:
-        typer.echo(json.dumps([_shown(one) for one in found]))
-        return
-    for one in found:
-        shown = _shown(one)
-        say(f"{one.entry}  {shown['died_at']}  {shown['id'] or '(unreadable)'}  {one.reason}")
+        answer(shown)
+    elif shown:
+        rows = [
+            [str(one["entry"]), one["died_at"], one["id"] or "(unreadable)", one["reason"]] for one in shown
+        ]
+        say(*table(["NUMBER", "DIED", "ID", "REASON"], rows))
+    else:
+        complain(
+            f"{target.names.queue}: none of {count} dead" if count else f"{target.names.queue}: no dead",
+            fg=None,
+        )
+    if not json_output and len(found) == most and count > most:
+        complain(f"{most:,} of {count:,}; --most or --after {found[-1].entry} shows more", fg=None)
 
 
 @dead.command()
-def show(entry: Entry, config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "") -> None:
-    """Show one, whole, as JSON. Exit code 1: there is none of that number."""
-    found = ask(find(config, queue_url, queue), lambda desk: desk.dead_list(1, entry - 1))
-    if not found or found[0].entry != entry:
-        complain(f"{entry}: not among the dead")
-        raise typer.Exit(1)
-    member = found[0].member.decode(errors="replace")
-    typer.echo(json.dumps({**_shown(found[0]), "member": member}, indent=2))
+def show(
+    which: Which, config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "", pool: PoolName = ""
+) -> None:
+    """Show one, whole, with its result where that lies under its id, as JSON. Exit code 1: there is none."""
+    from dispatcher.cli.sought import answers_anywhere, shown_result
+    from dispatcher.core.request import decode_result
+
+    async def act(desk: RedisDesk) -> dict[str, Any] | None:
+        async for one in _one(desk, which):
+            told = {**_shown(one), "member": one.member.decode(errors="replace")}
+            results = await answers_anywhere(desk, told["id"]) if told["id"] else []
+            return {**told, "results": [shown_result(decode_result(each)) for each in results]}
+        return None
+
+    found = ask(find(config, queue_url, queue, pool), act)
+    if found is None:
+        raise fail(f"{which}: not among the dead")
+    answer(found, indent=2)
 
 
 @dead.command()
 def requeue(
-    entries: Entries = None,
+    which: Several = None,
     everything: Everything = False,
+    reason: Because = "",
+    older: Older = "",
     deadline: Within = 3600.0,
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
 ) -> None:
     """Accept them anew with a new deadline. Each has had its error result: this may give a second one.
 
-    Exit code 1: some could not be requeued; an unreadable member stays dead.
+    Where the result would go to a list of a client that has ended, it goes where `result ID` finds it. Exit
+    code 1: some could not be requeued; an unreadable member stays dead.
     """
-    wanted = _wanted(entries, everything)
+    choice = _choice(which, reason, older, everything=everything)
+    target = find(config, queue_url, queue, pool)
 
-    async def act(desk: Any) -> tuple[int, int]:
-        named = wanted if wanted is not None else [one.entry async for one in _each(desk)]
-        return await desk.dead_requeue(named, int(time.time() + deadline)), len(named)
+    async def act(desk: RedisDesk) -> tuple[int, int, int]:
+        named, moved = [], 0
+        async for one in choice.of(desk):
+            named.append(one.entry)
+            moved += desk.names.is_clients_own(parse(one.member).results)
+        done = await desk.dead_requeue(named, int(time.time() + deadline))
+        return done, max(len(named), len(choice.names)), moved
 
-    done, asked = ask(find(config, queue_url, queue), act)
-    say(f"{done} of {asked} are pending again; a second result may come for each")
-    if done < asked:
+    done, asked, moved = ask(target, act)
+    if json_output:
+        answer({"requeued": done, "asked": asked, "results_by_id": moved})
+    else:
+        say(f"{done} of {asked} are pending again; a second result may come for each")
+        if moved:
+            say(f"the clients of {moved} have ended: `batch-dispatcher result ID` finds what comes of them")
+    if done < asked or not asked:
         raise typer.Exit(1)
 
 
 @dead.command()
 def purge(
-    entries: Entries = None,
+    which: Several = None,
     everything: Everything = False,
+    reason: Because = "",
+    older: Older = "",
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
 ) -> None:
-    """Forget them."""
-    wanted = _wanted(entries, everything)
-    done = ask(find(config, queue_url, queue), lambda desk: desk.dead_purge(wanted))
-    say(f"{done} forgotten")
+    """Forget them for good. Asks first; without a terminal it wants --yes.
+
+    Exit code 1: there was none, or the answer was no.
+    """
+    choice = _choice(which, reason, older, everything=everything)
+    target = find(config, queue_url, queue, pool)
+    named = ask(target, lambda desk: _entries(desk, choice))
+    if named and not yes:
+        _confirm(f"Forget {len(named):,} dead requests of {target.names.queue} for good?")
+    done = ask(target, lambda desk: desk.dead_purge(named)) if named else 0
+    if json_output:
+        answer({"purged": done})
+    else:
+        say(f"{done} forgotten")
+    if done < max(1, len(choice.names)) and not everything:
+        raise typer.Exit(1)
 
 
-def _wanted(entries: list[int] | None, everything: bool) -> list[int] | None:
-    """The entries that were named; None: all."""
-    if bool(entries) == everything:
-        complain("give numbers, or --all")
-        raise typer.Exit(2)
-    return entries or None
+def _confirm(question: str) -> None:
+    if not sys.stdin.isatty():
+        raise fail("this cannot be undone: give --yes", 2)
+    if not typer.confirm(question, err=True):
+        raise typer.Exit(1)
 
 
-async def _each(desk: Any) -> Any:
-    after = 0
-    while found := await desk.dead_list(1000, after):
-        for one in found:
-            yield one
-        after = found[-1].entry
+async def _entries(desk: RedisDesk, choice: _Choice) -> list[int]:
+    return [one.entry async for one in choice.of(desk)]
+
+
+async def _one(desk: RedisDesk, which: str) -> AsyncIterator[Dead]:
+    """By its number where that is one, which is quick, else by its id."""
+    if which.isdecimal():
+        for one in await desk.dead_list(1, int(which) - 1):
+            if one.entry == int(which):
+                yield one
+    async for one in _Choice(frozenset({which})).of(desk):
+        yield one
 
 
 def _shown(one: Dead) -> dict[str, Any]:
-    from dispatcher.core.request import parse
-
     return {
         "entry": one.entry,
         "id": parse(one.member).id,
@@ -119,3 +223,15 @@ def _shown(one: Dead) -> dict[str, Any]:
         "attempts": one.attempts,
         "refusals": one.refusals,
     }
+
+
+def _choice(which: list[str] | None, reason: str, older: str, *, everything: bool | None = None) -> _Choice:
+    """What was named; `everything`: the option, where one must be given."""
+    chosen = [bool(which), bool(reason or older), bool(everything)]
+    if everything is not None and (sum(chosen) != 1):
+        raise fail("give ids or numbers, or --reason or --older, or --all", 2)
+    try:
+        return _Choice(frozenset(which or ()), reason, seconds_of(older) if older else 0.0)
+    except ValueError as error:
+        complain(f"--older: {error}")
+        raise typer.Exit(2) from error

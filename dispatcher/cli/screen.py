@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import typer
 
-from dispatcher.core.plain import plain
+from dispatcher.core.plain import plain, shortened
 
 for_programs: ContextVar[bool] = ContextVar("for_programs", default=False)
 """Whether --json was given."""
@@ -56,6 +59,18 @@ def fail(what: str, code: int = 1) -> typer.Exit:
 def answer(found: object, *, indent: int | None = None) -> None:
     """A verb's answer as JSON, on standard output."""
     typer.echo(json.dumps(found, indent=indent))
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns, the first of them the head. On a terminal a line ends where the width does, and the
+    first column (an id, say) has at most half of it; in a pipe nothing is cut."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    lines = [[plain(cell) for cell in row] for row in (head, *rows)]
+    if width is not None:
+        lines = [[shortened(row[0], width // 2), *row[1:]] for row in lines]
+    sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    told = ["  ".join(map(str.ljust, row, sizes)).rstrip() for row in lines]
+    return told if width is None else [shortened(line, width) for line in told]
 
 
 def _tell(kind: str, *lines: str) -> None:

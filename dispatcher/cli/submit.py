@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain, say
-from dispatcher.cli.target import Config, QueueName, QueueUrl, Within, find
-from dispatcher.core.plain import plain
+from dispatcher.cli.result import awaited, print_result, still_queued
+from dispatcher.cli.screen import answer, complain, fail, say
+from dispatcher.cli.sought import answers
+from dispatcher.cli.target import Config, Labels, PoolName, QueueName, QueueUrl, Within, ask, find, pairs_of
+from dispatcher.core.patterns import any_fits
 
 if TYPE_CHECKING:
-    from dispatcher.client import Result
+    from dispatcher.core.request import PoppedResult
+    from dispatcher.ports import Submission
+    from dispatcher.queue.redis.desk import RedisDesk
 
 Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
+GRACE_S = 10.0
+"""Behind its deadline, by when a dispatcher has answered if there is one."""
 
 
 def submit(
@@ -22,83 +29,81 @@ def submit(
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
+    pool: PoolName = "",
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
     deadline: Within = 3600.0,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is served first.")] = None,
     header: Pairs = None,
     metadata: Pairs = None,
+    label: Labels = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Await and print the result.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
-    """Submit one request, wait for its result and print it.
+    """Submit one request, wait for its result and print it; its id comes first, on standard error.
 
-    Exit code 1: the result is an error, or none came.
+    The result is found again by `result ID`. Exit code 1: it is an error, or none came.
     """
-    import asyncio
-
     import msgspec
 
-    from dispatcher.client import BatchClient, BatchError
+    from dispatcher.client.item import Item, Tokens, submission_of
 
-    target = find(config, queue_url, queue)
-    body = sys.stdin.buffer.read() if payload == "-" else payload.encode()
-    headers, attributes = _pairs("--header", header), _pairs("--metadata", metadata)
+    target = find(config, queue_url, queue, pool)
+    if endpoint and target.settings and not any_fits(target.settings.gateway.allowed_paths, endpoint):
+        raise fail(f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2)
+    name = request_id or f"r-{secrets.token_hex(8)}"
+    body = sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape")
+    item = Item(
+        body,
+        path=endpoint,
+        id=name,
+        deadline=deadline,
+        priority=priority,
+        headers=dict(pairs_of("--header", header)),
+        metadata=dict(pairs_of("--metadata", metadata)),
+        labels=dict(pairs_of("--label", label)),
+    )
+    results = target.names.answers(name) if wait else ""
+    try:
+        sent = submission_of(item, Tokens().make(), queue=target.names.queue, results=results)
+    except ValueError as error:
+        raise fail(str(error), 2) from error
+    if {"custom_id", "url", "body"} <= msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys():
+        what = (
+            "this is a line of an OpenAI batch file: submit --file sends those (to send it alone, give what "
+            "stands under `body`, and as --endpoint what stands under `url`)"
+        )
+        raise fail(what, 2)
+    submitted = False
 
-    async def go() -> tuple[str, Result | None]:
-        names = target.names
-        async with BatchClient(
-            target.url, queue=names.queue, results=names.results, retry_for=0.0, cancel_on_close=False
-        ) as client:
-            handle = await client.enqueue(
-                body,
-                id=request_id,
-                deadline=deadline,
-                priority=priority,
-                path=endpoint,
-                headers=headers,
-                metadata=attributes,
-                results=None if wait else "",
-            )
-            return handle.id, await client.result(handle) if wait else None
+    async def act(desk: RedisDesk) -> PoppedResult | None:
+        nonlocal submitted
+        await desk.submit([sent])
+        submitted = True
+        if not wait:
+            return None
+        complain(f"{name} submitted", fg=None)
+        return await awaited(target, desk, name, lambda: _answer(desk, sent), deadline + GRACE_S)
 
     try:
-        submitted, result = asyncio.run(go())
-    except ValueError as error:
-        complain(str(error))
-        raise typer.Exit(2) from error
-    except BatchError as error:
-        complain(str(error))
-        raise typer.Exit(1) from error
-    if result is None:
-        say(submitted)
-        return
-    told = msgspec.json.encode(_fields(result)).decode() if json_output else result.text
-    # A program wants it byte for byte, a terminal without what would steer it.
-    typer.echo(plain(told, keep="\n\t") if sys.stdout.isatty() else told)
-    if not result.ok:
-        why = result.code or f"status {result.status}"
-        complain(f"{submitted}: {why}: {result.message}".rstrip(": "), fg=None)
-        raise typer.Exit(1)
+        result = ask(target, act)
+    except KeyboardInterrupt:
+        if submitted:
+            raise still_queued(name) from None
+        raise
+    if not wait:
+        answer({"id": name}) if json_output else say(name)
+    elif result is None:
+        raise fail(f"no result for {name} within {deadline + GRACE_S:.0f} s: is there a dispatcher?")
+    else:
+        print_result(result, json_output=json_output)
 
 
-def _fields(result: Result) -> dict[str, str | int | None]:
-    """As the queue contract has a result, without its token."""
-    fields = {
-        "id": result.id,
-        "payload": result.text,
-        "status_code": result.status,
-        "error_code": result.code,
-        "error_message": result.message,
-        "payload_note": result.note,
-    }
-    return {name: value for name, value in fields.items() if value or name in ("id", "payload")}
+async def _answer(desk: RedisDesk, sent: Submission) -> PoppedResult | None:
+    """Its result, where it has come. Others may write that list, but do not know the token."""
+    from dispatcher.core.request import decode_result
 
-
-def _pairs(option: str, given: list[str] | None) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in given or ()]
-    for name, equals, _ in pairs:
-        if not name or not equals:
-            complain(f"{option}: give name=value")
-            raise typer.Exit(2)
-    return {name: value for name, _, value in pairs}
+    for each in await answers(desk, sent.request_id):
+        if (result := decode_result(each)).request_token == sent.request_token:
+            return result
+    return None

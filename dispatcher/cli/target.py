@@ -84,6 +84,9 @@ Within = Annotated[
     float,
     typer.Option("--deadline", callback=_within, help="Seconds from now until it must be answered."),
 ]
+Labels = Annotated[
+    list[str] | None, typer.Option("--label", help="name=value of internal.labels; may be repeated.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -95,6 +98,8 @@ class QueueTarget:
     names: Names
     settings: Settings | None = None
     """None where only a URL was given, or something else is wrong with the configuration."""
+    admin: AdminSettings | None = None
+    """Where a dispatcher can be asked; None: only a URL was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +220,16 @@ def find(config: Path | None, url: str, queue: str, pool: str = "") -> QueueTarg
     found = place.queue_url()
     if found is None:
         raise fail(place.absent)
-    return QueueTarget(found, place.names, place.settings)
+    return QueueTarget(found, place.names, place.settings, place.admin)
+
+
+def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
+    """name=value, as often as it was given; exits with 2 where one is none."""
+    pairs = [pair.partition("=") for pair in given or ()]
+    for name, equals, _ in pairs:
+        if not name or not equals:
+            raise fail(f"{option}: give name=value", 2)
+    return [(name, value) for name, _, value in pairs]
 
 
 def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:

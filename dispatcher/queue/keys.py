@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from dataclasses import dataclass
 from functools import cached_property
 
 from dispatcher.core.lanes import Lane
-from dispatcher.core.lists import usual
+from dispatcher.core.lists import OURS, usual
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.slot import fault_of_braces, tag_of
 
@@ -42,6 +43,7 @@ own of the first, and shares the second with all lines of its pool."""
 KEYS = {**LINE_KEYS, **POOL_KEYS}
 """In the order in which every script gets them."""
 _SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
+_OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
@@ -135,6 +137,15 @@ class Names:
     def cancel(self, request_id: str, token: str) -> str:
         """Where it stands that the request of this id with this token is to be cancelled."""
         return f"{self.prefix}:cancel:{request_id}:{token}"
+
+    def answers(self, request_id: str) -> str:
+        """The result list of one request alone, where whoever knows the id finds its result."""
+        text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
+        return f"{OURS.removesuffix('*')}{{{tag_of(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
+
+    def is_clients_own(self, name: str) -> bool:
+        """The list of a client without a name, which nobody reads once that has ended."""
+        return _OF_A_CLIENT.fullmatch(name) is not None
 
     def reply(self, call: str) -> str:
         """Where the reply to one call is kept for a while, so that its repetition gets the same."""

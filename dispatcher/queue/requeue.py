@@ -5,10 +5,14 @@ from __future__ import annotations
 from dispatcher.core.request import Rejection, encode_member, parse
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, score_of
 from dispatcher.ports import Submission
+from dispatcher.queue.keys import Names
 
 
-def accept_anew(member: bytes, score: float, deadline: int) -> Submission | None:
-    """A dead request as a new submission with another deadline, its priority kept; None if unreadable."""
+def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Submission | None:
+    """A dead request as a new submission with another deadline, its priority kept; None if unreadable.
+
+    Where its result went to the own list of a client, which has ended by now, it goes where the id finds it.
+    """
     request = parse(member)
     if isinstance(request, Rejection):
         return None
@@ -21,7 +25,7 @@ def accept_anew(member: bytes, score: float, deadline: int) -> Submission | None
         headers=request.headers,
         metadata=request.metadata,
         token=request.token,
-        results=request.results,
+        results=names.answers(request.id) if names.is_clients_own(request.results) else request.results,
         labels=request.labels,
         kind=request.kind,
         queue=request.queue,

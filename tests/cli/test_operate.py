@@ -295,7 +295,8 @@ async def test_dead_are_listed_shown_requeued_and_purged(queue_server: Server) -
     with queue_server.client() as client:
         client.delete(NAMES.queue)
     await buried(queue_server, "worse")
-    assert verb(queue_server, "dead", "purge", "--all").stdout.strip() == "1 forgotten"
+    assert verb(queue_server, "dead", "purge", "--all").returncode == 2, "nobody is there to be asked"
+    assert verb(queue_server, "dead", "purge", "--all", "--yes").stdout.strip() == "1 forgotten"
     assert status(queue_server)["dead"] == 0
 
 
@@ -367,7 +368,7 @@ async def test_nothing_that_others_named_steers_a_terminal(queue_server: Server,
         assert "pwned" in found.stdout
         assert all(line.isprintable() for line in found.stdout.split("\n"))
         assert not [line for line in found.stdout.splitlines() if line.startswith("3 ")]
-    assert len(printed[0].stdout.splitlines()) == 1
+    assert len(printed[0].stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize("seconds", ["inf", "-inf", "nan", "1e12", "0", "-5"])

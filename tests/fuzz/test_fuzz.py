@@ -26,6 +26,7 @@ from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
 from dispatcher.core.request import Rejection, answered, decode_result, encode_member, parse
 from dispatcher.core.usage import tokens
+from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import QueueUrlError, connect
 from dispatcher.queue.requeue import accept_anew
 from dispatcher.settings import Problem, SecretUrl, Settings
@@ -71,7 +72,7 @@ def member(data: bytes) -> None:
     parsed = parse(data, max_payload_bytes=MB)
     if not isinstance(parsed, Rejection):
         assert parsed.deadline > 0
-        assert accept_anew(data, 5.0, 2_000_000_000) is not None
+        assert accept_anew(Names("q", "results"), data, 5.0, 2_000_000_000) is not None
 
 
 def law(views: Sequence[View]) -> None:

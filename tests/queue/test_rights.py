@@ -18,6 +18,7 @@ from dispatcher.client import BatchClient, NoResultError, QueueAwayError
 from dispatcher.core.request import answered
 from dispatcher.ports import (
     Burial,
+    CallRefusedError,
     Expired,
     Lease,
     Overload,
@@ -225,6 +226,8 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert await client.cancel(handle)
         assert await desk.cancel(handle.id)
         assert len(await desk.peek(10)) == 1
+        (found,) = (await desk.near(handle.id)).found
+        assert await desk.ahead(found) == 0
         await desk.pause("me", "why")
         assert await desk.paused() == ("me", "why")
         await desk.resume()
@@ -244,10 +247,15 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert len(await desk.dead_newest(10)) == 2
         assert await desk.dead_requeue([dead.entry], NEVER) == 1
         assert await desk.dead_purge() == 1
+        await desk.submit([submission("r-9")])
+        entries = await desk.search([])
+        pending = await desk.search([], entries.after)
+        assert [len(look.found) for look in (entries, pending)] == [1, 2]
         async with BatchClient(url, pool="qwen", name="nightly") as nightly:
             with pytest.raises(NoResultError):
                 await nightly.result("never-submitted", timeout=0.1)
-        assert len(await desk.backend.scripts.client.lrange(QWEN.results, 0, -1)) == 2
+        oldest, _ = await desk.read_results(QWEN.results, 9)
+        assert await desk.take_result(QWEN.results, oldest)
     await desk.aclose()
     await client.aclose()
 
@@ -255,8 +263,8 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
 async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read_results(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with three rights more it
-    reads them, too."""
+    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with a few rights more
+    it reads them, too."""
     url = url_of(any_server, "dispatcher")
     desk, client = RedisDesk(connect(url), QWEN), BatchClient(url, pool="qwen")
     await desk.pause("me", "why")
@@ -266,7 +274,10 @@ async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read
     assert await desk.cancel(handle.id)
     with pytest.raises(QueueAwayError, match="does not permit"):
         await client.result(handle, timeout=5)
-    grant(admin, "dispatcher", "+rpop", "+ttl", "+blmove")
+    with pytest.raises(CallRefusedError, match="lrange"):
+        await desk.read_results(QWEN.answers(handle.id), 9)
+    grant(admin, "dispatcher", "+lrange", "+rpop", "+ttl", "+blmove")
+    assert await desk.read_results(QWEN.answers(handle.id), 9) == []
     with pytest.raises(NoResultError):
         await client.result(handle, timeout=2.5)
     await desk.aclose()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import desk_steps as steps
+from dispatcher.queue.memory import search
 from dispatcher.queue.memory.state import Line, Pool
 
 
@@ -62,9 +64,9 @@ class MemoryStore:
         self.pool.check_up()
         return steps.submit(self.line, submissions)
 
-    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         self.pool.check_up()
-        return steps.cancel(self.line, request_id, request_token)
+        return steps.cancel(self.line, request_id, request_token, found=found)
 
     async def pause(self, by: str, why: str) -> None:
         self.pool.check_up()
@@ -83,6 +85,30 @@ class MemoryStore:
     async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
         self.pool.check_up()
         return steps.peek(self.line, most)
+
+    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+        self.pool.check_up()
+        return search.lying(self.line, state, most, after)
+
+    async def near(self, request_id: str, after: str = "") -> Looked:
+        self.pool.check_up()
+        return search.near(self.line, request_id)
+
+    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+        self.pool.check_up()
+        return search.search(self.line, words, entries_only=entries_only)
+
+    async def ahead(self, found: FoundRequest) -> int | None:
+        self.pool.check_up()
+        return search.ahead(self.line, found)
+
+    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+        self.pool.check_up()
+        return search.results(self.line, name, most, after)
+
+    async def take_result(self, name: str, result: bytes) -> bool:
+        self.pool.check_up()
+        return search.take(self.line, name, result)
 
     async def counts(self) -> Counts:
         self.pool.check_up()

@@ -24,12 +24,14 @@ def submit(line: Line, submissions: Sequence[Submission]) -> int:
     return new
 
 
-def cancel(line: Line, request_id: str, request_token: str) -> bool:
+def cancel(line: Line, request_id: str, request_token: str, *, found: bool = False) -> bool:
     pool = line.pool
     now = pool.unix_now()
     tokens = dict(line.active.get(request_id, {}))
     if (theirs := pool.value(pool.foreign_active, request_id)) is not None:
         tokens.setdefault(theirs, now + CANCEL_TTL_S)
+    if found:
+        tokens.setdefault(request_token, now + CANCEL_TTL_S)
     asked = {
         f"{request_id}:{token}": (token, until)
         for token, until in tokens.items()
@@ -65,7 +67,7 @@ def requeue(line: Line, entry_id: int, deadline: int) -> int:
     if entry_id not in line.dead:
         return 0
     entry = line.dead[entry_id][0]
-    again = accept_anew(entry.member, entry.score, deadline)
+    again = accept_anew(line.names, entry.member, entry.score, deadline)
     if again is None:
         return 0
     line.forget(entry)

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 from redis import exceptions as errors
 
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import producer, steps
+from dispatcher.queue.redis import producer, search, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -44,9 +45,11 @@ class RedisDesk:
             added += await producer.submit(self.backend, batch)
         return added
 
-    async def cancel(self, request_id: str, request_token: str = "") -> bool:
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
         """Set the cancel markers of those that are active under the id, or of the one with that token; False
-        where there is none."""
+        where there is none. `found`: it was seen in the queue with that token, whoever submitted it."""
+        if found:
+            return bool(await producer.cancel(self.backend, request_id, request_token, request_token))
         if request_token and await producer.cancel(self.backend, request_id, request_token, ""):
             return True
         scripts = self.backend.scripts
@@ -102,6 +105,30 @@ class RedisDesk:
         """
         return await steps.peek(self.backend, most)
 
+    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+        """A page of those that lie there, in their order."""
+        return await search.lying(self.backend, state, most, after, whole=whole)
+
+    async def near(self, request_id: str, after: str = "") -> Looked:
+        """A page of those that may bear this id, where looking costs little."""
+        return await search.near(self.backend, request_id, after)
+
+    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+        """A page of a walk over all requests, or over those that were claimed at least once."""
+        return await search.walk(self.backend, words, after, entries_only=entries_only)
+
+    async def ahead(self, found: FoundRequest) -> int | None:
+        """How many lie before it in line; None where it does not wait there (any more)."""
+        return await search.ahead(self.backend, found)
+
+    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+        """What lies in a result list, the oldest first, behind so many; nothing is taken."""
+        return await search.results(self.backend, name, most, after)
+
+    async def take_result(self, name: str, result: bytes) -> bool:
+        """Remove it, the oldest that equals it; False where it is gone."""
+        return await search.take(self.backend, name, result)
+
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)
 
@@ -122,7 +149,7 @@ class RedisDesk:
         done = 0
         for entry in entries:
             dead = next((one for one in await self.dead_list(1, entry - 1) if one.entry == entry), None)
-            again = None if dead is None else accept_anew(dead.member, dead.score, deadline)
+            again = None if dead is None else accept_anew(self.names, dead.member, dead.score, deadline)
             if again is not None:
                 done += await steps.requeue(self.backend, entry, again)
         return done

@@ -45,6 +45,8 @@ _FRAGMENTS = {
     "requeue": ("need", "common", "markers"),
     "cancel": ("need", "common", "markers"),
     "peek": ("need", "common", "line"),
+    "look": ("need", "common", "markers"),
+    "ahead": ("need", "common"),
     "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),

@@ -1,0 +1,86 @@
+"""`batch-dispatcher describe`: one request, wherever it lies."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dispatcher.cli.screen import answer, complain, say
+from dispatcher.cli.sought import (
+    answers_anywhere,
+    by_id,
+    details,
+    gate_of,
+    shown,
+    shown_result,
+    why,
+)
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.core.request import decode_result
+
+if TYPE_CHECKING:
+    from dispatcher.queue.redis.desk import RedisDesk
+
+Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
+
+
+def describe(
+    request_id: Id,
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
+    """Say where a request lies, its place in line, its tries, why it is not sent; or that it was answered.
+
+    Exit code 1: it is not in the queue, and no result is found under its id.
+    """
+    target = find(config, queue_url, queue, pool)
+    told = ask(target, lambda desk: _look(target, desk, request_id))
+    if json_output:
+        answer({name: value for name, value in told.items() if name != "lines"})
+    else:
+        for at, lines in enumerate(told["lines"]):
+            say(*([""] if at else []), *lines)
+    if not told["requests"] and not told["results"]:
+        if not json_output:
+            complain(
+                f"{request_id}: not in {target.names.queue} ({told['looked_at']:,} requests looked at), and "
+                "no result under its id; one that went to a list of its producer's is not looked for"
+            )
+        raise typer.Exit(1)
+
+
+async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[str, Any]:
+    found, looked_at = await by_id(desk, request_id)
+    gate = await gate_of(target, desk) if found else ""
+    now, requests, lines = time.time(), [], []
+    for one, read in found:
+        ahead = await desk.ahead(one)
+        sentence = why(one, read, ahead, gate, now)
+        requests.append({**shown(one, read, ahead), "why": sentence})
+        rows = details(one, read, ahead, sentence)
+        lines.append([request_id, *(f"  {name:<17} {value}" for name, value in rows)])
+    results = [decode_result(each) for each in await answers_anywhere(desk, request_id)]
+    for result in results:
+        status = (
+            f"status {result.status_code}" if result.status_code is not None else "no answer of the gateway"
+        )
+        error = f", {result.error_code}: {result.error_message or ''}" if result.error_code else ""
+        lines.append(
+            [
+                f"{request_id}: answered, {status}{error}".rstrip(": "),
+                f"  the result lies ready: batch-dispatcher result {request_id}",
+            ]
+        )
+    return {
+        "id": request_id,
+        "queue": target.names.queue,
+        "requests": requests,
+        "results": [shown_result(result) for result in results],
+        "looked_at": looked_at,
+        "lines": lines,
+    }

@@ -1,0 +1,210 @@
+"""`batch-dispatcher result` and `results`: what came of one request, and what lies in a result list."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dispatcher.cli.describe import Id
+from dispatcher.cli.screen import complain, fail, say, table
+from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, shown_result
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.core.duration import seconds_of, told
+from dispatcher.core.plain import plain
+from dispatcher.core.request import PoppedResult, decode_result
+
+if TYPE_CHECKING:
+    from dispatcher.queue.redis.desk import RedisDesk
+
+SENTENCE_AFTER_S = 2.0
+"""Who waits longer is told why."""
+_LOOK_S, _LOOK_MOST_S = 0.02, 0.25
+_AGAIN_S = 5.0
+"""A sentence that names figures changes with each look: no more often than this."""
+
+
+def result(
+    request_id: Id,
+    within: Annotated[str, typer.Argument(metavar="[30s]", help="With --wait: no longer than this.")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Until it is there.")] = False,
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
+    """Print the result of a request that `submit` sent, or that lies in the queue's default list.
+
+    It stays there: results are kept for queue.result_ttl_s. Exit code 1: it is an error, or there is none.
+    """
+    if within and not wait:
+        raise fail("give a time only with --wait", 2)
+    try:
+        seconds = seconds_of(within) if within else None
+    except ValueError as error:
+        complain(str(error))
+        raise typer.Exit(2) from error
+    target = find(config, queue_url, queue, pool)
+    try:
+        found, why = ask(target, lambda desk: _result(target, desk, request_id, wait, seconds))
+    except KeyboardInterrupt:
+        raise still_queued(request_id) from None
+    if found is None:
+        raise fail(why)
+    print_result(found, json_output=json_output)
+
+
+class _EndedElsewhereError(Exception):
+    """It left the queue, and no result is found."""
+
+
+async def _result(
+    target: QueueTarget, desk: RedisDesk, request_id: str, wait: bool, within_s: float | None
+) -> tuple[PoppedResult | None, str]:
+    if found := await answers_anywhere(desk, request_id):
+        return decode_result(found[-1]), ""
+    there, looked_at = await by_id(desk, request_id)
+    none = f"{request_id}: no result under its id, and it is not in {target.names.queue}"
+    if not there:
+        if found := await answers_anywhere(desk, request_id):  # it ended between both looks
+            return decode_result(found[-1]), ""
+        return None, f"{none} ({looked_at:,} requests looked at)"
+    states = ", ".join(str(one.state) for one, _ in there)
+    lists = {read.results for _, read in there} - {"", desk.names.answers(request_id)}
+    if lists:
+        other = min(lists)
+        return None, f"{request_id} is {states}; its result goes to {other}: see results --list {other}"
+    if not wait:
+        return None, f"{request_id} has no result yet, it is {states}: describe {request_id} says why"
+    again_at = time.monotonic() + _AGAIN_S
+
+    async def look() -> PoppedResult | None:
+        nonlocal again_at
+        came = await answers(desk, request_id)
+        if not came and time.monotonic() >= again_at:
+            gone = not (await by_id(desk, request_id))[0]
+            came = await answers_anywhere(desk, request_id)
+            if gone and not came:
+                raise _EndedElsewhereError
+            again_at = time.monotonic() + _AGAIN_S
+        return decode_result(came[-1]) if came else None
+
+    try:
+        came = await awaited(target, desk, request_id, look, within_s)
+    except _EndedElsewhereError:
+        return None, f"{none} any more: somebody else took its result"
+    return came, "" if came is not None else f"{request_id}: no result within {told(within_s or 0.0)}"
+
+
+async def awaited(
+    target: QueueTarget,
+    desk: RedisDesk,
+    request_id: str,
+    look: Callable[[], Awaitable[PoppedResult | None]],
+    within_s: float | None,
+) -> PoppedResult | None:
+    """What the look brings at last; meanwhile the gate's sentence on standard error, when it changes."""
+    started = time.monotonic()
+    pause_s, said, said_at = _LOOK_S, "", started - _AGAIN_S
+    next_sentence = started + SENTENCE_AFTER_S
+    while True:
+        if (found := await look()) is not None:
+            return found
+        now = time.monotonic()
+        if within_s is not None and now - started >= within_s:
+            return None
+        if now >= next_sentence:
+            sentence = await progress(target, desk, request_id)
+            reason = sentence.partition(":")[0]
+            if reason != said or (sentence != said and now - said_at >= 6 * _AGAIN_S):
+                complain(f"waiting: {sentence}", fg=None)
+                said, said_at = reason, now
+            next_sentence = now + 1.0
+        await asyncio.sleep(
+            pause_s if within_s is None else min(pause_s, max(0.001, started + within_s - now))
+        )
+        pause_s = min(_LOOK_MOST_S, pause_s * 1.3)
+
+
+def still_queued(request_id: str) -> typer.Exit:
+    """Who does not wait any longer is told how to go on."""
+    complain(
+        f"{request_id} is still queued: batch-dispatcher result {request_id} --wait, or cancel {request_id}",
+        fg=None,
+    )
+    return typer.Exit(130)
+
+
+def print_result(found: PoppedResult, *, json_output: bool) -> None:
+    """Its payload, or all of it as JSON; exits with 1 where it is an error."""
+    import msgspec
+
+    text = msgspec.json.encode(found).decode() if json_output else found.payload
+    # A program wants it byte for byte, a terminal without what would steer it.
+    typer.echo(plain(text, keep="\n\t") if sys.stdout.isatty() else text)
+    if found.status_code is None or found.status_code >= 400 or found.error_code is not None:
+        why = found.error_code or f"status {found.status_code}"
+        complain(f"{found.id}: {why}: {found.error_message or ''}".rstrip(": "), fg=None)
+        raise typer.Exit(1)
+
+
+def results(
+    name: Annotated[str, typer.Option("--list", help="Which list; default: the queue's own.")] = "",
+    most: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    take: Annotated[bool, typer.Option("--take", help="Print them whole, and remove them.")] = False,
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
+    """Show what lies in a result list, the oldest first; as JSON lines with --json, and when they are taken.
+
+    Each is removed once it is printed: a consumer that dies loses none, and of two that take at once both may
+    print one.
+    """
+    target = find(config, queue_url, queue, pool)
+
+    async def act(desk: RedisDesk) -> int:
+        where, count = name or target.names.results, 0
+        rows: list[list[str]] = []
+        while count < most and (page := await desk.read_results(where, most - count, 0 if take else count)):
+            count += len(page)
+            for one in page:
+                if json_output or take:
+                    typer.echo(_line(one))
+                else:
+                    rows.append(_row(one))
+            sys.stdout.flush()
+            for one in page if take else ():
+                await desk.take_result(where, one)
+        if rows:
+            say(*table(["ID", "STATUS", "ERROR", "BYTES", "PAYLOAD"], rows))
+        if not count:
+            complain(f"{where} is empty", fg=None)
+        return count
+
+    ask(target, act)
+
+
+def _line(one: bytes) -> str:
+    """One line of JSON, whatever was pushed there."""
+    try:
+        return json.dumps(shown_result(decode_result(one)))
+    except ValueError:
+        return json.dumps({"unreadable": one.decode(errors="replace")})
+
+
+def _row(one: bytes) -> list[str]:
+    try:
+        read = decode_result(one)
+    except ValueError:
+        return ["(unreadable)", "-", "-", f"{len(one):,}", one[:200].decode(errors="replace")]
+    status = "-" if read.status_code is None else str(read.status_code)
+    return [read.id, status, read.error_code or "-", f"{len(one):,}", read.payload[:200]]

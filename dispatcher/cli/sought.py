@@ -1,0 +1,263 @@
+"""Finding requests for the verbs that name them, and what is told of each: in words, and as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from dispatcher.cli.running import address_of, running
+from dispatcher.core.duration import told, until
+from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.core.oversize import bytes_before_cut
+from dispatcher.core.request import PoppedResult, Rejection, Request, decode_result, parse
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+
+if TYPE_CHECKING:
+    from dispatcher.cli.target import QueueTarget
+    from dispatcher.queue.redis.desk import RedisDesk
+
+RESULTS_MOST = 20_000
+"""So many results of the shared list are looked through for one id at the most."""
+_PAGE = 500
+Read = Request | Rejection
+
+
+async def each(look: Callable[[str], Any]) -> AsyncIterator[Looked]:
+    """The pages of a look, one behind the other."""
+    after = ""
+    while True:
+        page: Looked = await look(after)
+        yield page
+        if not (after := page.after):
+            return
+
+
+async def matching(
+    desk: RedisDesk, words: Words, fits: Callable[[Read], bool]
+) -> AsyncIterator[tuple[FoundRequest, Read]]:
+    """All in the queue that fit, each once; `words` spare reading those that cannot."""
+    entries: set[int] = set()
+    async for page in each(lambda after: desk.search(words, after)):
+        for found in page.found:
+            if found.entry not in entries and fits(read := parse(found.member)):
+                entries |= {found.entry} - {0}
+                yield found, read
+
+
+async def by_id(desk: RedisDesk, request_id: str) -> tuple[list[tuple[FoundRequest, Read]], int]:
+    """All in the queue that bear the id, and how many requests were read for that.
+
+    What our client submitted, is leased or dead is found at little cost, and then nobody looks further.
+    """
+    words, looked_at = [spellings(request_id)], 0
+    for look in (
+        lambda after: desk.near(request_id, after),
+        lambda after: desk.search(words, after, entries_only=True),
+        lambda after: desk.search(words, after),
+    ):
+        found: dict[int | bytes, tuple[FoundRequest, Read]] = {}
+        async for page in each(look):
+            looked_at += page.looked_at
+            for one in page.found:
+                if (read := parse(one.member)).id == request_id:
+                    if one.entry:  # it was claimed since it was read as pending
+                        found.pop(one.member, None)
+                    found[one.entry or one.member] = one, read
+        if found:
+            return list(found.values()), looked_at
+    return [], looked_at
+
+
+async def answers(desk: RedisDesk, request_id: str) -> list[bytes]:
+    """The results that lie in the list of that id, the oldest first."""
+    found = await desk.read_results(desk.names.answers(request_id), 100)
+    return [result for result in found if _id_of(result) == request_id]
+
+
+async def answers_anywhere(desk: RedisDesk, request_id: str) -> list[bytes]:
+    """Those, else what of the queue's default list bears the id, as far as that is looked through."""
+    if found := await answers(desk, request_id):
+        return found
+    words, at = spellings(request_id), 0
+    while at < RESULTS_MOST and (page := await desk.read_results(desk.names.results, _PAGE, at)):
+        at += len(page)
+        found += [
+            result
+            for result in page
+            if any(word in result for word in words) and _id_of(result) == request_id
+        ]
+    return found
+
+
+def _id_of(result: bytes) -> str:
+    try:
+        return decode_result(result).id
+    except ValueError:
+        return ""
+
+
+def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str, Any]:
+    """What is told of a request as JSON: the same fields always, null where there is nothing to say."""
+    request = read if isinstance(read, Request) else None
+    band = found.score // PRIORITY_STEP
+    return {
+        "id": read.id,
+        "state": str(found.state),
+        "place": None if ahead is None else ahead + 1,
+        "entry": found.entry or None,
+        "score": found.score if abs(found.score) < 2**63 else str(found.score),
+        "priority": int(band) if band in PRIORITIES else None,
+        "deadline": None if request is None else request.deadline,
+        "created": (request.created or None) if request else None,
+        "deliveries": found.deliveries,
+        "attempts": found.attempts,
+        "refusals": found.refusals,
+        "deaths": found.deaths,
+        "owner": found.owner or None,
+        "due_at": found.at if found.state is Whereabouts.DELAYED else None,
+        "leased_until": found.at if found.state is Whereabouts.LEASED else None,
+        "died_at": found.at if found.state is Whereabouts.DEAD else None,
+        "reason": found.reason or None,
+        "endpoint": (request.endpoint or None) if request else None,
+        "results": read.results or None,
+        "labels": dict(request.labels) if request else {},
+        "cancellable": bool(read.token) and found.state is not Whereabouts.DEAD,
+        "bytes": size_of(found),
+        "problem": read.message if isinstance(read, Rejection) else None,
+    }
+
+
+def size_of(found: FoundRequest) -> int:
+    return bytes_before_cut(found.member) or len(found.member)
+
+
+def shown_result(result: PoppedResult) -> dict[str, Any]:
+    return {
+        "id": result.id,
+        "status_code": result.status_code,
+        "error_code": result.error_code,
+        "error_message": result.error_message,
+        "payload": result.payload,
+        "payload_note": result.payload_note,
+    }
+
+
+async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
+    """One sentence: what holds back all that waits, or what the dispatcher does."""
+    if (paused := await desk.paused()) is not None:
+        by, why = paused
+        return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
+    if (address := address_of(target.admin)) is None:
+        return "not known: only a configuration says where a dispatcher can be asked"
+    told_, problem = await running(address)
+    if told_ is None:
+        return f"no dispatcher answers: {problem}"
+    if told_.get("pool") and told_.get("queue") != target.names.queue:
+        return f"the dispatcher that answers works on another queue, {told_.get('queue')}"
+    return f"{told_.get('reason')}: {told_.get('explanation')}"
+
+
+async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
+    """What one waits for: the gate's sentence, or where only the queue can be asked, the place in line."""
+    if target.admin is not None or await desk.paused() is not None:
+        return await gate_of(target, desk)
+    found = (await desk.near(request_id)).found
+    if not found:
+        return "not in line"
+    ahead = await desk.ahead(found[0])
+    return f"{found[0].state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
+
+
+def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float) -> str:
+    """Why it is not answered yet, in one sentence."""
+    if found.state is Whereabouts.DEAD:
+        return f"it was set aside: {found.reason}"
+    if isinstance(read, Request) and read.deadline <= now and found.state is not Whereabouts.LEASED:
+        return f"its deadline has passed: a dispatcher ends it as DEADLINE_EXCEEDED; the gate: {gate}"
+    if found.state is Whereabouts.LEASED:
+        runs_out = until(found.at or now, now)
+        return f"it is with {found.owner}, whose lease runs out {runs_out} unless it is renewed"
+    if found.state is Whereabouts.DELAYED:
+        return f"it waits for its next try, which is due {until(found.at or now, now)}; the gate: {gate}"
+    others = ahead_of_it(ahead)
+    apart = (
+        f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "
+        if found.state is Whereabouts.SUSPECT
+        else ""
+    )
+    return f"{apart}{others}; the gate: {gate}"
+
+
+def ahead_of_it(ahead: int | None) -> str:
+    return "it is next in line" if not ahead else f"{ahead:,} {'go' if ahead > 1 else 'goes'} before it"
+
+
+def time_of(at: float) -> str:
+    """Unix seconds as UTC; what no calendar knows, as a number."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"{at:g}"
+
+
+def deadline_of(read: Read, now: float) -> str:
+    return until(read.deadline, now) if isinstance(read, Request) else "-"
+
+
+def note_of(found: FoundRequest, now: float) -> str:
+    """What else there is to say of it in a table."""
+    match found.state:
+        case Whereabouts.LEASED:
+            return f"at {found.owner}"
+        case Whereabouts.DELAYED:
+            return f"due {until(found.at or now, now)}"
+        case Whereabouts.DEAD:
+            return found.reason
+        case Whereabouts.SUSPECT:
+            return f"{found.deaths} owners died holding it"
+        case _:
+            return "was given back" if found.state is Whereabouts.RETURNED else ""
+
+
+def tries_of(found: FoundRequest) -> str:
+    parts = [(found.attempts, "failed"), (found.refusals, "refused")]
+    said = [f"{count} {word}" for count, word in parts if count]
+    return ", ".join(said) or ("-" if not found.deliveries else f"{found.deliveries} deliveries")
+
+
+def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -> list[tuple[str, str]]:
+    """Name and value of what is told of one request."""
+    now = time.time()
+    rows = [("state", str(found.state))]
+    if found.state in IN_LINE and ahead is not None:
+        rows.append(("place in line", f"{ahead + 1:,}"))
+    if found.entry:
+        rows.append(("entry", str(found.entry)))
+    rows.append(("tries", tries_of(found)))
+    if isinstance(read, Request):
+        rows.append(("deadline", f"{time_of(read.deadline)}, {until(read.deadline, now)}"))
+        if read.created:
+            rows.append(("submitted", f"{time_of(read.created)}, {told(now - read.created)} ago"))
+        rows += [("endpoint", read.endpoint)] if read.endpoint else []
+        rows += [("labels", ", ".join(f"{k}={v}" for k, v in read.labels.items()))] if read.labels else []
+    else:
+        rows.append(("cannot be read", read.message))
+    rows.append(("result goes to", read.results or "the queue's default list"))
+    rows.append(("can be cancelled", "yes" if read.token else "no: it carries no token"))
+    if found.state is Whereabouts.DEAD and found.at is not None:
+        rows.append(("died", f"{time_of(found.at)}, {until(found.at, now)}"))
+    rows.append(("bytes", f"{size_of(found):,}"))
+    return [*rows, ("why", sentence)]
+
+
+def labelled(labels: Sequence[tuple[str, str]]) -> tuple[Words, Callable[[Read], bool]]:
+    """What a search needs to find the requests with all of these labels."""
+    words = [spellings(text) for pair in labels for text in pair if text]
+
+    def fits(read: Read) -> bool:
+        has = read.labels if isinstance(read, Request) else {}
+        return all(has.get(name) == value for name, value in labels)
+
+    return words, fits

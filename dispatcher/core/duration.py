@@ -1,0 +1,33 @@
+"""Spans of time as people write and read them. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
+_WRITTEN = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
+
+
+def seconds_of(written: str) -> float:
+    """`90`, `90s`, `1.5m`, `2h`, `1d`, `250ms`. Raises ValueError, whose message says how to write it."""
+    found = _WRITTEN.fullmatch(written.strip())
+    seconds = math.inf if found is None else float(found[1]) * _UNITS[found[2] or "s"]
+    if not math.isfinite(seconds):
+        raise ValueError(f"{written!r} is no span of time: write 30s, 10m, 2h or 1d")
+    return seconds
+
+
+def told(seconds: float) -> str:
+    """`0.4 s`, `59 s`, `12 min`, `3.5 h`, `2 d`: in two figures, which is what people take in."""
+    size = abs(seconds)
+    for unit, name in ((86_400.0, "d"), (3600.0, "h"), (60.0, "min")):
+        if size >= 2 * unit or (unit == 60.0 and size >= 100):
+            value = size / unit
+            return f"{value:.1f}".removesuffix(".0") + f" {name}" if value < 10 else f"{value:.0f} {name}"
+    return f"{size:.1f} s" if size < 10 and size != int(size) else f"{size:.0f} s"
+
+
+def until(at: float, now: float) -> str:
+    """`in 12 min`, or `12 min ago`."""
+    return f"in {told(at - now)}" if at >= now else f"{told(now - at)} ago"

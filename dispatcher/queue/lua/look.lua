@@ -1,0 +1,135 @@
+-- Look at requests where they lie, a page at a time.
+-- KEYS   own…
+-- ARGV   how: "rank" (in the order of one set), "near" (whose scores tell a deadline under which the id is active, and
+--        all leases), "entries" (all that were claimed once), "pending" (all that never were); the set's letter, or the
+--        id; where to begin (a rank, a range and a rank, a cursor: two arguments); most, bytes, bytes of the largest
+--        member that is told whole; then for each word how many spellings, and these: a member must hold one of each word
+-- Returns {next range (-1: at the end), next offset, looked at, bytes of these, 0, or 1: they are too many, ask for fewer,
+--         {letter, id or 0, score, member, deliveries, attempts, refusals, deaths, units, owner, time or false, reason}…}
+-- Keeps: reads only, no more than `most` requests. What lies there all the while is found by "entries" and "pending".
+need('ZCOUNT', 'ZSCAN', 'HSCAN')
+local how, which, range, offset = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+local most, bytes, largest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local SETS = {P = PENDING, R = RETURNED, S = SUSPECTS, D = DELAYED, L = LEASES, X = DEAD}
+local words, at = {}, 8
+while ARGV[at] do
+  local count = tonumber(ARGV[at])
+  words[#words + 1] = {unpack(ARGV, at + 1, at + count)}
+  at = at + 1 + count
+end
+
+local function fits(member)
+  for _, word in ipairs(words) do
+    local found = false
+    for _, spelling in ipairs(word) do found = found or string.find(member, spelling, 1, true) ~= nil end
+    if not found then return false end
+  end
+  return true
+end
+
+local rows, looked, size, told = {}, 0, 0, 0
+
+-- False: the page was full before it.
+local function tell(letter, id, score, member, state, time)
+  looked, size = looked + 1, size + #member
+  if not fits(member) then return true end
+  if #rows > 0 and told + math.min(#member, largest) > bytes then
+    looked, size = looked - 1, size - #member
+    return false
+  end
+  told = told + math.min(#member, largest)
+  rows[#rows + 1] = {letter, id, score, shortened(member, largest), state[DELIVERIES] or 0, state[ATTEMPTS] or 0,
+                     state[REFUSALS] or 0, state[DEATHS] or 0, units_of(state), state[OWNER] or '', time,
+                     state[REASON] or ''}
+  return true
+end
+
+local function time_of(letter, id, state)
+  if letter == 'L' then return call('ZSCORE', LEASES, lease_name(id, state)) end
+  if letter == 'D' then return call('ZSCORE', DELAYED, string.format('%016d', id)) end
+  return letter == 'X' and state[DIED]
+end
+
+-- An entry that is not of this line (a lease of another one's) is passed over.
+local function tell_entry(id)
+  local state = load(id)
+  local member = state and call('HGET', MEMBERS, id)
+  if not member then return true end
+  return tell(state[WHERE], id, state[SCORE], member, state, time_of(state[WHERE], id, state))
+end
+
+local function tell_named(letter, name, score)
+  if letter == 'P' then return tell('P', 0, score, name, {}, false) end
+  if letter == 'R' or letter == 'S' or letter == 'D' then name = string.sub(name, -16) end
+  return tell_entry(tonumber(string.match(name, '^%d+')))
+end
+
+-- From a rank on; how far it came, and whether that is the end.
+local function walk(key, letter, first, last)
+  for rank = first, last do
+    if looked >= most or size > 8 * bytes then return rank, false end
+    local one = call('ZRANGE', key, rank, rank, 'WITHSCORES')
+    if not one[1] then break end
+    if not tell_named(letter, one[1], one[2]) then return rank, false end
+  end
+  return last + 1, true
+end
+
+local function reply(next_range, next_offset, again)
+  return {next_range, next_offset, looked, size, again or 0, rows}
+end
+
+if how == 'rank' then
+  local rank, ended = walk(SETS[which], which, tonumber(offset), call('ZCARD', SETS[which]) - 1)
+  return reply(ended and -1 or 0, tostring(rank))
+end
+
+if how == 'near' then
+  local seen, deadlines = {}, {}
+  for _, deadline in pairs(active(which)) do
+    deadline = math.floor(deadline)
+    if not seen[deadline] then
+      seen[deadline] = true
+      deadlines[#deadlines + 1] = deadline
+    end
+  end
+  table.sort(deadlines)
+  local near, rank = {{PENDING, 'P'}, {RETURNED, 'R'}, {SUSPECTS, 'S'}, {DELAYED_ORDER, 'D'}}, tonumber(offset)
+  local last = #deadlines * PRIORITIES * #near
+  while range < last do
+    local key, letter = unpack(near[range % #near + 1])
+    local band = math.floor(range / #near)
+    local low = (band % PRIORITIES) * PRIORITY_STEP + deadlines[math.floor(band / PRIORITIES) + 1]
+    local from, to = string.format('%.0f', low), '(' .. string.format('%.0f', low + 1)
+    local count = call('ZCOUNT', key, from, to)
+    if rank < count then
+      local first = call('ZCOUNT', key, '-inf', '(' .. from)
+      local came, ended = walk(key, letter, first + rank, first + count - 1)
+      if not ended then return reply(range, tostring(came - first)) end
+    end
+    range, rank = range + 1, 0
+  end
+  local came, ended = walk(LEASES, 'L', rank, call('ZCARD', LEASES) - 1)
+  return reply(ended and -1 or range, tostring(came))
+end
+
+-- A cursor's page cannot be left half way: where it holds too much, the caller asks for fewer from the same one.
+local found
+if how == 'pending' then found = call('ZSCAN', PENDING, offset, 'COUNT', most)
+else found = call('HSCAN', ENTRIES, offset, 'COUNT', most) end
+local items = found[2]
+for number = 1, #items, 2 do
+  local whole
+  if how == 'pending' then whole = tell_named('P', items[number], items[number + 1])
+  else whole = tell_entry(tonumber(items[number])) end
+  if not whole then
+    if most > 1 then
+      rows = {}
+      return reply(0, offset, 1)
+    end
+    bytes = math.huge -- one bucket: whatever it holds
+    if how == 'pending' then tell_named('P', items[number], items[number + 1])
+    else tell_entry(tonumber(items[number])) end
+  end
+end
+return reply(found[1] == '0' and -1 or 0, found[1])

@@ -1,0 +1,91 @@
+"""Looking at single requests in memory: one page holds everything that was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dispatcher.core.lanes import Lane
+from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
+
+
+def lying(line: Line, state: Whereabouts, most: int, after: str) -> Looked:
+    there = sorted((each for each in _all(line) if each.state is state), key=lambda each: _order(each))
+    first = int(after or 0)
+    page = there[first : first + most]
+    return Looked(page, str(first + most) if first + most < len(there) else "", len(page))
+
+
+def search(line: Line, words: Words, *, entries_only: bool) -> Looked:
+    everything = [each for each in _all(line) if each.entry or not entries_only]
+    found = [each for each in everything if all(any(one in each.member for one in word) for word in words)]
+    return Looked(found, "", len(everything))
+
+
+def near(line: Line, request_id: str) -> Looked:
+    if line.active.get(request_id):
+        return search(line, [spellings(request_id)], entries_only=False)
+    told = search(line, [spellings(request_id)], entries_only=True)
+    return Looked([each for each in told.found if each.state is Whereabouts.LEASED], "", told.looked_at)
+
+
+def ahead(line: Line, found: FoundRequest) -> int | None:
+    waiting = [each for each in _all(line) if each.state in IN_LINE]
+    mine = next((each for each in waiting if _same(each, found)), None)
+    if mine is None:
+        return None
+    return sum(
+        _order(each) < _order(mine) if each.state is mine.state else each.score < mine.score
+        for each in waiting
+    )
+
+
+def results(line: Line, name: str, most: int, after: int) -> list[bytes]:
+    return list(reversed(line.pool.lists.get(name, ())))[after : after + most]
+
+
+def take(line: Line, name: str, result: bytes) -> bool:
+    there = line.pool.lists.get(name)
+    if there is None or result not in there:
+        return False
+    there.reverse()
+    there.remove(result)
+    there.reverse()
+    return True
+
+
+def _same(one: FoundRequest, other: FoundRequest) -> bool:
+    if one.state is not other.state:
+        return False
+    return one.entry == other.entry if other.entry else one.member == other.member
+
+
+def _order(one: FoundRequest) -> tuple[float, bytes, int]:
+    if one.state in (Whereabouts.DELAYED, Whereabouts.LEASED):
+        return one.at or 0.0, b"", one.entry
+    if one.state is Whereabouts.DEAD:
+        return one.entry, b"", 0
+    return one.score, one.member, one.entry
+
+
+def _all(line: Line) -> Iterator[FoundRequest]:
+    pool = line.pool
+    due = {item[5].id: item[0] for item in line.delayed.heap if item[5].moves == item[4]}
+    for entry in (*line.pending.values(), *line.entries.values()):
+        state, at, owner, reason = _state(entry), None, "", ""
+        if entry.place is Place.DELAYED:
+            at = due[entry.id] + pool.unix_origin
+        elif entry.place is Place.LEASED:
+            grant = pool.grants[entry.id]
+            at, owner = grant.expires_at + pool.unix_origin, grant.owner
+        elif entry.place is Place.DEAD:
+            _, reason, at = line.dead[entry.id]
+        counts = entry.deliveries, entry.attempts, entry.refusals, entry.deaths, entry.units or 1
+        number = 0 if entry.id == NEVER_CLAIMED else entry.id
+        yield FoundRequest(state, entry.member, entry.score, number, *counts, owner, at, reason)
+
+
+def _state(entry: Entry) -> Whereabouts:
+    if entry.place is Place.RETURNED and entry.lane is Lane.SUSPECTS:
+        return Whereabouts.SUSPECT
+    return Whereabouts(entry.place.value)

@@ -1,0 +1,151 @@
+"""Looking at single requests and results, a page at a time: no call keeps Redis from others for long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from redis import exceptions as errors
+
+from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
+
+_LETTERS = {
+    "P": Whereabouts.PENDING,
+    "R": Whereabouts.RETURNED,
+    "S": Whereabouts.SUSPECT,
+    "D": Whereabouts.DELAYED,
+    "L": Whereabouts.LEASED,
+    "X": Whereabouts.DEAD,
+}
+_STATES = {state: letter for letter, state in _LETTERS.items()}
+_PAGE = 512
+"""Requests that one call reads at the most."""
+_FIRST_PAGE = 8
+"""Nobody knows yet how large they are, and a page of a cursor is read whole."""
+_WALK = ("entries", "pending", "entries")
+"""A claim moves a request from the second to the first: who looks there again misses none."""
+_WHOLE = 2**62
+_RESULTS = 64
+
+
+async def lying(backend: Backend, state: Whereabouts, most: int, after: str, *, whole: bool) -> Looked:
+    largest = _WHOLE if whole else SCRIPT_BYTES
+    args = ("rank", _STATES[state], 0, after or 0, max(1, min(most, _PAGE)), SCRIPT_BYTES, largest)
+    next_range, rank, looked, _, _, rows = await _look(backend, args)
+    return Looked([_found(*row) for row in rows], rank.decode() if next_range >= 0 else "", looked)
+
+
+async def near(backend: Backend, request_id: str, after: str) -> Looked:
+    range_, _, offset = (after or "0:0").partition(":")
+    args = ("near", request_id, range_, offset, _PAGE, SCRIPT_BYTES, SCRIPT_BYTES)
+    next_range, rank, looked, _, _, rows = await _look(backend, args, [spellings(request_id)])
+    then = f"{next_range}:{rank.decode()}" if next_range >= 0 else ""
+    return Looked([_found(*row) for row in rows], then, looked)
+
+
+async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool) -> Looked:
+    """`after`: which part of the walk, how many to read, and the cursor."""
+    part, most, cursor = (after or f"0:{_FIRST_PAGE}:0").split(":")
+    how, count = _WALK[int(part)], int(most)
+    while True:
+        args = (how, "", 0, cursor, count, SCRIPT_BYTES, SCRIPT_BYTES)
+        ended, then, looked, size, again, rows = await _look(backend, args, words)
+        if not again:
+            break
+        count = max(1, count // 8)
+    if size > 2 * SCRIPT_BYTES:
+        count = max(1, count // 4)
+    elif size < SCRIPT_BYTES // 2:
+        count = min(_PAGE, count * 4)
+    found = [_found(*row) for row in rows]
+    if ended >= 0:
+        return Looked(found, f"{part}:{count}:{then.decode()}", looked)
+    last = entries_only or int(part) == len(_WALK) - 1
+    return Looked(found, "" if last else f"{int(part) + 1}:{_FIRST_PAGE}:0", looked)
+
+
+async def ahead(backend: Backend, found: FoundRequest) -> int | None:
+    if found.state not in IN_LINE:
+        return None
+    name: Argument = found.member if found.state is Whereabouts.PENDING else found.entry
+    told: int | None = (await backend.run("ahead", [_STATES[found.state], name])).value
+    return told
+
+
+async def results(backend: Backend, name: str, most: int, after: int) -> list[bytes]:
+    """One by one where they are large: no more than a megabyte is asked for than was told."""
+    scripts = backend.scripts
+    found: list[bytes] = []
+    size, count = 0, 1
+
+    async def read() -> list[bytes]:
+        last = -1 - after - len(found)
+        try:
+            page: list[bytes] = await scripts.client.lrange(name, last - count + 1, last)
+        except errors.ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                return []
+            raise
+        return page
+
+    while len(found) < most and size < SCRIPT_BYTES:
+        count = min(count, most - len(found))
+        page = await scripts.attempt(read, size=SCRIPT_BYTES)
+        if not page:
+            break
+        found += reversed(page)
+        size += sum(map(len, page))
+        count = max(1, min(_RESULTS, int((SCRIPT_BYTES - size) * len(found) / (2 * size + 1))))
+    return found
+
+
+async def take(backend: Backend, name: str, result: bytes) -> bool:
+    scripts = backend.scripts
+
+    async def remove() -> int:
+        gone: int = await scripts.client.lrem(name, -1, result)
+        return gone
+
+    return bool(await scripts.attempt(remove, size=len(result)))
+
+
+async def _look(
+    backend: Backend, args: Sequence[Argument], words: Words = ()
+) -> tuple[int, bytes, int, int, int, Sequence[Any]]:
+    flat: list[Argument] = []
+    for word in words:
+        flat += (len(word), *word)
+    next_range, offset, looked, size, again, rows = (await backend.run("look", [*args, *flat])).value
+    return next_range, offset, looked, size, again, rows
+
+
+def _found(
+    letter: bytes,
+    entry: int,
+    score: bytes,
+    member: bytes,
+    deliveries: int,
+    attempts: int,
+    refusals: int,
+    deaths: int,
+    units: int,
+    owner: bytes,
+    at: bytes | None,
+    reason: bytes,
+) -> FoundRequest:
+    return FoundRequest(
+        _LETTERS[letter.decode()],
+        member,
+        float(score),
+        entry,
+        deliveries,
+        attempts,
+        refusals,
+        deaths,
+        units,
+        owner.decode(errors="replace"),
+        None if at is None else float(at),
+        reason.decode(errors="replace"),
+    )

@@ -1,0 +1,395 @@
+"""The verbs of single requests, on a real queue without a dispatcher: what each prints, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dispatcher.cli import app
+from dispatcher.core.request import answered, encode_member, parse
+from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
+from dispatcher.queue.keys import Names
+from tests.queue.made import OwnerAndDesk, claim, queues
+from tests.queue.servers import ENGINES, Server, server
+from tests.support import wait_until
+from tests.warm import warm, warm_run
+
+NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+NOWHERE = ("--queue-url", "redis://127.0.0.1:1/0")
+STARTS_S = 60.0
+"""A program on a busy machine."""
+LATER = int(time.time()) + 3600
+
+
+@pytest.fixture(scope="module")
+def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    warm_run("version")  # the warm interpreter ends with the thread that started it, so not with a test's
+    with server(ENGINES[-1], tmp_path_factory.mktemp("requests")) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def empty(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        client.flushall()
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+async def verb(queue_server: Server, *arguments: str) -> Said:
+    """What a verb says, run in this process: a fork costs ten times as much."""
+    asked = [*arguments, "--queue-url", queue_server.url]
+    found = await asyncio.to_thread(CliRunner().invoke, app, asked)
+    return Said(found.exit_code, found.stdout, found.stderr)
+
+
+def apart(queue_server: Server, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The same in a process of its own, which waits while the test goes on."""
+    return warm_run(*arguments, "--queue-url", queue_server.url)
+
+
+async def told(queue_server: Server, *arguments: str) -> Any:
+    return json.loads((await verb(queue_server, *arguments, "--json")).stdout)
+
+
+async def submitted(queue: OwnerAndDesk, *ids: str, results: str = "", **labels: str) -> None:
+    for at, name in enumerate(ids):
+        token, deadline = f"token-of-{name}", LATER + at
+        member = encode_member(
+            name, b'{"prompt": "hi"}', deadline, token=token, results=results, labels=labels
+        )
+        await queue.submit([Submission(member, float(deadline), name, token, deadline)])
+
+
+async def taken(queue: OwnerAndDesk, most: int = 9) -> Sequence[Lease]:
+    return (await claim(queue, most)).leases
+
+
+async def ended(queue: OwnerAndDesk, *leases: Lease) -> None:
+    for lease in leases:
+        request = parse(lease.member)
+        result = answered(request.id or "", 200, b'{"text": "hello"}', token=request.token)
+        await queue.settle([Settlement(lease, result, request.results, request.id or "", request.token)])
+
+
+async def one_in_each_place(queue: OwnerAndDesk) -> None:
+    await submitted(queue, "dead", "delayed", "running", "first", "second", "third")
+    dead, delayed, _ = await taken(queue, 3)
+    await queue.bury([Burial(Settlement(dead, b'{"id":"dead","payload":""}', ""), "no answer: 500")])
+    await queue.release([Release(delayed, 600.0, attempt=True)])
+
+
+async def test_describe_says_where_a_request_lies_and_why_it_is_not_sent(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
+        await one_in_each_place(queue)
+        await queue.pause("ann", "upgrade")
+    said = {
+        name: (await verb(queue_server, "describe", name)).stdout
+        for name in ("dead", "delayed", "running", "third")
+    }
+    assert "no answer: 500" in said["dead"]
+    assert re.search(r"due in (10|9\.\d) min", said["delayed"])
+    assert "it is with owner-7" in said["running"]
+    assert re.search(r"place in line +3\n", said["third"])
+    assert "2 go before it; the gate: paused by ann: upgrade" in said["third"]
+    (shown,) = (await told(queue_server, "describe", "third"))["requests"]
+    assert (shown["state"], shown["place"], shown["cancellable"]) == ("pending", 3, True)
+    missing = await verb(queue_server, "describe", "nobody")
+    assert (missing.returncode, missing.stdout) == (1, "")
+    assert "nobody: not in batch:{default}:requests" in missing.stderr
+
+
+async def test_describe_tells_a_request_of_any_producer_and_one_that_cannot_be_read(
+    queue_server: Server,
+) -> None:
+    member = json.dumps({"request_kind": "redis", "data": {"id": "theirs", "deadline": LATER, "payload": {}}})
+    with queue_server.client() as client:
+        client.zadd(NAMES.queue, {member: 5, '{"data": {"id": "odd", "payload": {}}}': 6})
+    assert "no: it carries no token" in (await verb(queue_server, "describe", "theirs")).stdout
+    (odd,) = (await told(queue_server, "describe", "odd"))["requests"]
+    assert (odd["place"], odd["deadline"]) == (2, None)
+    assert "data: Object missing required field" in odd["problem"]
+
+
+async def test_two_requests_of_one_id_are_both_described(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        for token in ("a", "b"):
+            client.zadd(NAMES.queue, {encode_member("same", b"{}", LATER, token=token): LATER})
+    assert len((await told(queue_server, "describe", "same"))["requests"]) == 2
+
+
+async def test_a_result_is_found_by_its_id_until_it_is_taken(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "own", results=NAMES.answers("own"))
+        await submitted(queue, "shared")
+        waiting = await verb(queue_server, "result", "own")
+        assert (waiting.returncode, waiting.stdout) == (1, "")
+        assert "own has no result yet, it is pending" in waiting.stderr
+        await ended(queue, *await taken(queue))
+    for name in ("own", "shared"):
+        for _ in range(2):
+            found = await verb(queue_server, "result", name)
+            assert (found.returncode, found.stdout) == (0, '{"text": "hello"}\n')
+        assert (await told(queue_server, "result", name))["status_code"] == 200
+        assert "answered, status 200" in (await verb(queue_server, "describe", name)).stdout
+    assert [
+        json.loads(line)["id"] for line in (await verb(queue_server, "results", "--take")).stdout.splitlines()
+    ] == ["shared"]
+    gone = await verb(queue_server, "result", "shared", "--wait")
+    assert gone.returncode == 1
+    assert "shared: no result under its id" in gone.stderr
+
+
+async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "slow", results=NAMES.answers("slow"))
+        late = await verb(queue_server, "result", "slow", "--wait", "50ms")
+        assert (late.returncode, late.stderr.strip()) == (1, "slow: no result within 0.1 s")
+        asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, "result", "slow", "--wait"))
+        await ended(queue, *await taken(queue))
+        assert (await asking).stdout == '{"text": "hello"}\n'
+
+
+async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "mine", results="batch-results:mine")
+        assert "results --list batch-results:mine" in (await verb(queue_server, "result", "mine")).stderr
+        await ended(queue, *await taken(queue))
+    (line,) = (
+        await verb(queue_server, "results", "--list", "batch-results:mine", "--json")
+    ).stdout.splitlines()
+    assert json.loads(line)["id"] == "mine"
+
+
+async def test_list_shows_what_lies_where_in_the_order_of_the_line(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await one_in_each_place(queue)
+        first = (await taken(queue, 1))[0]
+        await queue.release([Release(first)])
+    ids = {
+        state: [each["id"] for each in (await told(queue_server, "list", "--state", state))]
+        for state in ("pending", "running", "delayed", "dead")
+    }
+    assert ids == {
+        "pending": ["first", "second", "third"],
+        "running": ["running"],
+        "delayed": ["delayed"],
+        "dead": ["dead"],
+    }
+    lines = (await verb(queue_server, "list")).stdout.splitlines()
+    assert lines[0].split() == ["ID", "STATE", "DEADLINE", "TRIES", "NOTE"]
+    assert [line.split()[0] for line in lines[1:]] == ["running", "first", "second", "third", "delayed"]
+    some = await verb(queue_server, "list", "--state", "pending", "--most", "2")
+    assert (len(some.stdout.splitlines()), some.stderr.strip()) == (3, "2 of 3; --most shows more")
+
+
+async def test_peek_shows_what_comes_next_and_what_holds_it_back(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "a", "b", "c")
+        await queue.pause("ann", "upgrade")
+    lines = (await verb(queue_server, "peek", "-n", "2")).stdout.splitlines()
+    assert lines[0] == "3 wait; the gate: paused by ann: upgrade"
+    assert [line.split()[:2] for line in lines[2:]] == [["1", "a"], ["2", "b"]]
+    found = await told(queue_server, "peek")
+    assert (found["pending"], [each["place"] for each in found["next"]]) == (3, [1, 2, 3])
+
+
+async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue_server: Server) -> None:
+    theirs = encode_member("theirs", b"{}", LATER, token="t", labels={"job": "a"})
+    mute = encode_member("mute", b"{}", LATER, labels={"job": "b"})
+    with queue_server.client() as client:
+        client.zadd(NAMES.queue, {theirs: 1, mute: 2})
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "ours", job="a")
+        await submitted(queue, "other", job="other")
+        assert (await verb(queue_server, "cancel", "theirs")).stdout == "theirs is being cancelled\n"
+        assert await queue.cancelled([("theirs", "t"), ("ours", "token-of-ours")]) == [True, False]
+        assert (await verb(queue_server, "cancel", "--label", "job=a")).stdout == "2 are being cancelled\n"
+        wanted = [("ours", "token-of-ours"), ("other", "token-of-other")]
+        assert await queue.cancelled(wanted) == [True, False]
+    refused = await verb(queue_server, "cancel", "mute", "other")
+    assert (refused.returncode, refused.stdout) == (1, "other is being cancelled\n")
+    assert "mute: is pending, and carries no token" in refused.stderr
+    assert (await told(queue_server, "cancel", "nobody")) == {
+        "cancelled": [],
+        "not_cancelled": {"nobody": "not active"},
+    }
+
+
+async def test_results_are_shown_and_taken_the_oldest_first(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        for at in range(3):
+            client.lpush(NAMES.results, answered(f"r-{at}", 200, b"hi"))
+        client.lpush(NAMES.results, b"\xffgarbage")
+    lines = (await verb(queue_server, "results")).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["ID", "r-0", "r-1", "r-2", "(unreadable)"]
+    taken = (await verb(queue_server, "results", "--take", "--most", "2")).stdout.splitlines()
+    assert [json.loads(line)["id"] for line in taken] == ["r-0", "r-1"]
+    assert len((await verb(queue_server, "results", "--json")).stdout.splitlines()) == 2
+
+
+async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "a", "b", "c")
+        for lease, reason in zip(
+            await taken(queue), ("CUDA out of memory", "status 500", "status 500"), strict=True
+        ):
+            await queue.bury([Burial(Settlement(lease, b'{"id":"x","payload":""}', ""), reason)])
+    assert [each["id"] for each in (await told(queue_server, "dead", "list", "--reason", "cuda"))] == ["a"]
+    assert (await told(queue_server, "dead", "list", "--older", "1h")) == []
+    assert (await verb(queue_server, "dead", "list")).stdout.splitlines()[0].split() == [
+        "NUMBER",
+        "DIED",
+        "ID",
+        "REASON",
+    ]
+    assert (
+        json.loads((await verb(queue_server, "dead", "show", "a")).stdout)["reason"] == "CUDA out of memory"
+    )
+    assert (await told(queue_server, "dead", "requeue", "a"))["requeued"] == 1
+    asked = await verb(queue_server, "dead", "purge", "--reason", "500")
+    assert (asked.returncode, "--yes" in asked.stderr) == (2, True)
+    assert (await verb(queue_server, "dead", "purge", "b", "--yes")).stdout == "1 forgotten\n"
+    assert (await told(queue_server, "dead", "purge", "--reason", "500", "--yes")) == {"purged": 1}
+    empty = await verb(queue_server, "dead", "list")
+    assert (empty.returncode, empty.stdout, "no dead" in empty.stderr) == (0, "", True)
+
+
+async def test_what_a_client_left_dead_is_answered_where_its_id_finds_it(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "left", results="batch-results:0123456789abcdef")
+        (lease,) = await taken(queue)
+        await queue.bury([Burial(Settlement(lease, b"", ""), "it broke")])
+        assert "`batch-dispatcher result ID`" in (await verb(queue_server, "dead", "requeue", "left")).stdout
+        await ended(queue, *await taken(queue))
+    assert (await verb(queue_server, "result", "left")).stdout == '{"text": "hello"}\n'
+
+
+async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupted(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    said = tmp_path / "said"
+    with (
+        said.open("wb") as stderr,
+        warm(
+            "dispatcher", "submit", '{"a": 1}', "--id", "mine", "--queue-url", queue_server.url, stderr=stderr
+        ) as submitting,
+    ):
+        await wait_until(
+            lambda: "mine submitted\nwaiting: pending, it is next in line\n" in said.read_text(), STARTS_S
+        )
+        submitting.send_signal(signal.SIGINT)
+        await wait_until(lambda: submitting.poll() is not None)
+    assert submitting.returncode == 130
+    *_, last = said.read_text().splitlines()
+    assert last == "mine is still queued: batch-dispatcher result mine --wait, or cancel mine"
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await ended(queue, *await taken(queue))
+    assert (await verb(queue_server, "result", "mine")).stdout == '{"text": "hello"}\n'
+
+
+async def test_submit_takes_no_result_without_its_token(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        client.lpush(NAMES.answers("mine"), answered("mine", 200, b"forged"))
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, "submit", "{}", "--id", "mine"))
+        leases = await wait_until(lambda: taken(queue, 1), STARTS_S)
+        await ended(queue, *leases)
+        assert (await asking).stdout == '{"text": "hello"}\n'
+
+
+async def test_a_line_of_a_batch_file_is_not_taken_for_a_payload(queue_server: Server) -> None:
+    line = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}'
+    found = await verb(queue_server, "submit", line)
+    assert (found.returncode, "submit --file" in found.stderr) == (2, True)
+
+
+READS = [
+    ("describe", "x"),
+    ("result", "x"),
+    ("result", "x", "--wait"),
+    ("results",),
+    ("list",),
+    ("peek",),
+    ("cancel", "x"),
+    ("cancel", "--label", "a=b"),
+    ("dead", "list"),
+    ("dead", "show", "x"),
+    ("dead", "requeue", "x"),
+    ("dead", "purge", "x", "--yes"),
+]
+
+
+@pytest.mark.parametrize("arguments", READS, ids=" ".join)
+def test_a_queue_that_is_not_there_is_one_line_and_1(arguments: tuple[str, ...]) -> None:
+    found = CliRunner().invoke(app, [*arguments, *NOWHERE])
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert len(found.stderr.splitlines()) == 1
+    assert "cannot be reached" in found.stderr
+
+
+@pytest.mark.parametrize("arguments", READS, ids=" ".join)
+async def test_an_empty_queue_is_told_in_words(queue_server: Server, arguments: tuple[str, ...]) -> None:
+    found = await verb(queue_server, *arguments)
+    assert found.returncode in (0, 1)
+    assert len(found.stdout.splitlines() + found.stderr.splitlines()) == 1
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("describe",),
+        ("result", "x", "30s"),
+        ("result", "x", "--wait", "soon"),
+        ("list", "--state", "lost"),
+        ("list", "--label", "job"),
+        ("cancel",),
+        ("cancel", "x", "--label", "a=b"),
+        ("dead", "purge"),
+        ("dead", "purge", "x", "--all"),
+        ("dead", "list", "--older", "long"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_use_is_said_and_2(arguments: tuple[str, ...]) -> None:
+    found = CliRunner().invoke(app, [*arguments, *NOWHERE])
+    assert (found.exit_code, found.stdout) == (2, "")
+
+
+async def test_lines_end_where_the_terminal_does_and_are_whole_in_a_pipe(queue_server: Server) -> None:
+    name = "a-name-" + "x" * 100
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, name)
+    assert name in (await verb(queue_server, "list")).stdout
+
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dispatcher", "list", "--queue-url", queue_server.url]
+    environ = {**os.environ, "COLUMNS": "80", "LINES": "24"}
+    done = await asyncio.to_thread(
+        subprocess.run, command, stdout=theirs, stderr=theirs, env=environ, check=False
+    )
+    os.close(theirs)
+    with os.fdopen(ours, "rb") as terminal:
+        printed = terminal.read1().decode()
+    assert done.returncode == 0
+    assert [len(line) <= 80 for line in printed.splitlines()] == [True, True]

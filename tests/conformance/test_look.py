@@ -1,0 +1,158 @@
+"""Looking at single requests: each is found where it lies, whoever wrote it, and nothing is changed by it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, spellings
+from dispatcher.core.request import encode_member
+from dispatcher.ports import Burial, Desk, Release, Submission
+from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
+
+W = Whereabouts
+LATER = NOW + 3600
+
+
+async def pages(look: object) -> Sequence[FoundRequest]:
+    """All pages of a look, one behind the other."""
+    found: list[FoundRequest] = []
+    after = ""
+    while True:
+        page: Looked = await look(after)  # type: ignore[operator]
+        found += page.found
+        if not page.after:
+            return found
+        after = page.after
+
+
+async def searched(desk: Desk, *words: str, entries_only: bool = False) -> list[FoundRequest]:
+    spelt = [spellings(word) for word in words]
+    found = await pages(lambda after: desk.search(spelt, after, entries_only=entries_only))
+    return sorted(found, key=lambda each: (each.score, each.member, each.entry))
+
+
+async def lying(world: World, state: Whereabouts) -> list[FoundRequest]:
+    return list(await pages(lambda after: world.desk.lying(state, 2, after)))
+
+
+async def near(world: World, request_id: str) -> list[FoundRequest]:
+    return list(await pages(lambda after: world.desk.near(request_id, after)))
+
+
+def submission(request_id: str, score: float = LATER) -> Submission:
+    token = f"token-of-{request_id}"
+    made = encode_member(request_id, b'{"prompt": "hi"}', LATER, token=token)
+    return Submission(made, score, request_id, token, LATER)
+
+
+async def everywhere(world: World) -> dict[Whereabouts, str]:
+    """One request in each place; by place, its id."""
+    owner = world.owner("owner-1")
+    names = {state: f"is-{state}" for state in W}
+    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED)
+    for at, state in enumerate(order):
+        await world.desk.submit([submission(names[state], NOW + 1000 + at)])
+    for _ in range(2):
+        (suspect,) = await claim(owner, 1)
+        await world.lose(owner, suspect)
+    suspect, dead, delayed, returned, _ = await claim(owner)
+    await owner.bury([Burial(answer(dead), "it broke")])
+    await owner.release([Release(suspect), Release(delayed, 100.0, attempt=True, refusal=True)])
+    await owner.release([Release(returned)])
+    await world.desk.submit([submission(names[W.PENDING])])
+    return names
+
+
+async def test_each_request_is_found_where_it_lies_with_what_is_known_of_it(world: World) -> None:
+    names = await everywhere(world)
+    for state, name in names.items():
+        (found,) = set(await searched(world.desk, name))
+        assert (found.state, name.encode() in found.member) == (state, True)
+        assert [each.state for each in await lying(world, state)] == [state]
+    (suspect,) = await lying(world, W.SUSPECT)
+    (delayed,) = await lying(world, W.DELAYED)
+    (leased,) = await lying(world, W.LEASED)
+    (dead,) = await lying(world, W.DEAD)
+    (pending,) = await lying(world, W.PENDING)
+    assert (suspect.deaths, leased.owner, dead.reason, pending.entry) == (2, "owner-1", "it broke", 0)
+    assert (delayed.attempts, delayed.refusals) == (1, 1)
+    now = world.owner("other").unix_now()
+    assert delayed.at == pytest.approx(now + 100, abs=30)
+    assert leased.at == pytest.approx(now + 30, abs=30)
+    assert dead.at == pytest.approx(now, abs=30)
+    assert min(each.entry for each in (suspect, delayed, leased, dead)) > 0
+
+
+async def test_what_our_client_submitted_is_near_and_what_is_leased(world: World) -> None:
+    await everywhere(world)
+    await world.desk.submit([submission("mine", 3 * 10**11 + LATER)])
+    assert [each.state for each in await near(world, "mine")] == [W.PENDING]
+    await world.zadd(5, member("theirs"))
+    (theirs,) = await claim(world.owner(), 1)
+    assert theirs.score == 5
+    assert [(each.entry, each.state) for each in await near(world, "theirs")] == [(theirs.entry, W.LEASED)]
+    assert await near(world, "nobody") == []
+
+
+async def test_a_search_passes_over_what_lacks_one_of_its_words(world: World) -> None:
+    await world.zadd(1, member("a", metadata={"x": "1"}))
+    await world.zadd(2, member("b", metadata={"x": "1"}))
+    (found,) = await searched(world.desk, "x", "b")
+    assert b'"b"' in found.member
+    assert await searched(world.desk, "x", "none") == []
+    assert len(await searched(world.desk)) == 2
+    await claim(world.owner(), 1)
+    assert [each.state for each in await searched(world.desk, entries_only=True)] == [W.LEASED]
+
+
+@pytest.mark.parametrize("name", ["grün", "a<b>&c", "a/b", 'say "hi"', "back\\slash", "line\nend"])
+async def test_an_id_is_found_however_its_producer_wrote_it(world: World, name: str) -> None:
+    ours = encode_member(name, b"{}", LATER)
+    go = ours.replace(b"<", b"\\u003c").replace(b">", b"\\u003e").replace(b"&", b"\\u0026")
+    slashed = ours.replace(b"/", b"\\/")
+    members = {ours, member(name), go, slashed}
+    for at, each in enumerate(members):
+        await world.zadd(at, each)
+    assert {each.member for each in await searched(world.desk, name)} == members
+
+
+async def test_pages_hold_all_of_many_once_and_in_order(world: World) -> None:
+    await world.desk.submit([submission(f"r-{at:03}", NOW + at) for at in range(700)])
+    found = await pages(lambda after: world.desk.lying(W.PENDING, 300, after))
+    assert [each.score for each in found] == [NOW + at for at in range(700)]
+    walked = await searched(world.desk)
+    assert {each.member for each in walked} == {each.member for each in found}
+
+
+async def test_place_in_line_is_how_many_lie_before(world: World) -> None:
+    owner = world.owner()
+    await world.desk.submit([submission(f"r-{at}", NOW + at) for at in range(5)])
+    leases = await claim(owner, 2)
+    await owner.release([Release(leases[1])])
+    for place, name in enumerate(["r-1", "r-2", "r-3", "r-4"]):
+        (found,) = set(await searched(world.desk, name))
+        assert await world.desk.ahead(found) == place
+    (leased,) = await lying(world, W.LEASED)
+    (returned,) = await lying(world, W.RETURNED)
+    assert await world.desk.ahead(leased) is None
+    await claim(owner, 1)
+    assert await world.desk.ahead(returned) is None
+
+
+async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world: World) -> None:
+    owner = world.owner()
+    for at in range(5):
+        await world.zadd(at, member(f"r-{at}"))
+        (lease,) = await claim(owner, 1)
+        await owner.settle([answer(lease, b"result %d" % at)])
+    assert await world.desk.read_results(RESULTS, 3) == [b"result 0", b"result 1", b"result 2"]
+    assert await world.desk.read_results(RESULTS, 9, 3) == [b"result 3", b"result 4"]
+    assert await world.desk.take_result(RESULTS, b"result 1")
+    assert not await world.desk.take_result(RESULTS, b"result 1")
+    assert await world.results() == [b"result 0", b"result 2", b"result 3", b"result 4"]
+    assert await world.desk.read_results(RESULTS, 9) == []
+    assert await world.desk.read_results("batch-results:nobody", 9) == []
+    await world.set_key("batch-results:no-list", "x")
+    assert await world.desk.read_results("batch-results:no-list", 9) == []
