@@ -19,6 +19,7 @@ VERBS = {
     "submit": "dispatcher.cli.submit",
     "status": "dispatcher.cli.status",
     "explain": "dispatcher.cli.status",
+    "top": "dispatcher.cli.top",
     "pause": "dispatcher.cli.pause",
     "resume": "dispatcher.cli.pause",
     "cancel": "dispatcher.cli.cancel",
