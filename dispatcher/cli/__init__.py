@@ -15,6 +15,7 @@ from dispatcher.cli.screen import complain, for_programs
 
 VERBS = {
     "run": "dispatcher.cli.run",
+    "init": "dispatcher.cli.init",
     "check": "dispatcher.cli.check",
     "submit": "dispatcher.cli.submit",
     "status": "dispatcher.cli.status",

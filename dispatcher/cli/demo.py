@@ -26,6 +26,7 @@ def demo(
     """
     import asyncio
 
+    from dispatcher.cli.live import fold
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.standin.demo import play
 
@@ -44,9 +45,7 @@ def demo(
     else:
         say("", f"Measured in this run ({verdict.seconds:.0f} s of batch work):", bold=True)
         for check in checks:
-            say(
-                f"  {'✓' if check.ok else '✗'} {check.what}",
-                fg=typer.colors.GREEN if check.ok else typer.colors.RED,
-            )
+            told = fold([f"{'✓' if check.ok else '✗'} {check.what}"], width)
+            say(*told, fg=typer.colors.GREEN if check.ok else typer.colors.RED)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)

@@ -54,7 +54,9 @@ admin: {{host: 127.0.0.1, port: {port}}}
 log: {{level: warning, format: json}}
 """
 
-LABEL = len("realtime alone")
+LABEL = len("1234 served")
+BESIDE = len("  realtime 64  batch 64  limit 64  nothing waits")
+"""Characters beside the bar, so that all bars of a run are equally long."""
 BAR_LEAST = 10
 LEGEND = (
     f"{bar.REALTIME} realtime  {bar.OURS} batch  {bar.FREE} free; limit: what batch work may hold at most"
@@ -128,7 +130,7 @@ async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) 
             await world.restart(http)
             await asyncio.sleep(ALONE_S)
             verdict.alone = await world.observed(http)
-            tell(line("realtime alone", verdict.alone, None, width))
+            tell(line("alone", verdict.alone, None, width))
             await world.restart(http)
             await _with_batch(directory, requests, world, http, verdict, tell, width)
     return verdict
@@ -282,7 +284,7 @@ def line(label: str, shown: dict[str, Any], status: dict[str, Any] | None, width
     told = f"  realtime {realtime:2d}  batch {batch:2d}"
     if status:
         told += f"  limit {status['limit']:2d}  {WORDS.get(status['reason'], status['reason'])}"
-    room = max(BAR_LEAST, min(SLOTS, width - len(told) - LABEL - 2))
+    room = max(BAR_LEAST, min(SLOTS, width - BESIDE - LABEL - 2))
     drawn = bar.pool(realtime=realtime, waiting=0, ours=batch, reserve=0, capacity=SLOTS, width=room)
     return f"{label:>{LABEL}}  {drawn}{told}"[:width]
 
