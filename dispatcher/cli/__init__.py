@@ -15,6 +15,7 @@ from dispatcher.cli.screen import complain, for_programs
 
 VERBS = {
     "run": "dispatcher.cli.run",
+    "init": "dispatcher.cli.init",
     "check": "dispatcher.cli.check",
     "submit": "dispatcher.cli.submit",
     "result": "dispatcher.cli.result",
@@ -24,6 +25,7 @@ VERBS = {
     "results": "dispatcher.cli.result",
     "status": "dispatcher.cli.status",
     "explain": "dispatcher.cli.status",
+    "top": "dispatcher.cli.top",
     "pause": "dispatcher.cli.pause",
     "resume": "dispatcher.cli.pause",
     "cancel": "dispatcher.cli.cancel",
