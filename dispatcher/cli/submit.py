@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dispatcher.cli.screen import complain, say
 from dispatcher.cli.target import Config, QueueName, QueueUrl, Within, find
 from dispatcher.core.plain import plain
+
+if TYPE_CHECKING:
+    from dispatcher.client import Result
 
 Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
 
@@ -36,46 +39,60 @@ def submit(
 
     import msgspec
 
-    from dispatcher.client import NoResultError, open_client
-    from dispatcher.core.request import Result
-    from dispatcher.ports import QueueUnavailableError
+    from dispatcher.client import BatchClient, BatchError
 
     target = find(config, queue_url, queue)
     body = sys.stdin.buffer.read() if payload == "-" else payload.encode()
     headers, attributes = _pairs("--header", header), _pairs("--metadata", metadata)
 
     async def go() -> tuple[str, Result | None]:
-        async with open_client(target.url, target.names) as client:
-            ticket = await client.submit(
+        names = target.names
+        async with BatchClient(
+            target.url, queue=names.queue, results=names.results, retry_for=0.0, cancel_on_close=False
+        ) as client:
+            handle = await client.enqueue(
                 body,
                 id=request_id,
-                deadline_s=deadline,
+                deadline=deadline,
                 priority=priority,
-                endpoint=endpoint,
+                path=endpoint,
                 headers=headers,
                 metadata=attributes,
                 results=None if wait else "",
             )
-            return ticket.id, await client.result(ticket) if wait else None
+            return handle.id, await client.result(handle) if wait else None
 
     try:
         submitted, result = asyncio.run(go())
     except ValueError as error:
         complain(str(error))
         raise typer.Exit(2) from error
-    except (NoResultError, QueueUnavailableError) as error:
+    except BatchError as error:
         complain(str(error))
         raise typer.Exit(1) from error
     if result is None:
         say(submitted)
         return
-    told = msgspec.json.encode(result).decode() if json_output else result.payload
+    told = msgspec.json.encode(_fields(result)).decode() if json_output else result.text
     # A program wants it byte for byte, a terminal without what would steer it.
     typer.echo(plain(told, keep="\n\t") if sys.stdout.isatty() else told)
-    if result.status_code is None or result.status_code >= 400 or result.error_code is not None:
-        why = result.error_code or f"status {result.status_code}"
-        complain(f"{submitted}: {why}: {result.error_message or ''}".rstrip(": "), fg=None)
+    if not result.ok:
+        why = result.code or f"status {result.status}"
+        complain(f"{submitted}: {why}: {result.message}".rstrip(": "), fg=None)
         raise typer.Exit(1)
+
+
+def _fields(result: Result) -> dict[str, str | int | None]:
+    """As the queue contract has a result, without its token."""
+    fields = {
+        "id": result.id,
+        "payload": result.text,
+        "status_code": result.status,
+        "error_code": result.code,
+        "error_message": result.message,
+        "payload_note": result.note,
+    }
+    return {name: value for name, value in fields.items() if value or name in ("id", "payload")}
 
 
 def _pairs(option: str, given: list[str] | None) -> dict[str, str]:

@@ -89,7 +89,7 @@ class Rejection(msgspec.Struct, frozen=True):
     results: str = ""
 
 
-class Result(msgspec.Struct, frozen=True, omit_defaults=True):
+class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a consumer pops from a result list: `status_code` when the gateway answered, else `error_code`."""
 
     id: str
@@ -157,7 +157,7 @@ _NONE = _Internal()
 _EMPTY: Mapping[str, str] = {}
 _decode = msgspec.json.Decoder(_Member).decode
 _decode_outline = msgspec.json.Decoder(_Outline).decode
-_decode_result = msgspec.json.Decoder(Result).decode
+_decode_result = msgspec.json.Decoder(PoppedResult).decode
 _encode = msgspec.json.Encoder().encode
 
 _FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
@@ -440,7 +440,7 @@ def answered(request_id: str, status: int, body: bytes, *, token: str = "") -> b
     a field that other consumers ignore, says so.
     """
     text, note = _text(body)
-    return _encode(Result(request_id, text, status, payload_note=note, request_token=token or None))
+    return _encode(PoppedResult(request_id, text, status, payload_note=note, request_token=token or None))
 
 
 def failed(
@@ -457,7 +457,7 @@ def failed(
         text, note = _text(body)
     else:
         text, note = _encode({"error": message}).decode(), None
-    return _encode(Result(request_id, text, status, code, message, note, token or None))
+    return _encode(PoppedResult(request_id, text, status, code, message, note, token or None))
 
 
 def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
@@ -475,7 +475,7 @@ def _text(body: bytes) -> tuple[str, str | None]:
         return body.decode(errors="replace"), f"not UTF-8 from byte {error.start} on: invalid bytes replaced"
 
 
-def decode_result(result: bytes) -> Result:
+def decode_result(result: bytes) -> PoppedResult:
     """A result as popped from its list. Raises ValueError on anything else."""
     try:
         return _decode_result(result)

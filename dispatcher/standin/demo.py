@@ -22,13 +22,15 @@ from typing import Any
 
 import aiohttp
 
-from dispatcher.client import Client
+from dispatcher.client import BatchClient, Item
 from dispatcher.core.request import decode_result
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
 
+NAMES = Names("batch:{demo}:requests", "batch:{demo}:results")
 SLOTS = 64
 RESERVE = 0.05
 WARM_UP_S = 8.0
@@ -139,10 +141,9 @@ async def _with_batch(
     dispatcher = await _run(config, data)
     async with _ending_last() as last:
         last.append(dispatcher)
-        client = await _client(data)
+        desk = await _desk(data)
         began = time.monotonic()
-        payloads = (json.dumps({"model": "demo", "prompt": f"request {n}"}).encode() for n in range(requests))
-        await asyncio.gather(*(client.submit(payload, results="") for payload in payloads))
+        await _submit(data, requests)
         tell(f"{requests} batch requests are submitted.")
         killed = False
         while time.monotonic() - began < GIVE_UP_S:
@@ -155,18 +156,18 @@ async def _with_batch(
                 killed = True
                 dispatcher.send_signal(signal.SIGKILL)
                 await dispatcher.wait()
-                await client.aclose()
+                await desk.aclose()
                 tell("SIGKILL: the dispatcher is gone, with what it held. It is started again.")
                 dispatcher = await _run(config, data)
                 last.append(dispatcher)
-                client = await _client(data)
-            if served >= requests and await _finished(client, requests):
+                desk = await _desk(data)
+            if served >= requests and await _finished(desk, requests):
                 break
         verdict.seconds = time.monotonic() - began
         verdict.together = await world.observed(http)
         verdict.peak = verdict.together["gateway"]["batch"]["peak"]
-        await _read_results(client, verdict)
-        await client.aclose()
+        await _read_results(desk, verdict)
+        await desk.aclose()
         tell("SIGTERM: the dispatcher hands in what it has and ends.")
 
 
@@ -214,32 +215,45 @@ async def _run(config: Path, data: Path) -> asyncio.subprocess.Process:
     return process
 
 
-async def _client(data: Path) -> Client:
-    """A producer of the dispatcher's queue, once that answers."""
-    names = Names("batch:{demo}:requests", "batch:{demo}:results")
+async def _desk(data: Path) -> RedisDesk:
+    """The desk of the dispatcher's queue, once that answers."""
     until = time.monotonic() + 30.0
     while True:
         url = running_url(data)
         if url is not None:
-            client = Client(connect(url), names)
+            desk = RedisDesk(connect(url), NAMES)
             with suppress(QueueUnavailableError):
-                await client.waiting()
-                return client
-            await client.aclose()
+                await desk.counts()
+                return desk
+            await desk.aclose()
         if time.monotonic() > until:
             raise RuntimeError("the queue does not answer")
         await asyncio.sleep(0.1)
 
 
-async def _finished(client: Client, requests: int) -> bool:
+async def _submit(data: Path, requests: int) -> None:
+    """As any program does, with the results in the queue's own list."""
+    bodies = ({"model": "demo", "prompt": f"request {n}"} for n in range(requests))
+    async with BatchClient(running_url(data) or "", pool="demo") as client:
+        await client.enqueue_many([Item(body, results="") for body in bodies])
+
+
+async def _results(desk: RedisDesk) -> list[bytes]:
+    """What lies in the queue's own list."""
+    scripts = desk.backend.scripts
+    found: list[bytes] = await scripts.attempt(lambda: scripts.client.lrange(NAMES.results, 0, -1))
+    return found
+
+
+async def _finished(desk: RedisDesk, requests: int) -> bool:
     with suppress(QueueUnavailableError):
-        return len(await client.results()) >= requests
+        return len(await _results(desk)) >= requests
     return False
 
 
-async def _read_results(client: Client, verdict: Verdict) -> None:
+async def _read_results(desk: RedisDesk, verdict: Verdict) -> None:
     seen: Counter[str] = Counter()
-    for raw in await client.results():
+    for raw in await _results(desk):
         result = decode_result(raw)
         seen[result.id] += 1
         if seen[result.id] == 1:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.client import open_client
+from dispatcher.client import BatchClient
 from tests.benchmarks.stages import stage_in
 from tests.scenarios.processes import NAMES, Stage, World
 from tests.support import wait_until_sync
@@ -67,12 +67,12 @@ def scheduling() -> list[float]:
 async def by_our_client(stage: Stage, requests: int) -> dict[str, float]:
     """One after the other, each submitted when the one before was answered."""
     sent_at = {}
-    async with open_client(stage.server.url, NAMES) as client:
+    async with BatchClient(stage.server.url, queue=NAMES.queue, results=NAMES.results) as client:
         for _ in range(requests):
             before = time.monotonic()
-            ticket = await client.submit(b'{"prompt":"hi"}')
-            sent_at[ticket.id] = before
-            await client.result(ticket, timeout_s=20)
+            handle = await client.enqueue(b'{"prompt":"hi"}')
+            sent_at[handle.id] = before
+            await client.result(handle, timeout=20)
     return sent_at
 
 

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from redis import RedisError
 
-from dispatcher.client import Client, Ticket
+from dispatcher.client import BatchClient, BatchError, Handle
 from dispatcher.core.request import encode_member
-from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.keys import Names
+from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.scripts import Client as RedisClient
 from tests.support import wait_until
 
@@ -138,17 +138,18 @@ def judge(
 class Caller:
     """A producer with a result list of its own; or, `foreign`, one that knows `ZADD` and the default list."""
 
-    def __init__(self, name: str, redis: RedisClient, names: Names, *, foreign: bool, seed: str) -> None:
+    def __init__(self, name: str, url: str, names: Names, *, foreign: bool, seed: str) -> None:
         self.book: dict[str, Accepted] = {}
         self._name = name
-        self._redis = redis
+        self._redis: Any = connect(url)
         self._names = names
-        self._client = None if foreign else Client(redis, names)
+        options: dict[str, Any] = {"queue": names.queue, "results": names.results, "retry_for": 0.0}
+        self._client = None if foreign else BatchClient(url, **options)
         self._list = names.results if foreign else f"batch-results:{name}"
         self._chance = random.Random(seed)
 
-    async def submit(self, longest_s: float, refused_for_s: float, *, early: bool) -> Ticket | None:
-        """One request. A ticket: its caller will want to cancel it in a moment."""
+    async def submit(self, longest_s: float, refused_for_s: float, *, early: bool) -> Handle | None:
+        """One request. A handle: its caller will want to cancel it in a moment."""
         chance = self._chance
         kinds: tuple[Kind, ...] = ("refused", "failing", "cancelled", "plain")
         shares = (_REFUSED if early else 0.0, _FAILING, _CANCELLED if self._client is not None else 0.0)
@@ -161,30 +162,35 @@ class Caller:
         payload = json.dumps({"from": self._name, "id": id_, "salt": chance.random(), "sim": how})
         one = self.book[id_] = Accepted(id_, self._list, payload, kind, certain=False)
         deadline_s = refused_for_s if kind == "refused" else 3600.0
-        ticket = None
+        handle = None
         try:
             if self._client is not None:
-                ticket = await self._client.submit(
-                    payload.encode(), deadline_s=deadline_s, id=id_, results=self._list
+                handle = await self._client.enqueue(
+                    payload.encode(), deadline=deadline_s, id=id_, results=self._list
                 )
             else:
                 deadline = int(time.time() + deadline_s)
                 member = encode_member(id_, payload.encode(), deadline)
                 await self._redis.zadd(self._names.queue, {member: deadline})
             one.certain = True
-        except (QueueUnavailableError, RedisError, OSError):
+        except (BatchError, RedisError, OSError):
             pass  # whether it was accepted nobody knows
         one.at = time.monotonic()
-        return ticket if drawn == "cancelled" else None
+        return handle if drawn == "cancelled" else None
 
-    async def cancel(self, ticket: Ticket, after_s: float) -> None:
+    async def cancel(self, handle: Handle, after_s: float) -> None:
         assert self._client is not None
         await asyncio.sleep(after_s)
-        self.book[ticket.id].kind = "cancelled"
+        self.book[handle.id].kind = "cancelled"
         try:
-            await self._client.cancel(ticket)
-        except QueueUnavailableError:
+            await self._client.cancel(handle)
+        except BatchError:
             return  # it may have been heard all the same
+
+    async def aclose(self) -> None:
+        await self._redis.aclose()
+        if self._client is not None:
+            await self._client.aclose()
 
     async def call(
         self, count: int, allowed: Callable[[], float], longest_s: float, refused_for_s: float
@@ -198,13 +204,13 @@ class Caller:
         async with asyncio.TaskGroup() as tasks:
             while accepted < count:
                 await wait_until(now, 1200, every_s=0.05)
-                ticket = await self.submit(longest_s, refused_for_s, early=accepted < count / 10)
+                handle = await self.submit(longest_s, refused_for_s, early=accepted < count / 10)
                 if next(reversed(self.book.values())).certain:
                     accepted += 1
                 else:
                     await asyncio.sleep(_AGAIN_S)
-                if ticket is not None:
-                    tasks.create_task(self.cancel(ticket, self._chance.uniform(0.0, 2.0)))
+                if handle is not None:
+                    tasks.create_task(self.cancel(handle, self._chance.uniform(0.0, 2.0)))
 
 
 async def lists_of(redis: RedisClient, names: Names) -> dict[str, list[bytes]]:

@@ -73,10 +73,9 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
             await asyncio.to_thread(stage.dispatcher, settings)
         storm = Storm(stage, world, servers, scale, random.Random(seed))
         client, desk = connect(servers.url), RedisDesk(connect(servers.url), NAMES)
-        clients = [connect(servers.url) for _ in range(CALLERS)]
         callers = [
-            Caller(f"caller-{number}", each, NAMES, foreign=number == 0, seed=f"{seed}-{number}")
-            for number, each in enumerate(clients)
+            Caller(f"caller-{number}", servers.url, NAMES, foreign=number == 0, seed=f"{seed}-{number}")
+            for number in range(CALLERS)
         ]
         try:
             # What is submitted keeps a little ahead of the storm, so that there is work through all of it.
@@ -143,7 +142,7 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
             await assert_only_known_keys(client, NAMES, *(one.list for one in book.values()))
         finally:
             await desk.aclose()
-            for each in (client, *clients):
+            for each in (client, *callers):
                 await each.aclose()
 
 

@@ -14,7 +14,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from dispatcher.client import Client, NoResultError
+from dispatcher.client import BatchClient, NoResultError, QueueAwayError
 from dispatcher.core.request import answered
 from dispatcher.ports import (
     Burial,
@@ -218,21 +218,23 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
     any_server: Server, admin: redis.Redis
 ) -> None:
     url = url_of(any_server, "operator")
-    desk, client = RedisDesk(connect(url), QWEN), Client(connect(url), QWEN)
+    desk, client = RedisDesk(connect(url), QWEN), BatchClient(url, pool="qwen")
     with uses_all(admin, "operator"):
-        ticket = await client.submit(b'{"prompt": "hi"}')
-        assert await client.waiting() == 1
-        assert await client.cancel(ticket)
-        assert await desk.cancel(ticket.id)
+        handle = await client.enqueue(b'{"prompt": "hi"}')
+        assert (await desk.counts()).pending == 1
+        assert await client.cancel(handle)
+        assert await desk.cancel(handle.id)
         assert len(await desk.peek(10)) == 1
         await desk.pause("me", "why")
         assert await desk.paused() == ("me", "why")
         await desk.resume()
         async with dispatcher(any_server, dead_max=9) as queue:
             (lease,) = (await claim(queue)).leases
-            result = answered(ticket.id, 200, b"ok", token=ticket.token)
-            await queue.settle([Settlement(lease, result, ticket.results, ticket.id, ticket.token)])
-            assert (await client.result(ticket, timeout_s=5)).status_code == 200
+            result = answered(handle.id, 200, b"ok", token=handle.token)
+            waiting = asyncio.create_task(client.result(handle, timeout=10))
+            await wait_until(lambda: admin.info("clients")["blocked_clients"])
+            await queue.settle([Settlement(lease, result, handle.results, handle.id, handle.token)])
+            assert (await waiting).status == 200
             await desk.submit([submission("r-1"), submission("r-2"), submission("r-3")])
             first, *others = (await claim(queue)).leases
             await queue.bury([Burial(answer(lease), "why") for lease in others])
@@ -242,7 +244,10 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert len(await desk.dead_newest(10)) == 2
         assert await desk.dead_requeue([dead.entry], NEVER) == 1
         assert await desk.dead_purge() == 1
-        assert len(await client.results()) == 2
+        async with BatchClient(url, pool="qwen", name="nightly") as nightly:
+            with pytest.raises(NoResultError):
+                await nightly.result("never-submitted", timeout=0.1)
+        assert len(await desk.backend.scripts.client.lrange(QWEN.results, 0, -1)) == 2
     await desk.aclose()
     await client.aclose()
 
@@ -250,19 +255,20 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
 async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read_results(
     any_server: Server, admin: redis.Redis
 ) -> None:
-    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with `brpop` it reads them, too."""
+    """In its pod, by `kubectl exec` and `helm test`, it is the only one; with three rights more it
+    reads them, too."""
     url = url_of(any_server, "dispatcher")
-    desk, client = RedisDesk(connect(url), QWEN), Client(connect(url), QWEN)
+    desk, client = RedisDesk(connect(url), QWEN), BatchClient(url, pool="qwen")
     await desk.pause("me", "why")
     await desk.resume()
     assert await desk.paused() is None
-    ticket = await client.submit(b'{"prompt": "hi"}')
-    assert await desk.cancel(ticket.id)
-    with pytest.raises(QueueUnavailableError, match="to read results"):
-        await client.result(ticket, timeout_s=5)
-    grant(admin, "dispatcher", "+brpop")
+    handle = await client.enqueue(b'{"prompt": "hi"}')
+    assert await desk.cancel(handle.id)
+    with pytest.raises(QueueAwayError, match="does not permit"):
+        await client.result(handle, timeout=5)
+    grant(admin, "dispatcher", "+rpop", "+ttl", "+blmove")
     with pytest.raises(NoResultError):
-        await client.result(ticket, timeout_s=0.1)
+        await client.result(handle, timeout=2.5)
     await desk.aclose()
     await client.aclose()
 

@@ -19,7 +19,7 @@ from typing import Any
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable
 from dispatcher.core.poll import Poll
-from dispatcher.core.request import Request, Result, decode_result, encode_member
+from dispatcher.core.request import PoppedResult, Request, decode_result, encode_member
 from dispatcher.core.score import score_of
 from dispatcher.dispatch import Options
 from dispatcher.ports import Forwarded, Submission
@@ -258,7 +258,7 @@ class Stage:
         return Job(self.setting.work_s, 1, batch=True)
 
     @property
-    def results(self) -> list[Result]:
+    def results(self) -> list[PoppedResult]:
         return [decode_result(each) for each in self.store.lists.get(self.store.results, ())]
 
     @property

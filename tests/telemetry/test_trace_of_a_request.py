@@ -43,17 +43,16 @@ PRODUCER = """
 import asyncio, json, sys
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
-from dispatcher.client import open_client
-from dispatcher.queue.keys import Names
+from dispatcher.client import BatchClient
 
 trace.set_tracer_provider(TracerProvider())
 
 async def main():
-    async with open_client(sys.argv[1], Names(sys.argv[2], sys.argv[3])) as client:
+    async with BatchClient(sys.argv[1], queue=sys.argv[2], results=sys.argv[3]) as client:
         with trace.get_tracer("job").start_as_current_span("job") as span:
-            ticket = await client.submit(b"{}", deadline_s=60)
-        result = await client.result(ticket)
-        print(json.dumps([ticket.id, f"{span.get_span_context().trace_id:032x}", result.status_code]))
+            handle = await client.enqueue(b"{}", deadline=60)
+        result = await client.result(handle)
+        print(json.dumps([handle.id, f"{span.get_span_context().trace_id:032x}", result.status]))
 
 asyncio.run(main())
 """

@@ -1,5 +1,5 @@
 -- Put requests in line and wake the dispatchers.
--- KEYS   own…, reply record
+-- KEYS   own…, reply record, reply records of earlier calls that nobody will repeat…
 -- ARGV   reply_s, channel, number of requests, then score, member…, then of those that can be cancelled: id, token,
 --        deadline…
 -- Returns how many were not pending already
@@ -15,5 +15,7 @@ for at = 4, last, chunk do
 end
 for at = last + 1, #ARGV, 3 do mark(ARGV[at], ARGV[at + 1], tonumber(ARGV[at + 2]), now) end
 call('SET', REPLY, added, 'EX', ARGV[1])
+-- Last, so that a full Redis still sees the first ZADD as the first write.
+for at = OWN + 2, #KEYS do call('DEL', KEYS[at]) end
 redis.pcall('PUBLISH', ARGV[2], 'work')
 return added

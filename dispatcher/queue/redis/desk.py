@@ -12,7 +12,7 @@ from redis import exceptions as errors
 
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import steps
+from dispatcher.queue.redis import producer, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -41,17 +41,17 @@ class RedisDesk:
         """Put them into the queue and wake the dispatchers; how many were not pending already."""
         added = 0
         for batch in in_steps(submissions, lambda each: len(each.member), _BATCH):
-            added += await steps.submit(self.backend, batch)
+            added += await producer.submit(self.backend, batch)
         return added
 
     async def cancel(self, request_id: str, request_token: str = "") -> bool:
         """Set the cancel markers of those that are active under the id, or of the one with that token; False
         where there is none."""
-        if request_token and await steps.cancel(self.backend, request_id, request_token, ""):
+        if request_token and await producer.cancel(self.backend, request_id, request_token, ""):
             return True
         scripts = self.backend.scripts
         theirs = await scripts.attempt(lambda: scripts.client.get(ACTIVE + request_id))
-        return bool(await steps.cancel(self.backend, request_id, request_token, theirs or ""))
+        return bool(await producer.cancel(self.backend, request_id, request_token, theirs or ""))
 
     async def pause(self, by: str, why: str) -> None:
         """Stop all claims until `resume`; what is leased goes on."""

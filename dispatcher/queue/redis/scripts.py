@@ -44,6 +44,7 @@ _FRAGMENTS = {
     "requeue": ("need", "common", "markers"),
     "cancel": ("need", "common", "markers"),
     "peek": ("need", "common", "line"),
+    "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),
     "permits": (),

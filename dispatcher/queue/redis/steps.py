@@ -30,7 +30,6 @@ from dispatcher.ports import (
     Weighed,
 )
 from dispatcher.queue.constants import (
-    CANCEL_TTL_S,
     CLAIM_BYTES,
     DONE,
     LOST,
@@ -39,6 +38,7 @@ from dispatcher.queue.constants import (
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.overdue import place_of
+from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, lease_of, line_of
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Reply, Scripts, source
 
@@ -334,24 +334,6 @@ async def permits(scripts: Scripts, calls: Sequence[Sequence[str]]) -> list[bool
 # Producers and operators.
 
 
-async def submit(backend: Backend, submissions: Sequence[Submission]) -> int:
-    """How many were not pending already."""
-    args: list[Argument] = [REPLY_TTL_S, backend.names.wake, len(submissions)]
-    for each in submissions:
-        args += (repr(float(each.score)), each.member)
-    for each in submissions:
-        args += _mark(each)
-    added: int = (await backend.run("submit", args, [backend.new_reply()])).value
-    return added
-
-
-async def cancel(backend: Backend, request_id: str, request_token: str, theirs: bytes | str) -> int:
-    """How many were active. `theirs`: what a producer of llm-d has left under the id, or nothing."""
-    args: list[Argument] = [backend.names.wake, CANCEL_TTL_S, request_id, request_token, theirs]
-    active: int = (await backend.run("cancel", args)).value
-    return active
-
-
 async def dead_after(backend: Backend, entry: int, most: int) -> list[Dead]:
     return await _dead(backend, "list", entry, most)
 
@@ -372,7 +354,7 @@ async def purge(backend: Backend, entries: Sequence[int]) -> int:
 
 
 async def requeue(backend: Backend, entry: int, again: Submission) -> int:
-    args: list[Argument] = [entry, repr(again.score), again.member, backend.names.wake, *_mark(again)]
+    args: list[Argument] = [entry, repr(again.score), again.member, backend.names.wake, *mark(again)]
     done: int = (await backend.run("requeue", args)).value
     return done
 
@@ -387,15 +369,6 @@ def key_of(name: str) -> bytes:
 
 def _permit(backend: Backend, permit: Permit) -> tuple[Argument, ...]:
     return permit.limit, backend.server_time(permit.read_at), permit.lost, permit.retry_after_max_s
-
-
-def _mark(submission: Submission) -> tuple[str | int, ...]:
-    """What makes it one that can be cancelled, where it can be."""
-    if not (submission.request_id and submission.request_token and submission.deadline):
-        return ()
-    if len(key_of(submission.request_token)) > MAX_TOKEN_BYTES:
-        return ()
-    return submission.request_id, submission.request_token, submission.deadline
 
 
 def _facts(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:

@@ -1,0 +1,425 @@
+"""`BatchClient`: submit requests to a pool's queue, and await their results."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from dispatcher.client.errors import HookError, NoResultError, QueueAwayError, TooManyPendingError
+from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, submission_of
+from dispatcher.client.mailbox import WAIT_S, Mailbox
+from dispatcher.client.outage import Outage, away
+from dispatcher.client.result import Result, of_error
+from dispatcher.client.stream import Items, streamed
+from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
+from dispatcher.ports import QueueUnavailableError, Submission
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import producer
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.producer import Box
+from dispatcher.queue.redis.scripts import Scripts
+
+if TYPE_CHECKING:
+    from dispatcher.client.blocking import BlockingBatchClient
+
+T = TypeVar("T")
+Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
+After = Callable[[Item, Result], "Awaitable[None] | None"]
+
+CALLS_AT_ONCE = 2
+"""Beside the submitter's call and the reader's: so a client has four connections at the most."""
+CLOSE_S = 5.0
+"""What is pending when a client closes is cancelled within this, or not."""
+UNKNOWN_S = 2.0
+"""What was neither in line nor kept for so long is not to come: on a Cluster results are under way for a
+moment."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_NO_STRINGS: Mapping[str, str] = {}
+
+
+class BatchClient:
+    """A client of one pool's queue.
+
+        async with BatchClient("redis://localhost:6379", pool="qwen") as client:
+            result = await client.submit({"model": "m", "prompt": "hi"}, deadline="10m")
+
+    `url`: of Redis, as in the dispatcher's `queue.url`. `pool`: its queue is `batch:{pool}:requests`; `queue`
+    and `results` name another queue and its default result list.
+
+    `name`: without, the client has a result list of its own, and what it has not read is gone when it closes:
+    what is pending then is cancelled (unless `cancel_on_close` is false). With a name its results wait for it
+    for as long as they live (`queue.result_ttl_s`), and whoever comes next under that name may fetch them, by
+    handle or by id. One process at a time reads under a name; another one gets NameInUseError.
+
+    `max_pending`: so many requests may be submitted and unanswered; a further one waits, or raises
+    TooManyPendingError where `when_full` is "raise".
+
+    `before(item)` is called before a submission and may return another Item to submit in its place;
+    `after(item, result)` when its result is taken. Either may be a coroutine function. What one raises fails
+    that item alone.
+
+    `retry_for`: for so many seconds a call goes on trying while Redis is away. None: until the request's
+    deadline or the call's time-out; ten seconds where Redis was not reached yet. A call that is repeated does
+    nothing twice.
+
+    A client belongs to one event loop. `BatchClient.sync(…)` is the same for programs without one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        pool: str = "default",
+        queue: str = "",
+        results: str = "",
+        name: str = "",
+        max_pending: int = 100_000,
+        when_full: Literal["wait", "raise"] = "wait",
+        before: Before | None = None,
+        after: After | None = None,
+        retry_for: float | None = None,
+        cancel_on_close: bool = True,
+    ) -> None:
+        if name and not _NAME.fullmatch(name):
+            raise ValueError(f"name {name!r}: 1 to 64 letters, digits, dots, dashes and underscores")
+        if max_pending < 1:
+            raise ValueError(f"max_pending {max_pending}: must be at least 1")
+        names = names_of(pool, queue, results)
+        self.name = name
+        self._names = names
+        self._max_pending, self._when_full = max_pending, when_full
+        self._before, self._after = before, after
+        self._cancel_on_close = cancel_on_close and not name
+        redis = connect(url, answer_s=WAIT_S + 3.0)
+        self._backend = Backend(redis, names)
+        self._outage = Outage(retry_for)
+        self._submitter = Submitter(self._backend, self._outage)
+        me = f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}" if name else ""
+        self._mailbox = Mailbox(
+            self._backend.scripts,
+            Scripts(redis, try_s=WAIT_S + 3.0),
+            Box(f"batch-results:{{{name or secrets.token_hex(8)}}}"),
+            self._outage,
+            me=me,
+        )
+        self._tokens = Tokens()
+        self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._cancelling: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<BatchClient {self._names.queue} {self._mailbox!r}>"
+
+    @property
+    def passed_over(self) -> int:
+        """Elements of its list that were no result of a request of this client."""
+        return self._mailbox.passed_over
+
+    @staticmethod
+    def sync(url: str, **options: Any) -> BlockingBatchClient:
+        """The same for scripts and notebooks: the same verbs, which block. Safe to use from several
+        threads."""
+        from dispatcher.client.blocking import BlockingBatchClient
+
+        return BlockingBatchClient(url, **options)
+
+    async def __aenter__(self) -> BatchClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def enqueue(
+        self,
+        body: Body,
+        *,
+        path: str = "",
+        id: str = "",  # noqa: A002 - it is the contract's word
+        deadline: Deadline = "1h",
+        priority: int | None = None,
+        headers: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        results: str | None = None,
+    ) -> Handle:
+        """Submit one request, and return when it is in line. The arguments are those of `Item`.
+
+        Raises ValueError or TypeError for what no dispatcher would take, HookError where `before` raised,
+        TooManyPendingError, and QueueAwayError.
+        """
+        item = Item(
+            body,
+            path,
+            id,
+            deadline,
+            priority,
+            headers or _NO_STRINGS,
+            metadata or _NO_STRINGS,
+            labels or _NO_STRINGS,
+            results,
+        )
+        handle, submission = await self._made(item)
+        await self._submit([(handle, submission)])
+        return handle
+
+    async def enqueue_many(self, items: Sequence[Item | Body]) -> list[Handle]:
+        """Submit many requests, in this order, with one call to Redis for a thousand of them.
+
+        Raises as `enqueue`, before any is submitted where it is for one of them. An item whose `before`
+        raised is not submitted: its handle has a result that says so (HOOK_FAILED).
+        """
+        made = []
+        for number, item in enumerate(items):
+            try:
+                made.append(await self._made_or_failed(_item(item), HookError))
+            except (ValueError, TypeError) as error:
+                raise type(error)(f"item {number}: {error}") from error
+        await self._submit([(handle, submission) for handle, submission in made if submission is not None])
+        return [handle for handle, _ in made]
+
+    async def result(self, handle: Handle | str, *, timeout: float | None = None) -> Result:
+        """Await the result of a request of this client. Asked again, it is the same.
+
+        `handle`: what `enqueue` returned, or one made anew of the same id, token, deadline and list; for a
+        client with a name also an id. `timeout` None: some seconds past the deadline, by when the dispatcher
+        has answered if there is one. Raises NoResultError, QueueAwayError, NameInUseError, HookError. A
+        request that failed is a result, too: `raise_for_status` raises.
+        """
+        if isinstance(handle, str):
+            result = await self._of_id(handle, timeout)
+        else:
+            result = await self._taken(handle, timeout)
+        self._mailbox.give_back(result)
+        return result
+
+    async def submit(self, body: Body, *, timeout: float | None = None, **options: Any) -> Result:
+        """Submit one request and await its result: `enqueue` and `result`, with the arguments of both.
+
+        A request that failed is a result, too: `raise_for_status` raises. Cancelled meanwhile, it cancels the
+        request where nobody else could have its result: of a client without a name.
+        """
+        handle = await self.enqueue(body, **options)
+        try:
+            return await self.result(handle, timeout=timeout)
+        except asyncio.CancelledError:
+            self._forsake([handle])
+            raise
+
+    def stream(
+        self,
+        items: Items,
+        *,
+        max_pending: int = 1000,
+        ordered: bool = False,
+    ) -> AsyncGenerator[Result, None]:
+        """Submit all of these, never more than `max_pending` at a time, and yield their results as they come,
+        or in the order of the items.
+
+        Each item has exactly one result. What goes wrong with one alone is told by its result:
+        INVALID_REQUEST, HOOK_FAILED, NO_RESULT. Raises QueueAwayError and NameInUseError. A result of a
+        client with a name is given back when the next one is asked for.
+        """
+        return self._stream(items, max_pending, ordered, self._mailbox.give_back)
+
+    async def map(self, items: Items) -> list[Result]:
+        """All their results, in the order of the items, each as `stream` tells it."""
+        stream = self._stream(items, self._max_pending, True, lambda result: None)
+        results = [result async for result in stream]
+        for result in results:
+            self._mailbox.give_back(result)
+        return results
+
+    async def cancel(self, handle: Handle | str) -> bool:
+        """Ask for it to be cancelled; False where it has ended. Its result is CANCELLED, unless it came
+        before."""
+        request_id, token = (handle, "") if isinstance(handle, str) else (handle.id, handle.token)
+
+        async def cancel() -> bool:
+            return bool(await producer.cancel(self._backend, request_id, token, ""))
+
+        return await self._call(cancel)
+
+    async def aclose(self) -> None:
+        """End it, and close its connections. Whoever still awaits something gets QueueAwayError."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._submitter.aclose()
+        for task in self._cancelling:
+            task.cancel()
+        if self._cancel_on_close:
+            with suppress(TimeoutError, QueueUnavailableError):
+                async with asyncio.timeout(CLOSE_S):
+                    for request_id, token in self._mailbox.pending:
+                        await producer.cancel(self._backend, request_id, token, "")
+        await self._mailbox.aclose()
+        await self._backend.aclose()
+
+    async def _made(self, item: Item) -> tuple[Handle, Submission]:
+        """The request of an item, after `before` has seen it. Raises HookError, ValueError, TypeError."""
+        if self._closed:
+            raise QueueAwayError("the client was closed")
+        if self._before is not None:
+            try:
+                item = await _called(self._before, item) or item
+            except Exception as error:
+                raise HookError(f"before: {type(error).__name__}: {error}") from error
+        results = self._mailbox.box.results if item.results is None else item.results
+        if results and (why := self._names.refused_list(results)) is not None and item.results is not None:
+            raise ValueError(f"results: {results} {why}")
+        submission = submission_of(item, self._tokens.make(), queue=self._names.queue, results=results)
+        handle = Handle(submission.request_id, submission.request_token, submission.deadline, results)
+        if self._after is not None:
+            handle.item = item
+        return handle, submission
+
+    async def _made_or_failed(
+        self, item: Item, failures: type[Exception] | tuple[type[Exception], ...]
+    ) -> tuple[Handle, Submission | None]:
+        """As `_made`; what fails so has a handle with a result that says so."""
+        try:
+            return await self._made(item)
+        except QueueAwayError:
+            raise
+        except failures as error:
+            handle = Handle(item.id, "", 0, self._mailbox.box.results)
+            handle.arrived = of_error(item.id, error)
+            return handle, None
+
+    async def _submit(self, made: Sequence[tuple[Handle, Submission]]) -> None:
+        """In steps, so that no more are pending than may be."""
+        at = 0
+        while at < len(made):
+            some = made[at : at + min(SUBMITTED_MOST, self._max_pending)]
+            at += len(some)
+            own = [handle for handle, _ in some if handle.results == self._mailbox.box.results]
+            while self._mailbox.full(len(own), self._max_pending):
+                if self._when_full == "raise":
+                    raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
+                await self._mailbox.change(1.0)
+            self._mailbox.expect(own)
+            try:
+                await self._submitter.submit(
+                    [submission for _, submission in some], max(each.deadline for _, each in some)
+                )
+            except QueueAwayError:
+                self._mailbox.unexpect(own)
+                raise
+            except asyncio.CancelledError:
+                self._mailbox.unexpect(own)
+                self._forsake(own)
+                raise
+
+    async def _taken(self, handle: Handle, timeout: float | None) -> Result:
+        if handle.arrived is None and handle.results != self._mailbox.box.results:
+            raise ValueError(
+                f"{handle.id}: its result goes to {handle.results or self._names.results}, not to this client"
+            )
+        result = handle.arrived or await self._mailbox.take(handle, timeout)
+        item, handle.item = handle.item, None
+        if self._after is not None and item is not None:
+            try:
+                await _called(self._after, item, result)
+            except Exception as error:
+                told = HookError(f"{handle.id}: after: {type(error).__name__}: {error}")
+                told.result = result
+                raise told from error
+        return result
+
+    async def _of_id(self, request_id: str, timeout: float | None) -> Result:
+        if not self.name:
+            raise ValueError("a client without a name finds its results by their handles alone")
+        until = float("inf") if timeout is None else time.monotonic() + timeout
+        unknown_since: float | None = None
+        while True:
+            result = await self._call(lambda: self._mailbox.kept(request_id), until)
+            now = time.monotonic()
+            if result is not None:
+                return result
+            if now >= until:
+                raise NoResultError(f"no result for {request_id} within {timeout:.0f} s")
+            if timeout is None and self._mailbox.settled:
+                in_line = await self._call(lambda: producer.is_active(self._backend, request_id), until)
+                unknown_since = None if in_line else unknown_since or now
+                if unknown_since is not None and now - unknown_since > UNKNOWN_S:
+                    raise NoResultError(
+                        f"{request_id} is not in line, and no result of it is kept for {self.name}"
+                    )
+            await self._mailbox.change(max(0.0, min(1.0, until - now)))
+
+    async def _call(self, act: Callable[[], Awaitable[T]], until: float = float("inf")) -> T:
+        """Again while Redis is away, as `Outage` says."""
+        async with self._calls:
+            while True:
+                try:
+                    done = await act()
+                except QueueUnavailableError as error:
+                    if (told := self._outage.ill(error)) is not None:
+                        raise told from error
+                    if time.monotonic() >= until:
+                        raise away(error) from error
+                    await self._outage.pause()
+                else:
+                    self._outage.well()
+                    return done
+
+    def _stream(
+        self, items: Items, max_pending: int, ordered: bool, given: Callable[[Result], None]
+    ) -> AsyncGenerator[Result, None]:
+        async def enqueue(some: Sequence[Item | Body]) -> Sequence[Handle]:
+            made = [
+                await self._made_or_failed(_item(item), (HookError, ValueError, TypeError)) for item in some
+            ]
+            await self._submit(
+                [(handle, submission) for handle, submission in made if submission is not None]
+            )
+            return [handle for handle, _ in made]
+
+        async def take(handle: Handle) -> Result:
+            try:
+                return await self._taken(handle, None)
+            except (HookError, NoResultError) as error:
+                return of_error(handle.id, error)
+
+        return streamed(
+            items, enqueue, take, given, most=min(max_pending, self._max_pending), ordered=ordered
+        )
+
+    def _forsake(self, handles: Iterable[Handle]) -> None:
+        """Nobody awaits these any more: cancel them where nobody else can."""
+        if not self._cancel_on_close or self._closed:
+            return
+
+        async def cancel() -> None:
+            with suppress(QueueUnavailableError):
+                for handle in handles:
+                    await self.cancel(handle)
+
+        task = asyncio.create_task(cancel(), name="batch client: cancel")
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+
+def names_of(pool: str, queue: str = "", results: str = "") -> Names:
+    """The queue of a pool and its default result list, unless they are named."""
+    queue = queue or f"batch:{{{pool}}}:requests"
+    return Names(queue, results or f"{queue.removesuffix(':requests')}:results")
+
+
+def _item(item: Item | Body) -> Item:
+    return item if isinstance(item, Item) else Item(item)
+
+
+async def _called(hook: Callable[..., Any], *arguments: Any) -> Any:
+    """What a hook returns, plain function or coroutine function."""
+    returned = hook(*arguments)
+    return await returned if inspect.isawaitable(returned) else returned

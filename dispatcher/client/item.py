@@ -1,0 +1,158 @@
+"""A request before it is submitted, and what its submitter holds of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from dispatcher.client.result import Result
+from dispatcher.core.request import encode_member
+from dispatcher.core.score import score_of
+from dispatcher.ports import Submission
+from dispatcher.telemetry.tracing import sending
+
+Body = Mapping[str, Any] | bytes
+Deadline = str | float | timedelta | datetime
+"""From now: `"10m"`, `"1h30m"`, seconds, a timedelta; or a moment: a datetime with its time zone."""
+
+LONGEST_S = 10 * 365 * 86_400
+MOST_BYTES = 500_000_000
+"""Redis takes no value of 512 MB."""
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
+_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
+_PART = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
+_NONE: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Item:
+    """One request to submit."""
+
+    body: Body
+    """A mapping, or the bytes of a JSON object, which go to the gateway as they are."""
+    path: str = ""
+    """At the gateway, such as `/v1/embeddings`; empty: the dispatcher's `gateway.path`."""
+    id: str = ""
+    """Empty: a random one."""
+    deadline: Deadline = "1h"
+    """It is answered by then, if only with DEADLINE_EXCEEDED."""
+    priority: int | None = None
+    """0 is served first, 9 last; None as 0."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """`userid` is the tenant; `traceparent` the trace that it belongs to."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    results: str | None = None
+    """The list its result goes to. None: this client's; empty: the queue's own. Of another list than this
+    client's nothing can be awaited here."""
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Handle:
+    """A request that was submitted: what it takes to await or cancel it. The token is a secret."""
+
+    id: str
+    token: str
+    deadline: int
+    """Unix seconds."""
+    results: str
+    """The list its result goes to."""
+    item: Item | None = field(default=None, init=False, repr=False)
+    """What it was, for the hook `after`."""
+    arrived: Result | None = field(default=None, init=False, repr=False)
+    waiters: list[asyncio.Future[None]] = field(default_factory=list, init=False, repr=False)
+    """The mailbox's."""
+
+    @property
+    def done(self) -> bool:
+        """Its result has come."""
+        return self.arrived is not None
+
+
+def seconds_from(deadline: Deadline, now: float) -> float:
+    """How long from now. Raises ValueError for what is no duration or moment of the next ten years."""
+    if isinstance(deadline, str):
+        if not _DURATION.fullmatch(deadline):
+            raise ValueError(
+                f'deadline {deadline!r}: give seconds, or a duration such as "90s", "10m", "1h30m"'
+            )
+        within = sum(float(count) * _UNITS_S[unit] for count, unit in _PART.findall(deadline))
+    elif isinstance(deadline, timedelta):
+        within = deadline.total_seconds()
+    elif isinstance(deadline, datetime):
+        if deadline.tzinfo is None:
+            raise ValueError(f"deadline {deadline}: give a time zone")
+        within = deadline.timestamp() - now
+    else:
+        within = float(deadline)
+    if not 0 < within <= LONGEST_S:
+        raise ValueError(f"deadline {deadline!r}: must be after now, and within ten years")
+    return max(1.0, within)
+
+
+class Tokens:
+    """Secrets of requests, in the order in which they were made.
+
+    Each begins with its time of making, in hexadecimal nanoseconds that only grow; behind that are 128 random
+    bits. A token stands at the head of its member, so requests of equal scores leave in this order.
+    """
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns) -> None:
+        self._clock = clock
+        self._last = 0
+
+    def make(self) -> str:
+        self._last = max(self._last + 1, self._clock())
+        return f"{self._last:016x}{secrets.token_hex(16)}"
+
+
+def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submission:
+    """The item as it goes into the queue. Raises ValueError or TypeError for what no dispatcher would take.
+
+    Where the program traces with OpenTelemetry, the trace goes on in the dispatcher and the gateway.
+    """
+    now = time.time()
+    deadline = int(now + seconds_from(item.deadline, now))
+    score = score_of(deadline, item.priority)
+    request_id = item.id or f"r-{secrets.token_hex(8)}"
+    body = _body(item.body)
+    with sending(queue, request_id, item.metadata) as metadata:
+        member = encode_member(
+            request_id,
+            body,
+            deadline,
+            created=int(now),
+            token=token,
+            results=results,
+            endpoint=item.path,
+            headers=item.headers,
+            metadata=metadata,
+            labels=item.labels,
+        )
+    if len(member) > MOST_BYTES:
+        raise ValueError(f"the body: {len(body)} bytes are more than Redis takes")
+    return Submission(member, score, request_id, token, deadline)
+
+
+def _body(body: Body) -> bytes:
+    if isinstance(body, Mapping):
+        try:
+            return msgspec.json.encode(body)
+        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+            raise ValueError(f"the body cannot be encoded as JSON: {error}") from error
+    if not isinstance(body, bytes | bytearray | memoryview):
+        raise TypeError(f"the body: give a mapping or bytes, not {type(body).__name__}")
+    body = bytes(body)
+    try:
+        msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"the body is no JSON object: {error}") from error
+    return body

@@ -1,0 +1,115 @@
+"""Many items through a window: so many are submitted and unanswered, and their results come out as they
+come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Sequence,
+)
+from itertools import islice
+
+from dispatcher.client.item import Body, Handle, Item
+from dispatcher.client.result import Result
+
+Items = Iterable[Item | Body] | AsyncIterable[Item | Body]
+
+_AT_ONCE = 500
+"""Items that are submitted in one call, at the most."""
+
+
+async def streamed(
+    items: Items,
+    enqueue: Callable[[Sequence[Item | Body]], Awaitable[Sequence[Handle]]],
+    take: Callable[[Handle], Awaitable[Result]],
+    given: Callable[[Result], None],
+    *,
+    most: int,
+    ordered: bool,
+) -> AsyncGenerator[Result, None]:
+    """`most`: so many are submitted and not `given` at any time; a result is given when the next one is asked
+    for.
+
+    What `items` or `enqueue` raises is raised after the results of those before it; what `take` raises, at
+    once.
+    """
+    if most < 1:
+        raise ValueError(f"max_pending {most}: must be at least 1")
+    came: asyncio.Queue[asyncio.Task[Result] | None] = asyncio.Queue()
+    room = _Room(most)
+    under_way: set[asyncio.Task[Result]] = set()
+
+    async def feed() -> None:
+        try:
+            async for some in _portions(items, room):
+                for handle in await enqueue(some):
+                    task = asyncio.ensure_future(take(handle))
+                    under_way.add(task)
+                    task.add_done_callback(under_way.discard)
+                    if ordered:
+                        came.put_nowait(task)
+                    else:
+                        task.add_done_callback(came.put_nowait)
+        finally:
+            if under_way:
+                await asyncio.wait(under_way)
+            came.put_nowait(None)
+
+    feeder = asyncio.create_task(feed(), name="batch client: stream")
+    try:
+        while (task := await came.get()) is not None:
+            result = await task
+            yield result
+            given(result)
+            room.give()
+        await feeder
+    finally:
+        tasks = [feeder, *under_way]
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+        for each in tasks:  # what they raised was raised, or nobody wants to know
+            _ = each.cancelled() or each.exception()
+
+
+class _Room:
+    """Places in the window."""
+
+    def __init__(self, most: int) -> None:
+        self.free = most
+        self._freed = asyncio.Event()
+
+    async def wait(self) -> int:
+        """How many are free, once one is."""
+        while not self.free:
+            self._freed.clear()
+            await self._freed.wait()
+        return self.free
+
+    def give(self) -> None:
+        self.free += 1
+        self._freed.set()
+
+
+async def _portions(items: Items, room: _Room) -> AsyncIterator[list[Item | Body]]:
+    """The items, as many at once as there is room for. Their source is asked for no more than that."""
+    if isinstance(items, AsyncIterable):
+        source = aiter(items)
+        while await room.wait():
+            try:
+                item = await anext(source)
+            except StopAsyncIteration:
+                return
+            room.free -= 1
+            yield [item]
+        return
+    iterator = iter(items)
+    while some := list(islice(iterator, min(_AT_ONCE, await room.wait()))):
+        room.free -= len(some)
+        yield some

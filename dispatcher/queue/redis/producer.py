@@ -1,0 +1,162 @@
+"""The steps of those who submit and await: one function for each script, as in steps.py, and the wait for
+results.
+
+Apart from those of the dispatchers, so that a program which only submits loads little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from dispatcher.ports import Submission
+from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
+from dispatcher.queue.keys import MAX_TOKEN_BYTES
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts
+
+COLLECTED_MOST = 1000
+KEEP_S = 604_800
+"""How long results are kept for a client where their list had no lifetime of its own."""
+
+
+async def submit(
+    backend: Backend,
+    submissions: Sequence[Submission],
+    *,
+    reply: str = "",
+    reply_s: int = REPLY_TTL_S,
+    done_with: Sequence[str] = (),
+) -> int:
+    """How many were not pending already. `reply`: where the reply to this call is kept for `reply_s`, so that
+    whoever calls again with it submits nothing twice; empty: a place of its own. `done_with`: the places of
+    calls that nobody will repeat."""
+    args: list[Argument] = [reply_s, backend.names.wake, len(submissions)]
+    for each in submissions:
+        args += (repr(float(each.score)), each.member)
+    for each in submissions:
+        args += mark(each)
+    size = sum(len(each.member) for each in submissions)
+    keys = [reply or backend.new_reply(), *done_with]
+    added: int = (await backend.run("submit", args, keys, size=size)).value
+    return added
+
+
+def mark(submission: Submission) -> tuple[str | int, ...]:
+    """What makes it one that can be cancelled, where it can be."""
+    if not (submission.request_id and submission.request_token and submission.deadline):
+        return ()
+    if len(submission.request_token.encode(errors="surrogatepass")) > MAX_TOKEN_BYTES:
+        return ()
+    return submission.request_id, submission.request_token, submission.deadline
+
+
+async def cancel(backend: Backend, request_id: str, request_token: str, theirs: bytes | str) -> int:
+    """How many were active. `theirs`: what a producer of llm-d has left under the id, or nothing."""
+    args: list[Argument] = [backend.names.wake, CANCEL_TTL_S, request_id, request_token, theirs]
+    active: int = (await backend.run("cancel", args)).value
+    return active
+
+
+async def is_active(backend: Backend, request_id: str) -> bool:
+    """A request of this id that can be cancelled is in line or at work."""
+    scripts = backend.scripts
+    return bool(await scripts.attempt(lambda: scripts.client.exists(backend.names.active(request_id))))
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """Where the results of one client are: the list that dispatchers push to, and what it has taken of it."""
+
+    results: str
+
+    @property
+    def keep(self) -> str:
+        return f"{self.results}:kept"
+
+    @property
+    def owner(self) -> str:
+        return f"{self.results}:owner"
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What one step found in a box."""
+
+    holder: str = ""
+    """Another client takes its results now; nothing was done."""
+    other: bool = False
+    """The keep is not the one that was seen: Redis lost it, or its lifetime ended."""
+    last: int = 0
+    """The highest number that is seen by now."""
+    results: Sequence[tuple[int, bytes]] = ()
+
+
+async def collect(
+    scripts: Scripts, box: Box, *, me: str, owner_s: int, seen: int, given_back: Sequence[int] = ()
+) -> Collected:
+    """Take what has come, and forget the results of these numbers. `me`: empty where nobody shares the
+    list."""
+    args: list[Argument] = [me, owner_s, seen, COLLECTED_MOST, SCRIPT_BYTES, KEEP_S, *given_back]
+    told = (await scripts.run("collect", [box.results, box.keep, box.owner], args)).value
+    if len(told) == 1:
+        return Collected(holder=told[0].decode(errors="replace"))
+    _, other, last, *rest = told
+    return Collected(
+        other=bool(other),
+        last=int(last),
+        results=[(int(rest[at]), rest[at + 1]) for at in range(0, len(rest), 2)],
+    )
+
+
+async def arrival(scripts: Scripts, box: Box, within_s: float) -> bool:
+    """Wait until something lies in the list, at most so long. It is moved from its end to its end: it
+    stays."""
+
+    async def wait() -> bool:
+        found = await scripts.client.execute_command(
+            "BLMOVE", box.results, box.results, "RIGHT", "RIGHT", within_s
+        )
+        return found is not None
+
+    return await scripts.attempt(wait)
+
+
+async def last_kept(scripts: Scripts, box: Box) -> int:
+    """The highest number in the keep; 0 where there is none."""
+    return int(await scripts.attempt(lambda: scripts.client.hget(box.keep, "last")) or 0)
+
+
+async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
+    """All that is in the keep, some of it perhaps twice."""
+    cursor = 0
+    while True:
+        scan = partial(scripts.client.hscan, box.keep, cursor, count=100)
+        cursor, found = await scripts.attempt(scan)
+        for name, result in found.items():
+            if name.isdigit():
+                yield int(name), result
+        if not cursor:
+            return
+
+
+async def kept_result(scripts: Scripts, box: Box, number: int) -> bytes | None:
+    """One of the keep; None: it is there no longer."""
+    found: bytes | None = await scripts.attempt(lambda: scripts.client.hget(box.keep, str(number)))
+    return found
+
+
+async def hand_over(scripts: Scripts, box: Box, me: str) -> None:
+    """Let another client of the name take the results from now on."""
+
+    async def delete() -> None:
+        if await scripts.client.get(box.owner) == me.encode():
+            await scripts.client.delete(box.owner)
+
+    await scripts.attempt(delete)
+
+
+async def discard(scripts: Scripts, box: Box) -> None:
+    """Remove the list and its keep: nobody will ask for them."""
+    await scripts.attempt(lambda: scripts.client.delete(box.results, box.keep))
