@@ -301,7 +301,7 @@ def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
 ) -> None:
     told = verb(queue_server, "submit", payload)
     assert told.returncode == 2
-    assert "the payload is no JSON object" in told.stderr
+    assert "the body is no JSON object" in told.stderr
     assert status(queue_server)["pending"] == 0
 
 
