@@ -8,32 +8,58 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dispatcher.cli.screen import complain, say
-from dispatcher.cli.target import Config, QueueName, QueueUrl, Within, find
+from dispatcher.cli.submit_file import (
+    BodyTemplate,
+    Errors,
+    File,
+    Group,
+    Ordered,
+    Output,
+    SkipBad,
+    TemplateField,
+    file_options,
+    file_paths,
+    submit_file,
+)
+from dispatcher.cli.target import Config, QueueName, QueueUrl, WithinOrNone, find
 from dispatcher.core.plain import plain
 
 if TYPE_CHECKING:
     from dispatcher.client import Result
 
+DEADLINE_S = 3600.0
+FILE_DEADLINE_S = 86_400.0
 Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
 
 
 def submit(
-    payload: Annotated[str, typer.Argument(help="The request body, a JSON object; - reads standard input.")],
+    payload: Annotated[
+        str, typer.Argument(help="The request body, a JSON object; - reads standard input.")
+    ] = "",
+    file: File = None,
+    output: Output = None,
+    errors: Errors = None,
+    skip_bad: SkipBad = False,
+    ordered: Ordered = False,
+    group: Group = "prefix",
+    template: BodyTemplate = None,
+    field: TemplateField = "",
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
-    deadline: Within = 3600.0,
+    deadline: WithinOrNone = None,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is served first.")] = None,
     header: Pairs = None,
     metadata: Pairs = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Await and print the result.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
-    """Submit one request, wait for its result and print it.
+    """Submit one request, wait for its result and print it; or a whole batch file.
 
-    Exit code 1: the result is an error, or none came.
+    A batch file that was broken off goes on by the same command. Exit code 1: the result is an error, or none
+    came; of a file, some lines failed.
     """
     import asyncio
 
@@ -42,6 +68,28 @@ def submit(
     from dispatcher.client import BatchClient, BatchError
 
     target = find(config, queue_url, queue)
+    if file is not None:
+        if payload or request_id or not wait:
+            complain("--file: give it no request, no --id and no --no-wait")
+            raise typer.Exit(2)
+        paths = file_paths(file, output, errors)
+        options = file_options(
+            target,
+            deadline=FILE_DEADLINE_S if deadline is None else deadline,
+            priority=priority,
+            headers=_pairs("--header", header),
+            metadata=_pairs("--metadata", metadata),
+            endpoint=endpoint,
+            template=template,
+            field=field,
+            group=group,
+            ordered=ordered,
+            skip_bad=skip_bad,
+        )
+        submit_file(target, paths, options, as_json=json_output)
+    if not payload:
+        complain("give a request, or --file")
+        raise typer.Exit(2)
     body = sys.stdin.buffer.read() if payload == "-" else payload.encode()
     headers, attributes = _pairs("--header", header), _pairs("--metadata", metadata)
 
@@ -53,7 +101,7 @@ def submit(
             handle = await client.enqueue(
                 body,
                 id=request_id,
-                deadline=deadline,
+                deadline=DEADLINE_S if deadline is None else deadline,
                 priority=priority,
                 path=endpoint,
                 headers=headers,

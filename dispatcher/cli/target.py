@@ -31,8 +31,8 @@ SECONDS_MOST = 10 * 365 * 86_400
 """Ten years."""
 
 
-def _within(seconds: float) -> float:
-    if not 1 <= seconds <= SECONDS_MOST:
+def _within(seconds: float | None) -> float | None:
+    if seconds is not None and not 1 <= seconds <= SECONDS_MOST:
         raise typer.BadParameter(f"give seconds from now, 1 to {SECONDS_MOST} (ten years)")
     return seconds
 
@@ -40,6 +40,14 @@ def _within(seconds: float) -> float:
 Within = Annotated[
     float,
     typer.Option("--deadline", callback=_within, help="Seconds from now until it must be answered."),
+]
+WithinOrNone = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline",
+        callback=_within,
+        help="Seconds from now until it must be answered. Default: an hour, for a file a day.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

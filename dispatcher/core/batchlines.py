@@ -1,7 +1,7 @@
 """The lines of batch files, as OpenAI's batch API has them: requests in, answers and errors out. Pure.
 
-A request is `{"custom_id", "method", "url", "body"}`. An answer is `{"id", "custom_id", "response", "error"}`:
-with 2xx it belongs into the output file, else into the errors file. A body is passed on byte for byte.
+A request is `{"custom_id", "method", "url", "body"}`, an answer `{"id", "custom_id", "response", "error"}`.
+With 2xx it belongs into the output file, else into the errors file. A body is passed on byte for byte.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.plain import shortened
-from dispatcher.core.request import ErrorCode, Result
+from dispatcher.core.request import ErrorCode, PoppedResult
 from dispatcher.core.routing import is_plain_path
 from dispatcher.core.surrogates import without_surrogates
 
@@ -331,7 +331,7 @@ class OutLine:
     """It belongs into the output file."""
 
 
-def answered_line(request_id: str, custom_id: str, result: Result) -> OutLine:
+def answered_line(request_id: str, custom_id: str, result: PoppedResult) -> OutLine:
     """The line of a request that has a result."""
     status, code = result.status_code, result.error_code
     response = None if status is None else _LineResponse(status, request_id, _body(result.payload))

@@ -20,7 +20,7 @@ from dispatcher.core.batchlines import (
     group_of,
     read_line,
 )
-from dispatcher.core.request import ErrorCode, Rejection, Result, encode_member, parse
+from dispatcher.core.request import ErrorCode, PoppedResult, Rejection, encode_member, parse
 from tests.batchfiles import BAD, CHAT, bent, line
 
 RULES = LineRules()
@@ -143,7 +143,7 @@ ANSWER = {
 
 
 def test_answers_parse_with_openais_own_types() -> None:
-    out = answered_line("f-1", "mine", Result("f-1", json.dumps(ANSWER, indent=2), 200))
+    out = answered_line("f-1", "mine", PoppedResult("f-1", json.dumps(ANSWER, indent=2), 200))
     assert out.is_answer
     assert out.text.count(b"\n") == 1
     told = json.loads(out.text)
@@ -171,13 +171,13 @@ def test_answers_parse_with_openais_own_types() -> None:
     ],
 )
 def test_other_answers_do_too(kind: Any, body: dict[str, Any]) -> None:
-    told = json.loads(answered_line("f-1", "mine", Result("f-1", json.dumps(body), 200)).text)
+    told = json.loads(answered_line("f-1", "mine", PoppedResult("f-1", json.dumps(body), 200)).text)
     assert kind.model_validate(told["response"]["body"]).model_dump(exclude_unset=True) == body
 
 
 def test_an_answer_other_than_2xx_goes_to_the_errors_with_its_response() -> None:
     body = '{"error": {"message": "no such model", "type": "x", "param": null, "code": "model_not_found"}}'
-    out = answered_line("f-1", "mine", Result("f-1", body, 404))
+    out = answered_line("f-1", "mine", PoppedResult("f-1", body, 404))
     assert not out.is_answer
     told = json.loads(out.text)
     assert told["response"] == {"status_code": 404, "request_id": "f-1", "body": json.loads(body)}
@@ -194,7 +194,7 @@ def test_an_answer_other_than_2xx_goes_to_the_errors_with_its_response() -> None
     ],
 )
 def test_an_error_has_openais_code_where_there_is_one(code: str, theirs: str) -> None:
-    out = answered_line("f-1", "mine", Result("f-1", "{}", None, code, "so it is"))
+    out = answered_line("f-1", "mine", PoppedResult("f-1", "{}", None, code, "so it is"))
     assert not out.is_answer
     told = json.loads(out.text)
     assert told["response"] is None
@@ -202,7 +202,9 @@ def test_an_error_has_openais_code_where_there_is_one(code: str, theirs: str) ->
 
 
 def test_the_last_answer_of_a_request_that_failed_is_kept() -> None:
-    out = answered_line("f-1", "m", Result("f-1", "bad gateway", 502, ErrorCode.RETRIES_EXHAUSTED, "no"))
+    out = answered_line(
+        "f-1", "m", PoppedResult("f-1", "bad gateway", 502, ErrorCode.RETRIES_EXHAUSTED, "no")
+    )
     told = json.loads(out.text)
     assert told["response"] == {"status_code": 502, "request_id": "f-1", "body": "bad gateway"}
     assert told["error"] == {"code": "retries_exhausted", "message": "no"}
@@ -213,7 +215,7 @@ def test_whatever_a_result_holds_is_one_line_of_json(
     custom_id: str, payload: str, status: int | None, code: str | None
 ) -> None:
     out = answered_line(
-        "f-1", custom_id.encode(errors="replace").decode(), Result("f-1", payload, status, code)
+        "f-1", custom_id.encode(errors="replace").decode(), PoppedResult("f-1", payload, status, code)
     )
     assert out.text.index(b"\n") == len(out.text) - 1
     assert json.loads(out.text)["custom_id"] == custom_id.encode(errors="replace").decode()
