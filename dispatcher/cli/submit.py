@@ -54,8 +54,8 @@ GRACE_S = 10.0
 
 def submit(
     payload: Annotated[
-        str, typer.Argument(help="The request body, a JSON object; - reads standard input.")
-    ] = "",
+        str | None, typer.Argument(help="The request body, a JSON object; - reads standard input.")
+    ] = None,
     file: File = None,
     output: Output = None,
     errors: Errors = None,
@@ -88,7 +88,7 @@ def submit(
     headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
     labels = dict(pairs_of("--label", label))
     if file is not None:
-        if payload or request_id or not wait:
+        if payload is not None or request_id or not wait:
             raise fail("--file: give it no request, no --id and no --no-wait", 2)
         paths = file_paths(file, output, errors)
         options = file_options(
@@ -106,7 +106,7 @@ def submit(
             skip_bad=skip_bad,
         )
         submit_file(target, paths, options, as_json=json_output)
-    if not payload:
+    if payload is None:
         raise fail("give a request, or --file", 2)
     if endpoint and target.settings and not any_fits(target.settings.gateway.allowed_paths, endpoint):
         raise fail(f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2)

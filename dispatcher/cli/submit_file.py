@@ -168,7 +168,7 @@ async def _run(
 
 async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
     """What the dispatcher of this machine says of its gate, where there is one."""
-    address = address_of(target.settings.admin if target.settings else None)
+    address = address_of(target.admin)
     if address is None:
         return
     while True:

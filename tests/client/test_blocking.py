@@ -17,8 +17,10 @@ from tests.queue.servers import Server
 from tests.support import wait_until
 
 WAITS = """
-import sys
+import signal, sys
 from dispatcher.client import BatchClient
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever tests in the background ignores Ctrl-C
 
 with BatchClient.sync(sys.argv[1], pool="qwen") as client:
     print("waiting", flush=True)
