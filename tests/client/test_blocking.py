@@ -17,10 +17,8 @@ from tests.queue.servers import Server
 from tests.support import wait_until
 
 WAITS = """
-import signal, sys
+import sys
 from dispatcher.client import BatchClient
-
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever tests in the background ignores Ctrl-C
 
 with BatchClient.sync(sys.argv[1], pool="qwen") as client:
     print("waiting", flush=True)
