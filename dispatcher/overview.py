@@ -53,6 +53,7 @@ def overview(
             running=running,
             free=limiter.free(now),
             gateway_problem=limiter.gateway_problem,
+            gateway_prober=queue.shared.prober if queue.shared else None,
         ),
         budget=budget,
         signals=signals,

@@ -8,12 +8,20 @@ from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
 from dispatcher.dispatch.access import QueueView
+from dispatcher.ports import Shared
 from dispatcher.settings import Settings
 from dispatcher.telemetry.status import Status
 from tests.overviews import status_of
 
 
-def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: float = 0.9) -> Status:
+def status(
+    service_s: float,
+    *,
+    reserve: float = 0.05,
+    ours: int = 30,
+    f_sys: float = 0.9,
+    shared: Shared | None = None,
+) -> Status:
     """Of a pool of 64 with so many of ours in it."""
     policy = Policy(reserve=reserve, per_endpoint=64)
     limiter = Limiter(policy, [Signal.REQUESTS])
@@ -21,7 +29,7 @@ def status(service_s: float, *, reserve: float = 0.05, ours: int = 30, f_sys: fl
         limiter.sent(number, 0.0)
     limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, f_sys=f_sys, f_epp=0.0, max_sys=64), 1.1)
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": {"reserve": reserve}})
-    queue = QueueView(outlook=Outlook(None, None, 0, 1.0, service_s))
+    queue = QueueView(shared=shared, outlook=Outlook(None, None, 0, 1.0, service_s))
     return status_of(limiter, 1.2, settings, queue=queue, running=ours)
 
 
@@ -30,6 +38,12 @@ def test_long_requests_with_little_reserve_are_told_where_people_look() -> None:
     assert told.budget.reserve_problem is not None
     assert told.line.service_s == 48.0
     assert f"Beware: {told.budget.reserve_problem}." in told.gate.explanation
+
+
+@pytest.mark.parametrize("prober", [None, "dispatcher-7"])
+def test_who_tries_whether_the_gateway_is_back_is_told(prober: str | None) -> None:
+    shared = Shared(limit=10, read_at=1.0, overload=None, prober=prober, paused=False)
+    assert status(4.0, shared=shared).gate.gateway_prober == prober
 
 
 @pytest.mark.parametrize(

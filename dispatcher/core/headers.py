@@ -1,4 +1,4 @@
-"""Names of headers, and who may set which. Pure.
+"""Names and values of headers, and who may set which. Pure.
 
 What belongs to a connection is nobody's to set: neither an operator's (`gateway.headers`) nor a caller's
 (`data.headers`). Beyond that callers are trusted with less: docs/forwarding.md has the tables, checked by a
@@ -11,6 +11,8 @@ import re
 
 NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 """RFC 9110 5.6.2."""
+VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
+"""RFC 9110 5.5, without the control characters of Latin-1 as well: none but the tab, whoever sets it."""
 
 OBJECTIVE = "x-llm-d-inference-objective"
 FAIRNESS_ID = "x-llm-d-inference-fairness-id"

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from dispatcher.core.headers import NAME as HEADER_NAME
+from dispatcher.core.headers import VALUE as HEADER_VALUE
 from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
 from dispatcher.core.plain import shortened
 from dispatcher.core.score import PRIORITY_STEP
@@ -166,7 +167,6 @@ _NAMES = frozenset(name.encode() for _, name in _READ)
 
 _PAYLOAD = (2, "data", "payload")
 
-_HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f-\x9f]*")
 _TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
 """A string, or one structural character; a lone quote is a string that never ends."""
 
@@ -290,7 +290,7 @@ def _check_headers(headers: Mapping[str, str]) -> None:
     for name, value in headers.items():
         if not HEADER_NAME.fullmatch(name):
             raise _Invalid(f"data.headers: {name!r} is no header name")
-        if not _HEADER_VALUE.fullmatch(value):
+        if not HEADER_VALUE.fullmatch(value):
             raise _Invalid(f"data.headers: the value of {name} holds a control character")
 
 

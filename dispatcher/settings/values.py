@@ -21,6 +21,7 @@ from dispatcher.core.headers import (
     OLD_FAIRNESS_ID,
     OLD_OBJECTIVE,
     REQUEST_ID,
+    VALUE,
 )
 
 MASK = "***"
@@ -212,7 +213,7 @@ def _header_name(value: str) -> str:
 
 
 def _header_value(value: str) -> str:
-    if _CONTROL.search(value) or value != value.strip():
+    if VALUE.fullmatch(value) is None or value != value.strip():
         raise refuse("must not hold control characters, nor blanks at its ends")
     try:
         value.encode("latin-1")

@@ -14,12 +14,18 @@ from typing import Any, Literal
 
 import msgspec
 
+from dispatcher.core.headers import (
+    DROP_REASON,
+    FAIRNESS_ID,
+    OBJECTIVE,
+    OLD_FAIRNESS_ID,
+    OLD_OBJECTIVE,
+    REQUEST_ID,
+)
 from dispatcher.standin.model import BATCH_CONTEXT, work_s
 from dispatcher.standin.model import generated as drawn
 from dispatcher.standin.pool import Job, Level, Pool
 from dispatcher.standin.wire import Exchange, Server, chunk, head
-
-DROP_HEADER = "x-llm-d-request-dropped-reason"
 
 
 class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -165,11 +171,9 @@ class Gateway:
 
     def _arrive(self, exchange: Exchange) -> None:
         headers = exchange.headers
-        objective = headers.get("x-llm-d-inference-objective") or headers.get("x-gateway-inference-objective")
-        tenant = headers.get("x-llm-d-inference-fairness-id") or headers.get(
-            "x-gateway-inference-fairness-id", ""
-        )
-        id_ = headers.get("x-request-id", "")
+        objective = headers.get(OBJECTIVE) or headers.get(OLD_OBJECTIVE)
+        tenant = headers.get(FAIRNESS_ID) or headers.get(OLD_FAIRNESS_ID, "")
+        id_ = headers.get(REQUEST_ID, "")
         self._number += 1
         entry = Entry(self._number, id_, objective != "realtime", tenant, time.monotonic())
         self.log.append(entry)
@@ -312,7 +316,7 @@ def _content(
     """Headers and body of an answer, and whether the body is chunked."""
     headers = []
     if how.reason:
-        headers.append((DROP_HEADER, how.reason))
+        headers.append((DROP_REASON, how.reason))
     if how.retry_after:
         headers.append(("retry-after", how.retry_after))
     if how.echo:

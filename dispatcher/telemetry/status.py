@@ -59,6 +59,8 @@ class GateStatus:
     """What batch work may hold by the newest readings, ours included; None: unknown."""
     gateway_problem: str | None
     """Why there is no gateway, whatever the reason shown is."""
+    gateway_prober: str | None = None
+    """The dispatcher whose request tries just now, for all, whether there is a gateway again."""
 
 
 @dataclass(frozen=True, slots=True)

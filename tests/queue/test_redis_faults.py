@@ -25,6 +25,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.scripts import Scripts
+from dispatcher.telemetry.events import Event, diverted
 from tests.queue.known import assert_drained, assert_only_known_keys
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, claim_one, ids, member, queues, submission
 from tests.queue.servers import Server, server
@@ -470,12 +471,14 @@ async def test_a_lease_named_twice_in_one_call_ends_once(
 async def test_more_dead_than_dead_max_drops_the_oldest_and_says_so(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
+    told: list[tuple[Event, int]] = []
     async with queues(any_server.url, "a", dead_max=3) as (queue,):
         await queue.submit([submission(f"r-{number}", 2_000_000_000 + number) for number in range(5)])
-        for number in range(5):
-            await queue.bury([Burial(answer(await claim_one(queue)), f"reason {number}")])
+        with diverted(lambda event, fields: told.append((event, fields["count"]))):
+            for number in range(5):
+                await queue.bury([Burial(answer(await claim_one(queue)), f"reason {number}")])
         assert [dead.reason for dead in await queue.dead_list(10)] == ["reason 2", "reason 3", "reason 4"]
-        assert queue.dead_dropped == 2
+        assert told == [(Event.DEAD_DROPPED, 1)] * 2
         assert await queue.dead_purge() == 3
     assert await client.llen(NAMES.results) == 5
     await client.delete(NAMES.results)

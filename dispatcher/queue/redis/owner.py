@@ -85,8 +85,6 @@ class RedisQueue:
         self.names = names
         self.owner = owner
         self.backend = Backend(client, names, try_s=try_s)
-        self.dead_dropped = 0
-        """The dead that went because there were more than dead_max, as far as this owner buried them."""
         self._me = OwnerTerms(owner, owner_timeout_s, lease_s)
         self._largest = max_payload_bytes + ENVELOPE_BYTES
         self._unmoved: Counter[int] = Counter()
@@ -210,7 +208,6 @@ class RedisQueue:
         told = await steps.settle(self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max)
         if told.dropped:
             emit(Event.DEAD_DROPPED, count=told.dropped, dead_max=self._dead_max)
-            self.dead_dropped += told.dropped
         return told.statuses
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
