@@ -24,6 +24,7 @@ VERBS = {
     "resume": "dispatcher.cli.pause",
     "cancel": "dispatcher.cli.cancel",
     "dead": "dispatcher.cli.dead",
+    "queue": "dispatcher.cli.queue",
     "simulate": "dispatcher.cli.simulate",
     "demo": "dispatcher.cli.demo",
     "version": "dispatcher.cli.version",
