@@ -109,6 +109,20 @@ def test_commands_do_what_their_page_says(tmp_path: Path) -> None:
     assert "Traceback" not in told
 
 
+def test_a_batch_file_is_finished_as_the_page_says(tmp_path: Path) -> None:
+    require_tool("redis-server")
+    page = examples(ROOT / "docs" / "batch-files.md")
+    assert list(page) == ["pool", "file", "run", "template", "retry"]
+    blocks = list(page.values())
+    failed = """echo '{"custom_id": "peru"}' > out.errors.jsonl\n"""
+    told = run("\n".join([*blocks[:-1], failed, blocks[-1]]), tmp_path, ports("6379", "8000", "9090"))
+    assert "3 answered, 0 failed" in told
+    assert [f'"custom_id":"{name}"' in told for name in ("france", "peru", "fiji")] == [True] * 3
+    assert (tmp_path / "french.jsonl").read_text().count('"status_code":200') == 2
+    assert (tmp_path / "again.out.jsonl").read_text().count('"custom_id":"peru"') == 1
+    assert "Traceback" not in told
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_what_is_there(page: Path) -> None:
     lost = []

@@ -126,6 +126,23 @@ def test_a_class_name_is_used_once() -> None:
     assert all(any(module.startswith(apart) for module in twice[name]) for name in NAMED_TWICE)
 
 
+WITHOUT_TESTS_OF_ITS_OWN = {
+    "dispatch.options": "values without behaviour",
+}
+
+
+def test_each_part_of_a_process_has_tests_of_its_own() -> None:
+    """They point at it when it breaks; the scenarios tell only that something has."""
+    parts = [path for room in ("dispatch", "admin") for path in sorted((PACKAGE / room).glob("[!_]*.py"))]
+    parts += [PACKAGE / "service.py", PACKAGE / "overview.py"]
+    without = {
+        ".".join(part.relative_to(PACKAGE).with_suffix("").parts)
+        for part in parts
+        if not (ROOT / "tests" / part.relative_to(PACKAGE).parent / f"test_{part.name}").exists()
+    }
+    assert without == set(WITHOUT_TESTS_OF_ITS_OWN)
+
+
 def test_import_table_would_notice_a_new_package(tmp_path: Path) -> None:
     module = tmp_path / "module.py"
     module.write_text("def f():\n    import msgspec\n    from redis.asyncio import Redis\n")

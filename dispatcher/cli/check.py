@@ -22,6 +22,14 @@ from dispatcher.settings.effective import lines, set_by_hand
 
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
+EXAMPLES = {
+    "check": [
+        "batch-dispatcher check",
+        "batch-dispatcher check --offline     # validate only",
+        "batch-dispatcher check --strict && batch-dispatcher run",
+    ]
+}
+
 
 def check(
     config: Config = None,

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dispatcher.cli.screen import answer, fail, paint, say
+from dispatcher.cli.target import Json
+
+EXAMPLES = {"demo": ["batch-dispatcher demo", "batch-dispatcher demo --requests 100"]}
+
 
 def demo(
     requests: Annotated[int, typer.Option(min=1, max=10_000, help="Batch requests to submit.")] = 300,
+    json_output: Json = False,
 ) -> None:
     """Show the dispatcher at work: a pool with realtime traffic, a queue, a crash, and a verdict.
 
@@ -18,21 +26,26 @@ def demo(
     """
     import asyncio
 
+    from dispatcher.cli.live import fold
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.standin.demo import play
 
+    def tell(line: str) -> None:
+        typer.echo(paint(line), err=json_output)
+
+    width = shutil.get_terminal_size((140, 24)).columns - 1
     with tempfile.TemporaryDirectory(prefix="batch-dispatcher-demo-") as directory:
         try:
-            verdict = asyncio.run(play(Path(directory), requests, typer.echo))
+            verdict = asyncio.run(play(Path(directory), requests, tell, width=width))
         except (RuntimeError, EmbeddedError) as error:
-            typer.secho(str(error), err=True, fg=typer.colors.RED)
-            raise typer.Exit(1) from error
+            raise fail(str(error)) from error
     checks = verdict.checks()
-    typer.secho(f"\nMeasured in this run ({verdict.seconds:.0f} s of batch work):", bold=True)
-    for check in checks:
-        typer.secho(
-            f"  {'✓' if check.ok else '✗'} {check.what}",
-            fg=typer.colors.GREEN if check.ok else typer.colors.RED,
-        )
+    if json_output:
+        answer({"ok": all(check.ok for check in checks), "checks": [asdict(check) for check in checks]})
+    else:
+        say("", f"Measured in this run ({verdict.seconds:.0f} s of batch work):", bold=True)
+        for check in checks:
+            told = fold([f"{'✓' if check.ok else '✗'} {check.what}"], width)
+            say(*told, fg=typer.colors.GREEN if check.ok else typer.colors.RED)
     if not all(check.ok for check in checks):
         raise typer.Exit(1)

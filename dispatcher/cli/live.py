@@ -11,12 +11,10 @@ import termios
 import textwrap
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-import typer
-
-from dispatcher.cli.screen import coloured
+from dispatcher.cli.screen import paint
 from dispatcher.core.plain import plain
 
 LOOK_S = 0.1
@@ -45,28 +43,19 @@ def page(rows: Sequence[str], width: int, height: int) -> list[str]:
     return [*folded[:kept], f"… {len(folded) - kept} more lines"[:width]][: max(1, height)]
 
 
-def refresh(draw: Draw, each_s: float, colours: Mapping[str, str] | None = None) -> None:
-    """Draw the page each `each_s`, and at once where the terminal has changed its size; the last one stays.
-
-    `colours`: of characters, such as those of a bar.
-    """
+def refresh(draw: Draw, each_s: float) -> None:
+    """Draw the page each `each_s`, and at once where the terminal has changed its size."""
     with suppress(KeyboardInterrupt), _other_screen():
         while True:
             size = shutil.get_terminal_size()
             # One column less: a terminal may break a line that fills it.
             shown = page(draw(size.columns - 1), size.columns - 1, size.lines - 1)
-            painted = [_painted(row, colours or {}) for row in shown]
+            painted = map(paint, shown)
             # Each row is cleared as it is written, so that nothing flickers.
             sys.stdout.write("\x1b[H" + "".join(f"{row}\x1b[K\r\n" for row in painted) + "\x1b[J")
             sys.stdout.flush()
             if _asked_to_end(each_s, size):
                 break
-
-
-def _painted(row: str, colours: Mapping[str, str]) -> str:
-    if not coloured() or not colours.keys() & set(row):
-        return row
-    return "".join(typer.style(char, fg=colours[char]) if char in colours else char for char in row)
 
 
 def _asked_to_end(within_s: float, size: os.terminal_size) -> bool:

@@ -12,6 +12,14 @@ import typer
 from dispatcher.cli.screen import answer, say
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
 
+EXAMPLES = {
+    "pause": [
+        "batch-dispatcher pause --why 'upgrade of the pool'",
+        "batch-dispatcher pause --queue-url redis://127.0.0.1 --pool qwen",
+    ],
+    "resume": ["batch-dispatcher resume"],
+}
+
 
 def pause(
     config: Config = None,

@@ -12,6 +12,14 @@ import typer
 from dispatcher.cli.screen import complain, fail
 from dispatcher.cli.target import Config, config_path
 
+EXAMPLES = {
+    "run": [
+        "batch-dispatcher run",
+        "batch-dispatcher run --observe        # decide, show and export everything; send nothing",
+        "batch-dispatcher run --config /etc/qwen.yaml",
+    ]
+}
+
 
 def run(
     config: Config = None,

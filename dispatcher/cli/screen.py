@@ -15,10 +15,19 @@ from typing import Any
 
 import typer
 
+from dispatcher.core import bar
 from dispatcher.core.plain import plain, shortened
 
 for_programs: ContextVar[bool] = ContextVar("for_programs", default=False)
 """Whether --json was given."""
+
+
+_COLOURS = {
+    bar.REALTIME: typer.colors.BLUE,
+    bar.WAITING: typer.colors.YELLOW,
+    bar.OURS: typer.colors.GREEN,
+    bar.RESERVE: typer.colors.BRIGHT_BLACK,
+}
 
 
 def coloured() -> bool:
@@ -26,12 +35,19 @@ def coloured() -> bool:
     return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
+def paint(row: str) -> str:
+    """A row with the characters of a pool's bar in their colours, where those are wanted."""
+    if not coloured() or not _COLOURS.keys() & set(row):
+        return row
+    return "".join(typer.style(char, fg=_COLOURS[char]) if char in _COLOURS else char for char in row)
+
+
 def say(*lines: str, **style: Any) -> None:
     """Each text is one line on standard output. `style`: of `typer.secho`."""
-    if not coloured():
-        style = {name: value for name, value in style.items() if name in ("err", "nl")}
+    err = style.pop("err", False)
     for line in lines:
-        typer.secho(plain(line), **style)
+        told = plain(line)
+        typer.echo(typer.style(told, **style) if style and coloured() else told, err=err)
 
 
 def complain(*lines: str, **style: Any) -> None:

@@ -10,6 +10,7 @@ import re
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -31,6 +32,17 @@ AdminUrl = Annotated[
 Told = dict[str, Any]
 EACH_S = 1.0
 _UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+
+EXAMPLES = {
+    "status": [
+        "batch-dispatcher status",
+        "batch-dispatcher status --watch",
+        "batch-dispatcher status --wait 30s    # in a script: until a dispatcher is ready",
+        "batch-dispatcher status --json",
+        "batch-dispatcher status --queue-url redis://127.0.0.1 --pool qwen",
+    ],
+    "explain": ["batch-dispatcher explain", "batch-dispatcher explain --admin-url http://10.0.0.7:8080"],
+}
 
 
 def _duration(text: str) -> float | None:
@@ -66,7 +78,7 @@ def status(
     embedded one is there only while its dispatcher runs.
     """
     waiting_s = _duration(wait)
-    place, address = _meant(config, queue_url, queue, pool, admin_url)
+    place, address = meant(config, queue_url, queue, pool, admin_url)
     if waiting_s is not None:
         _wait(place, address, waiting_s)
         return
@@ -97,7 +109,7 @@ def explain(
     Where none answers, say what the queue alone can tell, and where the queue does not, what the dispatcher
     can. Exit code 1: the queue cannot be reached.
     """
-    place, address = _meant(config, queue_url, queue, pool, admin_url)
+    place, address = meant(config, queue_url, queue, pool, admin_url)
     warn_of(place)
     shown = asyncio.run(look(place, address))
     told = words.paragraph(shown)
@@ -155,9 +167,10 @@ async def _queue(place: Located) -> Told:
     return told | {name: getattr(counts, name) for name in words.COUNTS} | {"paused": switch}
 
 
-def _meant(
-    config: Any, queue_url: str, queue: str, pool: str, admin_url: str
+def meant(
+    config: Path | None, queue_url: str, queue: str, pool: str, admin_url: str
 ) -> tuple[Located, AdminAddress | None]:
+    """Where queue and dispatcher are; exits with 2 where nothing names them."""
     place = locate(config, queue_url, queue, pool)
     try:
         return place, address_of(place.admin, admin_url)
@@ -188,6 +201,11 @@ def _watch(place: Located, address: AdminAddress | None, *, json_output: bool) -
 
         refresh(lambda _: now(), EACH_S)
         return
+    repeat(place, address, json_output=json_output)
+
+
+def repeat(place: Located, address: AdminAddress | None, *, json_output: bool) -> None:
+    """A line each second, until Ctrl-C."""
     with suppress(KeyboardInterrupt):
         while True:
             shown = asyncio.run(look(place, address))

@@ -1,9 +1,10 @@
-"""`batch-dispatcher submit`: one request, and its result."""
+"""`batch-dispatcher submit`: one request and its result, or a batch file."""
 
 from __future__ import annotations
 
 import secrets
 import sys
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,28 +12,65 @@ import typer
 from dispatcher.cli.result import awaited, print_result, still_queued
 from dispatcher.cli.screen import answer, complain, fail, say
 from dispatcher.cli.sought import answers
-from dispatcher.cli.target import Config, Labels, PoolName, QueueName, QueueUrl, Within, ask, find, pairs_of
+from dispatcher.cli.submit_file import (
+    BodyTemplate,
+    Errors,
+    File,
+    Group,
+    Ordered,
+    Output,
+    SkipBad,
+    TemplateField,
+    file_options,
+    file_paths,
+    submit_file,
+)
+from dispatcher.cli.target import (
+    Config,
+    Labels,
+    PoolName,
+    QueueName,
+    QueueTarget,
+    QueueUrl,
+    WithinOrNone,
+    ask,
+    find,
+    pairs_of,
+)
 from dispatcher.core.patterns import any_fits
 
 if TYPE_CHECKING:
+    from dispatcher.client import Item
     from dispatcher.core.request import PoppedResult
     from dispatcher.ports import Submission
     from dispatcher.queue.redis.desk import RedisDesk
 
+DEADLINE_S = 3600.0
+FILE_DEADLINE_S = 86_400.0
 Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
 GRACE_S = 10.0
 """Behind its deadline, by when a dispatcher has answered if there is one."""
 
 
 def submit(
-    payload: Annotated[str, typer.Argument(help="The request body, a JSON object; - reads standard input.")],
+    payload: Annotated[
+        str, typer.Argument(help="The request body, a JSON object; - reads standard input.")
+    ] = "",
+    file: File = None,
+    output: Output = None,
+    errors: Errors = None,
+    skip_bad: SkipBad = False,
+    ordered: Ordered = False,
+    group: Group = "prefix",
+    template: BodyTemplate = None,
+    field: TemplateField = "",
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
     pool: PoolName = "",
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
-    deadline: Within = 3600.0,
+    deadline: WithinOrNone = None,
     priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is served first.")] = None,
     header: Pairs = None,
     metadata: Pairs = None,
@@ -40,30 +78,60 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Await and print the result.")] = True,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
-    """Submit one request, wait for its result and print it; its id comes first, on standard error.
+    """Submit one request, wait for its result and print it; or a whole batch file.
 
-    The result is found again by `result ID`. Exit code 1: it is an error, or none came.
+    The id comes first, on standard error, and the result is found again by `result ID`. A batch file that was
+    broken off goes on by the same command. Exit code 1: the result is an error, or none came; of a file, some
+    lines failed.
     """
-    import msgspec
-
-    from dispatcher.client.item import Item, Tokens, submission_of
-
     target = find(config, queue_url, queue, pool)
+    headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
+    labels = dict(pairs_of("--label", label))
+    if file is not None:
+        if payload or request_id or not wait:
+            raise fail("--file: give it no request, no --id and no --no-wait", 2)
+        paths = file_paths(file, output, errors)
+        options = file_options(
+            target,
+            deadline=FILE_DEADLINE_S if deadline is None else deadline,
+            priority=priority,
+            headers=headers,
+            metadata=attributes,
+            labels=labels,
+            endpoint=endpoint,
+            template=template,
+            field=field,
+            group=group,
+            ordered=ordered,
+            skip_bad=skip_bad,
+        )
+        submit_file(target, paths, options, as_json=json_output)
+    if not payload:
+        raise fail("give a request, or --file", 2)
     if endpoint and target.settings and not any_fits(target.settings.gateway.allowed_paths, endpoint):
         raise fail(f"--endpoint {endpoint}: not among gateway.allowed_paths: no dispatcher would send it", 2)
-    name = request_id or f"r-{secrets.token_hex(8)}"
+    from dispatcher.client import Item
+
     body = sys.stdin.buffer.read() if payload == "-" else payload.encode(errors="surrogateescape")
     item = Item(
         body,
         path=endpoint,
-        id=name,
-        deadline=deadline,
+        id=request_id or f"r-{secrets.token_hex(8)}",
+        deadline=DEADLINE_S if deadline is None else deadline,
         priority=priority,
-        headers=dict(pairs_of("--header", header)),
-        metadata=dict(pairs_of("--metadata", metadata)),
-        labels=dict(pairs_of("--label", label)),
+        headers=headers,
+        metadata=attributes,
+        labels=labels,
     )
-    results = target.names.answers(name) if wait else ""
+    _submit_one(target, item, body, wait=wait, json_output=json_output)
+
+
+def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, json_output: bool) -> None:
+    import msgspec
+
+    from dispatcher.client.item import Tokens, submission_of
+
+    results = target.names.answers(item.id) if wait else ""
     try:
         sent = submission_of(item, Tokens().make(), queue=target.names.queue, results=results)
     except ValueError as error:
@@ -74,6 +142,7 @@ def submit(
             "stands under `body`, and as --endpoint what stands under `url`)"
         )
         raise fail(what, 2)
+    within_s = sent.deadline - time.time() + GRACE_S
     submitted = False
 
     async def act(desk: RedisDesk) -> PoppedResult | None:
@@ -82,19 +151,19 @@ def submit(
         submitted = True
         if not wait:
             return None
-        complain(f"{name} submitted", fg=None)
-        return await awaited(target, desk, name, lambda: _answer(desk, sent), deadline + GRACE_S)
+        complain(f"{item.id} submitted", fg=None)
+        return await awaited(target, desk, item.id, lambda: _answer(desk, sent), within_s)
 
     try:
         result = ask(target, act)
     except KeyboardInterrupt:
         if submitted:
-            raise still_queued(name) from None
+            raise still_queued(item.id) from None
         raise
     if not wait:
-        answer({"id": name}) if json_output else say(name)
+        answer({"id": item.id}) if json_output else say(item.id)
     elif result is None:
-        raise fail(f"no result for {name} within {deadline + GRACE_S:.0f} s: is there a dispatcher?")
+        raise fail(f"no result for {item.id} within {within_s:.0f} s: is there a dispatcher?")
     else:
         print_result(result, json_output=json_output)
 

@@ -74,8 +74,8 @@ SECONDS_MOST = 10 * 365 * 86_400
 """Ten years."""
 
 
-def _within(seconds: float) -> float:
-    if not 1 <= seconds <= SECONDS_MOST:
+def _within(seconds: float | None) -> float | None:
+    if seconds is not None and not 1 <= seconds <= SECONDS_MOST:
         raise typer.BadParameter(f"give seconds from now, 1 to {SECONDS_MOST} (ten years)")
     return seconds
 
@@ -86,6 +86,14 @@ Within = Annotated[
 ]
 Labels = Annotated[
     list[str] | None, typer.Option("--label", help="name=value of internal.labels; may be repeated.")
+]
+WithinOrNone = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline",
+        callback=_within,
+        help="Seconds from now until it must be answered. Default: an hour, for a file a day.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -10,6 +10,8 @@ import typer
 
 from dispatcher import __version__
 
+EXAMPLES = {"version": ["batch-dispatcher version", "batch-dispatcher version --json"]}
+
 
 def version(as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Print the version of the dispatcher and of the Python it runs on."""

@@ -23,18 +23,22 @@ def lines(shown: dict[str, Any]) -> list[str]:
     if _foreign(shown):
         told.append(f"the dispatcher that answers works on another queue, {gate['queue']}:")
     told.append(f"{gate['reason']}: {gate['explanation']}")
+    return [*told, *details(gate)]
+
+
+def details(gate: dict[str, Any]) -> list[str]:
+    """What a dispatcher tells beside its sentence."""
     once = (_capacity(gate), _pace(gate), _deadlines(gate), _price(gate))
     capacity, pace, deadlines, price = ([line] if line else [] for line in once)
-    return [
-        *told,
-        *capacity,
-        *_problems(gate),
-        *_readings(gate),
-        *pace,
-        *deadlines,
-        *price,
-        *_replicas(gate),
-    ]
+    problems, readings, replicas = _problems(gate), _readings(gate), _replicas(gate)
+    return [*capacity, *problems, *readings, *pace, *deadlines, *price, *replicas]
+
+
+def glance(gate: dict[str, Any]) -> list[str]:
+    """The same, without what the figures are made of: what changes first."""
+    first = (_pace(gate), _deadlines(gate), _price(gate))
+    last = [_capacity(gate)] if _capacity(gate) else []
+    return [*filter(None, first), *_problems(gate), *_replicas(gate), *last]
 
 
 def line(shown: dict[str, Any]) -> str:

@@ -11,7 +11,8 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
 from dispatcher.client.errors import HookError, NoResultError, QueueAwayError, TooManyPendingError
 from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, submission_of
@@ -30,6 +31,7 @@ from dispatcher.queue.redis.scripts import Scripts
 
 if TYPE_CHECKING:
     from dispatcher.client.blocking import BlockingBatchClient
+    from dispatcher.client.files import FileProgress
 
 T = TypeVar("T")
 Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
@@ -95,6 +97,7 @@ class BatchClient:
             raise ValueError(f"max_pending {max_pending}: must be at least 1")
         names = names_of(pool, queue, results)
         self.name = name
+        self._url = url
         self._names = names
         self._max_pending, self._when_full = max_pending, when_full
         self._before, self._after = before, after
@@ -267,6 +270,26 @@ class BatchClient:
             return bool(await producer.cancel(self._backend, request_id, token, ""))
 
         return await self._call(cancel)
+
+    async def run_file(
+        self,
+        source: str | Path | BinaryIO,
+        output: str | Path | BinaryIO,
+        errors: str | Path | None = None,
+        *,
+        on_progress: Callable[[FileProgress], None] = lambda _: None,
+        **options: Any,
+    ) -> FileProgress:
+        """Have every line of a batch file of OpenAI's format answered. Called again after it was broken off,
+        it goes on where it was. The options are those of `dispatcher.client.files.FileOptions`;
+        `on_progress` is called each second.
+
+        Raises InputError (BadInputError for lines), JournalError, SinkError and QueueAwayError.
+        """
+        from dispatcher.client.files import FileOptions, FilePaths, run_file
+
+        paths = FilePaths(_path(source), _path(output), None if errors is None else Path(errors))
+        return await run_file(self._url, self._names, paths, FileOptions(**options), on_progress=on_progress)
 
     async def aclose(self) -> None:
         """End it, and close its connections. Whoever still awaits something gets QueueAwayError."""
@@ -444,3 +467,7 @@ async def _called(hook: Callable[..., Any], *arguments: Any) -> Any:
     """What a hook returns, plain function or coroutine function."""
     returned = hook(*arguments)
     return await returned if inspect.isawaitable(returned) else returned
+
+
+def _path(place: str | Path | BinaryIO) -> Path | BinaryIO:
+    return Path(place) if isinstance(place, str) else place

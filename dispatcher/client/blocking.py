@@ -6,13 +6,16 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dispatcher.client.batch import BatchClient
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
 from dispatcher.client.stream import Items
+
+if TYPE_CHECKING:
+    from dispatcher.client.files import FileProgress
 
 T = TypeVar("T")
 _END = object()
@@ -73,6 +76,10 @@ class BlockingBatchClient:
     def map(self, items: Items) -> list[Result]:
         """All their results, in the order of the items."""
         return self._run(self._client.map(items))
+
+    def run_file(self, source: Any, output: Any, errors: Any = None, **options: Any) -> FileProgress:
+        """Have every line of a batch file answered."""
+        return self._run(self._client.run_file(source, output, errors, **options))
 
     def cancel(self, handle: Handle | str) -> bool:
         """Ask for it to be cancelled; False where it has ended."""

@@ -49,6 +49,7 @@ class RequestFailedError(BatchError):
 
     @property
     def id(self) -> str:
+        """Of the request."""
         return self.result.id
 
     @property

@@ -34,3 +34,23 @@ def bar(parts: Sequence[tuple[str, float]], whole: float, width: int, rest: str 
     shares = cells([amount for _, amount in parts], whole, width)
     drawn = "".join(glyph * share for (glyph, _), share in zip(parts, shares, strict=True))
     return drawn + rest * (width - len(drawn))
+
+
+REALTIME, WAITING, OURS, FREE, RESERVE = "█", "▓", "▒", "·", "░"
+
+
+def pool(*, realtime: float, waiting: float, ours: float, reserve: float, capacity: float, width: int) -> str:
+    """A pool's capacity and who has it; what the reserve still keeps free is at the end."""
+    used = realtime + waiting + ours
+    kept = max(0.0, min(reserve, capacity - used))
+    free = max(0.0, capacity - reserve - used)
+    parts = [(REALTIME, realtime), (WAITING, waiting), (OURS, ours), (FREE, free), (RESERVE, kept)]
+    return bar(parts, capacity, width, FREE)
+
+
+def legend(*, realtime: float, waiting: float, ours: float, reserve: float, capacity: float) -> str:
+    """What the characters of the bar mean, and how much each is."""
+    free = max(0.0, capacity - reserve - realtime - waiting - ours)
+    told = [(REALTIME, "realtime", realtime), (WAITING, "waiting", waiting), (OURS, "ours", ours)]
+    told += [(FREE, "free", free), (RESERVE, "reserve", reserve)]
+    return "  ".join(f"{glyph} {name} {amount:.3g}" for glyph, name, amount in told)

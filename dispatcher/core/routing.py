@@ -66,16 +66,12 @@ class Route:
         } | chosen
 
     def path(self, endpoint: str) -> str | Refused:
-        """The path for a request: the default, or its own when that is plain and allowed.
-
-        Plain: letters, digits and a few marks between single slashes; no dot segment, no escape, no query.
-        So there is nothing to normalise, which gateway and model server might do in two ways.
-        """
+        """The path for a request: the default, or its own when that is plain and allowed."""
         if not endpoint or endpoint == self._path:
             return self._path
         if len(endpoint) > ENDPOINT_MOST:
             return Refused(f"data.endpoint: longer than {ENDPOINT_MOST} characters")
-        if not _PATH.fullmatch(endpoint) or not {".", ".."}.isdisjoint(endpoint.split("/")):
+        if not is_plain_path(endpoint):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not a plain path")
         if not any_fits(self._allowed, endpoint):
             return Refused(f"data.endpoint: {endpoint[:100]!r} is not among gateway.allowed_paths")
@@ -118,6 +114,14 @@ class Route:
 
     def _passes(self, known: str) -> bool:
         return any_fits(self._passing, known) if self._passing is not None else not doubtful(known)
+
+
+def is_plain_path(path: str) -> bool:
+    """Letters, digits and a few marks between single slashes; no dot segment, no escape, no query.
+
+    So there is nothing to normalise, which gateway and model server might do in two ways.
+    """
+    return _PATH.fullmatch(path) is not None and {".", ".."}.isdisjoint(path.split("/"))
 
 
 def trace_of(request: Request) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 import aiohttp
 
 from dispatcher.client import BatchClient, Item
+from dispatcher.core import bar
 from dispatcher.core.request import decode_result
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import running_url
@@ -55,6 +56,15 @@ admin: {{host: 127.0.0.1, port: {port}}}
 log: {{level: warning, format: json}}
 """
 
+LABEL = len("1234 served")
+BESIDE = len("  realtime 64  batch 64  limit 64  nothing waits")
+"""Characters beside the bar, so that all bars of a run are equally long."""
+BAR_LEAST = 10
+LEGEND = (
+    f"{bar.REALTIME} realtime  {bar.OURS} batch  {bar.FREE} free; limit: what batch work may hold at most"
+)
+WORDS = {"idle": "nothing waits"}
+"""Of the gate's reasons, those that mislead without an explanation."""
 Tell = Callable[[str], None]
 
 
@@ -99,32 +109,43 @@ class Verdict:
             Check(use[1] > use[0], f"the pool was {use[1]:.0%} in use; {use[0]:.0%} with realtime alone"),
             Check(
                 wait[1] <= wait[0] + 1.0,
-                f"realtime waited {wait[1] * 1000:.0f} ms for a slot (p99), alone {wait[0] * 1000:.0f} ms; a "
-                f"fuller pool answers slower: median {times[1]:.2f} s, alone {times[0]:.2f} s",
+                f"realtime waited {wait[1] * 1000:.0f} ms for a slot (p99), alone {wait[0] * 1000:.0f} ms: "
+                f"1 s more may be; a fuller pool answers slower: median {times[1]:.2f} s, alone "
+                f"{times[0]:.2f} s",
             ),
             Check(refused <= self.submitted * 0.025, f"{refused} answers were 429"),
         )
 
 
-async def play(directory: Path, requests: int, tell: Tell) -> Verdict:
-    """Run the demonstration in a directory of its own and tell what happens as it happens."""
+async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) -> Verdict:
+    """Run the demonstration in a directory of its own and tell what happens as it happens.
+
+    `width`: characters of a line at the most.
+    """
     verdict = Verdict(requests)
     with as_file(files("dispatcher.standin") / "data" / "azure-conv-900s.csv") as trace:
         world = await _start_world(trace)
         async with _ending(world.process), aiohttp.ClientSession() as http:
-            tell(f"A pool of {SLOTS} slots serves a chat service's realtime traffic (a real hour, replayed).")
+            tell(f"A pool of {SLOTS} slots serves a chat service's traffic (a real hour, replayed).")
+            tell(LEGEND)
             await asyncio.sleep(WARM_UP_S)
             await world.restart(http)
             await asyncio.sleep(ALONE_S)
             verdict.alone = await world.observed(http)
-            tell(_line("realtime alone", verdict.alone, None))
+            tell(line("alone", verdict.alone, None, width))
             await world.restart(http)
-            await _with_batch(directory, requests, world, http, verdict, tell)
+            await _with_batch(directory, requests, world, http, verdict, tell, width)
     return verdict
 
 
 async def _with_batch(
-    directory: Path, requests: int, world: _World, http: aiohttp.ClientSession, verdict: Verdict, tell: Tell
+    directory: Path,
+    requests: int,
+    world: _World,
+    http: aiohttp.ClientSession,
+    verdict: Verdict,
+    tell: Tell,
+    width: int,
 ) -> None:
     config, data, port = directory / "config.yaml", directory / "data", _free_port()
     text = CONFIG.format(
@@ -151,7 +172,7 @@ async def _with_batch(
             shown = await world.observed(http)
             status = await _status(http, port)
             served = shown["gateway"]["ids"]["served"]
-            tell(_line(f"{served:4d} served", shown, status))
+            tell(line(f"{served:4d} served", shown, status, width))
             if served >= requests / 2 and not killed:
                 killed = True
                 dispatcher.send_signal(signal.SIGKILL)
@@ -270,12 +291,16 @@ async def _status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | No
     return status
 
 
-def _line(label: str, shown: dict[str, Any], status: dict[str, Any] | None) -> str:
-    pool = shown["pool"]
-    realtime, batch = pool["realtime"]["now"], pool["batch"]["now"]
-    bar = "█" * realtime + "▒" * batch + "·" * max(0, SLOTS - realtime - batch)
-    told = f"  limit {status['limit']:2d}  {status['reason']}" if status else ""
-    return f"{label:>14}  {bar[: SLOTS + 8]}  realtime {realtime:2d}  batch {batch:2d}{told}"
+def line(label: str, shown: dict[str, Any], status: dict[str, Any] | None, width: int) -> str:
+    """One moment of the pool, as wide as the terminal."""
+    running = shown["pool"]
+    realtime, batch = running["realtime"]["now"], running["batch"]["now"]
+    told = f"  realtime {realtime:2d}  batch {batch:2d}"
+    if status:
+        told += f"  limit {status['limit']:2d}  {WORDS.get(status['reason'], status['reason'])}"
+    room = max(BAR_LEAST, min(SLOTS, width - BESIDE - LABEL - 2))
+    drawn = bar.pool(realtime=realtime, waiting=0, ours=batch, reserve=0, capacity=SLOTS, width=room)
+    return f"{label:>{LABEL}}  {drawn}{told}"[:width]
 
 
 @asynccontextmanager

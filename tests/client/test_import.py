@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -24,9 +25,10 @@ MOST = 1.3
 
 
 def python(code: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-c", BLOCKED + code], check=True, capture_output=True, text=True
-    ).stdout
+    # What is measured is a second start: compiled once, whatever this environment says.
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", BLOCKED + code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env=env).stdout
 
 
 def test_the_client_needs_redis_and_msgspec_alone() -> None:

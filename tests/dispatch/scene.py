@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -77,15 +77,23 @@ def request(number: int = 1, **changes: Any) -> Request:
 
 
 class Scene:
-    def __init__(self) -> None:
+    def __init__(self, gateway: Answers | None = None, options: Options | None = None) -> None:
         loop = asyncio.get_running_loop()
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.store = MemoryStore(clock=loop.time)
-        self.queue, self.gateway = MarkersApart(self.store, "a"), Answers()
+        self.queue, self.gateway = MarkersApart(self.store, "a"), gateway or Answers()
         self.limiter = open_limiter()
         self.dispatcher = Dispatcher(
-            self.queue, self.gateway, self.limiter, Options(RetryPolicy()), Journal(Metrics())
+            self.queue,
+            self.gateway,
+            self.limiter,
+            options or Options(RetryPolicy()),
+            Journal(Metrics()),
         )
+        self.task = asyncio.create_task(self.dispatcher.run())
+
+    async def ended(self) -> None:
+        await self.task
 
     async def submit(self, *names: str) -> None:
         until = int(time.time()) + 10**6
@@ -101,13 +109,18 @@ class Scene:
         return [event.event for event, _ in self.events if event.event.startswith("queue-")]
 
 
-def perform(scene_of: Any) -> None:
+def perform(
+    scene_of: Callable[[Scene], Awaitable[None]],
+    gateway: Answers | None = None,
+    options: Options | None = None,
+) -> None:
     async def main() -> None:
-        scene = Scene()
-        with diverted(lambda event, fields: scene.events.append((event, fields))):
-            task = asyncio.create_task(scene.dispatcher.run())
+        events: list[tuple[Event, Mapping[str, Any]]] = []
+        with diverted(lambda event, fields: events.append((event, fields))):
+            scene = Scene(gateway, options)
+            scene.events = events
             await scene_of(scene)
             scene.dispatcher.drain(1.0)
-            await task
+            await scene.ended()
 
     run(main(), start=2.0)

@@ -335,11 +335,21 @@ def test_lease_is_ours_as_long_as_the_queue_has_heard_of_us_since_it_was_confirm
 # Why a claim got nothing.
 
 
+HEAVY = "the next in line weighs more than the {} units that are free, and goes when all it needs is"
+
+
 def claimed(
-    *, leases: int = 0, live: int = 0, waiting: int = 9, limit: int = 32, overload: Overload | None = None
+    *,
+    leases: int = 0,
+    live: int = 32,
+    waiting: int = 9,
+    limit: int = 32,
+    overload: Overload | None = None,
+    lost: int = 0,
+    paused: bool = False,
 ) -> Claimed:
-    shared = Shared(limit, 100.0, overload, None, paused=False)
-    return Claimed([lease()] * leases, Leases(101.0, live, live, 0, 0), shared, waiting)
+    shared = Shared(limit, 100.0, overload, None, paused=paused)
+    return Claimed([lease()] * leases, Leases(101.0, live, live, 0, lost), shared, waiting)
 
 
 def refused(at: float, until: float) -> Overload:
@@ -356,6 +366,18 @@ def refused(at: float, until: float) -> Overload:
         (claimed(leases=1, limit=4, live=4), ""),
         (claimed(waiting=0, overload=refused(100.5, 100.5)), ""),
         (claimed(live=32), ""),
+        (claimed(live=20), HEAVY.format(12)),
+        (claimed(live=20, lost=4), HEAVY.format(8)),
+        (claimed(live=20, lost=11), ""),
+        (claimed(live=31), ""),
+        (claimed(live=20, leases=1), ""),
+        (claimed(live=20, waiting=0), ""),
+        (claimed(live=20, paused=True), ""),
+        (claimed(live=20, limit=30), ""),
+        (
+            claimed(live=20, overload=refused(100.5, 100.5)),
+            "a dispatcher was refused after the newest reading here",
+        ),
     ],
 )
 def test_it_is_known_why_a_claim_got_nothing(told: Claimed, why: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from dispatcher.core.allowance import explain
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
@@ -142,6 +143,10 @@ def test_three_dispatchers_keep_to_the_limit_in_units(seed: int) -> None:
         assert results(store) == dict.fromkeys(weights, 1)
         assert pool.greatest == MOST, "never more, and no slot wasted"
         assert pool.beside["r-200"] == 0, "it went alone"
+        came = list(pool.beside)
+        for heavy in ("r-100", "r-200"):
+            overtook = [name for name in came[: came.index(heavy)] if name > heavy]
+            assert len(overtook) <= MOST, "those who were claimed with it, before it was read"
 
     run(play())
 
@@ -174,5 +179,36 @@ def test_what_cannot_be_weighed_is_given_back_and_sent_later() -> None:
         assert queue.times == 0
         assert results(store) == {"heavy": 1, "light": 1}
         assert pool.greatest == 6
+
+    run(play())
+
+
+def test_heavy_one_that_waits_for_room_is_what_the_sentence_names() -> None:
+    async def play() -> None:
+        loop = asyncio.get_running_loop()
+        store = MemoryStore(loop.time, unix_origin=1.7e9)
+        weights = {"a-light": 1, "b-heavy": MOST}
+        await store.submit([submission(*each, number) for number, each in enumerate(weights.items())])
+        pool, sentences = Pool(), []
+        limiter = Limiter(Policy(reserve=0.05, max_sys=SLOTS), [Signal.REQUESTS])
+        dispatcher = Dispatcher(
+            MemoryQueue(store, "a"),
+            pool,
+            limiter,
+            Options(RetryPolicy()),
+            Journal(Metrics()),
+            weigh=weight_of,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(dispatcher.run())
+            pool.tell(dispatcher)
+            while len(pool.beside) < 2:
+                await asyncio.sleep(0.01)
+                sentences.append(explain(dispatcher.allowance(), limiter.in_flight))
+            dispatcher.drain(5)
+        assert list(pool.beside) == ["a-light", "b-heavy"]
+        told = "1 in flight under a limit 38, and the queue gives no more: the next in line weighs more than "
+        assert any(told + "the 37 units that are free" in each for each in sentences)
+        assert "weighs" not in sentences[-1], "its turn came"
 
     run(play())

@@ -22,6 +22,8 @@ CONCEPTS = Path(__file__).parents[2] / "docs" / "concepts.md"
 SHARES = st.floats(0, 2)
 RESERVES = st.floats(0, 0.9)
 CAPACITIES = st.integers(1, 300)
+HEAVIEST = st.sampled_from([1, 8])
+"""Requests weigh from 1 to this, in units of the limit."""
 
 
 def test_every_law_in_the_docs_is_tested() -> None:
@@ -118,6 +120,7 @@ def worlds(draw: st.DrawFn, *, greedy: bool | None = None, pickers: int = 1) -> 
         greedy=draw(st.booleans()) if greedy is None else greedy,
         travel_s=draw(st.sampled_from([DELTA_S, 0.005, 0.05, 0.2])),
         pickers=draw(st.integers(1, pickers)),
+        heaviest=draw(HEAVIEST),
     )
 
 
@@ -206,6 +209,27 @@ def test_law_limit_nears_its_place_from_one_side_and_never_swings(
     assert all(limit >= world.fair for limit in limits) or all(limit <= world.fair for limit in limits)
 
 
+@given(worlds(greedy=True), STEPS, st.lists(st.floats(0, 2), min_size=1, max_size=5))
+def test_law_heavy_request_at_the_head_goes_when_what_is_in_its_way_has_ended(
+    world: World, steps: list[tuple[object, ...]], pauses: list[float]
+) -> None:
+    """As long as realtime stands still the limit does not fall while the pool empties for it, whatever the
+    readings of that time see: it waits for as much as was in flight, and for nothing else."""
+    live(world, [("sample", 0.0, 0.0, 0.0), ("wait", 1.0), *steps, ("wait", 10.0)], changing=False)
+    world.wait(world.sample() + world.after_s)
+    waits, sent = world.head, len(world.log)
+    if not 0 < waits <= world.limits[-1]:
+        return  # nothing waits, or it is heavier than the limit: passed over
+    for number in range(len(world.log) + 1):
+        if len(world.log) > sent:
+            break
+        assert world.in_flight > 0, "the pool is empty, and it was not sent"
+        world.finish(1)
+        world.wait(world.sample() if number % 3 == 0 else pauses[number % len(pauses)])
+        world.wait(2 * world.after_s)
+    assert world.log[sent].units == waits
+
+
 @given(st.integers(2, 100), st.integers(0, 100), st.integers(2, 30), st.floats(0.5, 2))
 def test_law_series_without_our_load_never_let_the_limit_run_away(
     max_sys: int, load: int, readings: int, interval_s: float
@@ -235,9 +259,10 @@ def test_law_series_without_our_load_never_let_the_limit_run_away(
     st.integers(10, 80),
     st.integers(0, 40),
     st.lists(st.tuples(st.floats(0, 1), st.floats(0.2, 4)), min_size=1, max_size=8),
+    HEAVIEST,
 )
 def test_law_owners_dying_at_any_share_never_lift_the_peak(
-    seed: int, max_sys: int, realtime: int, deaths: list[tuple[float, float]]
+    seed: int, max_sys: int, realtime: int, deaths: list[tuple[float, float]], heaviest: int
 ) -> None:
     """Others' requests leave the gateway when their owner dies, their leases 5 s later, and are lost then."""
     dice = Random(seed)
@@ -256,12 +281,14 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
         nonlocal own, others, key
         permit = limiter.allowance(at)
         free = permit.limit - (lost - permit.lost) - own - others - sum(n for _, n in dead)
-        for _ in range(max(0, free)):
+        while free > 0:
+            units = dice.randint(1, min(heaviest, free))
+            free -= units
             if dice.random() < 0.5:
-                limiter.sent(key, at)
-                own, key = own + 1, key + 1
+                limiter.sent(key, at, units)
+                own, key = own + units, key + 1
             else:
-                others += 1
+                others += units
         assert own + others + realtime <= max(room, realtime) + 1e-6
 
     count(now)
@@ -299,9 +326,10 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
         ),
         max_size=25,
     ),
+    HEAVIEST,
 )
 def test_law_stalled_owners_never_lift_us_over_our_own_cap(
-    seed: int, cap: int, realtime: int, exact: bool, steps: list[tuple[str, float]]
+    seed: int, cap: int, realtime: int, exact: bool, steps: list[tuple[str, float]], heaviest: int
 ) -> None:
     """Owners stall with their requests running on, are taken for dead, wake and cut them; others die at once.
 
@@ -325,12 +353,15 @@ def test_law_stalled_owners_never_lift_us_over_our_own_cap(
         """By the queue's own arithmetic, and by whoever is quicker."""
         nonlocal own, others, key
         permit = limiter.allowance(now)
-        for _ in range(max(0, permit.limit - (lost - permit.lost) - own - others - stalled)):
+        free = permit.limit - (lost - permit.lost) - own - others - stalled
+        while free > 0:
+            units = dice.randint(1, min(heaviest, free))
+            free -= units
             if dice.random() < 0.5:
-                limiter.sent(key, now)
-                own, key = own + 1, key + 1
+                limiter.sent(key, now, units)
+                own, key = own + units, key + 1
             else:
-                others += 1
+                others += units
         assert ours() <= cap
 
     def take_back(several: int, *, proven: bool) -> None:
@@ -493,9 +524,9 @@ class EveryEvent(RuleBasedStateMachine):
         self.policy = policy
         self.limiter.settings(policy, now)
 
-    @rule(key=KEYS, now=TIMES)
-    def sent(self, key: int, now: float) -> None:
-        self.limiter.sent(key, now)
+    @rule(key=KEYS, now=TIMES, units=st.integers(1, 8))
+    def sent(self, key: int, now: float, units: int) -> None:
+        self.limiter.sent(key, now, units)
 
     @rule(key=KEYS, told=TIMES, now=TIMES, opened_s=st.none() | ANY_FLOAT)
     def answered(self, key: int, told: float, now: float, opened_s: float | None) -> None:

@@ -1,9 +1,9 @@
 """A small adversarial pool around real limiters: it decides what each reading saw, anywhere within truth.
 
-Realtime holds some of the pool, each of ours the rest. A request of ours reaches the gateway up to δ after it
-was sent, leaves it up to δ before its answer is known, and a reading sees what is there at one moment of a
-window that it does not tell; of several pickers each at a moment of its own. `dice` chooses all of that;
-nothing here reads what the limiter believes.
+Realtime holds some of the pool, ours the rest, each as many units as it weighs. A request of ours reaches the
+gateway up to δ after it was sent, leaves it up to δ before its answer is known, and a reading sees what is
+there at one moment of a window that it does not tell; of several pickers each at a moment of its own. `dice`
+chooses all of that; nothing here reads what the limiter believes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class Sent:
     at: float
     arrives_at: float
     picker: int
+    units: int = 1
     left_at: float = math.inf
     answered_at: float = math.inf
 
@@ -51,6 +52,8 @@ class World:
     pickers: int = 1
     crowd: int = 0
     """So many wait, by what readings tell, though there may be room."""
+    heaviest: int = 1
+    """Requests weigh from 1 to this, in units of the limit."""
     now: float = 100.0
     log: list[Sent] = field(default_factory=list)
     proven_by: int | None = None
@@ -72,6 +75,8 @@ class World:
         self._running: dict[int, Sent] = {}
         self._seen: dict[float, tuple[int, int]] = {}
         """For each sample, by its window's end: realtime and ours as it saw them."""
+        self.head = 0
+        """What the next to be sent weighs; 0: not known yet."""
 
     # What happens.
 
@@ -86,7 +91,7 @@ class World:
 
     @property
     def in_flight(self) -> int:
-        return len(self._running)
+        return sum(sent.units for sent in self._running.values())
 
     @property
     def after_s(self) -> float:
@@ -134,7 +139,7 @@ class World:
     def sample(self, earlier_s: float = 0.0, later_s: float = 0.0, lag_s: float = 0.0) -> float:
         """A sample taken now; its window is wider, and it is handed in late. How long until it is applied."""
         looks = [self.now - self.dice.random() * earlier_s for _ in range(self.pickers - 1)] + [self.now]
-        ours = sum(sent.arrives_at <= looks[sent.picker] < sent.left_at for sent in self.log)
+        ours = sum(sent.units for sent in self.log if sent.arrives_at <= looks[sent.picker] < sent.left_at)
         later_s += self.dice.random() * 1e-3  # no two windows end at one moment
         opened_at, closed_at = self.now - earlier_s, self.now + later_s
         load = self.realtime + ours
@@ -181,15 +186,24 @@ class World:
         self.check()
         most = allowance.limit - self.in_flight
         for _ in range(most if self.greedy else self.dice.randint(0, max(0, most))):
-            key = len(self.log)
-            sent = Sent(self.now, self.now + self._travels_s, self.dice.randrange(self.pickers))
+            if not self._head_fits(allowance.limit):
+                break
+            key, units, self.head = len(self.log), self.head, 0
+            sent = Sent(self.now, self.now + self._travels_s, self.dice.randrange(self.pickers), units)
             self.log.append(sent)
             self._running[key] = sent
-            self.limiter.sent(key, self.now)
+            self.limiter.sent(key, self.now, units)
             assert self.proven_by is not None
             if self.stepped:
                 continue
             assert self.proven_by + self.in_flight <= self.room + 1e-6, "more than a reading ever proved"
+
+    def _head_fits(self, limit: int) -> bool:
+        """Whether there is room for all of the head. One that is heavier than the limit is passed over; any
+        other is not overtaken, as the queue has it."""
+        if not 0 < self.head <= limit:
+            self.head = self.dice.randint(1, max(1, min(self.heaviest, limit)))
+        return self.head <= limit - self.in_flight
 
     def check(self) -> None:
         allowance = self.limiter.allowance(self.now)
@@ -212,4 +226,6 @@ class World:
     def _most_held(self, a: float, b: float) -> int:
         """The most of ours between sending and answer at any moment of [a, b], counted one by one."""
         moments = [a, *(sent.at for sent in self.log if a <= sent.at <= b)]
-        return max(sum(sent.at <= at <= sent.answered_at for sent in self.log) for at in moments)
+        return max(
+            sum(sent.units for sent in self.log if sent.at <= at <= sent.answered_at) for at in moments
+        )

@@ -1,0 +1,132 @@
+"""What a cluster knows of its inference pools, by kubectl: with the rights of who runs it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+WITHIN_S = 10
+POOLS = ("inferencepools.inference.networking.k8s.io", "inferencepools.inference.networking.x-k8s.io")
+OBJECTIVES = "inferenceobjectives.inference.networking.x-k8s.io"
+Json = Mapping[str, Any]
+
+
+class KubectlError(Exception):
+    """The cluster cannot be asked, or says no; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPool:
+    """An InferencePool, and what was found around it; empty: nothing was."""
+
+    name: str
+    namespace: str
+    picker: str = ""
+    """The endpoint picker's Service."""
+    gateway: str = ""
+    """The URL of the gateway whose route leads to it."""
+    objective: str = ""
+    """An InferenceObjective of it with a negative priority, the lowest."""
+
+
+def pools(namespace: str = "") -> list[FoundPool]:
+    """The pools of a namespace, or of all; raises KubectlError. What else may not be asked is left out."""
+    where = ("--namespace", namespace) if namespace else ("--all-namespaces",)
+    found: list[Json] = []
+    refused = None
+    for kind in POOLS:
+        try:
+            found += _items(kind, *where)
+        except KubectlError as error:
+            refused = refused or error
+    if not found and refused is not None:
+        raise refused
+    beside = {kind: _allowed(kind, *where) for kind in ("httproutes", "gateways", OBJECTIVES)}
+    seen = {(each["metadata"]["namespace"], each["metadata"]["name"]): each for each in reversed(found)}
+    return [
+        pool_of(each, beside["httproutes"], beside["gateways"], beside[OBJECTIVES])
+        for _, each in sorted(seen.items())
+    ]
+
+
+def pool_of(
+    pool: Json, routes: Sequence[Json], gateways: Sequence[Json], objectives: Sequence[Json]
+) -> FoundPool:
+    """A pool with what belongs to it."""
+    name, namespace = pool["metadata"]["name"], pool["metadata"]["namespace"]
+    spec = pool.get("spec") or {}
+    picker = spec.get("endpointPickerRef") or spec.get("extensionRef") or {}
+    parents = [parent for route in routes if _leads_to(route, name, namespace) for parent in _parents(route)]
+    urls = [url for each in gateways if _key(each) in parents for url in _urls(each)]
+    ranked = sorted(
+        (int((each.get("spec") or {}).get("priority") or 0), each["metadata"]["name"])
+        for each in objectives
+        if each["metadata"]["namespace"] == namespace
+        and ((each.get("spec") or {}).get("poolRef") or {}).get("name") == name
+    )
+    objective = ranked[0][1] if ranked and ranked[0][0] < 0 else ""
+    return FoundPool(name, namespace, str(picker.get("name") or ""), urls[0] if urls else "", objective)
+
+
+def _key(thing: Json) -> tuple[str, str]:
+    return thing["metadata"]["namespace"], thing["metadata"]["name"]
+
+
+def _leads_to(route: Json, name: str, namespace: str) -> bool:
+    here = route["metadata"]["namespace"]
+    return any(
+        each.get("kind") == "InferencePool"
+        and each.get("name") == name
+        and (each.get("namespace") or here) == namespace
+        for rule in (route.get("spec") or {}).get("rules") or ()
+        for each in rule.get("backendRefs") or ()
+    )
+
+
+def _parents(route: Json) -> Iterator[tuple[str, str]]:
+    for parent in (route.get("spec") or {}).get("parentRefs") or ():
+        yield parent.get("namespace") or route["metadata"]["namespace"], parent["name"]
+
+
+def _urls(gateway: Json) -> Iterator[str]:
+    addresses = [each.get("value") for each in (gateway.get("status") or {}).get("addresses") or ()]
+    for listener in (gateway.get("spec") or {}).get("listeners") or ():
+        scheme = str(listener.get("protocol", "")).lower()
+        if scheme in ("http", "https"):
+            port = listener.get("port")
+            end = "" if port == {"http": 80, "https": 443}[scheme] else f":{port}"
+            yield from (f"{scheme}://{address}{end}" for address in addresses if address)
+
+
+def _allowed(kind: str, *where: str) -> list[Json]:
+    try:
+        return _items(kind, *where)
+    except KubectlError:  # not installed there, or not allowed: it is asked for instead
+        return []
+
+
+def _items(kind: str, *where: str) -> list[Json]:
+    program = shutil.which("kubectl")
+    if program is None:
+        raise KubectlError("kubectl is not installed")
+    try:
+        done = subprocess.run(  # noqa: S603 - its arguments are ours
+            [program, "get", kind, *where, "--output", "json", f"--request-timeout={WITHIN_S}s"],
+            capture_output=True,
+            timeout=WITHIN_S + 5,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KubectlError(f"kubectl: {error}") from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise KubectlError(f"kubectl: {said[-1] if said else f'exit code {done.returncode}'}")
+    try:
+        items = json.loads(done.stdout)["items"]
+        return [each for each in items if each["metadata"]["name"] and each["metadata"]["namespace"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise KubectlError(f"kubectl: its answer on {kind} is not understood") from error

@@ -1,0 +1,215 @@
+"""`batch-dispatcher submit --file`: a batch file as OpenAI's API has it, from check to summary."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, BinaryIO
+
+import typer
+
+from dispatcher.cli.file_screen import FileScreen
+from dispatcher.cli.running import address_of, running
+from dispatcher.cli.screen import complain, say
+from dispatcher.cli.target import QueueTarget
+
+if TYPE_CHECKING:
+    from dispatcher.client.files import FileOptions, FilePaths, FileProgress, FileStart
+
+STREAM = Path("-")
+GATE_EVERY_S = 3.0
+INTERRUPTED = 130
+SKIPPED_SHOWN = 20
+
+File = Annotated[
+    Path | None,
+    typer.Option(
+        "--file",
+        help="A batch file of OpenAI's format (JSONL), instead of one request; - reads standard input.",
+    ),
+]
+Output = Annotated[
+    Path | None, typer.Option(help="With --file: where answers (2xx) are written; - is standard output.")
+]
+Errors = Annotated[
+    Path | None, typer.Option(help="With --file: where all else is written. Default: OUTPUT.errors.jsonl")
+]
+SkipBad = Annotated[
+    bool, typer.Option("--skip-bad", help="With --file: bad lines become errors, instead of stopping all.")
+]
+Ordered = Annotated[bool, typer.Option("--ordered", help="With --file: answers in the order of the input.")]
+Group = Annotated[
+    str,
+    typer.Option(
+        help="With --file: prefix sends lines of one model and system prompt side by side; or none."
+    ),
+]
+BodyTemplate = Annotated[
+    Path | None,
+    typer.Option("--template", help="With --file: a request body; each line of the file is text for it."),
+]
+TemplateField = Annotated[
+    str, typer.Option("--field", help="With --template: where the text goes, such as messages.0.content.")
+]
+
+
+def file_paths(source: Path, output: Path | None, errors: Path | None) -> FilePaths:
+    """Where it reads and writes. Exits with 2 where that is not said."""
+    from dispatcher.client.files import FilePaths
+
+    if output is None:
+        raise _wrong("--file: say by --output where the answers go (- is standard output)")
+    if errors == STREAM:
+        raise _wrong("--errors: name a file; without it errors go beside the output")
+    read: Path | BinaryIO = sys.stdin.buffer if source == STREAM else source
+    written: Path | BinaryIO = sys.stdout.buffer if output == STREAM else output
+    return FilePaths(read, written, errors)
+
+
+def file_options(
+    target: QueueTarget,
+    *,
+    deadline: float,
+    priority: int | None,
+    headers: Mapping[str, str],
+    metadata: Mapping[str, str],
+    labels: Mapping[str, str],
+    endpoint: str,
+    template: Path | None,
+    field: str,
+    group: str,
+    ordered: bool,
+    skip_bad: bool,
+) -> FileOptions:
+    """How it is run, by options and configuration. Exits with 2 where they make no sense."""
+    from dispatcher.client.files import FileOptions
+    from dispatcher.core.batchlines import LineRules
+
+    if group not in ("prefix", "none"):
+        raise _wrong(f"--group {group}: give prefix or none")
+    if (template is None) != (not field):
+        raise _wrong("give --template and --field together")
+    if endpoint and template is None:
+        raise _wrong("--endpoint: each line of a batch file has its own url")
+    settings, rules = target.settings, LineRules()
+    if settings is not None:
+        paths = (*settings.gateway.allowed_paths, settings.gateway.path)
+        rules = LineRules(paths, settings.queue.max_payload_bytes)
+    try:
+        body = None if template is None else template.read_bytes()
+    except OSError as error:
+        raise _wrong(f"--template {template}: {error.strerror or error}") from error
+    return FileOptions(
+        skip_bad=skip_bad,
+        ordered=ordered,
+        group="prefix" if group == "prefix" else "none",
+        deadline=deadline,
+        priority=priority,
+        headers=headers,
+        metadata=metadata,
+        labels=labels,
+        rules=rules,
+        template=body,
+        field=field,
+        path=endpoint,
+    )
+
+
+def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, as_json: bool) -> None:
+    """Run it to its end. Exits with 1 where something failed, with 2 for an input that cannot be run."""
+    from dispatcher.client import QueueAwayError
+    from dispatcher.client.files import BadInputError, InputError, JournalError, SinkError, TemplateError
+
+    name = paths.source.name if isinstance(paths.source, Path) else "standard input"
+    screen = FileScreen(name)
+    try:
+        with screen:
+            progress = asyncio.run(_run(target, paths, options, screen))
+    except KeyboardInterrupt:
+        _say_how_to_go_on(paths, screen.last)
+        raise typer.Exit(INTERRUPTED) from None
+    except BadInputError as error:
+        for line in error.faulty:
+            complain(f"{name}:{line.n}: {line.message}", fg=None)
+        more = ", and more that were not looked at" if error.more else ""
+        complain(f"{name}: {error}{more}; --skip-bad runs the others, and writes these to the errors file")
+        raise typer.Exit(2) from error
+    except (InputError, TemplateError, ValueError) as error:
+        raise _wrong(str(error)) from error
+    except BrokenPipeError:
+        raise typer.Exit(1) from None
+    except (JournalError, SinkError, QueueAwayError) as error:
+        complain(str(error))
+        raise typer.Exit(1) from error
+    _say_summary(paths, screen.start, progress, as_json=as_json)
+    raise typer.Exit(1 if progress.failed else 0)
+
+
+async def _run(
+    target: QueueTarget, paths: FilePaths, options: FileOptions, screen: FileScreen
+) -> FileProgress:
+    from dispatcher.client.files import run_file
+
+    gate = asyncio.create_task(_watch_gate(target, screen))
+    try:
+        return await run_file(
+            target.url, target.names, paths, options, on_start=screen.begun, on_progress=screen.show
+        )
+    finally:
+        gate.cancel()
+        with suppress(asyncio.CancelledError):
+            await gate
+
+
+async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
+    """What the dispatcher of this machine says of its gate, where there is one."""
+    address = address_of(target.settings.admin if target.settings else None)
+    if address is None:
+        return
+    while True:
+        found, why = await running(address)
+        screen.gate = f"{found['reason']}: {found['explanation']}" if found else (why or "")
+        await asyncio.sleep(GATE_EVERY_S)
+
+
+def _say_how_to_go_on(paths: FilePaths, progress: FileProgress | None) -> None:
+    if progress is None:
+        complain("stopped before anything was submitted", fg=None)
+    elif not isinstance(paths.output, Path):
+        complain(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled", fg=None)
+    else:
+        told = f"stopped: {progress.done:,} of {progress.lines:,} are done"
+        if progress.in_queue:
+            told += f", {progress.in_queue:,} are in the queue and go on being answered"
+        complain(f"{told}. The same command goes on from here; nothing is sent twice.", fg=None)
+        if not isinstance(paths.source, Path):
+            kept = paths.beside(Path(), ".input")
+            complain(f"What came in is kept: --file {kept} does as well.", fg=None)
+
+
+def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgress, *, as_json: bool) -> None:
+    from dispatcher.client.files import summary
+
+    if as_json:
+        say(json.dumps(asdict(progress)), err=not isinstance(paths.output, Path))
+        return
+    if start is not None and start.finished:
+        journal = paths.beside(Path(), ".journal")
+        complain(
+            f"finished before: {summary(progress)}. To run it again, remove the output and {journal}.",
+            fg=None,
+        )
+        return
+    complain(summary(progress), fg=None)
+    if progress.failed and paths.errors_path is not None:
+        complain(f"what failed is in {paths.errors_path}", fg=None)
+
+
+def _wrong(what: str) -> typer.Exit:
+    complain(what)
+    return typer.Exit(2)

@@ -1,0 +1,91 @@
+"""`batch-dispatcher top`: the pool live, as it is shared between realtime and batch work."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from dispatcher.cli import words
+from dispatcher.cli.status import AdminUrl, look, meant, repeat
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, warn_of
+from dispatcher.core import bar
+
+if TYPE_CHECKING:
+    from dispatcher.admin.stream import Others
+
+EXAMPLES = {"top": ["batch-dispatcher top", "batch-dispatcher top --admin-url http://10.0.0.7:8080"]}
+EACH_S = 1.0
+BAR_LEAST = 10
+
+
+def top(
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    admin_url: AdminUrl = "",
+    json_output: Json = False,
+) -> None:
+    """Watch the pool: who has its capacity, what waits, how fast it goes and when it is done.
+
+    q or Ctrl-C ends it. Where no terminal is, one line a second, as `status --watch` has it.
+    """
+    place, address = meant(config, queue_url, queue, pool, admin_url)
+    warn_of(place)
+    if json_output or not sys.stdout.isatty():
+        repeat(place, address, json_output=json_output)
+        return
+    from dispatcher.admin.stream import others
+    from dispatcher.cli.live import refresh
+
+    before: float | None = None
+
+    def draw(width: int) -> Sequence[str]:
+        nonlocal before
+        shown = asyncio.run(look(place, address))
+        gate = shown["dispatcher"] or {}
+        ours = float(gate.get("in_flight") or 0)
+        beside = others(gate, (ours, ours), before)
+        before = beside.realtime
+        return rows(shown, beside, width, time.strftime("%H:%M:%S"))
+
+    refresh(draw, EACH_S)
+
+
+def rows(shown: dict[str, Any], beside: Others, width: int, clock: str) -> list[str]:
+    """The page, of what queue and dispatcher tell."""
+    gate = shown["dispatcher"]
+    title = f"pool {gate['pool']}" if gate else str(shown["queue"])
+    ends = "q ends"
+    head = f"{title}  {clock}"
+    told = [f"{head}{ends:>{max(len(ends) + 2, width - len(head))}}", ""]
+    problem = [shown["queue_problem"]] if shown["queue_problem"] else []
+    if not gate:
+        return [*told, *words.lines(shown), *problem]
+    told += [f"{gate['reason']}: {gate['explanation']}", *problem, "", *_pool(gate, beside, width), ""]
+    counts = [f"{name} {shown[name]}" for name in words.COUNTS if shown[name] is not None]
+    told.append(f"{shown['queue'] or gate['queue']}: {'  '.join(counts)}")
+    if shown["queue"] not in (None, gate["queue"]):
+        told.append(f"the dispatcher that answers works on another queue, {gate['queue']}")
+    return [*told, *words.glance(gate)]
+
+
+def _pool(gate: dict[str, Any], beside: Others, width: int) -> list[str]:
+    capacity, share = gate.get("max_sys"), gate.get("reserve")
+    if capacity is None or beside.realtime is None:
+        return ["The pool's capacity is not known."]
+    amounts = {
+        "realtime": beside.realtime,
+        "waiting": beside.waiting or 0.0,
+        "ours": float(gate.get("in_flight") or 0),
+        "reserve": capacity * (share or 0.0),
+        "capacity": capacity,
+    }
+    return [
+        bar.pool(**amounts, width=max(BAR_LEAST, width)),
+        bar.legend(**amounts),
+        f"capacity {capacity:.4g}; limit of ours {gate.get('limit')}",
+    ]

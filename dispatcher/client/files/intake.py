@@ -1,0 +1,200 @@
+"""The input of a run: which of its lines are requests, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dispatcher.client.errors import BatchError
+from dispatcher.client.files.journal import FaultyLine, FileJournal, InputLine
+from dispatcher.core.batchlines import BadLine, BatchLine, LineFault, LineRules, group_of, read_line
+from dispatcher.core.template import Template
+
+FAULTS_MOST = 10_000
+"""After so many the rest is not looked at, unless bad lines are skipped."""
+_AT_ONCE = 5_000
+_MARK = b"\xef\xbb\xbf"
+_BLOCK = 1 << 20
+
+
+class InputError(BatchError):
+    """The input cannot be worked on as it is; the message says why. Nothing was submitted of it."""
+
+
+class BadInputError(InputError):
+    """Lines of the input are no requests."""
+
+    def __init__(self, faulty: list[FaultyLine], *, more: bool) -> None:
+        lines = "1 bad line" if len(faulty) == 1 else f"{len(faulty):,} bad lines"
+        super().__init__(f"{lines}: nothing was submitted")
+        self.faulty = faulty
+        """All of them, or the first FAULTS_MOST."""
+        self.more = more
+        """The rest of the input was not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineReader:
+    """What a line of the input means: a request as it stands, or text for a template."""
+
+    rules: LineRules
+    template: Template | None = None
+    path: str = ""
+    """Of the gateway, for the requests of a template."""
+
+    def read(self, n: int, text: bytes) -> BatchLine | BadLine:
+        if self.template is None:
+            return read_line(text, self.rules)
+        try:
+            body = self.template.body(text.rstrip(b"\r\n").decode())
+        except UnicodeDecodeError as error:
+            return BadLine((LineFault("invalid_encoding", f"not UTF-8 at byte {error.start}"),), f"line-{n}")
+        if len(body) > self.rules.max_body_bytes:
+            what = f"the body: {len(body)} bytes, at most {self.rules.max_body_bytes} are accepted"
+            return BadLine((LineFault("line_too_large", what),), f"line-{n}")
+        return BatchLine(f"line-{n}", self.path, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A line of the input as it stands there."""
+
+    n: int
+    at: int
+    text: bytes
+    """No more of it than tells that it is too long."""
+
+
+class Input:
+    """The file that is worked on. It must stay as it is until the run has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = path.open("rb")
+        except OSError as error:
+            raise InputError(f"{path}: {error.strerror or error}") from error
+        if not path.is_file():
+            self._file.close()
+            raise InputError(f"{path}: is no file; give - to read what comes in by standard input")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def pieces(self, longest: int, digest: Any) -> Iterator[Piece]:
+        """All lines that are not blank; `digest` gets every byte."""
+        self._file.seek(0)
+        at = n = 0
+        while text := self._file.readline(longest + 2):
+            digest.update(text)
+            n += 1
+            size = len(text)
+            while not text.endswith(b"\n") and (rest := self._file.readline(_BLOCK)):
+                digest.update(rest)
+                size += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            skipped = len(_MARK) if n == 1 and text.startswith(_MARK) else 0
+            if text.strip():
+                yield Piece(n, at + skipped, text[skipped:])
+            at += size
+
+    def read(self, at: int, size: int) -> bytes:
+        return os.pread(self._file.fileno(), size, at)
+
+    def stamp(self) -> dict[str, Any]:
+        """By what a change is seen at little cost."""
+        found = os.fstat(self._file.fileno())
+        return {"bytes": found.st_size, "changed_ns": found.st_mtime_ns}
+
+    def digest(self) -> str:
+        self._file.seek(0)
+        return hashlib.file_digest(self._file, "sha256").hexdigest()
+
+
+def check_input(
+    source: Input, reader: LineReader, journal: FileJournal, *, skip_bad: bool, by_group: bool
+) -> list[FaultyLine]:
+    """Read the whole input, and leave in the journal what is to be sent in which order. Returns the first
+    FAULTS_MOST bad lines; raises BadInputError for them unless they are skipped."""
+    stamp = source.stamp()
+    digest = hashlib.sha256()
+    with journal.step():
+        journal.clear()
+    faulty, more = _read_all(source, reader, journal, digest, skip_bad=skip_bad)
+    with journal.step():
+        while again := journal.repeated(FAULTS_MOST):
+            found = [_repeated(source, reader, *row) for row in again]
+            journal.refuse(found)
+            faulty = sorted([*faulty, *found], key=lambda each: each.n)
+            if not skip_bad:
+                break
+        more = more or len(faulty) > FAULTS_MOST
+        del faulty[FAULTS_MOST:]
+        if faulty and not skip_bad:
+            raise BadInputError(faulty, more=more)
+        journal.arrange(by_group=by_group)
+        if not journal.facts.lines:
+            raise InputError(f"{source.path}: holds no line")
+        if source.stamp() != stamp:
+            raise InputError(f"{source.path}: was changed while it was read")
+        journal.facts.input = {**stamp, "sha256": digest.hexdigest()}
+        journal.facts.checked = True
+    return faulty
+
+
+def _read_all(
+    source: Input, reader: LineReader, journal: FileJournal, digest: Any, *, skip_bad: bool
+) -> tuple[list[FaultyLine], bool]:
+    """All lines into the journal; the first bad ones, and whether there may be more of them."""
+    faulty: list[FaultyLine] = []
+    good: list[InputLine] = []
+    bad: list[FaultyLine] = []
+
+    def flush() -> None:
+        with journal.step():
+            journal.add(good, bad)
+        good.clear()
+        bad.clear()
+
+    for piece in source.pieces(reader.rules.longest_bytes, digest):
+        line = reader.read(piece.n, piece.text)
+        if isinstance(line, BatchLine):
+            good.append(InputLine(piece.n, piece.at, len(piece.text), line.custom_id, group_of(line)))
+        else:
+            told = "; ".join(fault.message for fault in line.faults)
+            bad.append(FaultyLine(piece.n, line.custom_id, line.faults[0].code, told))
+            if len(faulty) < FAULTS_MOST:
+                faulty.append(bad[-1])
+            elif not skip_bad:
+                return faulty, True
+        if len(good) + len(bad) >= _AT_ONCE:
+            flush()
+    flush()
+    return faulty, False
+
+
+def _repeated(source: Input, reader: LineReader, n: int, first: int, at: int, size: int) -> FaultyLine:
+    line = reader.read(n, source.read(at, size))
+    custom_id = line.custom_id or ""
+    return FaultyLine(n, custom_id, "duplicate_custom_id", f"custom_id: line {first} has the same")
+
+
+def spool(stream: BinaryIO, path: Path) -> None:
+    """What comes in by a stream as a file, which can be read again. Where nothing comes, what came before
+    stays."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            while block := stream.read(_BLOCK):
+                file.write(block)
+        if path.exists() and not partial.stat().st_size:
+            partial.unlink()
+        else:
+            partial.replace(path)
+    except OSError as error:
+        raise InputError(f"{partial}: {error.strerror or error}") from error

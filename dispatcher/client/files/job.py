@@ -1,0 +1,364 @@
+"""A run's side of the disk: input, journal, output and errors, each step of which survives any end.
+
+Nothing here waits for the queue, and nothing is safe for threads: one thread does it all.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from dispatcher.client.files.intake import Input, InputError, check_input, spool
+from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, JournalError, SendLine
+from dispatcher.client.files.naming import Naming
+from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
+from dispatcher.client.files.progress import FileProgress
+from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
+from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
+from dispatcher.core.request import PoppedResult, encode_member
+from dispatcher.core.score import score_of
+from dispatcher.core.usage import tokens
+from dispatcher.ports import Submission
+from dispatcher.queue.keys import Names
+
+T = TypeVar("T")
+
+CHUNK_LINES = 1000
+CHUNK_BYTES = 1 << 20
+"""A chunk has no more, or one line."""
+AT_ONCE = 500
+_NOT_SENT = (EXPIRED, "the time of the batch was over before this line was sent")
+_NO_RESULT = (EXPIRED, "no result came by the deadline")
+
+
+class FileJob:
+    """One run, opened or begun. Raises InputError, TemplateError, JournalError, SinkError."""
+
+    def __init__(self, paths: FilePaths, options: FileOptions, names: Names, folder: Path) -> None:
+        """`folder`: for what lies beside the output where that is a stream."""
+        self._paths, self._options, self._names, self._folder = paths, options, names, folder
+        self._reader = options.reader()
+        self._began = time.monotonic()
+        self._opened: list[FileJournal | Input | Sink] = []
+        self._journal: FileJournal
+        self._input: Input
+        self._output: Sink
+        self._errors: Sink
+        self._spool: FileSink | None = None
+        self._seconds_before = 0.0
+        self.naming: Naming
+        self.open = 0
+        """Lines that were sent and are not done."""
+        self.open_bytes = 0
+
+    def begin(self) -> FileStart:
+        """Check the input, or find out where an earlier process was."""
+        self._paths.check()
+        path = self._beside(".journal")
+        self._refuse_unknown_output(path)
+        self._journal = self._to_close(FileJournal(path))
+        facts = self._journal.facts
+        self._seconds_before = facts.seconds
+        resumed = facts.checked
+        if resumed:
+            self._compare()
+        source = self._source()
+        if facts.finished_at and not source.exists():
+            return FileStart(facts.lines, facts.done, resumed=True, finished=True)
+        self._input = self._to_close(Input(source))
+        faulty: list[FaultyLine] = []
+        if resumed:
+            self._compare_input()
+            if facts.finished_at:
+                return FileStart(facts.lines, facts.done, resumed=True, finished=True)
+            self._count_open()
+        else:
+            faulty = self._check()
+        self.naming = Naming(facts, self._names)
+        results = self.naming.results
+        if (why := self._names.refused_list(results)) is not None:
+            raise InputError(f"the result list {results} {why}: add batch-results:* to queue.result_lists")
+        self._open_sinks()
+        if self._spool is not None:
+            self._write_in_order(self._spool)
+        return FileStart(facts.lines, facts.done, faulty, resumed)
+
+    def close(self) -> None:
+        for opened in reversed(self._opened):
+            opened.close()
+
+    @property
+    def complete(self) -> bool:
+        return self._journal.facts.done == self._journal.facts.lines
+
+    @property
+    def all_sent(self) -> bool:
+        return self._journal.facts.sent == self._journal.facts.positions
+
+    def progress(self, rate: float | None = None, trouble: str = "") -> FileProgress:
+        facts = self._journal.facts
+        return FileProgress(
+            lines=facts.lines,
+            done=facts.done,
+            failed=facts.failed,
+            bad=facts.bad,
+            in_queue=self.open,
+            tokens_in=facts.tokens_in,
+            tokens_out=facts.tokens_out,
+            seconds=facts.seconds if facts.finished_at else self._seconds,
+            rate=rate,
+            trouble=trouble,
+        )
+
+    @property
+    def _seconds(self) -> float:
+        return self._seconds_before + time.monotonic() - self._began
+
+    def _beside(self, suffix: str) -> Path:
+        return self._paths.beside(self._folder, suffix)
+
+    def _to_close(self, opened: T) -> T:
+        self._opened.append(opened)  # type: ignore[arg-type]
+        return opened
+
+    # The begin.
+
+    def _refuse_unknown_output(self, journal: Path) -> None:
+        """What somebody else has written is not overwritten."""
+        if journal.exists():
+            return
+        for path in (self._paths.output, self._paths.errors_path):
+            if isinstance(path, Path) and path.exists() and path.stat().st_size:
+                why = f"holds something, and there is no {journal} of a run that could go on"
+                raise JournalError(f"{path} {why}: name another file, or remove it")
+
+    def _source(self) -> Path:
+        source = self._paths.source
+        if isinstance(source, Path):
+            return source
+        path = self._beside(".input")
+        spool(source, path)
+        return path
+
+    def _check(self) -> list[FaultyLine]:
+        facts, options = self._journal.facts, self._options
+        facts.job = f"file-{secrets.token_hex(5)}"
+        facts.secret = secrets.token_bytes(16)
+        facts.begun_at = time.time()
+        facts.queue = self._names.queue
+        facts.shape = options.shape()
+        by_group = options.group == "prefix"
+        try:
+            return check_input(
+                self._input, self._reader, self._journal, skip_bad=options.skip_bad, by_group=by_group
+            )
+        except InputError:
+            self._journal.close()
+            self._journal.path.unlink(missing_ok=True)
+            if not isinstance(self._paths.source, Path):
+                self._input.path.unlink(missing_ok=True)
+            raise
+
+    def _compare(self) -> None:
+        """A run goes on with the same options, and on the same queue."""
+        facts, shape, path = self._journal.facts, self._options.shape(), self._journal.path
+        other = [name for name, value in shape.items() if facts.shape.get(name) != value]
+        if other:
+            told = f"{path}: the run was begun with another {', '.join(other)}"
+            raise InputError(f"{told}: give the same, or another output")
+        if facts.queue != self._names.queue:
+            raise InputError(f"{path}: the run was begun on the queue {facts.queue}: give that one")
+
+    def _compare_input(self) -> None:
+        """A run goes on with the same input, wherever that lies by now."""
+        known, stamp = self._journal.facts.input, self._input.stamp()
+        if known["bytes"] == stamp["bytes"] and (
+            known["changed_ns"] == stamp["changed_ns"] or known["sha256"] == self._input.digest()
+        ):
+            return
+        told = f"{self._input.path} is not the input that {self._journal.path} is of"
+        raise InputError(f"{told}: give that one, or another output")
+
+    def _open_sinks(self) -> None:
+        facts, output, path = self._journal.facts, self._paths.output, self._journal.path
+        if isinstance(output, Path):
+            self._output = self._to_close(FileSink(output, facts.output_bytes, path))
+        else:
+            self._output = self._to_close(StreamSink(output))
+        errors = self._paths.errors_path
+        self._errors = self._output
+        if errors is not None:
+            self._errors = self._to_close(FileSink(errors, facts.errors_bytes, path))
+        if self._options.ordered:
+            self._spool = self._to_close(FileSink(self._beside(".spool"), facts.spool_bytes, path))
+
+    def _count_open(self) -> None:
+        after = 0
+        while page := self.open_lines(after):
+            after = page[-1][0]
+            self.open += len(page)
+            self.open_bytes += sum(size for _, size, _ in page)
+
+    # What is sent.
+
+    def next_chunk(self, room: int, deadline: int) -> tuple[Chunk, list[Submission]]:
+        """The next lines, at most so many, as a chunk that the journal knows."""
+        lines: list[SendLine] = []
+        size = 0
+        for line in self._journal.next_lines(min(room, CHUNK_LINES)):
+            size += line.size
+            if lines and size > CHUNK_BYTES:
+                break
+            lines.append(line)
+        found = self._begin_chunk(lines, deadline)
+        self.open += len(lines)
+        self.open_bytes += sum(line.size for line in lines)
+        return found
+
+    def chunk_again(self, numbers: Sequence[int], deadline: int) -> tuple[Chunk, list[Submission]]:
+        """Lines that were lost, as a chunk of their own."""
+        return self._begin_chunk(self._journal.lines_of(numbers), deadline)
+
+    def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
+        submissions = [self._submission(line, deadline) for line in lines]
+        with self._journal.step():
+            return self._journal.begin_chunk(lines, deadline), submissions
+
+    def sure(self, chunk: int) -> None:
+        """The queue has taken it."""
+        with self._journal.step():
+            self._journal.are_sure([chunk])
+
+    def unsure(self) -> list[Chunk]:
+        return self._journal.unsure()
+
+    def submissions(self, chunk: Chunk) -> list[Submission]:
+        """The same as when it was begun."""
+        return [self._submission(line, chunk.deadline) for line in chunk.lines]
+
+    def _submission(self, line: SendLine, deadline: int) -> Submission:
+        """The request of a line. Raises InputError where the input has changed."""
+        found = self._reader.read(line.n, self._input.read(line.at, line.size))
+        if not isinstance(found, BatchLine) or found.custom_id != line.custom_id:
+            raise InputError(f"{self._input.path}: line {line.n} has changed since it was checked")
+        options = self._options
+        request_id, token = self.naming.request_id(line.n), self.naming.token(line.n, line.position)
+        member = encode_member(
+            request_id,
+            found.body,
+            deadline,
+            created=int(time.time()),
+            token=token,
+            results=self.naming.results,
+            endpoint=found.url,
+            headers=options.headers,
+            metadata=options.metadata,
+            labels={**options.labels, "file": self._journal.facts.job},
+        )
+        return Submission(member, score_of(deadline, options.priority), request_id, token, deadline)
+
+    # What is done.
+
+    def take(self, results: Mapping[int, PoppedResult]) -> None:
+        """Write the lines of at most a thousand results, each once."""
+        facts = self._journal.facts
+        lines = []
+        for n, (custom_id, size) in self._journal.still_open(list(results)).items():
+            lines.append((n, answered_line(self.naming.request_id(n), custom_id, results[n])))
+            came, went = tokens(results[n].payload.encode(errors="replace"))
+            facts.tokens_in += came
+            facts.tokens_out += went
+            self.open -= 1
+            self.open_bytes -= size
+        if lines:
+            self._write(lines)
+
+    def write_bad(self) -> None:
+        """The errors of bad lines."""
+        while bad := self._journal.bad_after(0, CHUNK_LINES):
+            told = [self._failure(each.n, each.custom_id, (each.code, each.message)) for each in bad]
+            self._write(told, bad)
+
+    def give_up_rest(self) -> None:
+        """The time is over before all was sent."""
+        while lines := self._journal.next_lines(CHUNK_LINES):
+            self._journal.facts.sent = lines[-1].position
+            self._write([self._failure(line.n, line.custom_id, _NOT_SENT) for line in lines])
+
+    def write_off(self, numbers: Sequence[int]) -> None:
+        """Lines that were sent, and have no result long after their deadline."""
+        lines = []
+        for n, (custom_id, size) in self._journal.still_open(numbers).items():
+            lines.append(self._failure(n, custom_id, _NO_RESULT))
+            self.open -= 1
+            self.open_bytes -= size
+        self._write(lines)
+
+    def open_lines(self, after: int) -> list[tuple[int, int, int]]:
+        """Lines that were sent and are not done, AT_ONCE from a number on: number, bytes, deadline."""
+        return self._journal.open_lines(after, AT_ONCE)
+
+    def still_open(self, numbers: Sequence[int]) -> set[int]:
+        """Those that are not done."""
+        found: set[int] = set()
+        for at in range(0, len(numbers), AT_ONCE):
+            found.update(self._journal.still_open(numbers[at : at + AT_ONCE]))
+        return found
+
+    def finish(self) -> None:
+        """All is done: what only a run that goes on would need goes."""
+        facts = self._journal.facts
+        with self._journal.step():
+            facts.finished_at = time.time()
+            facts.seconds = self._seconds
+            facts.secret = b""
+        for suffix in (".spool", ".input"):
+            self._beside(suffix).unlink(missing_ok=True)
+        self._journal.shrink()
+
+    def _failure(self, n: int, custom_id: str | None, why: tuple[str, str]) -> tuple[int, OutLine]:
+        return n, error_line(self.naming.request_id(n), custom_id, *why, n)
+
+    def _write(self, lines: Sequence[tuple[int, OutLine]], bad: Sequence[FaultyLine] = ()) -> None:
+        """Into the files, onto the disk, into the journal: in this order."""
+        at = self._journal.facts.spool_bytes
+        done = []
+        for n, line in lines:
+            if self._spool is None:
+                self._sink(line.is_answer).add(line.text)
+                done.append(DoneLine(n, line.is_answer))
+            else:
+                self._spool.add(line.text)
+                done.append(DoneLine(n, line.is_answer, at, len(line.text)))
+                at += len(line.text)
+        with self._journal.step():
+            self._sync()
+            if bad:
+                self._journal.wrote_bad(list(zip(bad, done, strict=True)))
+            else:
+                self._journal.finish_lines(done)
+        if self._spool is not None:
+            self._write_in_order(self._spool)
+
+    def _write_in_order(self, spool: FileSink) -> None:
+        """What follows on the last line without a gap, from the spool into the files."""
+        while lines := self._journal.next_in_order(CHUNK_LINES):
+            for line in lines:
+                self._sink(line.is_answer).add(spool.read(line.spool_at or 0, line.spool_bytes or 0))
+            with self._journal.step():
+                self._sync()
+                self._journal.facts.in_order = lines[-1].n
+
+    def _sink(self, is_answer: bool) -> Sink:
+        return self._output if is_answer else self._errors
+
+    def _sync(self) -> None:
+        facts = self._journal.facts
+        facts.output_bytes = self._output.sync()
+        facts.errors_bytes = self._errors.sync()
+        if self._spool is not None:
+            facts.spool_bytes = self._spool.sync()
+        facts.seconds = self._seconds

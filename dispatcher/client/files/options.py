@@ -1,0 +1,111 @@
+"""How and where a batch file is run, and what is known when its run begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+
+from dispatcher.client.files.intake import InputError, LineReader
+from dispatcher.client.files.journal import FaultyLine
+from dispatcher.client.item import Body, Deadline
+from dispatcher.core.batchlines import LineRules
+from dispatcher.core.template import Template
+
+
+@dataclass(frozen=True, slots=True)
+class FileOptions:
+    """How a batch file is run."""
+
+    skip_bad: bool = False
+    """Bad lines become lines of the errors file, instead of stopping the run before it begins."""
+    ordered: bool = False
+    """Output and errors are in the order of the input."""
+    group: Literal["prefix", "none"] = "prefix"
+    """`prefix`: lines of one model and system prompt are sent one after another."""
+    deadline: Deadline = "24h"
+    """Counted from the start of this process, for what it sends."""
+    priority: int | None = None
+    headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    metadata: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rules: LineRules = dataclasses.field(default_factory=LineRules)
+    template: Body | None = None
+    """A body; each line of the input is text for it."""
+    field: str = ""
+    """Where in the template the text comes in: `prompt`, `messages.0.content`."""
+    path: str = ""
+    """Of the requests of a template; empty: the dispatcher's `gateway.path`."""
+    max_pending: int = 20_000
+    """So many lines may be in the queue at a time."""
+
+    def reader(self) -> LineReader:
+        """Raises TemplateError."""
+        template = None if self.template is None else Template(self._body, self.field)
+        return LineReader(self.rules, template, self.path)
+
+    @property
+    def _body(self) -> bytes:
+        """Of the template."""
+        if self.template is None or isinstance(self.template, bytes):
+            return self.template or b""
+        return msgspec.json.encode(self.template)
+
+    def shape(self) -> dict[str, Any]:
+        """What must be the same when a run goes on."""
+        return {
+            "--template": sha256(self._body).hexdigest(),
+            "--field": self.field,
+            "--endpoint": self.path,
+            "--group": self.group,
+            "--ordered": self.ordered,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FilePaths:
+    """Where a run reads and writes. A stream instead of a path: standard input and output."""
+
+    source: Path | BinaryIO
+    output: Path | BinaryIO
+    errors: Path | None = None
+    """None: beside the output, `out.errors.jsonl`; with a stream for output, that stream."""
+
+    def beside(self, folder: Path, suffix: str) -> Path:
+        """A file of the run's own: beside the output, or in `folder` where that is a stream."""
+        if isinstance(self.output, Path):
+            return self.output.with_name(self.output.name + suffix)
+        return folder / f"stdout{suffix}"
+
+    @property
+    def errors_path(self) -> Path | None:
+        """None: errors go where the output goes."""
+        if self.errors is None and isinstance(self.output, Path):
+            return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
+        return self.errors
+
+    def check(self) -> None:
+        """Raises InputError where one file would be two."""
+        named = [path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)]
+        if len({path.resolve() for path in named}) < len(named):
+            raise InputError("input, output and errors must be files of their own")
+
+
+@dataclass(frozen=True, slots=True)
+class FileStart:
+    """What is known after the check."""
+
+    lines: int
+    """Of the input, blank ones left out."""
+    done: int
+    """By earlier processes."""
+    faulty: Sequence[FaultyLine] = ()
+    """Bad lines that are skipped, the first ones."""
+    resumed: bool = False
+    finished: bool = False
+    """It was finished before: nothing is to do."""

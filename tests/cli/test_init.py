@@ -1,0 +1,196 @@
+"""`init`: what it writes is right, says what it is for, and never takes the place of anything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.cli.init import Answers, written
+from dispatcher.cli.kubectl import FoundPool, pool_of
+from dispatcher.settings import Settings, parse
+from tests.warm import warm_run
+
+Told = subprocess.CompletedProcess[str]
+Init = Callable[..., Told]
+
+
+@pytest.fixture
+def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Init:
+    monkeypatch.chdir(tmp_path)
+    bare = {name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER")}
+
+    def run(*arguments: str, verb: str = "init") -> Told:
+        return warm_run(verb, *arguments, env={**bare, "HOME": str(tmp_path), "PATH": str(tmp_path / "bin")})
+
+    return run
+
+
+def test_the_result_passes_check_and_holds_what_was_answered(init: Init, tmp_path: Path) -> None:
+    flags = [
+        "--pool",
+        "qwen",
+        "--namespace",
+        "llm",
+        "--gateway",
+        "http://127.0.0.1:8000",
+        "--objective",
+        "batch",
+    ]
+    flags += ["--queue-url", "redis://redis:6379/1", "--epp", "http://127.0.0.1:9090", "--per-endpoint", "32"]
+    done = init(*flags, "--reserve", "0.1")
+    assert (done.returncode, done.stdout) == (0, "config.yaml is written. Next: batch-dispatcher check\n")
+    checked = init("--offline", "--json", verb="check")
+    assert checked.returncode == 0, checked.stderr
+    found = json.loads(checked.stdout)["settings"]
+    assert (found["pool"], found["budget"]["per_endpoint"]) == ({"name": "qwen", "namespace": "llm"}, 32)
+    assert (found["gateway"]["objective"], found["queue"]["url"]) == ("batch", "redis://redis:6379/1")
+    assert (found["signals"]["epp"]["urls"], found["budget"]["reserve"]) == (["http://127.0.0.1:9090"], 0.1)
+
+
+def test_the_least_answer_is_enough_and_leaves_the_rest_at_its_default(init: Init) -> None:
+    assert init("--gateway", "http://gw").returncode == 0
+    checked = init("--offline", "--json", verb="check")
+    assert json.loads(checked.stdout)["settings"]["budget"]["per_endpoint"] == "auto"
+    assert checked.returncode == 0
+
+
+def test_nothing_is_overwritten(init: Init, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("mine")
+    done = init("--gateway", "http://gw")
+    assert (done.returncode, (tmp_path / "config.yaml").read_text()) == (1, "mine")
+    assert done.stderr == "config.yaml exists and is not overwritten: name another with --output\n"
+    assert init("--gateway", "http://gw", "--output", "other.yaml").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ([], "give --gateway"),
+        (["--gateway", "gw:8000"], "gateway.url"),
+        (["--gateway", "http://gw", "--epp", "x"], "signals.epp.urls[0]"),
+        (["--gateway", "http://gw", "--queue-url", "http://h"], "queue.url"),
+        (["--gateway", "http://gw", "--pool", "a b"], "pool.name"),
+        (["--gateway", "http://gw", "--reserve", "2"], "--reserve"),
+    ],
+)
+def test_a_wrong_answer_is_named_and_nothing_is_written(
+    init: Init, tmp_path: Path, flags: list[str], said: str
+) -> None:
+    done = init(*flags)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_a_password_stays_out_of_the_file(init: Init, tmp_path: Path) -> None:
+    done = init("--gateway", "http://gw", "--queue-url", "redis://:sesame@redis")
+    assert (done.returncode, "export BATCH_DISPATCHER__QUEUE__URL" in done.stderr) == (0, True)
+    assert "sesame" not in (tmp_path / "config.yaml").read_text()
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
+
+
+@given(TEXT, TEXT, TEXT, TEXT)
+def test_no_answer_can_say_more_than_its_own_value(pool: str, gateway: str, objective: str, epp: str) -> None:
+    """What is no URL or name is refused, and what is taken stands where it was given."""
+    given_ = Answers(f"http://{gateway}", pool=pool, objective=objective, epp=f"http://{epp}")
+    found = parse(written(given_), {})
+    if isinstance(found, Settings):
+        assert found.gateway.url.reveal() == given_.gateway
+        assert (found.pool.name, found.gateway.objective) == (pool, objective)
+        assert len(found.signals.epp.urls) == 1
+        assert found.budget.reserve == 0.05
+
+
+def thing(name: str, namespace: str = "llm", **more: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": namespace}, **more}
+
+
+POOL = thing("qwen", spec={"endpointPickerRef": {"name": "qwen-epp"}})
+ROUTE = thing(
+    "route",
+    spec={
+        "parentRefs": [{"name": "gw", "namespace": "edge"}],
+        "rules": [{"backendRefs": [{"kind": "InferencePool", "name": "qwen"}]}],
+    },
+)
+GATEWAY = thing(
+    "gw",
+    "edge",
+    spec={"listeners": [{"protocol": "TCP", "port": 1}, {"protocol": "HTTP", "port": 80}]},
+    status={"addresses": [{"type": "IPAddress", "value": "10.0.0.7"}]},
+)
+OBJECTIVES = [
+    thing(name, spec={"priority": priority, "poolRef": {"name": pool}})
+    for name, priority, pool in [("chat", 10, "qwen"), ("batch", -10, "qwen"), ("other", -20, "llama")]
+]
+
+
+def test_a_pool_is_found_with_its_picker_gateway_and_objective() -> None:
+    whole = FoundPool("qwen", "llm", "qwen-epp", "http://10.0.0.7", "batch")
+    assert pool_of(POOL, [ROUTE], [GATEWAY], OBJECTIVES) == whole
+    assert pool_of(POOL, [], [GATEWAY], OBJECTIVES[:1]) == FoundPool("qwen", "llm", "qwen-epp")
+    bare = thing("qwen", spec=None, status=None)
+    assert pool_of(bare, [thing("r")], [thing("gw", "edge")], [thing("o")]) == FoundPool("qwen", "llm")
+    tls = {**GATEWAY, "spec": {"listeners": [{"protocol": "HTTPS", "port": 8443}]}}
+    assert pool_of(POOL, [ROUTE], [tls], []).gateway == "https://10.0.0.7:8443"
+
+
+@pytest.fixture
+def kubectl(tmp_path: Path) -> Callable[[dict[str, Any]], None]:
+    """A kubectl that knows these; what it does not know it may not see."""
+
+    def install(known: dict[str, Any]) -> None:
+        (tmp_path / "bin").mkdir()
+        program = tmp_path / "bin" / "kubectl"
+        cases = "".join(
+            f"{kind}.*|{kind}) cat <<'END'\n{json.dumps({'items': items})}\nEND\n;;\n"
+            for kind, items in known.items()
+        )
+        refused = '*) echo "Error from server (Forbidden): $2 is forbidden" >&2; exit 1;;\n'
+        shell = "PATH=/usr/bin:/bin\n"
+        program.write_text(f'#!/bin/sh\n{shell}case "$2" in\n{cases}{refused}esac\n')
+        program.chmod(0o755)
+
+    return install
+
+
+def test_from_a_cluster_it_takes_what_it_may_see(
+    init: Init, kubectl: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    assert "kubectl is not installed" in init("--from-cluster").stderr
+    known = {"inferencepools": [POOL], "httproutes": [ROUTE], "gateways": [GATEWAY]}
+    kubectl({**known, "inferenceobjectives": OBJECTIVES})
+    done = init("--from-cluster")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "config.yaml").read_text()
+    for line in ("name: qwen ", "namespace: llm", 'url: "http://10.0.0.7"', "objective: batch"):
+        assert line in text.replace("url: http://10.0.0.7", 'url: "http://10.0.0.7"')
+
+
+def test_what_a_cluster_does_not_tell_is_asked_for(
+    init: Init, kubectl: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    kubectl({"inferencepools": [POOL, thing("llama")]})
+    several = init("--from-cluster")
+    assert (several.returncode, "llm/llama, llm/qwen. Choose by --pool" in several.stderr) == (2, True)
+    missing = init("--from-cluster", "--pool", "qwen")
+    assert (missing.returncode, "no gateway was found" in missing.stderr) == (2, True)
+    assert init("--from-cluster", "--pool", "qwen", "--gateway", "http://gw").returncode == 0
+    assert "no InferencePool nix" in init("--from-cluster", "--pool", "nix", "-o", "x.yaml").stderr
+
+
+def test_a_cluster_that_refuses_is_told_in_its_own_words(
+    init: Init, kubectl: Callable[[dict[str, Any]], None]
+) -> None:
+    kubectl({})
+    done = init("--from-cluster")
+    assert (done.returncode, "is forbidden" in done.stderr) == (1, True)
