@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 
 queue = typer.Typer(add_completion=False, no_args_is_help=True, help="The queue as a whole.")
 
+EXAMPLES = {
+    "queue copy": [
+        "batch-dispatcher queue copy --from embedded --to redis://redis:6379",
+        "batch-dispatcher queue copy --from redis://old --to redis://new --pool qwen",
+    ]
+}
 EMBEDDED = "embedded"
 _PLACES = (
     Whereabouts.DEAD,

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
@@ -340,6 +342,45 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await ended(queue, *await taken(queue))
     assert (await verb(queue_server, "result", "mine")).stdout == '{"text": "hello"}\n'
+
+
+async def test_what_the_dispatcher_says_is_told_where_one_answers(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    async def status(_: web.Request) -> web.Response:
+        told = {
+            "reason": "gateway-unreachable",
+            "explanation": "gateway-unreachable, no connection",
+            "pool": "",
+        }
+        return web.json_response(told)
+
+    async def ask(*arguments: str, port: int) -> Said:
+        config.write_text(
+            f"gateway: {{url: http://gw}}\nqueue: {{url: {queue_server.url}}}\n"
+            f"admin: {{host: 127.0.0.1, port: {port}}}\n"
+        )
+        found = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--config", str(config)])
+        return Said(found.exit_code, found.stdout, found.stderr)
+
+    config = tmp_path / "config.yaml"
+    application = web.Application()
+    application.router.add_get("/status", status)
+    async with (
+        queues(queue_server.url, "owner", names=NAMES) as (queue,),
+        TestServer(application) as answering,
+    ):
+        await submitted(queue, "r-1", results=NAMES.answers("r-1"))
+        port = answering.port or 0
+        for verb_ in (("describe", "r-1"), ("peek",)):
+            found = await ask(*verb_, port=port)
+            assert "the gate: gateway-unreachable, no connection" in found.stdout
+        waited = await ask("result", "r-1", "--wait", "2.1s", port=port)
+        assert waited.stderr.startswith("waiting: gateway-unreachable, no connection\n")
+        found = await ask("describe", "r-1", port=1)
+        assert "no dispatcher answers: nobody on admin.port 1" in found.stdout
+        elsewhere = await ask("submit", "{}", "--endpoint", "/v2/x", port=1)
+        assert (elsewhere.returncode, "gateway.allowed_paths" in elsewhere.stderr) == (2, True)
 
 
 async def test_submit_takes_no_result_without_its_token(queue_server: Server) -> None:
