@@ -421,6 +421,11 @@ class Desk(Protocol):
         """How many lie before it in line; None where it does not wait there (any more)."""
         ...
 
+    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+        """Take over requests found in that other queue, none of them leased, each to the place where it lay;
+        how many are new. Each is taken over once in a week, however often it is handed in."""
+        ...
+
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
         """What lies in a result list behind so many, the oldest first, about 1 MB; nothing is taken."""
         ...

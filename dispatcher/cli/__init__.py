@@ -30,6 +30,7 @@ VERBS = {
     "resume": "dispatcher.cli.pause",
     "cancel": "dispatcher.cli.cancel",
     "dead": "dispatcher.cli.dead",
+    "queue": "dispatcher.cli.queue",
     "simulate": "dispatcher.cli.simulate",
     "demo": "dispatcher.cli.demo",
     "completion": "dispatcher.cli.completion",

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dispatcher.core.request import Rejection, Request
     from dispatcher.queue.redis.desk import RedisDesk
 
+EXAMPLES = {"cancel": ["batch-dispatcher cancel r-1 r-2", "batch-dispatcher cancel --label job=nightly"]}
 _CANCELLED = "cancelled"
 
 

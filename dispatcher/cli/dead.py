@@ -20,6 +20,15 @@ if TYPE_CHECKING:
     from dispatcher.ports import Dead
     from dispatcher.queue.redis.desk import RedisDesk
 
+EXAMPLES = {
+    "dead list": ["batch-dispatcher dead list --reason 'out of memory'"],
+    "dead show": ["batch-dispatcher dead show r-1"],
+    "dead requeue": [
+        "batch-dispatcher dead requeue r-1 r-2",
+        "batch-dispatcher dead requeue --all --deadline 86400",
+    ],
+    "dead purge": ["batch-dispatcher dead purge --older 7d --yes"],
+}
 dead = typer.Typer(add_completion=False, no_args_is_help=True, help="Requests that were put aside, and why.")
 
 Which = Annotated[str, typer.Argument(metavar="ID", help="Its id, or the number that `dead list` shows.")]

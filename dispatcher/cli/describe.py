@@ -23,6 +23,7 @@ from dispatcher.core.request import decode_result
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
 
+EXAMPLES = {"describe": ["batch-dispatcher describe r-1", "batch-dispatcher describe r-1 --json"]}
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from dispatcher.core.request import Rejection, Request
     from dispatcher.queue.redis.desk import RedisDesk
 
+EXAMPLES = {
+    "list": [
+        "batch-dispatcher list",
+        "batch-dispatcher list --state running",
+        "batch-dispatcher list --label job=a",
+    ],
+    "peek": ["batch-dispatcher peek", "batch-dispatcher peek -n 50 --json"],
+}
+
 
 class Shown(StrEnum):
     """What may be listed, in the words of `status`."""

@@ -22,6 +22,10 @@ from dispatcher.core.request import PoppedResult, decode_result
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
 
+EXAMPLES = {
+    "result": ["batch-dispatcher result r-1", "batch-dispatcher result r-1 --wait 30s"],
+    "results": ["batch-dispatcher results", "batch-dispatcher results --take --most 1000 > results.jsonl"],
+}
 SENTENCE_AFTER_S = 2.0
 """Who waits longer is told why."""
 _LOOK_S, _LOOK_MOST_S = 0.02, 0.25
@@ -117,15 +121,15 @@ async def awaited(
         if (found := await look()) is not None:
             return found
         now = time.monotonic()
-        if within_s is not None and now - started >= within_s:
-            return None
         if now >= next_sentence:
             sentence = await progress(target, desk, request_id)
-            reason = sentence.partition(":")[0]
+            reason = sentence.partition(":")[0].partition(",")[0]
             if reason != said or (sentence != said and now - said_at >= 6 * _AGAIN_S):
                 complain(f"waiting: {sentence}", fg=None)
                 said, said_at = reason, now
             next_sentence = now + 1.0
+        if within_s is not None and now - started >= within_s:
+            return None
         await asyncio.sleep(
             pause_s if within_s is None else min(pause_s, max(0.001, started + within_s - now))
         )

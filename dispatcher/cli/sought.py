@@ -156,7 +156,8 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
         return f"no dispatcher answers: {problem}"
     if told_.get("pool") and told_.get("queue") != target.names.queue:
         return f"the dispatcher that answers works on another queue, {told_.get('queue')}"
-    return f"{told_.get('reason')}: {told_.get('explanation')}"
+    reason, explanation = str(told_.get("reason")), str(told_.get("explanation"))
+    return explanation if explanation.startswith(reason) else f"{reason}: {explanation}"
 
 
 async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:

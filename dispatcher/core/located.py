@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,6 +47,11 @@ class FoundRequest:
     """Unix seconds: when a delayed one is due, a lease runs out, or a dead one died."""
     reason: str = ""
     """Why it is dead."""
+
+    def name(self, queue: str) -> str:
+        """What it is known by where it was copied to: it alone of all that this queue ever held."""
+        told = f"{queue}\0{self.entry}\0".encode() + self.member
+        return hashlib.sha256(told).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
@@ -284,6 +286,41 @@ async def test_what_a_client_left_dead_is_answered_where_its_id_finds_it(queue_s
     assert (await verb(queue_server, "result", "left")).stdout == '{"text": "hello"}\n'
 
 
+async def test_a_paused_queue_is_copied_once_however_often_it_is_asked(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    async def copied(far: Server, *more: str) -> Said:
+        asked = ["queue", "copy", "--from", queue_server.url, "--to", far.url, "--pool", "default", *more]
+        found = await asyncio.to_thread(CliRunner().invoke, app, asked)
+        return Said(found.exit_code, found.stdout, found.stderr)
+
+    with server(ENGINES[-1], tmp_path) as far:
+        async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+            await one_in_each_place(queue)
+            refused = await copied(far)
+            assert (refused.returncode, "is not paused there" in refused.stderr) == (1, True)
+            await queue.pause("ann", "moving")
+            done = await copied(far)
+            assert (done.returncode, done.stdout.partition(" at ")[0]) == (
+                0,
+                "batch:{default}:requests: read 1 dead, 1 delayed, 3 pending; 5 of them were new",
+            )
+            assert done.stderr == "1 are leased and were left: copy again when they have ended\n"
+        async with queues(far.url, "owner", names=NAMES) as (queue,):
+            await ended(queue, *await taken(queue, 1))
+            told = json.loads((await copied(far, "--json")).stdout)
+            assert (told["copied"], told["left_leased"], told["read"]["pending"]) == (0, 1, 3)
+            counts = await queue.counts()
+            assert (counts.pending, counts.delayed, counts.dead) == (2, 1, 1)
+        assert (await verb(far, "describe", "third")).returncode == 0
+        down = await asyncio.to_thread(
+            CliRunner().invoke,
+            app,
+            ["queue", "copy", "--from", queue_server.url, "--to", NOWHERE[1], "--pool", "x"],
+        )
+        assert (down.exit_code, down.stdout) == (1, "")
+
+
 async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupted(
     queue_server: Server, tmp_path: Path
 ) -> None:
@@ -305,6 +342,45 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await ended(queue, *await taken(queue))
     assert (await verb(queue_server, "result", "mine")).stdout == '{"text": "hello"}\n'
+
+
+async def test_what_the_dispatcher_says_is_told_where_one_answers(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    async def status(_: web.Request) -> web.Response:
+        told = {
+            "reason": "gateway-unreachable",
+            "explanation": "gateway-unreachable, no connection",
+            "pool": "",
+        }
+        return web.json_response(told)
+
+    async def ask(*arguments: str, port: int) -> Said:
+        config.write_text(
+            f"gateway: {{url: http://gw}}\nqueue: {{url: {queue_server.url}}}\n"
+            f"admin: {{host: 127.0.0.1, port: {port}}}\n"
+        )
+        found = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--config", str(config)])
+        return Said(found.exit_code, found.stdout, found.stderr)
+
+    config = tmp_path / "config.yaml"
+    application = web.Application()
+    application.router.add_get("/status", status)
+    async with (
+        queues(queue_server.url, "owner", names=NAMES) as (queue,),
+        TestServer(application) as answering,
+    ):
+        await submitted(queue, "r-1", results=NAMES.answers("r-1"))
+        port = answering.port or 0
+        for verb_ in (("describe", "r-1"), ("peek",)):
+            found = await ask(*verb_, port=port)
+            assert "the gate: gateway-unreachable, no connection" in found.stdout
+        waited = await ask("result", "r-1", "--wait", "2.1s", port=port)
+        assert waited.stderr.startswith("waiting: gateway-unreachable, no connection\n")
+        found = await ask("describe", "r-1", port=1)
+        assert "no dispatcher answers: nobody on admin.port 1" in found.stdout
+        elsewhere = await ask("submit", "{}", "--endpoint", "/v2/x", port=1)
+        assert (elsewhere.returncode, "gateway.allowed_paths" in elsewhere.stderr) == (2, True)
 
 
 async def test_submit_takes_no_result_without_its_token(queue_server: Server) -> None:
@@ -337,11 +413,12 @@ READS = [
     ("dead", "requeue", "x"),
     ("dead", "purge", "x", "--yes"),
 ]
+COPY = ("queue", "copy", "--to", "redis://127.0.0.1:1/1", "--pool", "default", "--from", NOWHERE[1])
 
 
-@pytest.mark.parametrize("arguments", READS, ids=" ".join)
+@pytest.mark.parametrize("arguments", [*((*each, *NOWHERE) for each in READS), COPY], ids=" ".join)
 def test_a_queue_that_is_not_there_is_one_line_and_1(arguments: tuple[str, ...]) -> None:
-    found = CliRunner().invoke(app, [*arguments, *NOWHERE])
+    found = CliRunner().invoke(app, arguments)
     assert (found.exit_code, found.stdout) == (1, "")
     assert len(found.stderr.splitlines()) == 1
     assert "cannot be reached" in found.stderr
@@ -368,6 +445,7 @@ async def test_an_empty_queue_is_told_in_words(queue_server: Server, arguments: 
         ("dead", "purge"),
         ("dead", "purge", "x", "--all"),
         ("dead", "list", "--older", "long"),
+        ("queue", "copy", "--to", NOWHERE[1], "--pool", "x"),
     ],
     ids=" ".join,
 )

@@ -156,3 +156,28 @@ async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world
     assert await world.desk.read_results("batch-results:nobody", 9) == []
     await world.set_key("batch-results:no-list", "x")
     assert await world.desk.read_results("batch-results:no-list", 9) == []
+
+
+async def test_what_is_restored_lies_where_it_lay_and_only_once(world: World) -> None:
+    names = await everywhere(world)
+    before = {state: await lying(world, state) for state in W if state is not W.LEASED}
+    found = [one for each in before.values() for one in each]
+    far = world.line("batch:{qwen}:other")
+    assert await far.desk.restore("there", found) == 5
+    assert await far.desk.restore("there", found) == 0
+    for state, (one,) in before.items():
+        (copied,) = await lying(far, state)
+        assert (copied.member, copied.score) == (one.member, one.score)
+        assert (copied.attempts, copied.refusals, copied.deaths) == (one.attempts, one.refusals, one.deaths)
+        assert (copied.deliveries, copied.units, copied.reason) == (one.deliveries, one.units, one.reason)
+        assert (copied.at or 0) == pytest.approx(one.at or 0, abs=0.001)
+    counts = await far.desk.counts()
+    assert (counts.pending, counts.delayed, counts.dead) == (3, 1, 1)
+    assert await far.desk.cancel(names[W.PENDING])
+    assert not await far.desk.cancel(names[W.DEAD])
+    leases = await claim(far.owner("owner-2"))
+    assert {lease.member for lease in leases} == {
+        one.member for state in (W.PENDING, W.RETURNED, W.SUSPECT) for one in before[state]
+    }
+    await far.owner("owner-2").settle([answer(lease) for lease in leases])
+    assert await far.desk.restore("there", found) == 0, "although they have ended here"

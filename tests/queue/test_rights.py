@@ -251,6 +251,7 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         entries = await desk.search([])
         pending = await desk.search([], entries.after)
         assert [len(look.found) for look in (entries, pending)] == [1, 2]
+        assert await desk.restore("another", pending.found) == 2
         async with BatchClient(url, pool="qwen", name="nightly") as nightly:
             with pytest.raises(NoResultError):
                 await nightly.result("never-submitted", timeout=0.1)

@@ -102,6 +102,10 @@ class MemoryStore:
         self.pool.check_up()
         return search.ahead(self.line, found)
 
+    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+        self.pool.check_up()
+        return search.restore(self.line, queue, requests)
+
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
         self.pool.check_up()
         return search.results(self.line, name, most, after)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.core.request import Request, parse
 from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
 
 
@@ -38,6 +39,35 @@ def ahead(line: Line, found: FoundRequest) -> int | None:
         _order(each) < _order(mine) if each.state is mine.state else each.score < mine.score
         for each in waiting
     )
+
+
+def restore(line: Line, queue: str, requests: Sequence[FoundRequest]) -> int:
+    pool, added = line.pool, 0
+    for each in requests:
+        if (name := each.name(queue)) in line.copied:
+            continue
+        line.copied.add(name)
+        added += 1
+        read = parse(each.member)
+        if isinstance(read, Request) and read.token and each.state is not Whereabouts.DEAD:
+            tokens = line.active.setdefault(read.id, {})
+            tokens[read.token] = max(read.deadline, pool.unix_now() + 1)
+        if each.state is Whereabouts.PENDING:
+            line.add(each.member, each.score)
+            continue
+        entry = Entry(each.member, each.score)
+        entry.id, entry.units, entry.deaths = pool.new_id(), each.units, each.deaths
+        entry.deliveries, entry.attempts, entry.refusals = each.deliveries, each.attempts, each.refusals
+        line.entries[entry.id] = entry
+        if each.state is Whereabouts.DEAD:
+            line.move(entry, Place.DEAD)
+            line.dead[entry.id] = (entry, each.reason, each.at or 0.0)
+        elif each.state is Whereabouts.DELAYED:
+            line.move(entry, Place.DELAYED, (each.at or 0.0) - pool.unix_origin)
+        else:
+            line.move(entry, Place.RETURNED)
+    pool.wake()
+    return added
 
 
 def results(line: Line, name: str, most: int, after: int) -> list[bytes]:

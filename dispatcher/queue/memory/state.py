@@ -251,6 +251,8 @@ class Line:
         self.nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
         self.active: dict[str, dict[str, float]] = {}
         """By id: the tokens that can be cancelled under it, each until then."""
+        self.copied: set[str] = set()
+        """What was taken over from another queue."""
         self.cancels: dict[str, tuple[str, float]] = {}
         """By id and token, `id:token`."""
 

@@ -121,6 +121,11 @@ class RedisDesk:
         """How many lie before it in line; None where it does not wait there (any more)."""
         return await search.ahead(self.backend, found)
 
+    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+        """Take over requests that were found in that other queue; how many are new."""
+        batches = in_steps(requests, lambda each: len(each.member))
+        return sum([await search.restore(self.backend, queue, batch) for batch in batches])
+
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
         """What lies in a result list, the oldest first, behind so many; nothing is taken."""
         return await search.results(self.backend, name, most, after)

@@ -47,6 +47,7 @@ _FRAGMENTS = {
     "peek": ("need", "common", "line"),
     "look": ("need", "common", "markers"),
     "ahead": ("need", "common"),
+    "restore": ("need", "common", "markers"),
     "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),

@@ -8,7 +8,11 @@ from typing import Any
 from redis import exceptions as errors
 
 from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.core.request import Rejection, parse
+from dispatcher.core.submission import Submission
+from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
 
 _LETTERS = {
@@ -72,6 +76,27 @@ async def ahead(backend: Backend, found: FoundRequest) -> int | None:
     name: Argument = found.member if found.state is Whereabouts.PENDING else found.entry
     told: int | None = (await backend.run("ahead", [_STATES[found.state], name])).value
     return told
+
+
+async def restore(backend: Backend, queue: str, requests: Sequence[FoundRequest]) -> int:
+    args: list[Argument] = [CANCEL_TTL_S, backend.names.wake]
+    for each in requests:
+        counts = each.deliveries, each.attempts, each.refusals, each.deaths, each.units
+        args += (each.name(queue), _STATES[each.state], repr(each.score), each.member, *counts)
+        args += (f"{each.at or 0.0:.6f}", each.reason, *_mark(each))
+    size = sum(len(each.member) for each in requests)
+    reply = await backend.run("restore", args, [backend.names.reply("copied")], size=size)
+    added: int = reply.value
+    return added
+
+
+def _mark(found: FoundRequest) -> tuple[str | int, ...]:
+    """What makes it one that can be cancelled, where it can be."""
+    read = parse(found.member)
+    if isinstance(read, Rejection) or found.state is Whereabouts.DEAD:
+        return "", "", 0
+    told = mark(Submission(found.member, found.score, read.id, read.token, read.deadline))
+    return told or ("", "", 0)
 
 
 async def results(backend: Backend, name: str, most: int, after: int) -> list[bytes]:

@@ -1,0 +1,126 @@
+"""`batch-dispatcher queue copy`: from one Redis to another, or out of the embedded one."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dispatcher.cli.screen import answer, complain, fail, say
+from dispatcher.cli.sought import each
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, ask, locate
+from dispatcher.core.located import Whereabouts
+from dispatcher.queue.embedded import running_url
+
+if TYPE_CHECKING:
+    from dispatcher.queue.keys import Names
+    from dispatcher.queue.redis.desk import RedisDesk
+
+queue = typer.Typer(add_completion=False, no_args_is_help=True, help="The queue as a whole.")
+
+EXAMPLES = {
+    "queue copy": [
+        "batch-dispatcher queue copy --from embedded --to redis://redis:6379",
+        "batch-dispatcher queue copy --from redis://old --to redis://new --pool qwen",
+    ]
+}
+EMBEDDED = "embedded"
+_PLACES = (
+    Whereabouts.DEAD,
+    Whereabouts.DELAYED,
+    Whereabouts.SUSPECT,
+    Whereabouts.RETURNED,
+    Whereabouts.PENDING,
+)
+_PAGE = 256
+_TELL_EACH = 10_000
+
+
+@queue.callback()
+def _family() -> None:
+    """The queue as a whole."""
+
+
+@queue.command()
+def copy(
+    source: Annotated[str, typer.Option("--from", metavar="URL|embedded", help="Where the requests are.")],
+    to: Annotated[str, typer.Option("--to", metavar="URL", help="Where they shall be, too.")],
+    live: Annotated[bool, typer.Option("--live", help="Although the source is not paused.")] = False,
+    config: Config = None,
+    queue_name: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
+    """Copy what is pending, delayed and dead into the queue of the same name at another Redis.
+
+    Pause the source first: what it still works on while it is copied may be done twice. What is leased stays;
+    when it has ended, or after an interruption, copy again: each request is taken over once, for a week.
+    Results are not copied, and nothing is removed from the source. Exit code 1: it is not paused, or one of
+    them cannot be reached.
+    """
+    url, names = _source(source, config, queue_name, pool)
+    if url.rstrip("/") == to.rstrip("/"):
+        raise fail("--from and --to are the same", 2)
+    found = ask(QueueTarget(url, names), lambda desk: _copy(desk, QueueTarget(to, names), live=live))
+    if found is None:
+        raise fail(
+            f"{names.queue} is not paused there: batch-dispatcher pause first "
+            "(or --live: what runs meanwhile may be done twice)"
+        )
+    counts, added, leased = found
+    if json_output:
+        told = {str(place): counts[place] for place in _PLACES}
+        answer({"queue": names.queue, "copied": added, "read": told, "left_leased": leased})
+        return
+    read = ", ".join(f"{counts[place]:,} {place}" for place in _PLACES if counts[place]) or "nothing"
+    say(f"{names.queue}: read {read}; {added:,} of them were new at {_shown(to)}")
+    if leased:
+        complain(f"{leased:,} are leased and were left: copy again when they have ended", fg=None)
+
+
+def _source(source: str, config: Config, queue_name: str, pool: str) -> tuple[str, Names]:
+    """Where the requests are, and the names of the queue."""
+    place = locate(config, "" if source == EMBEDDED else source, queue_name, pool)
+    if place.names is None:
+        raise fail("the queue is not known: name it by --pool or --queue", 2)
+    if source != EMBEDDED:
+        return source, place.names
+    url = running_url(place.data_dir) if place.data_dir else None
+    if url is None:
+        raise fail(
+            f"no dispatcher is running on {place.data_dir}: an embedded queue is only there while one runs; "
+            "start it, and pause it"
+        )
+    return url, place.names
+
+
+async def _copy(
+    source: RedisDesk, target: QueueTarget, *, live: bool
+) -> tuple[Counter[Whereabouts], int, int] | None:
+    """How many lay where, how many were new, how many are leased; None: the source is not paused."""
+    from dispatcher.queue.redis.connect import connect
+    from dispatcher.queue.redis.desk import RedisDesk
+
+    if not live and await source.paused() is None:
+        return None
+    counts: Counter[Whereabouts] = Counter()
+    added = 0
+    destination = RedisDesk(connect(target.url), target.names)
+    try:
+        for place in _PLACES:
+            async for page in each(lambda after: source.lying(place, _PAGE, after, whole=True)):  # noqa: B023
+                added += await destination.restore(target.names.queue, page.found)
+                before = counts.total()
+                counts[place] += len(page.found)
+                if sys.stderr.isatty() and before // _TELL_EACH < counts.total() // _TELL_EACH:
+                    complain(f"{counts.total():,} read", fg=None)
+        return counts, added, (await source.counts()).leased
+    finally:
+        await destination.aclose()
+
+
+def _shown(url: str) -> str:
+    """Without a password."""
+    return url.rpartition("@")[2] if "@" in url else url
