@@ -189,7 +189,7 @@ def test_environment_overrides_the_file_and_reads_text_as_text() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "what"),
     [
-        ("BUDGET__RESERVE", "2", "must be below 1.0, not 2"),
+        ("BUDGET__RESERVE", "20", "must be below 1.0, not 20 (a share: 20% is 0.2)"),
         ("BUDGET__RESERVE", "[1", "cannot be read: give a number, true, false, null, or JSON for a list or a map"),
         ("BUDGET", "{}", "is a section; set its keys, such as BATCH_DISPATCHER__BUDGET__RESERVE"),
         ("GATEWAY__HEADERS__HOST", "x", 'is inside a map; set it whole, as JSON: BATCH_DISPATCHER__GATEWAY__HEADERS={"name": "value"}'),

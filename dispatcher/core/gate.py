@@ -46,7 +46,7 @@ class Gate(Revised):
         if self.draining:
             return Reason.DRAINING, "shutting down"
         if self.paused:
-            return Reason.PAUSED, "paused by an operator"
+            return Reason.PAUSED, "by an operator"
         if self.queue_problem is not None:
             return Reason.QUEUE_UNREACHABLE, self.queue_problem
         return None

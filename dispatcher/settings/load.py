@@ -280,7 +280,9 @@ def _what(details: ErrorDetails, path: Sequence[str | int]) -> str:
         return _unknown(path)
     if kind in _BOUNDS:
         bound, words = _BOUNDS[kind]
-        return f"{words} {context[bound]}, not {str(given)[:20]}"
+        is_percent = kind == "less_than" and context[bound] == 1 and isinstance(given, int | float)
+        hint = f" (a share: {given:g}% is {given / 100:g})" if is_percent and 1 < given < 100 else ""
+        return f"{words} {context[bound]}, not {str(given)[:20]}{hint}"
     if kind == "literal_error":
         choices = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
         if "[key]" in details["loc"]:

@@ -84,14 +84,13 @@ def configured(tmp_path: Path) -> Callable[..., Path]:
 async def test_with_redis_down_the_dispatcher_is_shown(configured: Callable[..., Path]) -> None:
     async with dispatcher(gate()) as port:
         config = configured(free_port(), port)
-        for name in ("status", "explain"):
-            told = await verb(name, "--config", config)
-            assert told.returncode == 1
-            assert "Nothing is sent: no queue." in told.stdout
-            assert "pending" not in told.stdout, "what is not known is not shown as nothing"
-            assert "requests wait" not in told.stdout
-            assert "cannot be reached" in told.stderr
-            assert len(told.stderr.splitlines()) == 1
+        told = await verb("explain", "--config", config)
+        assert told.returncode == 1
+        assert "Nothing is sent: no queue." in told.stdout
+        assert "pending" not in told.stdout, "what is not known is not shown as nothing"
+        assert "requests wait" not in told.stdout
+        assert "cannot be reached" in told.stderr
+        assert len(told.stderr.splitlines()) == 1
         shown = json.loads((await verb("status", "--json", "--config", config)).stdout)
     assert (shown["pending"], shown["dispatcher"]["reason"]) == (None, "queue-unreachable")
     assert "cannot be reached" in shown["queue_problem"]
@@ -108,11 +107,8 @@ async def test_a_wrong_file_is_used_as_far_as_it_goes(
         assert "batch:{qwen}:requests: pending 0" in told.stdout
         assert "queue-unreachable: " in told.stdout
         assert "line 5: budget.reserv: unknown key" in told.stderr
-        for name in ("pause", "resume"):
-            done = await verb(name, "--config", config)
-            assert (done.returncode, "budget.reserv" in done.stderr) == (0, True)
-        shown = json.loads((await verb("explain", "--json", "--config", config)).stdout)
-        assert "budget.reserv" in shown["config_problems"][0]
+        done = await verb("resume", "--config", config)
+        assert (done.returncode, "budget.reserv" in done.stderr) == (0, True)
 
 
 async def test_with_a_file_that_cannot_be_read_the_dispatcher_is_shown(tmp_path: Path) -> None:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import typer
 
+from dispatcher.cli.target import CONFIG, POOL, QUEUE_URL, config_path, habits, locate
 from tests.support import free_port, wait_until_sync
 from tests.warm import warm, warm_run
 
@@ -44,19 +46,27 @@ def pool_of(told: Told) -> str:
     return name
 
 
-def test_each_place_gives_way_to_the_one_before_it(verb: Verb, tmp_path: Path) -> None:
-    check = ("check", "--offline", "--json")
-    assert pool_of(verb(*check, env={"BATCH_DISPATCHER__GATEWAY__URL": "http://gw"})) == "default"
-    configuration(tmp_path / "home" / ".config" / "batch-dispatcher" / "config.yaml", "home")
-    assert pool_of(verb(*check)) == "home"
-    configuration(tmp_path / "xdg" / "batch-dispatcher" / "config.yaml", "xdg")
-    assert pool_of(verb(*check, env={"XDG_CONFIG_HOME": str(tmp_path / "xdg")})) == "xdg"
+def test_each_place_gives_way_to_the_one_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"HOME": "/nowhere", "XDG_CONFIG_HOME": str(tmp_path / "xdg")}
+    with pytest.raises(typer.Exit):
+        config_path(None, environ)
+    environ["BATCH_DISPATCHER__GATEWAY__URL"] = "http://gw"
+    assert config_path(None, environ) is None, "the environment alone"
+    xdg = configuration(tmp_path / "xdg" / "batch-dispatcher" / "config.yaml", "xdg")
+    assert config_path(None, environ) == xdg
     configuration(Path("config.yaml"), "here")
-    assert pool_of(verb(*check)) == "here"
-    named = {"BATCH_DISPATCHER_CONFIG": str(configuration(tmp_path / "named.yaml", "named"))}
-    assert pool_of(verb(*check, env=named)) == "named"
-    option = configuration(tmp_path / "option.yaml", "option")
-    assert pool_of(verb(*check, "-c", option, env=named)) == "option"
+    assert config_path(None, environ) == Path("config.yaml")
+    environ["BATCH_DISPATCHER_CONFIG"] = "/etc/named.yaml"
+    assert config_path(None, environ) == Path("/etc/named.yaml"), "though it may not be there"
+    assert config_path(Path("option.yaml"), environ) == Path("option.yaml")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert habits({})[1] == tmp_path / "home" / ".config" / "batch-dispatcher" / "config.yaml"
+
+
+def test_a_verb_takes_the_file_of_where_one_is(verb: Verb) -> None:
+    configuration(Path("config.yaml"), "here")
+    assert pool_of(verb("check", "--offline", "--json")) == "here"
 
 
 def test_a_file_that_was_named_and_is_not_there_is_not_passed_over(verb: Verb) -> None:
@@ -84,19 +94,29 @@ def test_the_environment_alone_is_named_by_its_variables_where_it_is_wrong(verb:
     )
 
 
-def test_a_queue_url_is_enough_and_pool_or_key_name_the_queue(verb: Verb) -> None:
-    configuration(Path("config.yaml"), "here")
-    url = f"redis://127.0.0.1:{free_port()}"
-    for arguments, env, queue in (
-        (["--queue-url", url], {}, "batch:{default}:requests"),
-        ([], {"BATCH_DISPATCHER_QUEUE_URL": url}, "batch:{default}:requests"),
-        (["--queue-url", url, "--pool", "qwen"], {}, "batch:{qwen}:requests"),
-        (["--queue-url", url], {"BATCH_DISPATCHER_POOL": "qwen"}, "batch:{qwen}:requests"),
-        (["--queue-url", url, "--queue", "{a}:work"], {}, "{a}:work"),
-        (["--queue-url", url, "-c", "config.yaml"], {}, "batch:{here}:requests"),
+def test_a_queue_url_is_enough_and_pool_or_key_name_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, url = configuration(Path("config.yaml"), "here"), "redis://127.0.0.1:1"
+    for config, given, environ, queue in (
+        (None, (url, ""), {}, "batch:{default}:requests"),
+        (None, ("", ""), {QUEUE_URL: url}, "batch:{default}:requests"),
+        (None, (url, "", "qwen"), {}, "batch:{qwen}:requests"),
+        (None, (url, ""), {POOL: "qwen"}, "batch:{qwen}:requests"),
+        (None, (url, "{a}:work"), {}, "{a}:work"),
+        (file, (url, ""), {}, "batch:{here}:requests"),
+        (file, ("", "", "qwen"), {}, "batch:{qwen}:requests"),
     ):
-        told = verb("status", "--json", *arguments, env=env)
-        assert (told.returncode, json.loads(told.stdout)["queue"]) == (1, queue)
+        for name in (CONFIG, QUEUE_URL, POOL):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        found = locate(config, *given)
+        assert found.names is not None
+        assert found.names.queue == queue
+        assert found.queue_url() == (url if url in (*given, *environ.values()) else None)
+        assert (found.admin is None) is (config is None), "a URL alone does not say where a dispatcher is"
 
 
 def test_paths_of_a_file_are_relative_to_it_and_those_of_the_environment_to_where_one_is(
