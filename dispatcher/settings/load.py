@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 from dispatcher.settings.model import Settings
 from dispatcher.settings.source import ENVIRONMENT, MAX_BYTES, Node, Problem, nearest, overlay, read_yaml
 
-NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
+NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url", "signals.vllm")
 """What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
 
 
