@@ -39,7 +39,7 @@ demo: setup ## Show the dispatcher at work on this machine: a pool, a queue, a c
 
 simulate: setup ## Show the control law beside its alternatives: a table, and a picture in build/
 	@mkdir -p build
-	$(BIN)/batch-dispatcher simulate --plot build/simulate.png
+	$(BIN)/batch-dispatcher simulate --policy all --plot build/simulate.png
 
 # What a busy machine spoils runs alone, and first: one process compiles the tests, and the others find them compiled.
 # Both parts run, so that one failure does not hide another.

@@ -20,9 +20,8 @@ from pydantic.fields import FieldInfo
 from dispatcher import __version__
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART, key_paths
-from dispatcher.settings.model import HttpUrl
 from dispatcher.settings.queue import QueueUrl
-from dispatcher.settings.values import AUTO, SECRET_NAME, Label, UrlPath
+from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, UrlPath
 
 CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 

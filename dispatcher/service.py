@@ -47,6 +47,7 @@ from dispatcher.settings.watch import prepare as prepare_watch
 from dispatcher.settings.watch import watch
 from dispatcher.signals import capacity
 from dispatcher.signals.capacity import CapacityWatch, Endpoints
+from dispatcher.signals.cluster import NO_CLUSTER, ClusterAccess
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
@@ -109,7 +110,9 @@ class Service:
             self._polled,
             batch_share=self._batch_share,
         )
-        self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints)
+        # Model servers that the settings name are in no InferencePool, whose absence would close the gate.
+        access = NO_CLUSTER if settings.signals.vllm else ClusterAccess()
+        self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=access)
         self.pace = PaceWatch(self._slow)
         self.metrics.show(self.status)
         self._watched = Endpoints()

@@ -10,12 +10,14 @@ from dispatcher.check.finding import Finding, Findings, Probe, known
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.signals.cluster import ClusterAccess
 
-_WHERE = "signals.epp.urls, signals.epp.service or signals.prometheus.url"
+_WHERE = "signals.epp.urls, signals.epp.service, signals.prometheus.url or signals.vllm"
 
 
 def urls(settings: Settings) -> list[SecretUrl]:
     """The addresses that the settings give for the signals."""
     signals = settings.signals
+    if signals.vllm:
+        return [*signals.vllm.urls]
     through = signals.source == "prometheus" or (signals.source == "auto" and signals.prometheus.url)
     direct = signals.epp.urls if signals.source != "prometheus" else ()
     return [*direct, *([signals.prometheus.url] if through else [])]
@@ -24,13 +26,13 @@ def urls(settings: Settings) -> list[SecretUrl]:
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
     """What asks Kubernetes, where there is one, and then each source; nothing that is `away`."""
     signals, given = settings.signals, urls(settings)
-    direct, watched = signals.source != "prometheus", bool(ClusterAccess())
-    by_watch = direct and not signals.epp.urls and not signals.epp.service
+    direct, watched = signals.direct, bool(ClusterAccess()) and not signals.vllm
+    by_watch = direct is not None and not direct.urls and not direct.service
     if by_watch and not watched and not given:
         what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"
         return known(Finding("failed", "signals", what, _WHERE))
     # A service's name is the source's own to resolve.
-    why = all_away(addresses(given), away) if given and not (direct and signals.epp.service) else None
+    why = all_away(addresses(given), away) if given and not (direct and direct.service) else None
     look_around = kubernetes.look_around(settings) if watched else None
     ask_sources = _sources(settings) if why is None or (by_watch and watched) else None
 
@@ -54,7 +56,8 @@ def _sources(settings: Settings) -> Callable[[tuple[str, ...] | None], Awaitable
     try:
         made = sources(settings)
     except OSError as error:
-        refused = Finding("failed", "signals.epp.tls", f"cannot be used: {error}")
+        where = "signals.vllm.tls" if settings.signals.vllm else "signals.epp.tls"
+        refused = Finding("failed", where, f"cannot be used: {error}")
 
         async def refuse(_: tuple[str, ...] | None) -> Findings:
             return [refused]

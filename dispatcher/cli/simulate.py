@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import itertools
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
+from dispatcher.cli import experiments, traffic
+from dispatcher.cli.experiments import fail, warn
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
+from dispatcher.sim.parallel import cores
 from dispatcher.sim.setting import Order, Setting
+from dispatcher.sim.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
 from dispatcher.sim.world import Batch
 from dispatcher.standin import shapes
 from dispatcher.standin.model import BATCH_SPREAD, BATCH_TOKENS
-from dispatcher.standin.trace import BUNDLED, Trace, TraceError, load
-
-PATIENCE_S = 1.0
-"""A run that takes longer shows how far it is."""
+from dispatcher.standin.trace import TraceError
 
 
 def simulate(
@@ -29,11 +27,33 @@ def simulate(
         Path | None,
         typer.Option(
             help="Realtime traffic: requests with tokens (CSV), or running requests over time "
-            "(CSV, Prometheus range query). idle: nobody comes. bursts: dozens at once, made up. "
-            "Default: 900 s of a production chat service.",
+            "(CSV, Grafana's download, Prometheus range query). idle: nobody comes. bursts: dozens at once, "
+            "made up. Default: 900 s of a production chat service.",
             show_default=False,
         ),
     ] = None,
+    prometheus: Annotated[
+        str,
+        typer.Option(metavar="URL", help="Instead of a trace: what this Prometheus has of running requests."),
+    ] = "",
+    last: Annotated[
+        str, typer.Option(metavar="TIME", help="With --prometheus, so much: 30m, 3h, 7d.")
+    ] = "3h",
+    query: Annotated[
+        str,
+        typer.Option(
+            metavar="PROMQL",
+            help="With --prometheus, what counts them. Default: of vLLM, else SGLang, else TensorRT-LLM, all "
+            "that there are.",
+            show_default=False,
+        ),
+    ] = "",
+    token_file: Annotated[
+        str, typer.Option(metavar="FILE", help="With --prometheus, a bearer token.", show_default=False)
+    ] = "",
+    whole: Annotated[
+        bool, typer.Option("--all", help="All of a long trace, not the busiest quarter of an hour alone.")
+    ] = False,
     steps: Annotated[
         str | None,
         typer.Option(
@@ -53,11 +73,34 @@ def simulate(
     reserve: Annotated[
         float, typer.Option(min=0.0, max=0.99, help="The share that batch work never takes.")
     ] = 0.05,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTION=VALUES", help=f"A row for each: reserve=0,.05,.1. Of {', '.join(SWEPT)}."
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BOUND",
+            help="Which reserve keeps it? 'p99 <= 1.2' (users' latency beside what it is without batch work) "
+            "or 'wait p99 <= 0.5' (seconds longer), joined by `and`.",
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many runs at once. Default: one a core.", show_default=False),
+    ] = None,
     policy: Annotated[
         str, typer.Option(help=f"all, or some of {', '.join(Name)}; separated by commas.")
-    ] = "all",
+    ] = "law,none",
     seconds: Annotated[
-        float | None, typer.Option(min=1.0, help="How long. Default: the whole trace.", show_default=False)
+        float | None,
+        typer.Option(
+            min=1.0,
+            help="How long. Default: the whole trace, of a long one the busiest quarter of an hour.",
+            show_default=False,
+        ),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the timeline into this file (png, svg, pdf).")
@@ -175,21 +218,28 @@ def simulate(
 ) -> None:
     """Try batch work on a pool in virtual time, before you install anything.
 
-    One row per policy: what it harvests, and what realtime pays for it.
+    What batch work brings, and what your users pay for it: `--target 'p99 <= 1.2'` finds the reserve.
     """
     from dispatcher.sim import plot as picture
-    from dispatcher.sim.report import compare, legend, table
 
     names = _policies(policy)
-    if plot is not None and not picture.available():
-        _fail(f"--plot needs matplotlib: {picture.INSTALL}", code=1)
     try:
-        traffic = _traffic(trace, steps, slots=slots, seed=seed)
-        traffic = shapes.echoes(shapes.copies(traffic, copies), echoes, seed=seed)
-        if begin:
-            traffic = shapes.begun_at(traffic, begin)
+        bounds = parse_target(target) if target is not None else []
+        swept = parse_sweep(sweep) if sweep is not None else Sweep("reserve", RESERVES) if bounds else None
+    except SweepError as error:
+        fail(str(error))
+    if plot is not None and swept is not None:
+        fail("--plot draws one setting: give --reserve instead of --sweep and --target")
+    if plot is not None and not picture.available():
+        fail(f"--plot needs matplotlib: {picture.INSTALL}", code=1)
+    where = traffic.Recorded(trace, prometheus, last, [query] if query else (), token_file)
+    try:
+        chosen = traffic.choose(
+            where, steps, slots=slots, seed=seed, whole=whole or seconds is not None, begin=begin
+        )
+        played = shapes.echoes(shapes.copies(chosen.traffic, copies), echoes, seed=seed)
     except TraceError as error:
-        _fail(str(error))
+        fail(str(error))
     setting = Setting(
         slots=slots,
         true_slots=true_slots,
@@ -211,7 +261,7 @@ def simulate(
         kv_full=kv_full,
         reserve=reserve,
         max_age_s=max_age,
-        seconds=_seconds(seconds, traffic.seconds),
+        seconds=_seconds(seconds, played.seconds),
         seed=seed,
         queue_limit=queue_limit,
         pods=pods,
@@ -225,56 +275,30 @@ def simulate(
         lease_s=lease,
     )
     if setting.pressure_score_alone:
-        _warn(
+        warn(
             f"the saturation of the {detector} detector is a pressure score that can read near 0 while every "
             "slot is taken; alone it cannot keep the reserve. Use --signals both, as signals.use: auto does"
         )
-    with _progress() as progress:
-        comparison = compare(setting, traffic, names, progress=progress)
-    if comparison.too_small:
-        _warn(comparison.too_small)
-    if json_output:
-        typer.echo(json.dumps(comparison.as_json(), indent=2, ensure_ascii=False))
-    else:
-        from rich.console import Console
-
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console = Console(highlight=False, width=200)
-        console.print(table(comparison, boxed=console.is_terminal))
-        console.print(legend(comparison), style="dim", soft_wrap=True)
+    for note in chosen.notes:
+        typer.echo(note, err=True)
+    for warning in chosen.warnings:
+        warn(warning)
+    at_once = processes or cores()
+    if swept is not None:
+        kept = experiments.sweep(setting, played, names, at_once, swept, bounds, as_json=json_output)
+        raise typer.Exit(0 if kept else 1)
+    comparison = experiments.compare(setting, played, names, at_once, as_json=json_output)
     if plot is not None:
         try:
             picture.draw(comparison, plot)
         except (OSError, ValueError) as error:
-            _fail(f"{plot}: {error}", code=1)
+            fail(f"{plot}: {error}", code=1)
         typer.echo(f"timeline drawn into {plot}", err=True)
-
-
-def _traffic(trace: Path | None, steps: str | None, *, slots: int, seed: int) -> Trace:
-    """Raises TraceError."""
-    if steps is not None:
-        if trace is not None:
-            _fail("--steps stands in place of a trace: give one of them")
-        return shapes.steps(shapes.parse_steps(steps), slots=slots, seed=seed)
-    made_up = shapes.MADE_UP.get(str(trace))
-    if made_up is not None:
-        return made_up(seed)
-    return load(trace or BUNDLED, slots=slots, seed=seed)
-
-
-def _warn(message: str) -> None:
-    typer.secho(f"warning: {message}", err=True, fg=typer.colors.YELLOW)
-
-
-def _fail(message: str, code: int = 2) -> NoReturn:
-    typer.secho(message, err=True, fg=typer.colors.RED)
-    raise typer.Exit(code)
 
 
 def _seconds(wanted: float | None, there: float) -> float:
     if wanted is not None and wanted > there + 1.0:
-        _fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long")
+        fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long")
     return wanted if wanted is not None else max(1.0, float(round(there)))
 
 
@@ -284,7 +308,7 @@ def _policies(wanted: str) -> Sequence[Name]:
     try:
         return [Name(name.strip()) for name in wanted.split(",")]
     except ValueError:
-        _fail(f"--policy {wanted}: no such policy; there are all, {', '.join(Name)}")
+        fail(f"--policy {wanted}: no such policy; there are all, {', '.join(Name)}")
 
 
 def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
@@ -293,9 +317,9 @@ def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float
         try:
             first, second = (float(part) for part in value.split(":"))
         except ValueError:
-            _fail(f"{option} {value}: two numbers with a colon between them are needed, such as 300:360")
+            fail(f"{option} {value}: two numbers with a colon between them are needed, such as 300:360")
         if first < 0:
-            _fail(f"{option} {value}: the simulation starts at 0")
+            fail(f"{option} {value}: the simulation starts at 0")
         pairs.append((first, second))
     return sorted(pairs)
 
@@ -304,36 +328,14 @@ def _stretches(option: str, values: Sequence[str] | None) -> list[tuple[float, f
     pairs = _pairs(option, values)
     for start, end in pairs:
         if not start < end:
-            _fail(f"{option} {start:g}:{end:g}: ends before it starts")
+            fail(f"{option} {start:g}:{end:g}: ends before it starts")
     for (_, end), (start, _) in itertools.pairwise(pairs):
         if start < end:
-            _fail(f"{option}: two of them overlap at {start:g}")
+            fail(f"{option}: two of them overlap at {start:g}")
     return pairs
 
 
 def _whole(option: str, value: float) -> int:
     if value < 0 or value != int(value):
-        _fail(f"{option}: {value:g} is not a number of {option.removeprefix('--').removesuffix('-at')}")
+        fail(f"{option}: {value:g} is not a number of {option.removeprefix('--').removesuffix('-at')}")
     return int(value)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Name, float], None]]:
-    """A bar on stderr, if that is a terminal and the work takes long enough to wonder."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True)
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("simulating", total=1.0)
-    begun = time.monotonic()
-
-    def report(name: Name, share: float) -> None:
-        if not bar.live.is_started and time.monotonic() - begun > PATIENCE_S:
-            bar.start()
-        bar.update(task, completed=share, description=f"simulating {name.value}")
-
-    try:
-        yield report
-    finally:
-        bar.stop()

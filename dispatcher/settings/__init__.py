@@ -6,21 +6,24 @@ from dispatcher.settings.load import ClientSettings, Refusal, load, load_client,
 from dispatcher.settings.model import (
     AdminSettings,
     BudgetSettings,
-    EppSettings,
     GatewaySettings,
     LogSettings,
     PoolSettings,
-    PrometheusSettings,
     RetrySettings,
     Settings,
     ShutdownSettings,
-    SignalsSettings,
-    Source,
-    TlsSettings,
     TracingSettings,
 )
 from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.signals import (
+    EppSettings,
+    PrometheusSettings,
+    SignalsSettings,
+    Source,
+    VllmSettings,
+)
 from dispatcher.settings.source import Problem
+from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import SecretUrl
 from dispatcher.settings.watch import watch
 
@@ -44,6 +47,7 @@ __all__ = [
     "Source",
     "TlsSettings",
     "TracingSettings",
+    "VllmSettings",
     "load",
     "load_client",
     "parse",

@@ -24,7 +24,7 @@ from dispatcher.settings.source import (
     read_yaml,
 )
 
-NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
+NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url", "signals.vllm")
 """What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
 PATH_ENDINGS = ("_file", "_dir")
 """Of the keys whose values are paths."""

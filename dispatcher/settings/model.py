@@ -5,7 +5,6 @@ docs/configuration.md is made of this. Frozen: settings in use never change, a r
 
 from __future__ import annotations
 
-import ssl
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import (
@@ -20,24 +19,22 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from dispatcher.core.budget import Policy
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.section import Section
+from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.source import Node, TreeSource
+from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import (
     CONTROL_HEADERS,
     AutoNumber,
     Headers,
     HeaderValue,
+    HttpUrl,
     Label,
     SecretUrl,
     Text,
     UrlPath,
     mask_headers,
     refuse,
-    url,
 )
-
-Source = Literal["epp", "prometheus"]
-HttpUrl = Annotated[SecretUrl, url("http", "https")]
-MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0}
 
 
 class PoolSettings(Section):
@@ -47,37 +44,6 @@ class PoolSettings(Section):
         "default", description="Name of the InferencePool. It selects the pool's series and names the queue."
     )
     namespace: Label = Field("default", description="Namespace of the InferencePool.")
-
-
-class TlsSettings(Section):
-    """How a TLS server is verified, and what it is shown."""
-
-    ca_file: Text = Field(
-        "", description="PEM file with the authorities to trust. Empty: those of the system."
-    )
-    cert_file: Text = Field(
-        "", description="PEM file with our certificate, where the server asks for one (mTLS)."
-    )
-    key_file: Text = Field("", description="PEM file with its key. Needed together with `cert_file`.")
-    insecure_skip_verify: bool = Field(False, description="Accept any certificate. For experiments only.")
-
-    @field_validator("key_file")
-    @classmethod
-    def _both_or_none(cls, key_file: str, info: ValidationInfo) -> str:
-        cert_file = info.data.get("cert_file", key_file)
-        if bool(cert_file) != bool(key_file):
-            raise refuse("cert_file and key_file are needed together")
-        return key_file
-
-    def context(self) -> ssl.SSLContext:
-        """What a client speaks TLS by. Raises OSError (ssl.SSLError is one) for a file missing or wrong."""
-        context = ssl.create_default_context(cafile=self.ca_file or None)
-        if self.cert_file:
-            context.load_cert_chain(self.cert_file, self.key_file or None)
-        if self.insecure_skip_verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
 
 
 class GatewaySettings(Section):
@@ -150,95 +116,6 @@ class GatewaySettings(Section):
     @field_serializer("headers")
     def _masked(self, headers: dict[str, str]) -> dict[str, str]:
         return mask_headers(headers)
-
-
-class PrometheusSettings(Section):
-    """Signals read through a Prometheus server, or what speaks its API (Thanos, Mimir)."""
-
-    url: HttpUrl = Field(SecretUrl(""), description="Base URL of the server. Empty: not used.")
-    token_file: Text = Field("", description="File with a bearer token, read again for each query.")
-    headers: Headers = Field(
-        default_factory=dict, repr=False, description="Headers of each query, for example a tenant's name."
-    )
-    tls: TlsSettings = Field(TlsSettings(), description="For `https`.")
-    queries: dict[Literal["saturation", "queued", "capacity", "ttft", "tpot"], Text] = Field(
-        default_factory=dict,
-        description="Own PromQL in place of the known series: `saturation` (a fraction), `queued` and "
-        "`capacity` (requests); `ttft` and `tpot` (increases of histogram buckets, by `le`), which are only "
-        "shown.",
-    )
-
-    @field_serializer("headers")
-    def _masked(self, headers: dict[str, str]) -> dict[str, str]:
-        return mask_headers(headers)
-
-
-class EppSettings(Section):
-    """Signals scraped from the endpoint picker itself.
-
-    With neither `urls` nor `service` its replicas are found through the InferencePool. Those that are found
-    are asked over https where anything of `tls` is set, over plain http else.
-    """
-
-    urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
-        (), description="Whole URLs, one per EPP replica; without a path: `/metrics`."
-    )
-    service: Text = Field("", description="Name of a Service whose endpoints are the EPP's replicas.")
-    port: int = Field(9090, ge=1, le=65535, description="Metrics port of the replicas that are found.")
-    token_file: Text = Field(
-        "",
-        description="File with a bearer token, read again for each scrape. Empty: the service account's, if"
-        " any.",
-    )
-    tls: TlsSettings = TlsSettings()
-
-
-class SignalsSettings(Section):
-    """How it is known how full the pool is."""
-
-    source: Literal["auto", "prometheus", "epp"] = Field(
-        "auto",
-        description="`epp`: direct scrape. `prometheus`. `auto`: direct scrape, Prometheus as its stand-in.",
-    )
-    interval_s: float = Field(1.0, ge=0.05, le=3600, description="Seconds between readings.")
-    max_age_s: float | None = Field(
-        None,
-        gt=0,
-        description="A sample older than this many seconds closes the gate. At least two intervals. null: "
-        "10 for direct scrape, 60 through Prometheus.",
-    )
-    use: Literal["auto", "saturation", "requests", "both"] = Field(
-        "auto",
-        description="`saturation`: the EPP's pool saturation and queue. `requests`: running and waiting "
-        "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP's pages show "
-        "that its saturation counts requests; then saturation alone. The default detector can read near 0 "
-        "while every slot is taken: `saturation` alone suits the concurrency detector only.",
-    )
-    prometheus: PrometheusSettings = PrometheusSettings()
-    epp: EppSettings = EppSettings()
-
-    @field_validator("max_age_s")
-    @classmethod
-    def _two_intervals(cls, max_age_s: float | None, info: ValidationInfo) -> float | None:
-        interval_s = info.data.get("interval_s", 0.0)
-        if max_age_s is not None and max_age_s < 2 * interval_s:
-            raise refuse(
-                f"must be at least two intervals ({2 * interval_s:g} s), or every other reading is stale"
-            )
-        return max_age_s
-
-    @field_validator("prometheus")
-    @classmethod
-    def _reachable(cls, prometheus: PrometheusSettings, info: ValidationInfo) -> PrometheusSettings:
-        if info.data.get("source") == "prometheus" and not prometheus.url:
-            raise refuse("url is required when signals.source is prometheus")
-        return prometheus
-
-    def max_age_for(self, source: Source) -> float:
-        """Seconds after which a sample from this source is not acted upon."""
-        if self.max_age_s is not None:
-            return self.max_age_s
-        return max(MAX_AGE_S[source], 2 * self.interval_s)
 
 
 class BudgetSettings(Section):
@@ -426,7 +303,8 @@ class Settings(Section, BaseSettings):
     def policy(self, source: Source | None = None) -> Policy:
         """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""
         if source is None:
-            source = "prometheus" if self.signals.source == "prometheus" else "epp"
+            direct: Source = "vllm" if self.signals.vllm else "epp"
+            source = "prometheus" if self.signals.source == "prometheus" else direct
         budget = self.budget
         return Policy(
             reserve=budget.reserve,

@@ -255,3 +255,6 @@ Headers = dict[Annotated[str, AfterValidator(_header_name)], HeaderValue]
 def mask_headers(headers: dict[str, str]) -> dict[str, str]:
     """The headers as they may be shown."""
     return {name: MASK if secret_name(name) else value for name, value in headers.items()}
+
+
+HttpUrl = Annotated[SecretUrl, url("http", "https")]

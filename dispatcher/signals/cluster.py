@@ -44,3 +44,7 @@ class ClusterAccess:
 
     def __str__(self) -> str:
         return "the pod's service account" if self.in_cluster else f"kubeconfig {self.kubeconfig}"
+
+
+NO_CLUSTER = ClusterAccess({}, Path())
+"""For whoever needs none."""

@@ -7,57 +7,22 @@ then nothing is known, until it answers or leaves the list of endpoints.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 import ssl
-import zlib
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
-import aiohttp
-import httpx
-from httpx_aiohttp import AiohttpTransport
-
-from dispatcher.core.budget import Reason
 from dispatcher.core.poll import Unread
-from dispatcher.peer import words
-from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.signals import latency
-from dispatcher.signals.blocking import BlockingCalls, StillRunningError
-from dispatcher.signals.exposition import MalformedPageError, Page
+from dispatcher.signals.exposition import Page
+from dispatcher.signals.scrape import PAGE_MAX_BYTES, Scraper, ScrapeTarget, Sought, Targets, unread
 from dispatcher.signals.series import NAMES, View, view
 
-SLICE_BYTES = 64 * 1024
-"""Parsed in one piece before the event loop has its turn again."""
-PAGE_MAX_BYTES = 32 * 1024 * 1024
 LATENCIES_EACH_S = 15.0
 """Histograms of latencies are thousands of lines where there are many tenants: not read on each page."""
 SERVICE_ACCOUNT_TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount/token"  # noqa: S105 -- a path
-_ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Which EPP replicas to ask. The first that is given counts: urls, service, what the watch found."""
-
-    urls: tuple[str, ...] = ()
-    """Whole URLs, one per replica; without a path: /metrics."""
-    service: str = ""
-    """A DNS name; every address behind it is a replica, so it should be a headless Service."""
-    namespace: str = "default"
-    port: int = 9090
-    secure: bool = False
-    """https for addresses that were found by name or by the watch; a URL says so itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class _ScrapeTarget:
-    url: str
-    label: str
-    """For people: host and port, without what may be secret in a URL."""
-    server_name: str = ""
-    """The name in the certificate, where the URL holds an address."""
+_RIGHTS = "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
+_PAGE = Sought(NAMES)
+_WITH_LATENCIES = Sought(NAMES, latency.NAMES, latency.SERIES_MOST)
 
 
 class EppSource:
@@ -83,233 +48,42 @@ class EppSource:
         """Our requests carry an objective, by which the picker's series may tell them from others."""
         self._latencies_each_s = latencies_each_s
         self._latencies_at = float("-inf")
-        self._targets = targets
-        self._timeout_s = timeout_s
-        self._token_file = token_file
-        secure = targets.secure or any(url.startswith("https:") for url in targets.urls)
-        # Not when the first page is waited for: the system's certificates take a while to read.
-        self._tls = tls or _tls_context(secure)
-        self._page_max_bytes = page_max_bytes
-        self._found: tuple[str, ...] | None = None
-        self._resolver = BlockingCalls("epp-dns")
-        self._client: httpx.AsyncClient | None = None
+        self._scraper = Scraper(
+            "signals.epp",
+            "endpoint picker",
+            targets,
+            timeout_s=timeout_s,
+            token_file=token_file,
+            refused=(_RIGHTS, f"signals.epp.token_file (in a pod: {SERVICE_ACCOUNT_TOKEN})"),
+            tls=tls,
+            page_max_bytes=page_max_bytes,
+        )
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
         """What the Kubernetes watch found: the replicas' addresses, with or without a port."""
-        self._found = addresses
+        self._scraper.found = addresses
 
     async def poll(self) -> tuple[View, ...] | Unread:
         """Ask every replica now. What can go wrong with a network is an Unread, never an exception."""
-        token = self._token()
-        if isinstance(token, Unread):
-            return token
-        targets = await self._resolve()
-        if isinstance(targets, Unread):
-            return targets
         now = asyncio.get_running_loop().time()
         latencies = now - self._latencies_at >= self._latencies_each_s
+
+        def read(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float) -> View | Unread:
+            seen = view(page.samples, self._pool, opened_at, closed_at)
+            if isinstance(seen, Unread):
+                return unread(target, seen.why, seen.hint)
+            if not latencies:
+                return seen
+            found = latency.histograms(page.also, target.label, marked=self._marked, spoiled=page.spoiled)
+            return replace(seen, histograms=found)
+
+        views = await self._scraper.ask(_WITH_LATENCIES if latencies else _PAGE, read)
         if latencies:
             self._latencies_at = now
-        async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self._scrape(target, token, latencies)) for target in targets]
-        views: list[View] = []
-        for answer in asked:
-            seen = answer.result()
-            if isinstance(seen, Unread):
-                return seen
-            views.append(seen)
-        return tuple(views)
+        return views if isinstance(views, Unread) else tuple(views)
 
     async def latency(self) -> None:
         """The pages have the histograms."""
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
-
-    def _token(self) -> str | Unread:
-        """The bearer token, read anew: a projected token is replaced while we run."""
-        if not self._token_file:
-            return ""
-        try:
-            return read_token(self._token_file)
-        except TokenFileError as error:
-            return Unread(Reason.UNREADABLE, f"the token file {error}", "signals.epp.token_file")
-
-    async def _resolve(self) -> Sequence[_ScrapeTarget] | Unread:
-        if self._targets.urls:
-            try:
-                return [_of_url(url) for url in self._targets.urls]
-            except httpx.InvalidURL as error:
-                return Unread(Reason.UNREADABLE, f"not a URL: {error}", "signals.epp.urls")
-        if self._targets.service:
-            return await self._resolve_service()
-        if self._found is None:
-            return Unread(
-                Reason.UNREADABLE,
-                "no endpoint picker is known",
-                "signals.epp.urls or signals.epp.service; or run where the Kubernetes watch works",
-            )
-        if not self._found:
-            return Unread(Reason.UNREADABLE, "the Kubernetes watch sees no ready pod of the endpoint picker")
-        return [self._of_address(address) for address in self._found]
-
-    async def _resolve_service(self) -> Sequence[_ScrapeTarget] | Unread:
-        service, port = self._targets.service, self._targets.port
-        names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
-
-        def look_up() -> tuple[str, list[str]] | str:
-            failure = ""
-            for name in names:
-                try:
-                    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-                except OSError as error:  # gaierror is one
-                    failure = failure or words(error)
-                else:
-                    # `localhost` and dual-stack names give one replica two addresses: take one family.
-                    families = [entry[0] for entry in found]
-                    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
-                    return name, sorted({str(entry[4][0]) for entry in found if entry[0] == family})
-            return failure
-
-        try:
-            answer = await self._resolver.run(look_up, self._timeout_s)
-        except (TimeoutError, StillRunningError):
-            answer = f"no answer within {self._timeout_s:g} s"
-        if isinstance(answer, str):
-            return Unread(
-                Reason.UNREADABLE,
-                f"the service {service} cannot be resolved: {answer}",
-                "signals.epp.service",
-            )
-        name, addresses = answer
-        return [self._of_address(address, server_name=name) for address in addresses]
-
-    def _of_address(self, address: str, server_name: str = "") -> _ScrapeTarget:
-        scheme = "https" if self._targets.secure else "http"
-        if address.startswith("[") or address.count(":") == 1:
-            host = address
-        else:
-            host = f"[{address}]" if ":" in address else address
-        if host.endswith("]") or ":" not in host:
-            host = f"{host}:{self._targets.port}"
-        return _ScrapeTarget(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
-
-    async def _scrape(self, target: _ScrapeTarget, token: str, latencies: bool) -> View | Unread:
-        loop = asyncio.get_running_loop()
-        opened_at = loop.time()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                page = await self._page(target, token, latencies)
-        except TimeoutError:
-            why, hint = f"no whole answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
-            return _unread(target, why, hint)
-        except MalformedPageError as error:
-            return _unread(target, f"the page is malformed: {error}")
-        except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
-            return _unread(target, words(error), "signals.epp: the address, or the network on the way there")
-        if isinstance(page, Unread):
-            return page
-        seen = view(page.samples, self._pool, opened_at, loop.time())
-        if isinstance(seen, Unread):
-            return _unread(target, seen.why, seen.hint)
-        if not latencies:
-            return seen
-        found = latency.histograms(page.also, target.label, marked=self._marked, spoiled=page.spoiled)
-        return replace(seen, histograms=found)
-
-    async def _page(self, target: _ScrapeTarget, token: str, latencies: bool) -> Page | Unread:
-        if self._client is None:
-            transport = AiohttpTransport(verify=self._tls, trust_env=False)
-            self._client = httpx.AsyncClient(
-                transport=transport, timeout=self._timeout_s, trust_env=False, follow_redirects=False
-            )
-        headers = {"Accept": _ACCEPT, "Accept-Encoding": "gzip"}
-        if token:
-            headers["Authorization"] = f"Bearer {token}"
-        extensions = {"sni_hostname": target.server_name} if target.server_name else {}
-        async with self._client.stream("GET", target.url, headers=headers, extensions=extensions) as response:
-            if response.status_code != httpx.codes.OK:
-                return _refused(target, response.status_code, bool(token))
-            coding = response.headers.get("content-encoding", "identity").strip().lower()
-            if coding not in ("identity", "gzip"):
-                return _unread(target, f"the page comes in a coding we did not ask for: {coding}")
-            kind = response.headers.get("content-type", "")
-            page = Page(
-                NAMES,
-                open_metrics=kind.startswith("application/openmetrics-text"),
-                also=latency.NAMES if latencies else (),
-                also_most=latency.SERIES_MOST,
-            )
-            async with contextlib.aclosing(_pieces(response.aiter_raw(), gzip=coding == "gzip")) as pieces:
-                async for piece in pieces:
-                    page.feed(piece)
-                    if page.size_bytes > self._page_max_bytes:
-                        return _unread(target, f"the page is larger than {self._page_max_bytes} bytes")
-                    await asyncio.sleep(0)  # what has arrived already is handed out without giving way
-            page.close()
-            return page
-
-
-async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:
-    """The body, decoded, in pieces of at most SLICE_BYTES: a small page can hide a very large one."""
-    if not gzip:
-        async for chunk in body:
-            for piece in _cut(chunk):
-                yield piece
-        return
-    decoder = zlib.decompressobj(wbits=31)
-    try:
-        async for chunk in body:
-            if decoder.eof:
-                raise MalformedPageError("something follows the end of the compressed page")
-            while chunk:
-                yield decoder.decompress(chunk, SLICE_BYTES)
-                chunk = decoder.unconsumed_tail
-    except zlib.error as error:
-        raise MalformedPageError(f"broken gzip ({error})") from None
-    # What the decoder still holds is less than a slice unless the last input filled one exactly.
-    while piece := decoder.decompress(b"", SLICE_BYTES):
-        yield piece
-    if not decoder.eof:
-        raise MalformedPageError("the compressed page ends too early")
-
-
-def _cut(chunk: bytes) -> Iterator[bytes]:
-    if len(chunk) <= SLICE_BYTES:
-        yield chunk
-        return
-    for at in range(0, len(chunk), SLICE_BYTES):
-        yield chunk[at : at + SLICE_BYTES]
-
-
-def _tls_context(secure: bool) -> ssl.SSLContext:
-    if not secure:
-        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
-    return httpx.create_ssl_context(trust_env=False)
-
-
-def _of_url(url: str) -> _ScrapeTarget:
-    parsed = httpx.URL(url)
-    if parsed.path in ("", "/"):
-        parsed = parsed.copy_with(path="/metrics")
-    return _ScrapeTarget(str(parsed), parsed.netloc.decode("ascii", "replace"))
-
-
-def _refused(target: _ScrapeTarget, status: int, with_token: bool) -> Unread:
-    if status in (401, 403):
-        hint = (
-            "the token's service account needs a ClusterRole with nonResourceURLs: [/metrics], verbs: [get]"
-            if with_token
-            else f"signals.epp.token_file (in a pod: {SERVICE_ACCOUNT_TOKEN})"
-        )
-        return _unread(target, f"HTTP {status}", hint)
-    if 300 <= status < 400:
-        return _unread(target, f"HTTP {status}: a redirect, which is not followed", "signals.epp.urls")
-    hints = {400: "signals.epp.urls: http or https", 404: "signals.epp.urls: the path is wrong"}
-    return _unread(target, f"HTTP {status}", hints.get(status, ""))
-
-
-def _unread(target: _ScrapeTarget, why: str, hint: str = "") -> Unread:
-    return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)
+        await self._scraper.close()

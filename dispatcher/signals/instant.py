@@ -1,4 +1,4 @@
-"""What Prometheus answers to an instant query, read by its types: any other shape is a sentence."""
+"""What Prometheus answers to a query, read by its types: any other shape is a sentence."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class _VectorRow(msgspec.Struct):
     value: tuple[float, str]
 
 
+class _MatrixRow(msgspec.Struct):
+    metric: dict[str, str]
+    values: list[tuple[float, str]]
+
+
 class _QueryData(msgspec.Struct):
     resultType: str = "nothing"  # noqa: N815 -- Prometheus' name
     result: msgspec.Raw = msgspec.Raw(b"")
@@ -38,6 +43,7 @@ class _Document(msgspec.Struct):
 
 _decode_document = msgspec.json.Decoder(_Document).decode
 _decode_rows = msgspec.json.Decoder(list[_VectorRow]).decode
+_decode_series = msgspec.json.Decoder(list[_MatrixRow]).decode
 
 
 def vector(result: msgspec.Raw) -> list[Sample]:
@@ -55,8 +61,9 @@ def vector(result: msgspec.Raw) -> list[Sample]:
         raise QueryError(why, "signals.prometheus.queries") from None
 
 
-def document(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
-    """The answer's document, where it is a whole and good one. Raises QueryError where not."""
+def document(status: int, redirect: bool, body: bytes, result: str = "vector") -> dict[str, Any]:
+    """The answer's document, where it is a whole and good one of that type: raw of an instant query, and
+    read of a range query (a matrix). Raises QueryError where not."""
     if redirect:
         raise QueryError(f"HTTP {status}: a redirect, which is not followed", "signals.prometheus.url")
     try:
@@ -70,10 +77,20 @@ def document(status: int, redirect: bool, body: bytes) -> dict[str, Any]:
     if said.warnings:
         raise QueryError(f"the answer may be partial: {said.warnings[0][:300]}")
     data = said.data or _QueryData()
-    if data.resultType != "vector":
-        why = f"the answer is {data.resultType[:40]}, not an instant vector"
+    if data.resultType != result:
+        what = "an instant vector" if result == "vector" else f"a {result}"
+        why = f"the answer is {data.resultType[:40]}, not {what}"
         raise QueryError(why, "signals.prometheus.queries")
+    if result == "matrix":
+        return {"data": {"result": _matrix(data.result)}}
     return {"data": {"result": data.result}}
+
+
+def _matrix(result: msgspec.Raw) -> list[dict[str, Any]]:
+    try:
+        return [msgspec.to_builtins(row) for row in _decode_series(result)]
+    except (ValueError, RecursionError) as error:
+        raise QueryError(f"not a matrix: {str(error)[:200]}") from None
 
 
 def _hint(status: int) -> str:

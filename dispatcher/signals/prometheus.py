@@ -95,12 +95,12 @@ class PrometheusSource:
         # Not in the thread of blocking calls: two threads that import parts of one package see it unfinished.
         importlib.import_module("prometheus_api_client.prometheus_connect")
         self._calls = BlockingCalls("prometheus")
-        self._session = _QuerySession(access, timeout_s)
+        self._session = QuerySession(access, timeout_s)
         self._client: Any = None
         # Apart, for it may take its time and fail as it likes.
         self._latency_query = latency.latency_query(_literal(pool), _literal(namespace), given, marked=marked)
         self._latency_calls = BlockingCalls("prometheus-latency")
-        self._latency_session = _QuerySession(access, LATENCY_TIMEOUT_S)
+        self._latency_session = QuerySession(access, LATENCY_TIMEOUT_S)
         self._latency_client: Any = None
 
     def discovered(self, addresses: tuple[str, ...] | None) -> None:
@@ -140,41 +140,24 @@ class PrometheusSource:
     def _ask_latency(self) -> Histograms:
         """In the thread of blocking calls."""
         if self._latency_client is None:
-            self._latency_client = self._connect(self._latency_session)
-        self._latency_client.headers = self._headers()
+            self._latency_client = connected(self._access, self._latency_session)
+        self._latency_client.headers = headers_of(self._access)
         params = {"timeout": f"{LATENCY_TIMEOUT_S:g}", "partial_response": "false"}
         return latency.grown(vector(self._latency_client.custom_query(self._latency_query, params=params)))
 
     def _ask(self) -> tuple[list[Sample], list[Sample]]:
         """Run the queries; in the thread of blocking calls."""
         if self._client is None:
-            self._client = self._connect(self._session)
-        self._client.headers = self._headers()
+            self._client = connected(self._access, self._session)
+        self._client.headers = headers_of(self._access)
         needs_series = {"saturation", "queued", "capacity"} - self._own.keys()
         rows = self._rows(self._query, {}) if needs_series else []
         return rows, self._rows(self._own_query, self._own_options) if self._own else []
-
-    def _connect(self, session: _QuerySession) -> Any:
-        from prometheus_api_client import PrometheusConnect  # imported when we were made
-        from urllib3.util.retry import Retry
-
-        return PrometheusConnect(
-            url=self._access.url.rstrip("/"), session=session, retry=Retry(0, read=False)
-        )
 
     def _rows(self, query: str, options: Mapping[str, str]) -> list[Sample]:
         # Thanos answers with what it could get unless told that a part is no use.
         params = {"timeout": f"{self._timeout_s:g}", "partial_response": "false", **options}
         return vector(self._client.custom_query(query, params=params))
-
-    def _headers(self) -> dict[str, str]:
-        headers = dict(self._access.headers)
-        if self._access.token_file:
-            try:
-                headers["Authorization"] = f"Bearer {read_token(self._access.token_file)}"
-            except TokenFileError as error:
-                raise QueryError(f"the token file {error}", "signals.prometheus.token_file") from None
-        return headers
 
     def _views(
         self, rows: Sequence[Sample], own_rows: Sequence[Sample], asked_at: float, answered_at: float
@@ -352,15 +335,41 @@ def _literal(text: str) -> str:
     return escaped.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
-class _QuerySession:
+def connected(address: PrometheusAddress, session: QuerySession) -> Any:
+    """The client library, over such a session."""
+    from prometheus_api_client import PrometheusConnect  # whoever runs it in a thread has imported it before
+    from urllib3.util.retry import Retry
+
+    return PrometheusConnect(
+        url=address.url.rstrip("/"),
+        headers=headers_of(address),
+        session=session,
+        retry=Retry(0, read=False),
+    )
+
+
+def headers_of(address: PrometheusAddress) -> dict[str, str]:
+    """With the token as the file has it now. Raises QueryError."""
+    headers = dict(address.headers)
+    if address.token_file:
+        try:
+            headers["Authorization"] = f"Bearer {read_token(address.token_file)}"
+        except TokenFileError as error:
+            raise QueryError(f"the token file {error}", "signals.prometheus.token_file") from None
+    return headers
+
+
+class QuerySession:
     """What the client library needs of a requests.Session, with a bound on time and size.
 
     requests bounds the wait for each piece of an answer, not the answer; and it would follow a redirect and
     take the tenant's headers along.
     """
 
-    def __init__(self, access: PrometheusAddress, timeout_s: float) -> None:
+    def __init__(self, access: PrometheusAddress, timeout_s: float, *, result: str = "vector") -> None:
+        """`result`: the type of what is asked for."""
         self._timeout_s = timeout_s
+        self._result = result
         self._session: Any = None
         self._mounts: list[tuple[str, Any]] = []
         self.verify: bool | str = access.ca_file or not access.insecure_skip_verify
@@ -390,7 +399,7 @@ class _QuerySession:
                     "not a URL", "signals.prometheus.url"
                 ) from None  # its words hold the secrets
             raise QueryError(words(error)) from None
-        return _QueryAnswer(status, document(status, redirect, body))
+        return _QueryAnswer(status, document(status, redirect, body, self._result))
 
     def close(self) -> None:
         if self._session is not None:

@@ -83,6 +83,8 @@ class View:
     """max_SYS in requests, where the operator has an own query for it."""
     own: bool = False
     """The saturation is from the operator's own query."""
+    of_now: bool = False
+    """The averages are of this sample's moment: nobody flushes them."""
     raw: Mapping[str, float] = field(default_factory=dict)
     histograms: Histograms | None = None
     """Of the requests' latencies; None: not looked at this time."""
@@ -422,7 +424,7 @@ def _apart(views: Sequence[View], queued: float) -> tuple[float | None, float, b
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]
     if len(flushed) == len(views):
-        found.append((*max(flushed), True))
+        found.append((*max(flushed), not all(each.of_now for each in views)))
     sent = [each.in_flight for each in views if each.in_flight is not None]
     if queued > 0 and len(sent) == len(views):
         found.append((total(sent), queued, False))
@@ -441,7 +443,8 @@ def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load 
     if sent and len(started) == len(views) and math.isfinite(total(averages)):
         return _Load((total(sent) + outside.requests) / max_sys, exact=True)
     if len(averages) == len(views):
-        return _Load(largest(averages) / max_sys, exact=True, flushed=True)
+        flushed = not all(each.of_now for each in views)
+        return _Load(largest(averages) / max_sys, exact=True, flushed=flushed)
     missing = [
         family.value[0]
         for family, there in (

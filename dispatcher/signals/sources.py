@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dispatcher.settings import Settings, TlsSettings
-from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource, Targets
+from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource
 from dispatcher.signals.poller import Source
 from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
+from dispatcher.signals.scrape import Targets
+from dispatcher.signals.servers import ServersSource
 
 TIMEOUT_SHARE = 0.9
 """Of the interval; of a second where the interval is shorter, for a poll is never begun before its
@@ -17,10 +19,13 @@ predecessor has ended."""
 def sources(settings: Settings) -> tuple[Source, ...]:
     """The sources of `signals.source`, the preferred one first; never none.
 
-    `auto`: the direct scrape, and Prometheus as its stand-in where it has a URL.
+    `auto`: the model servers where the settings say where they are; else the direct scrape, and Prometheus as
+    its stand-in where it has a URL.
     """
     chosen = settings.signals.source
     timeout_s = TIMEOUT_SHARE * max(settings.signals.interval_s, 1.0)
+    if settings.signals.vllm:
+        return (_servers(settings, timeout_s),)
     made: list[Source] = []
     if chosen != "prometheus":
         made.append(_epp(settings, timeout_s))
@@ -50,6 +55,20 @@ def _epp(settings: Settings, timeout_s: float) -> EppSource:
         tls=tls,
         marked=bool(settings.gateway.objective),
     )
+
+
+def _servers(settings: Settings, timeout_s: float) -> ServersSource:
+    servers = settings.signals.vllm
+    secure = servers.tls != TlsSettings()
+    targets = Targets(
+        urls=tuple(url.reveal() for url in servers.urls),
+        service=servers.service,
+        namespace=settings.pool.namespace,
+        port=servers.port,
+        secure=secure,
+    )
+    tls = servers.tls.context() if secure else None
+    return ServersSource(targets, timeout_s=timeout_s, token_file=servers.token_file, tls=tls)
 
 
 def _prometheus(settings: Settings, timeout_s: float) -> PrometheusSource:

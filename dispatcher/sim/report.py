@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dispatcher.sim.experiment import SETTLED_AFTER, Name, Run, play
 from dispatcher.sim.setting import Setting
 from dispatcher.standin.trace import Trace
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 ITS_OWN = 0.01
 """Where this share of realtime's requests waits without batch work, it lacks slots itself."""
@@ -30,8 +26,8 @@ class Row:
     batch_requests_per_s: float
     over_mean: float
     """Requests in the system above (1 − B) × slots: mean over time."""
-    over_less_all_knowing: float
-    """The same, less what even the all-knowing dispatcher cannot avoid."""
+    over_less_all_knowing: float | None
+    """The same, less what even the all-knowing dispatcher cannot avoid; None where that was not played."""
     over_worst: float
     wait_mean_s: float | None
     wait_p50_s: float | None
@@ -69,29 +65,34 @@ class Comparison:
     none: Run
     """What realtime is to itself, without batch work."""
 
-    @property
-    def too_small(self) -> str:
-        """A sentence where realtime alone needs more slots than there are; empty where it does not."""
-        waits, refused = self.none.waits, self.none.realtime_refused
-        waited = sum(wait > 0 for wait in waits) + refused
-        share = waited / max(1, len(waits) + refused)
-        if share < ITS_OWN:
-            return ""
-        return (
-            f"realtime alone needs more than {self.setting.real_slots} slots: without batch work {share:.0%} "
-            f"of its requests wait or are refused, and up to {self.none.most} are there at once. Look at "
-            "what batch work adds (− none's), or give the slots of the pool that was recorded"
-        )
-
     def as_json(self) -> dict[str, Any]:
         """Figures rounded to what they are good for; the same for the same seed."""
-        setting = {key: value for key, value in asdict(self.setting).items() if value is not None}
         return {
             "trace": self.trace,
-            "setting": setting,
-            "rows": [_rounded(asdict(row)) for row in self.rows],
-            "warnings": [self.too_small] if self.too_small else [],
+            "setting": told_of(self.setting),
+            "rows": [told_of(row) for row in self.rows],
+            "warnings": [warning] if (warning := too_small(self.setting, self.none)) else [],
         }
+
+
+def told_of(what: Setting | Row) -> dict[str, Any]:
+    """As JSON has it."""
+    told: dict[str, Any] = _rounded(asdict(what))
+    return told if isinstance(what, Row) else {key: value for key, value in told.items() if value is not None}
+
+
+def too_small(setting: Setting, alone: Run) -> str:
+    """A sentence where realtime alone needs more slots than there are; empty where it does not."""
+    waits, refused = alone.waits, alone.realtime_refused
+    waited = sum(wait > 0 for wait in waits) + refused
+    share = waited / max(1, len(waits) + refused)
+    if share < ITS_OWN:
+        return ""
+    return (
+        f"realtime alone needs more than {setting.real_slots} slots: without batch work {share:.0%} "
+        f"of its requests wait or are refused, and up to {alone.most} are there at once. Look at "
+        "what batch work adds (the columns `added`), or give the slots of the pool that was recorded"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,35 +103,86 @@ class Column:
     value: Callable[[Row], float | None]
     spec: str
     unit: str = ""
+    width: int = 8
+    """Of its cells at the least."""
+
+    def cell(self, row: Row) -> str:
+        value = self.value(row)
+        return "–" if value is None else format(value, self.spec) + self.unit
 
 
 COLUMNS = (
-    Column("harvest", lambda row: row.harvest, ".3f"),
     Column("tokens/s", lambda row: row.batch_tokens_per_s, ",.0f"),
+    Column("users' p50", lambda row: row.latency_p50_ratio, ".2f", " ×"),
+    Column("p99", lambda row: row.latency_p99_ratio, ".2f", " ×", 6),
     Column("wait", lambda row: row.wait_mean_s, ".3f", " s"),
-    Column("− none's", lambda row: row.wait_mean_less_none_s, "+.3f", " s"),
-    Column("p99", lambda row: row.wait_p99_s, ".2f", " s"),
-    Column("− none's", lambda row: row.wait_p99_less_none_s, "+.2f", " s"),
-    Column("latency p50", lambda row: row.latency_p50_ratio, ".2f", " ×"),
-    Column("p99", lambda row: row.latency_p99_ratio, ".2f", " ×"),
-    Column("over", lambda row: row.over_mean, ".2f"),
-    Column("worst", lambda row: row.over_worst, ".0f"),
+    Column("added", lambda row: row.wait_mean_less_none_s, "+.3f", " s"),
+    Column("wait p99", lambda row: row.wait_p99_s, ".2f", " s"),
+    Column("added", lambda row: row.wait_p99_less_none_s, "+.2f", " s"),
 )
-
-
-def _any_refused(row: Row) -> bool:
-    return bool(row.refused or row.realtime_refused)
-
-
-OPTIONAL: Sequence[tuple[Column, Callable[[Row], bool]]] = (
-    (Column("realtime 429", lambda row: row.realtime_refused, ",d"), _any_refused),
-    (Column("− none's", lambda row: row.realtime_refused_less_none, "+,d"), _any_refused),
-    (Column("429", lambda row: row.refused, ",d"), _any_refused),
-    (Column("per 1,000", lambda row: row.refused_per_1000, ".1f"), _any_refused),
-    (Column("settled", lambda row: row.refused_per_1000_settled, ".1f"), _any_refused),
-    (Column("unreachable", lambda row: row.unreachable, ",d"), lambda row: bool(row.unreachable)),
+"""For whoever has users. What fits the width of a terminal is shown."""
+LAW = (
+    Column("harvest", lambda row: row.harvest, ".3f", width=7),
+    Column("over", lambda row: row.over_mean, ".2f", width=6),
+    Column("worst", lambda row: row.over_worst, ".0f", width=5),
 )
-"""Shown where any row has one."""
+"""How well the law does what it is meant to do."""
+REFUSED = (
+    Column("realtime 429", lambda row: row.realtime_refused, ",d"),
+    Column("added", lambda row: row.realtime_refused_less_none, "+,d"),
+    Column("429", lambda row: row.refused, ",d"),
+    Column("per 1,000", lambda row: row.refused_per_1000, ".1f"),
+    Column("settled", lambda row: row.refused_per_1000_settled, ".1f"),
+)
+"""Where a queue has an end."""
+UNREACHABLE = Column("unreachable", lambda row: row.unreachable, ",d")
+GAP = "  "
+
+
+class Sheet:
+    """The rows as lines of text, each as soon as it is known: its columns are as wide as any row may need."""
+
+    def __init__(
+        self,
+        first: str,
+        names: Sequence[str],
+        setting: Setting,
+        *,
+        width: int | None = None,
+        harvest: bool = True,
+    ) -> None:
+        """`first`: the heading of what tells the rows apart, which are `names`; `width`: None for a pipe;
+        `harvest`: the all-knowing dispatcher was played."""
+        refused = REFUSED if setting.queue_limit is not None else ()
+        unreachable = (UNREACHABLE,) if setting.outages else ()
+        every = [*COLUMNS, *refused, *unreachable, *LAW[not harvest :]]
+        self._first = first.ljust(max(map(len, [first, *names])))
+        self.columns = [
+            column for i, column in enumerate(every) if width is None or self._wide(every[: i + 1]) <= width
+        ]
+        self.left_out = [column.heading for column in every[len(self.columns) :]]
+
+    def header(self) -> str:
+        return self._line(self._first, [column.heading for column in self.columns])
+
+    def line(self, name: str, row: Row) -> str:
+        return self._line(name.ljust(len(self._first)), [column.cell(row) for column in self.columns])
+
+    def _line(self, first: str, cells: Sequence[str]) -> str:
+        aligned = [cell.rjust(_width(column)) for column, cell in zip(self.columns, cells, strict=True)]
+        return GAP.join([first, *aligned])
+
+    def _wide(self, columns: Sequence[Column]) -> int:
+        return len(self._first) + sum(len(GAP) + _width(column) for column in columns)
+
+
+def _width(column: Column) -> int:
+    return max(column.width, len(column.heading))
+
+
+def moment_s(setting: Setting) -> float:
+    """How far the moments of a run are apart that is compared."""
+    return max(0.25, setting.seconds / 1800)
 
 
 def compare(
@@ -151,21 +203,26 @@ def compare(
         def report(now: float, done: int = done, name: Name = name) -> None:
             progress(name, (done + now / setting.seconds) / len(every))
 
-        moment_s = max(0.25, setting.seconds / 1800)
-        runs[name] = play(setting, trace, name, moment_s=moment_s, progress=report)
+        runs[name] = play(setting, trace, name, moment_s=moment_s(setting), progress=report)
+    return comparison(setting, trace.name, names, runs)
+
+
+def comparison(setting: Setting, trace: str, names: Sequence[Name], runs: Mapping[Name, Run]) -> Comparison:
+    """Of runs that have been played: those of the names, the all-knowing and the idle one."""
     best, idle = runs[Name.ALL_KNOWING], runs[Name.NONE]
-    wanted = [runs[name] for name in every if name in names]
-    return Comparison(setting, trace.name, [_row(run, best, idle) for run in wanted], wanted, idle)
+    wanted = [runs[name] for name in Name if name in names]
+    return Comparison(setting, trace, [row_of(run, best, idle) for run in wanted], wanted, idle)
 
 
-def _row(run: Run, best: Run, idle: Run) -> Row:
+def row_of(run: Run, best: Run | None, idle: Run) -> Row:
+    """`best`: the all-knowing dispatcher's, where that was played; `idle`: without batch work."""
     return Row(
         policy=run.name,
-        harvest=_ratio(run.tokens, best.tokens),
+        harvest=None if best is None else _ratio(run.tokens, best.tokens),
         batch_tokens_per_s=run.tokens / run.seconds,
         batch_requests_per_s=run.answered / run.seconds,
         over_mean=run.over_mean,
-        over_less_all_knowing=run.over_mean - best.over_mean,
+        over_less_all_knowing=None if best is None else run.over_mean - best.over_mean,
         over_worst=run.over_worst,
         wait_mean_s=_mean(run.waits),
         wait_p50_s=percentile(run.waits, 0.5),
@@ -209,54 +266,49 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def table(comparison: Comparison, *, boxed: bool) -> Table:
-    """The rows for people; `boxed` for a terminal, else columns that cut and awk can read."""
-    from rich import box
-    from rich.table import Table
-
-    columns = [*COLUMNS]
-    for column, where in OPTIONAL:
-        if any(where(row) for row in comparison.rows):
-            columns.append(column)
-    shown = Table(box=box.SIMPLE_HEAD if boxed else None, pad_edge=False, header_style="bold")
-    shown.add_column("policy", no_wrap=True)
-    for column in columns:
-        shown.add_column(column.heading, justify="right", no_wrap=True)
-    for row in comparison.rows:
-        cells = [_cell(column.value(row), column.spec, column.unit) for column in columns]
-        style = "bold green" if boxed and row.policy is Name.LAW else ""
-        shown.add_row(row.policy.value, *cells, style=style)
-    return shown
+def sentence(row: Row) -> str:
+    """What a policy comes to, for whoever has users."""
+    batch = f"batch gets {row.batch_tokens_per_s:,.0f} tokens/s"
+    if row.latency_p99_ratio is None or row.wait_p99_less_none_s is None:
+        return f"{batch}; no realtime request was answered"
+    return (
+        f"{batch}; your users' p99 becomes {row.latency_p99_ratio:.2f} × what it is, and for a slot it waits "
+        f"{row.wait_p99_less_none_s:.2f} s longer"
+    )
 
 
-def _cell(value: float | None, spec: str, unit: str = "") -> str:
-    return "–" if value is None else format(value, spec) + unit
-
-
-def legend(comparison: Comparison) -> str:
-    """What the columns mean, in a few lines."""
-    setting = comparison.setting
+def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) -> str:
+    """What was played, and what the columns mean."""
     truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
+    kept = f"reserve {setting.reserve:g}, " if reserve else ""
     lines = [
         (
-            f"{comparison.trace}, {setting.seconds:g} s, {setting.slots} slots{truly}, "
-            f"reserve {setting.reserve:g}, "
+            f"{trace}, {setting.seconds:g} s, {setting.slots} slots{truly}, {kept}"
             f"a scrape every {setting.scrape_s:g} s known after {setting.lag_s:g} s"
         ),
-        "harvest: batch tokens relative to a dispatcher that knows everything at once",
-        (
-            "wait: of realtime requests for a slot, mean and 99th percentile; − none's: less what it is "
-            "without batch work; latency: of realtime, relative to the pool without batch"
-        ),
-        "over: requests in the system above (1 − reserve) × slots, mean; worst: the most",
+        "tokens/s: batch work's; users': realtime's latency, relative to the pool without batch work",
+        "wait: of realtime requests for a slot, mean and 99th percentile; added: what batch work adds to it",
     ]
-    if any(_any_refused(row) for row in comparison.rows):
+    shown = {column.heading for column in sheet.columns}
+    if "harvest" in shown:
+        lines.append("harvest: batch tokens relative to a dispatcher that knows everything at once")
+    if "worst" in shown:
+        lines.append("over: requests in the system above (1 − reserve) × slots, mean; worst: the most")
+    if "settled" in shown:
         lines.append(
             "realtime 429: realtime requests that were refused, which have no wait; 429: refused batch "
             f"requests; settled: per 1,000 after the first {SETTLED_AFTER} readings"
         )
-    closed = {row.policy: row.closed_s for row in comparison.rows if row.closed_s}
-    for policy, seconds in closed.items():
-        told = ", ".join(f"{reason} {total:.1f} s" for reason, total in seconds.items())
-        lines.append(f"{policy} was closed: {told}")
+    if sheet.left_out:
+        lines.append(f"a wider terminal, a pipe or --json shows {', '.join(sheet.left_out)} as well")
     return "\n".join(lines)
+
+
+def closures(rows: Iterable[tuple[str, Row]]) -> list[str]:
+    """How long each of them, by its name, was closed, and why."""
+    told = []
+    for name, row in rows:
+        reasons = ", ".join(f"{reason} {total:.1f} s" for reason, total in row.closed_s.items())
+        if reasons:
+            told.append(f"{name} was closed: {reasons}")
+    return told

@@ -6,6 +6,7 @@ Requests with their tokens:
 
 Running requests over time, which any pool's monitoring has:
   - a CSV with time, running (seconds or Unix time; or ISO 8601)
+  - what Grafana downloads of a panel ("Time" and a column for each series); the series are summed
   - a Prometheus range query as JSON (`/api/v1/query_range`, resultType matrix); series are summed
 
 For the second kind requests are made up such that, with no batch work in the pool, exactly the recorded
@@ -17,21 +18,29 @@ given the work that takes its time there; with batch work beside it, it takes lo
 
 from __future__ import annotations
 
+import bisect
 import csv
 import itertools
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from dispatcher.standin.model import slowdown, work_s
 
 BUNDLED = Path(__file__).parent / "data" / "azure-conv-900s.csv"
 HOLD_S = 3.4
 HOLD_SIGMA = 0.7
+
+
+NO_SAMPLE = {"", "null", "undefined", "NaN"}
+"""What Grafana writes into a cell without a value."""
+UNIX_MS_FROM = 1e11
+"""A time beyond that many seconds is told in milliseconds."""
 
 
 class TraceError(Exception):
@@ -56,11 +65,63 @@ class Trace:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What was recorded of realtime: how many requests ran at a time, or single requests. Times from 0."""
+
+    name: str
+    points: Sequence[tuple[float, float]] = ()
+    requests: Sequence[Arrived] = ()
+    begins_s: float = 0.0
+    """Where it was cut out of a longer one."""
+
+    @property
+    def seconds(self) -> float:
+        return self.points[-1][0] if self.points else self.requests[-1].at
+
+    @property
+    def peak(self) -> float:
+        """The most that ran at once; 0 where only single requests are known."""
+        return max((running for _, running in self.points), default=0.0)
+
+    def traffic(self, *, slots: int, seed: int = 0) -> Trace:
+        """As requests; `slots`: of the pool that was recorded."""
+        if self.points:
+            made = of_running(self.name, self.points, slots=slots, seed=seed)
+        else:
+            made = Trace(self.name, self.requests, self.seconds)
+        name = f"{self.name} from {self.begins_s:g} s" if self.begins_s else self.name
+        return Trace(name, made.arrivals, made.seconds)
+
+    def busiest(self, seconds: float) -> Recording:
+        """The stretch of that length in which realtime needed most; all of it where it is no longer."""
+        if self.seconds <= seconds:
+            return self
+        if self.points:
+            begin = _fullest(self.points, seconds)
+            end = begin + seconds
+            inside = [(at - begin, running) for at, running in self.points if begin < at < end]
+            points = [(0.0, _at(self.points, begin)), *inside, (seconds, _at(self.points, end))]
+            return Recording(self.name, points=points, begins_s=begin)
+        begin = _most_work(self.requests, seconds)
+        cut = [
+            Arrived(each.at - begin, each.work_s, each.tokens)
+            for each in self.requests
+            if 0 <= each.at - begin <= seconds + 1e-9
+        ]
+        return Recording(self.name, requests=cut, begins_s=begin)
+
+
 def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
     """Read a trace of any known format; `slots`: of the pool that was recorded.
 
     Raises TraceError.
     """
+    return read(path).traffic(slots=slots, seed=seed)
+
+
+def read(path: Path) -> Recording:
+    """Raises TraceError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -68,11 +129,11 @@ def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
     except UnicodeDecodeError as error:
         raise TraceError(f"{path}: not UTF-8 text at byte {error.start}") from error
     if text.lstrip()[:1] in ("{", "["):
-        return of_running(path.name, _prometheus(path, text), slots=slots, seed=seed)
+        return _recorded(path.name, _prometheus(path, text))
     lines = [
         (number, row)
         for number, row in enumerate(csv.reader(text.splitlines()), 1)
-        if row and not row[0].startswith("#")
+        if row and not row[0].startswith(("#", "sep="))  # Excel's mark, which Grafana writes if asked to
     ]
     if not lines:
         raise TraceError(f"{path}: no line with data")
@@ -84,17 +145,61 @@ def load(path: Path, *, slots: int, seed: int = 0) -> Trace:
             return _of_requests(path, lines[1:])
         case ["time" | "timestamp" | "seconds", "running", *_]:
             points = [(_time(path, n, row, 0), _number(path, n, row, 1)) for n, row in lines[1:]]
-            return of_running(path.name, _ascending(path, lines[1:], points), slots=slots, seed=seed)
+            return _recorded(path.name, _ascending(path, lines[1:], points))
+        case ["time", _, *_]:
+            kept = [(line, point) for line in lines[1:] if (point := _summed(path, *line)) is not None]
+            rows, sums = [line for line, _ in kept], [point for _, point in kept]
+            return _recorded(path.name, _ascending(path, rows, sums))
     raise TraceError(
         f"{path}:{header_at}: unknown columns {', '.join(header)}; a trace has the columns "
-        "TIMESTAMP,ContextTokens,GeneratedTokens or time,running, or is a Prometheus range query as JSON"
+        "TIMESTAMP,ContextTokens,GeneratedTokens or time,running, or is what Grafana downloads (Time and a "
+        "column for each series), or a Prometheus range query as JSON"
     )
+
+
+def recorded(name: str, series: Sequence[Mapping[str, Any]]) -> Recording:
+    """Of the series of a range query. Raises TraceError."""
+    return _recorded(name, _series(name, series))
+
+
+def _recorded(name: str, points: Sequence[tuple[float, float]]) -> Recording:
+    begin = points[0][0]
+    return Recording(name, points=[(at - begin, running) for at, running in points])
+
+
+def _fullest(points: Sequence[tuple[float, float]], seconds: float) -> float:
+    """Where the stretch begins over which the line through the points has the largest mean."""
+    areas = [0.0]
+    for (t0, n0), (t1, n1) in itertools.pairwise(points):
+        areas.append(areas[-1] + (n0 + n1) / 2 * (t1 - t0))
+    times = [at for at, _ in points]
+
+    def area(until: float) -> float:
+        last = bisect.bisect_right(times, until) - 1
+        at, running = points[last]
+        return areas[last] + (running + _at(points, until)) / 2 * (until - at)
+
+    last = times[-1] - seconds
+    begins = [at for at in times if at <= last] + [at - seconds for at in times if at >= seconds]
+    return max(sorted(begins), key=lambda begin: area(begin + seconds) - area(begin))
+
+
+def _most_work(requests: Sequence[Arrived], seconds: float) -> float:
+    """Where the stretch begins whose requests have most work in them."""
+    best = work = begin = 0.0
+    first = 0
+    for each in requests:
+        work += each.work_s
+        while each.at - requests[first].at >= seconds:
+            work -= requests[first].work_s
+            first += 1
+        if work > best:
+            best, begin = work, requests[first].at
+    return min(begin, requests[-1].at - seconds)
 
 
 def of_running(name: str, points: Sequence[tuple[float, float]], *, slots: int, seed: int = 0) -> Trace:
     """Requests that take as many slots as the points (time, running) say."""
-    begin = points[0][0]
-    points = [(at - begin, running) for at, running in points]
     seconds = points[-1][0]
     draws = random.Random(f"{seed}/{name}")
     mu = math.log(HOLD_S) - HOLD_SIGMA**2 / 2
@@ -136,7 +241,7 @@ def _at(points: Sequence[tuple[float, float]], at: float) -> float:
     return n0 if t1 <= t0 else n0 + (n1 - n0) * (at - t0) / (t1 - t0)
 
 
-def _of_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Trace:
+def _of_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Recording:
     times = [(_time(path, n, row, 0), 0.0) for n, row in lines]
     _ascending(path, lines, times)
     begin = times[0][0]
@@ -146,7 +251,15 @@ def _of_requests(path: Path, lines: Sequence[tuple[int, list[str]]]) -> Trace:
         # Differences of Unix times carry noise below a microsecond: the same trace in seconds shall give
         # the same bytes.
         arrivals.append(Arrived(round(at - begin, 6), work_s(context, generated), generated))
-    return Trace(path.name, arrivals, arrivals[-1].at)
+    return Recording(path.name, requests=arrivals)
+
+
+def _summed(path: Path, line: int, row: Sequence[str]) -> tuple[float, float] | None:
+    """A line of Grafana's: its columns are series, and where a cell is empty the series has no sample."""
+    cells = [column for column, cell in enumerate(row) if column and cell.strip() not in NO_SAMPLE]
+    if not cells:
+        return None
+    return _time(path, line, row, 0), math.fsum(_number(path, line, row, column) for column in cells)
 
 
 def _ascending(
@@ -176,7 +289,7 @@ def _time(path: Path, line: int, row: Sequence[str], column: int) -> float:
         at = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
     if not math.isfinite(at):
         raise TraceError(f"{path}:{line}: {field!r} is not a time")
-    return at
+    return at / 1000 if at > UNIX_MS_FROM else at
 
 
 def _number(path: Path, line: int, row: Sequence[str], column: int) -> float:
@@ -205,25 +318,31 @@ def _prometheus(path: Path, text: str) -> Sequence[tuple[float, float]]:
         answer = answer[key] if isinstance(answer, dict) and key in answer else answer
     if not (isinstance(answer, list) and all(isinstance(series, dict) for series in answer)):
         raise TraceError(f"{path}: not a Prometheus answer; expected data.result to be a list of series")
+    return _series(str(path), answer)
+
+
+def _series(where: str, answer: Sequence[Mapping[str, Any]]) -> Sequence[tuple[float, float]]:
     sums: dict[float, float] = {}
     for i, series in enumerate(answer):
         samples = series.get("values")
         if not isinstance(samples, list):
-            raise TraceError(f"{path}: result[{i}] has no `values`; export a range query, not an instant one")
-        for sampled_at, value in _samples(path, i, samples):
+            raise TraceError(
+                f"{where}: result[{i}] has no `values`; export a range query, not an instant one"
+            )
+        for sampled_at, value in _samples(where, i, samples):
             sums[sampled_at] = sums.get(sampled_at, 0.0) + value
     if len(sums) < 2:
-        raise TraceError(f"{path}: {len(sums)} samples; a trace needs two at least")
+        raise TraceError(f"{where}: {len(sums)} samples; a trace needs two at least")
     return sorted(sums.items())
 
 
-def _samples(path: Path, series: int, samples: Iterable[object]) -> Iterator[tuple[float, float]]:
+def _samples(where: str, series: int, samples: Iterable[object]) -> Iterator[tuple[float, float]]:
     for i, sample in enumerate(samples):
         try:
             at, value = (float(part) for part in sample)  # type: ignore[attr-defined]
         except (TypeError, ValueError):
             raise TraceError(
-                f"{path}: result[{series}].values[{i}] is not [time, value]: {sample!r}"
+                f"{where}: result[{series}].values[{i}] is not [time, value]: {sample!r}"
             ) from None
         if math.isfinite(at) and math.isfinite(value):  # NaN: the series was stale there
             yield at, max(0.0, value)

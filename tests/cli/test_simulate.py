@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import pty
+import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from dispatcher.standin.trace import BUNDLED
+from tests.signals.fakes import serving
+from tests.support import wait_until_sync
 from tests.warm import warm_run
 
 COMMAND = [sys.executable, "-m", "dispatcher", "simulate"]
@@ -25,7 +31,7 @@ def simulate(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_policy_has_a_row_and_the_columns_are_explained() -> None:
-    done = simulate("--seconds", "60")
+    done = simulate("--seconds", "60", "--policy", "all")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     names = [line.split()[0] for line in lines[1:8]]
@@ -34,6 +40,141 @@ def test_every_policy_has_a_row_and_the_columns_are_explained() -> None:
     assert "harvest: batch tokens relative to" in done.stdout
     assert "\x1b" not in done.stdout, "no colours where there is no terminal"
     assert done.stderr == ""
+
+
+def test_table_speaks_of_users_and_ends_with_a_sentence() -> None:
+    done = simulate("--seconds", "60")
+    assert done.returncode == 0, done.stderr
+    header, law, none, *_, last = done.stdout.splitlines()
+    assert header.split()[:4] == ["policy", "tokens/s", "users'", "p50"]
+    assert (law.split()[0], none.split()[0]) == ("law", "none")
+    told = re.fullmatch(
+        r"batch gets ([\d,]+) tokens/s; your users' p99 becomes ([\d.]+) × what it is, and for a slot it "
+        r"waits ([\d.]+) s longer",
+        last,
+    )
+    assert told is not None, last
+    assert law.split()[1] == told[1]
+    assert f"{told[2]} ×" in law
+    assert f"+{told[3]} s" in law
+
+
+def test_sweep_has_the_rows_of_single_runs_and_target_picks_among_them() -> None:
+    arguments = ("--seconds", "60", "--json")
+    done = simulate(*arguments, "--sweep", "reserve=.3,0,0.1", "--target", "latency p99 <= 1.40")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert [row["reserve"] for row in answer["rows"]] == [0.0, 0.1, 0.3]
+    alone = json.loads(simulate(*arguments, "--policy", "law", "--reserve", "0.1").stdout)["rows"][0]
+    swept = answer["rows"][1]
+    own = {"harvest", "over_less_all_knowing", "reserve"}  # the all-knowing one is not played beside each
+    assert {k: v for k, v in swept.items() if k not in own} == {
+        k: v for k, v in alone.items() if k not in own
+    }
+    keeping = [row for row in answer["rows"] if row["latency_p99_ratio"] <= 1.40]
+    assert answer["target"]["value"] == max(keeping, key=lambda row: row["batch_tokens_per_s"])["reserve"]
+    assert answer["target"]["sentence"].startswith(
+        f"choose reserve {answer['target']['value']:g}: batch gets "
+    )
+
+
+def test_target_that_no_value_reaches_says_what_comes_nearest() -> None:
+    done = simulate("--seconds", "30", "--sweep", "reserve=0,.5", "--target", "p99 <= 1.01 and wait p99 <= 1")
+    assert done.returncode == 1
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(
+        "no reserve of these keeps p99 <= 1.01 and wait p99 <= 1: 0.5 comes nearest, where "
+    )
+
+
+def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) -> None:
+    trace = tmp_path / "grafana.csv"
+    levels = [(60 * minute, 18 if 30 <= minute <= 45 else 3) for minute in range(60)]
+    lines = [f'"2026-03-01 12:{at // 60:02}:00",{level},' for at, level in levels]
+    trace.write_text('"Time","sum(vllm:num_requests_running)","empty"\n' + "\n".join(lines) + "\n")
+    done = simulate("--trace", trace, "--slots", "16", "--policy", "none", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "59 min long: its busiest 15 min are played, 30 min after its beginning" in done.stderr
+    assert "up to 18 requests running at once, and --slots is 16" in done.stderr
+    played = json.loads(done.stdout)
+    assert played["setting"]["seconds"] == 900
+    assert "1800 s" in played["trace"]
+    whole = simulate("--trace", trace, "--slots", "40", "--policy", "none", "--json", "--all")
+    assert json.loads(whole.stdout)["setting"]["seconds"] == 59 * 60
+    assert whole.stderr == ""
+
+
+async def test_running_requests_are_read_from_prometheus(tmp_path: Path) -> None:
+    asked: list[dict[str, str]] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append({**request.query, "token": request.headers.get("Authorization", "")})
+        values = [[1_700_000_000 + 15 * i, str(4 + i % 3)] for i in range(12)]
+        series = [{"metric": {}, "values": values}] if "sglang" in request.query["query"] else []
+        data = {"resultType": "matrix", "result": series}
+        return web.json_response({"status": "success", "data": data})
+
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    async with serving(answer) as port:
+        url = f"http://127.0.0.1:{port}"
+        done = await asyncio.to_thread(
+            simulate, "--prometheus", url, "--last", "2h", "--token-file", token, "--policy", "none", "--json"
+        )
+        nothing = await asyncio.to_thread(simulate, "--prometheus", url, "--query", "sum(other)")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["setting"]["seconds"] == 165
+    first, second, _ = asked
+    assert (first["query"], second["query"]) == (
+        "sum(vllm:num_requests_running)", "sum(sglang:num_running_reqs)",
+    )  # fmt: skip
+    assert first["token"] == "Bearer secret"
+    assert float(first["end"]) - float(first["start"]) == 7200
+    assert nothing.returncode == 2
+    assert "there is nothing in the last 3h for sum(other)" in " ".join(nothing.stderr.split())
+
+
+def test_ctrl_c_ends_all_processes() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--slots", "512", "--copies", "8", "--sweep", "reserve=0,.1,.2", "--processes", "2"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=ENVIRON, start_new_session=True,
+    )  # fmt: skip
+    try:
+        wait_until_sync(lambda: len(children_of(process.pid)) == 2, 60)
+        children = children_of(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(30) not in (0, None)
+        wait_until_sync(lambda: not any(Path(f"/proc/{child}").exists() for child in children), 10)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_killed_command_leaves_no_process_behind() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "--slots", "512", "--copies", "8", "--policy", "law"],
+        stdout=subprocess.DEVNULL,
+        env=ENVIRON,
+    )
+    try:
+        wait_until_sync(lambda: len(children_of(process.pid)) >= 1, 60)
+        children = children_of(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+    wait_until_sync(lambda: not any(_runs(child) for child in children), 60)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _runs(pid: int) -> bool:
+    """It is there, and no mere entry that nobody has asked for its end."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_json_holds_every_figure_and_repeats_to_the_byte() -> None:
@@ -75,7 +216,7 @@ def test_azure_trace_gives_what_the_bundled_cut_gives(tmp_path: Path) -> None:
 def test_running_requests_of_a_monitoring_system_serve_as_a_trace(tmp_path: Path) -> None:
     trace = tmp_path / "pool.csv"
     trace.write_text("time,running\n" + "".join(f"{15 * i},{10 + 10 * (i % 3)}\n" for i in range(9)))
-    done = simulate("--trace", trace, "--slots", "40", "--json")
+    done = simulate("--trace", trace, "--slots", "40", "--policy", "law,cap", "--json")
     assert done.returncode == 0, done.stderr
     rows = {row["policy"]: row for row in json.loads(done.stdout)["rows"]}
     assert rows["law"]["harvest"] > 0.9
@@ -118,6 +259,13 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--sweep", "slots=1,2"], "cannot be swept; reserve, scrape"),
+        (["--sweep", "reserve=0,1.5"], "'1.5' is not a number from 0 to 0.99"),
+        (["--sweep", "reserve="], "give 1 to 100 values"),
+        (["--target", "fast"], "is no target; one is p99 <= 1.2"),
+        (["--prometheus", "http://127.0.0.1:9", "--last", "soon"], "--last soon: give 1m to 31d"),
+        (["--prometheus", "http://127.0.0.1:9", "--trace", "idle"], "give one of them"),
+        (["--prometheus", "http://u:secret@127.0.0.1:9"], "--prometheus http://…@127.0.0.1:9: "),
         (["--policy", "best"], "--policy best: no such policy; there are all, all-knowing, law"),
         (["--outage", "30"], "two numbers with a colon"),
         (["--outage", "30:20"], "ends before it starts"),
@@ -184,4 +332,4 @@ def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Pa
         process.wait()
         os.close(leader)
     assert b"simulating" in seen
-    assert b"\x1b[1;32m" in seen, "our own row stands out"
+    assert b"\x1b[32m\x1b[1m" in seen, "our own row stands out"

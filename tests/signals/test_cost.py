@@ -18,8 +18,9 @@ import pytest
 from dispatcher.core.budget import Policy
 from dispatcher.core.poll import Unread
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.epp import EppSource, Targets
+from dispatcher.signals.epp import EppSource
 from dispatcher.signals.poller import Poller, SourcePoll
+from dispatcher.signals.scrape import Targets
 from tests.floors import beside
 from tests.signals.fakes import fake_epp, golden
 from tests.support import running, wait_until

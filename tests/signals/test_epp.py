@@ -15,7 +15,8 @@ from aiohttp import web
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.poll import Unread
-from dispatcher.signals.epp import EppSource, Targets
+from dispatcher.signals.epp import EppSource
+from dispatcher.signals.scrape import Targets
 from dispatcher.signals.series import View
 from tests.signals import fakes
 from tests.signals.fakes import PLAIN, FakeEpp, answering, fake_epp, golden, raw_server, whole

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dispatcher.sim.world import World, jobs_of
 from dispatcher.standin import shapes
 from dispatcher.standin.model import work_s
-from dispatcher.standin.trace import BUNDLED, Trace, TraceError, load
+from dispatcher.standin.trace import BUNDLED, Arrived, Recording, Trace, TraceError, load, read
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -168,3 +172,51 @@ def test_trace_that_begins_later_is_the_rest_of_it() -> None:
     assert 0 <= rest.arrivals[0].at < 5
     with pytest.raises(TraceError, match="nothing from"):
         shapes.begun_at(rest, 300.0)
+
+
+GRAFANA = """\
+"Time","sum(vllm:num_requests_running)","pod b"
+"2026-03-01 12:00:00",3,
+"2026-03-01 12:00:15",4,1
+"2026-03-01 12:00:30",,
+"2026-03-01 12:00:45",NaN,2
+"""
+
+
+def test_download_of_grafana_is_summed_over_its_columns(tmp_path: Path) -> None:
+    assert read(write(tmp_path, GRAFANA)).points == [(0, 3), (15, 5), (45, 2)]
+    in_ms = "sep=,\nTime,a\n1772366400000,3\n1772366415000,5\n"
+    assert read(write(tmp_path, in_ms)).points == [(0, 3), (15, 5)]
+
+
+def test_grafana_with_units_is_refused_by_line(tmp_path: Path) -> None:
+    path = write(tmp_path, "Time,a\n2026-03-01 12:00:00,3\n2026-03-01 12:00:15,4 req\n")
+    with pytest.raises(TraceError, match=r":3: '4 req' is not a number"):
+        read(path)
+
+
+@given(st.lists(st.floats(0, 50), min_size=2, max_size=60), st.integers(1, 20))
+def test_no_stretch_between_samples_is_busier_than_the_busiest(levels: list[float], samples: int) -> None:
+    recording = Recording("levels", points=[(15.0 * i, level) for i, level in enumerate(levels)])
+    cut = recording.busiest(15.0 * samples)
+    if samples >= len(levels) - 1:
+        assert cut is recording
+        return
+    assert cut.seconds == 15.0 * samples
+
+    def area(points: Sequence[tuple[float, float]]) -> float:
+        return sum((n0 + n1) / 2 * (t1 - t0) for (t0, n0), (t1, n1) in pairwise(points))
+
+    most = max(area(recording.points[i : i + samples + 1]) for i in range(len(levels) - samples))
+    assert area(cut.points) == pytest.approx(most)
+
+
+@given(st.lists(st.floats(0, 3600), min_size=2, max_size=60, unique=True))
+def test_busiest_requests_are_as_many_as_any_stretch_has(times: list[float]) -> None:
+    requests = [Arrived(at, 1.0, 1) for at in sorted(times)]
+    recording = Recording("requests", requests=requests)
+    cut = recording.busiest(900.0)
+    assert all(0 <= each.at <= 900.0 for each in cut.requests)
+    if cut is not recording:
+        most = max(sum(end - 899 < each.at <= end for each in requests) for end in times if end >= 900)
+        assert len(cut.requests) >= most

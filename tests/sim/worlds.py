@@ -151,7 +151,7 @@ COLUMNS = {
 def play(world: World, seed: int) -> Figures:
     """The figures of one run."""
     printed = io.StringIO()
-    arguments = [*shlex.split(world.command)[1:], "--seed", str(seed), "--json"]
+    arguments = [*shlex.split(world.command)[1:], "--seed", str(seed), "--processes", "1", "--json"]
     with redirect_stdout(printed), redirect_stderr(io.StringIO()):
         app(arguments, prog_name="batch-dispatcher", standalone_mode=False)
     (row,) = json.loads(printed.getvalue())["rows"]

@@ -13,8 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dispatcher.core.budget import Policy
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.epp import EppSource, Targets
+from dispatcher.signals.epp import EppSource
 from dispatcher.signals.poller import Poller, SourcePoll
+from dispatcher.signals.scrape import Targets
 from dispatcher.standin.live import Config, LiveWorld
 from dispatcher.standin.model import TOKEN_S, work_s
 from dispatcher.standin.picker import TPOT_BOUNDS, TTFT_BOUNDS

@@ -75,14 +75,19 @@
 
 {{/* Does the watch look for the endpoint picker? As in dispatcher/signals/capacity.py. */}}
 {{- define "batch-dispatcher.findsPicker" -}}
-{{- if not (or (dig "signals" "epp" "urls" list .Values.config) (dig "signals" "epp" "service" "" .Values.config)) -}}true{{- end -}}
+{{- if not (or (dig "signals" "epp" "urls" list .Values.config) (dig "signals" "epp" "service" "" .Values.config) (include "batch-dispatcher.asksServers" .)) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Are the model servers themselves asked? */}}
+{{- define "batch-dispatcher.asksServers" -}}
+{{- if or (dig "signals" "vllm" "urls" list .Values.config) (dig "signals" "vllm" "service" "" .Values.config) -}}true{{- end -}}
 {{- end -}}
 
 {{/* Is the picker asked directly, by the service account's token? */}}
 {{- define "batch-dispatcher.scrapesByToken" -}}
 {{- $epp := dig "signals" "epp" dict .Values.config -}}
 {{- $source := dig "signals" "source" "auto" .Values.config -}}
-{{- if not (or (eq $source "prometheus") (hasKey .Values.secretFiles "signals.epp.token_file") $epp.token_file) -}}true{{- end -}}
+{{- if not (or (eq $source "prometheus") (include "batch-dispatcher.asksServers" .) (hasKey .Values.secretFiles "signals.epp.token_file") $epp.token_file) -}}true{{- end -}}
 {{- end -}}
 
 {{/* The port of a URL: the one it names, else its scheme's. */}}

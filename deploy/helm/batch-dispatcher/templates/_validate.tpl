@@ -54,7 +54,7 @@
 {{- $wrong = append $wrong (printf "secretFiles: %s: name either a secret or a configMap" $setting) -}}
 {{- end -}}
 {{- end -}}
-{{- range $where, $tls := dict "gateway" (default dict .Values.gateway.tls) "signals.prometheus" (dig "signals" "prometheus" "tls" dict $config) "signals.epp" (dig "signals" "epp" "tls" dict $config) -}}
+{{- range $where, $tls := dict "gateway" (default dict .Values.gateway.tls) "signals.prometheus" (dig "signals" "prometheus" "tls" dict $config) "signals.epp" (dig "signals" "epp" "tls" dict $config) "signals.vllm" (dig "signals" "vllm" "tls" dict $config) -}}
 {{- $cert := or $tls.cert_file (hasKey $.Values.secretFiles (printf "%s.tls.cert_file" $where)) -}}
 {{- $key := or $tls.key_file (hasKey $.Values.secretFiles (printf "%s.tls.key_file" $where)) -}}
 {{- if ne (empty $cert) (empty $key) -}}
@@ -104,7 +104,7 @@
 {{- $wrong = append $wrong "config.signals.prometheus.url: is required when signals.source is prometheus" -}}
 {{- end -}}
 {{- if and (not (or .Values.kubernetes.enabled .Values.sidecar.enabled $prometheus)) (include "batch-dispatcher.findsPicker" .) -}}
-{{- $wrong = append $wrong "kubernetes.enabled: is false, so nothing finds the endpoint picker: set config.signals.epp.urls, config.signals.epp.service or config.signals.prometheus.url" -}}
+{{- $wrong = append $wrong "kubernetes.enabled: is false, so nothing finds the endpoint picker: set config.signals.epp.urls, config.signals.epp.service or config.signals.prometheus.url, or config.signals.vllm where there is none" -}}
 {{- end -}}
 {{- $drain := include "batch-dispatcher.setting" (list $config "shutdown.drain_s" $defaults) | float64 -}}
 {{- $grace := .Values.terminationGracePeriodSeconds -}}

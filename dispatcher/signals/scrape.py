@@ -1,0 +1,308 @@
+"""Pages of series, scraped from each replica of something: found by URL, by name or by the watch, read whole.
+
+What the series mean is the matter of whoever asks (`read` of `Scraper.ask`). One replica that does not
+answer may hide anything: then nothing is known, until it answers or leaves the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import TypeVar
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+from dispatcher.core.budget import Reason
+from dispatcher.core.poll import Unread
+from dispatcher.peer import words
+from dispatcher.settings.files import TokenFileError, read_token
+from dispatcher.signals.blocking import BlockingCalls, StillRunningError
+from dispatcher.signals.exposition import MalformedPageError, Page
+
+SLICE_BYTES = 64 * 1024
+"""Parsed in one piece before the event loop has its turn again."""
+PAGE_MAX_BYTES = 32 * 1024 * 1024
+_ACCEPT = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Which replicas to ask. The first that is given counts: urls, service, what the watch found."""
+
+    urls: tuple[str, ...] = ()
+    """Whole URLs, one per replica; without a path: /metrics."""
+    service: str = ""
+    """A DNS name; every address behind it is a replica, so it should be a headless Service."""
+    namespace: str = "default"
+    port: int = 9090
+    secure: bool = False
+    """https for addresses that were found by name or by the watch; a URL says so itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeTarget:
+    url: str
+    label: str
+    """For people: host and port, without what may be secret in a URL."""
+    server_name: str = ""
+    """The name in the certificate, where the URL holds an address."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sought:
+    """What is looked for on the pages."""
+
+    names: Set[str]
+    also: Set[str] = frozenset()
+    """Series that are kept apart, `also_most` of them at the most."""
+    also_most: int = 0
+
+
+class Scraper:
+    """Asks every replica for its page. One round at a time.
+
+    `setting`: under which the settings have the targets, such as `signals.epp`; `whose`: what they are;
+    `refused`: what to do where a page is refused with a token, and without one.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        whose: str,
+        targets: Targets,
+        *,
+        timeout_s: float,
+        token_file: str = "",
+        refused: tuple[str, str],
+        tls: ssl.SSLContext | None = None,
+        page_max_bytes: int = PAGE_MAX_BYTES,
+    ) -> None:
+        self._setting, self._whose = setting, whose
+        self._targets = targets
+        self._timeout_s = timeout_s
+        self._token_file, self._refusals = token_file, refused
+        secure = targets.secure or any(url.startswith("https:") for url in targets.urls)
+        # Not when the first page is waited for: the system's certificates take a while to read.
+        self._tls = tls or _tls_context(secure)
+        self._page_max_bytes = page_max_bytes
+        self.found: tuple[str, ...] | None = None
+        """The replicas' addresses, with or without a port, as the Kubernetes watch knows them."""
+        self._resolver = BlockingCalls(f"{setting}-dns")
+        self._client: httpx.AsyncClient | None = None
+
+    async def ask(
+        self, wanted: Sought, read: Callable[[ScrapeTarget, Page, float, float], T | Unread]
+    ) -> list[T] | Unread:
+        """What `read` makes of each replica's page, which was asked for at the first time and was there at
+        the second. What can go wrong with a network is an Unread, never an exception."""
+        token = self._token()
+        if isinstance(token, Unread):
+            return token
+        targets = await self._resolve()
+        if isinstance(targets, Unread):
+            return targets
+        async with asyncio.TaskGroup() as group:
+            asked = [group.create_task(self._scrape(target, token, wanted, read)) for target in targets]
+        answers: list[T] = []
+        for task in asked:
+            answer = task.result()
+            if isinstance(answer, Unread):
+                return answer
+            answers.append(answer)
+        return answers
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _token(self) -> str | Unread:
+        """The bearer token, read anew: a projected token is replaced while we run."""
+        if not self._token_file:
+            return ""
+        try:
+            return read_token(self._token_file)
+        except TokenFileError as error:
+            return Unread(Reason.UNREADABLE, f"the token file {error}", f"{self._setting}.token_file")
+
+    async def _resolve(self) -> Sequence[ScrapeTarget] | Unread:
+        if self._targets.urls:
+            try:
+                return [_of_url(url) for url in self._targets.urls]
+            except httpx.InvalidURL as error:
+                return Unread(Reason.UNREADABLE, f"not a URL: {error}", f"{self._setting}.urls")
+        if self._targets.service:
+            return await self._resolve_service()
+        if self.found is None:
+            return Unread(
+                Reason.UNREADABLE,
+                f"no {self._whose} is known",
+                f"{self._setting}.urls or {self._setting}.service; or run where the Kubernetes watch works",
+            )
+        if not self.found:
+            return Unread(Reason.UNREADABLE, f"the Kubernetes watch sees no ready pod of the {self._whose}")
+        return [self._of_address(address) for address in self.found]
+
+    async def _resolve_service(self) -> Sequence[ScrapeTarget] | Unread:
+        service, port = self._targets.service, self._targets.port
+        names = [service] if "." in service else [f"{service}.{self._targets.namespace}", service]
+
+        def look_up() -> tuple[str, list[str]] | str:
+            failure = ""
+            for name in names:
+                try:
+                    found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+                except OSError as error:  # gaierror is one
+                    failure = failure or words(error)
+                else:
+                    # `localhost` and dual-stack names give one replica two addresses: take one family.
+                    families = [entry[0] for entry in found]
+                    family = socket.AF_INET if socket.AF_INET in families else socket.AF_INET6
+                    return name, sorted({str(entry[4][0]) for entry in found if entry[0] == family})
+            return failure
+
+        try:
+            answer = await self._resolver.run(look_up, self._timeout_s)
+        except (TimeoutError, StillRunningError):
+            answer = f"no answer within {self._timeout_s:g} s"
+        if isinstance(answer, str):
+            return Unread(
+                Reason.UNREADABLE,
+                f"the service {service} cannot be resolved: {answer}",
+                f"{self._setting}.service",
+            )
+        name, addresses = answer
+        return [self._of_address(address, server_name=name) for address in addresses]
+
+    def _of_address(self, address: str, server_name: str = "") -> ScrapeTarget:
+        scheme = "https" if self._targets.secure else "http"
+        if address.startswith("[") or address.count(":") == 1:
+            host = address
+        else:
+            host = f"[{address}]" if ":" in address else address
+        if host.endswith("]") or ":" not in host:
+            host = f"{host}:{self._targets.port}"
+        return ScrapeTarget(f"{scheme}://{host}/metrics", host, server_name if self._targets.secure else "")
+
+    async def _scrape(
+        self,
+        target: ScrapeTarget,
+        token: str,
+        wanted: Sought,
+        read: Callable[[ScrapeTarget, Page, float, float], T | Unread],
+    ) -> T | Unread:
+        loop = asyncio.get_running_loop()
+        opened_at = loop.time()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                page = await self._page(target, token, wanted)
+        except TimeoutError:
+            why, hint = f"no whole answer within {self._timeout_s:g} s", "signals.interval_s allows more time"
+            return unread(target, why, hint)
+        except MalformedPageError as error:
+            return unread(target, f"the page is malformed: {error}")
+        except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
+            return unread(
+                target, words(error), f"{self._setting}: the address, or the network on the way there"
+            )
+        return page if isinstance(page, Unread) else read(target, page, opened_at, loop.time())
+
+    async def _page(self, target: ScrapeTarget, token: str, wanted: Sought) -> Page | Unread:
+        if self._client is None:
+            transport = AiohttpTransport(verify=self._tls, trust_env=False)
+            self._client = httpx.AsyncClient(
+                transport=transport, timeout=self._timeout_s, trust_env=False, follow_redirects=False
+            )
+        headers = {"Accept": _ACCEPT, "Accept-Encoding": "gzip"}
+        if token:
+            headers["Authorization"] = f"Bearer {token}"
+        extensions = {"sni_hostname": target.server_name} if target.server_name else {}
+        async with self._client.stream("GET", target.url, headers=headers, extensions=extensions) as response:
+            if response.status_code != httpx.codes.OK:
+                return self._refused(target, response.status_code, bool(token))
+            coding = response.headers.get("content-encoding", "identity").strip().lower()
+            if coding not in ("identity", "gzip"):
+                return unread(target, f"the page comes in a coding we did not ask for: {coding}")
+            kind = response.headers.get("content-type", "")
+            page = Page(
+                wanted.names,
+                open_metrics=kind.startswith("application/openmetrics-text"),
+                also=wanted.also,
+                also_most=wanted.also_most,
+            )
+            async with contextlib.aclosing(_pieces(response.aiter_raw(), gzip=coding == "gzip")) as pieces:
+                async for piece in pieces:
+                    page.feed(piece)
+                    if page.size_bytes > self._page_max_bytes:
+                        return unread(target, f"the page is larger than {self._page_max_bytes} bytes")
+                    await asyncio.sleep(0)  # what has arrived already is handed out without giving way
+            page.close()
+            return page
+
+    def _refused(self, target: ScrapeTarget, status: int, with_token: bool) -> Unread:
+        urls = f"{self._setting}.urls"
+        if status in (401, 403):
+            return unread(target, f"HTTP {status}", self._refusals[not with_token])
+        if 300 <= status < 400:
+            return unread(target, f"HTTP {status}: a redirect, which is not followed", urls)
+        hints = {400: f"{urls}: http or https", 404: f"{urls}: the path is wrong"}
+        return unread(target, f"HTTP {status}", hints.get(status, ""))
+
+
+async def _pieces(body: AsyncIterator[bytes], *, gzip: bool) -> AsyncGenerator[bytes, None]:
+    """The body, decoded, in pieces of at most SLICE_BYTES: a small page can hide a very large one."""
+    if not gzip:
+        async for chunk in body:
+            for piece in _cut(chunk):
+                yield piece
+        return
+    decoder = zlib.decompressobj(wbits=31)
+    try:
+        async for chunk in body:
+            if decoder.eof:
+                raise MalformedPageError("something follows the end of the compressed page")
+            while chunk:
+                yield decoder.decompress(chunk, SLICE_BYTES)
+                chunk = decoder.unconsumed_tail
+    except zlib.error as error:
+        raise MalformedPageError(f"broken gzip ({error})") from None
+    # What the decoder still holds is less than a slice unless the last input filled one exactly.
+    while piece := decoder.decompress(b"", SLICE_BYTES):
+        yield piece
+    if not decoder.eof:
+        raise MalformedPageError("the compressed page ends too early")
+
+
+def _cut(chunk: bytes) -> Iterator[bytes]:
+    if len(chunk) <= SLICE_BYTES:
+        yield chunk
+        return
+    for at in range(0, len(chunk), SLICE_BYTES):
+        yield chunk[at : at + SLICE_BYTES]
+
+
+def _tls_context(secure: bool) -> ssl.SSLContext:
+    if not secure:
+        return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # the transport asks for one; none is used
+    return httpx.create_ssl_context(trust_env=False)
+
+
+def _of_url(url: str) -> ScrapeTarget:
+    parsed = httpx.URL(url)
+    if parsed.path in ("", "/"):
+        parsed = parsed.copy_with(path="/metrics")
+    return ScrapeTarget(str(parsed), parsed.netloc.decode("ascii", "replace"))
+
+
+def unread(target: ScrapeTarget, why: str, hint: str = "") -> Unread:
+    return Unread(Reason.UNREADABLE, f"{target.label}: {why}", hint)

@@ -1,0 +1,138 @@
+"""Model servers themselves, where there is neither an endpoint picker nor Prometheus: one page per server.
+
+Each page has how many requests run there and wait there, as of now. Nothing waits before the servers that
+anybody could see, so F_SYS is all that runs and waits, and F_EPP is 0. No page tells how many requests a
+server runs at once: that is `budget.per_endpoint`.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from dispatcher.core.poll import Unread
+from dispatcher.signals.exposition import Page, Sample
+from dispatcher.signals.scrape import Scraper, ScrapeTarget, Sought, Targets, unread
+from dispatcher.signals.series import View, largest, total
+
+
+class Server(Enum):
+    """The gauges of one kind of model server: running, waiting, share of the KV cache in use, by all their
+    names, the newest first."""
+
+    VLLM = (
+        ("vllm:num_requests_running",),
+        ("vllm:num_requests_waiting",),
+        ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+    )
+    SGLANG = (("sglang:num_running_reqs",), ("sglang:num_queue_reqs",), ("sglang:token_usage",))
+    TENSORRT_LLM = (
+        ("trtllm_num_requests_running",),
+        ("trtllm_num_requests_waiting",),
+        ("trtllm_kv_cache_utilization",),
+    )
+
+
+_SWAPPED = "vllm:num_requests_swapped"
+"""Of vLLM before its engine V1: requests that lost their place, and wait for it."""
+_PAGE = Sought(frozenset(name for kind in Server for names in kind.value for name in names) | {_SWAPPED})
+_RANKS = ("tp_rank", "pp_rank")
+"""Of the processes that serve the same requests together (SGLang may show each): the first one's count."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ServerPage:
+    opened_at: float
+    closed_at: float
+    running: float
+    waiting: float
+    kv_cache: float | None
+
+
+class ServersSource:
+    """Scrapes every model server of a pool. Start nothing twice: one poll at a time."""
+
+    name: Final = "vllm"
+    interval_least_s: Final = 0.0
+
+    def __init__(
+        self, targets: Targets, *, timeout_s: float, token_file: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        token = "signals.vllm.token_file"  # noqa: S105 -- the name of a setting
+        self._scraper = Scraper(
+            "signals.vllm",
+            "model server",
+            targets,
+            timeout_s=timeout_s,
+            token_file=token_file,
+            refused=(f"{token}: the servers refuse this one", token),
+            tls=tls,
+        )
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """The endpoint picker's pods are none of ours."""
+
+    async def poll(self) -> tuple[View, ...] | Unread:
+        """Ask every server now: one view of them all. A server that cannot be read hides what runs there, so
+        nothing is known then."""
+        found = await self._scraper.ask(_PAGE, _served)
+        return found if isinstance(found, Unread) else (_together(found),)
+
+    async def latency(self) -> None:
+        """Left to Prometheus: a page's histograms are of one server."""
+
+    async def close(self) -> None:
+        await self._scraper.close()
+
+
+def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float) -> _ServerPage | Unread:
+    for kind in Server:
+        running, waiting, kv_cache = (_of(page.samples, names) for names in kind.value)
+        if not running and not waiting:
+            continue
+        if not running or not waiting:
+            missing = kind.value[1 if running else 0][0]
+            return unread(target, f"{missing} is not there", "a model server that shows both")
+        swapped = _of(page.samples, (_SWAPPED,)) if kind is Server.VLLM else []
+        used = largest(kv_cache) if kv_cache else None
+        return _ServerPage(opened_at, closed_at, total(running), total([*waiting, *swapped]), used)
+    return unread(
+        target,
+        "none of the series of vLLM, SGLang or TensorRT-LLM is there",
+        "signals.vllm: the address must be a model server's metrics page (SGLang: --enable-metrics)",
+    )
+
+
+def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
+    """The values of a gauge under the newest name that it has here, one for each engine and model."""
+    for name in names:
+        values = [
+            sample.value
+            for sample in samples
+            if sample.name == name and all(sample.labels.get(rank, "0") == "0" for rank in _RANKS)
+        ]
+        if values:
+            return values
+    return []
+
+
+def _together(servers: Sequence[_ServerPage]) -> View:
+    count = len(servers)
+    running, waiting = total(each.running for each in servers), total(each.waiting for each in servers)
+    used = [each.kv_cache for each in servers if each.kv_cache is not None]
+    raw = {"servers": float(count), "running": running, "waiting": waiting}
+    if used:
+        raw["kv_cache_most"] = largest(used)
+    return View(
+        min(each.opened_at for each in servers),
+        max(each.closed_at for each in servers),
+        running=running / count,
+        waiting=waiting / count,
+        kv_cache=total(used) / len(used) if used else None,
+        ready=float(count),
+        of_now=True,
+        raw=raw,
+    )

@@ -1,0 +1,182 @@
+"""Model servers asked one by one. Their pages are made after the documentation of each, not recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from dispatcher.core.budget import Policy, Reason, Signal
+from dispatcher.core.poll import Unread
+from dispatcher.settings import Problem, Settings, parse
+from dispatcher.signals.scrape import Targets
+from dispatcher.signals.series import View, judge
+from dispatcher.signals.servers import ServersSource
+from dispatcher.signals.sources import sources
+from tests.signals.fakes import PATIENT_S, golden, serving
+from tests.support import free_port
+
+PAGES = Path(__file__).parent / "servers"
+VLLM = (PAGES / "vllm-0.11.txt").read_text()
+
+
+def without(what: str) -> str:
+    return "".join(line for line in VLLM.splitlines(keepends=True) if what not in line)
+
+
+@contextlib.asynccontextmanager
+async def servers(*pages: str | int) -> AsyncIterator[tuple[str, ...]]:
+    """A server for each page; a number is a status instead."""
+
+    def answer(page: str | int) -> Callable[[web.Request], Any]:
+        async def respond(request: web.Request) -> web.Response:
+            return web.Response(text=page) if isinstance(page, str) else web.Response(status=page)
+
+        return respond
+
+    async with contextlib.AsyncExitStack() as stack:
+        ports = [await stack.enter_async_context(serving(answer(page))) for page in pages]
+        yield tuple(f"http://127.0.0.1:{port}" for port in ports)
+
+
+async def poll(urls: tuple[str, ...]) -> tuple[View, ...] | Unread:
+    source = ServersSource(Targets(urls=urls), timeout_s=PATIENT_S)
+    try:
+        return await source.poll()
+    finally:
+        await source.close()
+
+
+async def view_of(*pages: str) -> View:
+    async with servers(*pages) as urls:
+        seen = await poll(urls)
+    assert not isinstance(seen, Unread), seen
+    (view,) = seen
+    return view
+
+
+async def unread(*pages: str | int) -> Unread:
+    async with servers(*pages) as urls:
+        seen = await poll(urls)
+    assert isinstance(seen, Unread)
+    assert seen.reason is Reason.UNREADABLE
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("page", "running", "waiting", "kv_cache"),
+    [
+        ("vllm-0.11", 20, 2, 0.41),
+        ("vllm-0.6", 8, 4, 0.97),  # one was swapped out: it waits
+        ("sglang", 6, 1, 0.28),  # its two ranks serve the same requests
+        ("tensorrt-llm", 4, 0, None),
+    ],
+)
+async def test_each_kind_of_server_is_read(
+    page: str, running: float, waiting: float, kv_cache: float | None
+) -> None:
+    view = await view_of((PAGES / f"{page}.txt").read_text())
+    assert (view.running, view.waiting, view.kv_cache, view.ready) == (running, waiting, kv_cache, 1)
+
+
+async def test_servers_add_up_and_nothing_is_taken_for_older_than_the_pages() -> None:
+    view = await view_of(VLLM, (PAGES / "vllm-0.6.txt").read_text(), (PAGES / "sglang.txt").read_text())
+    verdict = judge([view], "auto", Policy(per_endpoint=32), "vllm")
+    (reading,) = verdict.readings
+    assert (reading.signal, reading.max_sys, reading.f_epp) == (Signal.REQUESTS, 96, 0)
+    assert reading.f_sys == pytest.approx((20 + 2 + 8 + 4 + 6 + 1) / 96)
+    assert (reading.opened_at, reading.closed_at) == (view.opened_at, view.closed_at)
+    assert reading.running == pytest.approx(34)
+    assert reading.waiting == pytest.approx(7)
+    assert not reading.flushed
+    assert reading.raw == {"servers": 3, "running": 34, "waiting": 7, "kv_cache_most": 0.97}
+
+
+async def test_without_per_endpoint_it_is_an_assumption_that_check_tells() -> None:
+    verdict = judge([await view_of(VLLM)], "auto", Policy(), "vllm")
+    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (100, "assumption")
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [
+        ("", "none of the series of vLLM, SGLang or TensorRT-LLM is there"),
+        (golden("router-newest-flow-control-on"), "none of the series of vLLM"),
+        (
+            without("waiting"),
+            "vllm:num_requests_waiting is not",
+        ),
+        (
+            without("running"),
+            "vllm:num_requests_running is not",
+        ),
+        ("vllm:num_requests_running{", "the page is malformed"),
+        (503, "HTTP 503"),
+        (401, "HTTP 401"),
+    ],
+)
+async def test_one_server_that_cannot_be_read_hides_what_runs_there(page: str | int, said: str) -> None:
+    told = await unread(VLLM, page)
+    assert told.why.startswith("127.0.0.1:")
+    assert said in told.why
+
+
+async def test_server_that_is_gone_is_told() -> None:
+    async with servers(VLLM) as urls:
+        seen = await poll((*urls, f"http://127.0.0.1:{free_port()}"))
+    assert isinstance(seen, Unread)
+    assert "refused" in seen.why
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3"])
+async def test_numbers_that_cannot_be_reach_the_limiter_which_refuses_them(value: str) -> None:
+    page = f"vllm:num_requests_running {value}\nvllm:num_requests_waiting 0\n"
+    (reading,) = judge([await view_of(page)], "auto", Policy(per_endpoint=32), "vllm").readings
+    assert not 0 <= reading.f_sys < float("inf")
+
+
+async def test_each_address_behind_a_service_is_asked() -> None:
+    async with servers(VLLM) as (url,):
+        targets = Targets(service="localhost", port=int(url.rpartition(":")[2]))
+        source = ServersSource(targets, timeout_s=PATIENT_S)
+        try:
+            seen = await source.poll()
+        finally:
+            await source.close()
+    assert not isinstance(seen, Unread)
+    assert seen[0].ready == 1
+
+
+def settings(signals: str) -> Settings | list[Problem]:
+    return parse(f"gateway: {{url: 'http://gateway'}}\nsignals: {signals}\n", {})
+
+
+@pytest.mark.parametrize(
+    "signals", ["{vllm: {service: vllm}}", "{source: vllm, vllm: {urls: ['http://a:8000']}}"]
+)
+def test_servers_that_are_named_are_the_only_source(signals: str) -> None:
+    read = settings(signals)
+    assert isinstance(read, Settings)
+    assert [source.name for source in sources(read)] == ["vllm"]
+    assert read.policy().max_age_s == 10
+
+
+@pytest.mark.parametrize(
+    ("signals", "said"),
+    [
+        ("{source: vllm}", "urls or service is required"),
+        ("{source: epp, vllm: {service: vllm}}", "signals.source is epp"),
+        ("{vllm: {service: vllm}, epp: {service: epp}}", "stands beside signals.epp"),
+        ("{vllm: {service: vllm}, use: saturation}", "shows requests alone"),
+        ("{vllm: {urls: ['http://a:8000', 'http://a:8000/metrics']}}", "has a server twice"),
+        ("{vllm: {urls: ['http://a:8000'], service: vllm}}", "give one of them"),
+    ],
+)
+def test_settings_that_contradict_are_refused(signals: str, said: str) -> None:
+    found = settings(signals)
+    assert isinstance(found, list)
+    assert any(said in str(problem) for problem in found), list(map(str, found))
