@@ -341,14 +341,14 @@ class BatchClient:
 
     async def _submit(self, made: Sequence[tuple[Handle, Submission]]) -> None:
         """In steps, so that no more are pending than may be."""
-        at = 0
+        at, expected = 0, sum(handle.results == self.box.results for handle, _ in made)
+        if self._when_full == "raise" and self._mailbox.full(expected, self._max_pending):
+            raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
         while at < len(made):
             some = made[at : at + min(SUBMITTED_MOST, self._max_pending)]
             at += len(some)
             own = [handle for handle, _ in some if handle.results == self.box.results]
             while self._mailbox.full(len(own), self._max_pending):
-                if self._when_full == "raise":
-                    raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
                 await self._mailbox.change(1.0)
             self._mailbox.expect(own)
             try:

@@ -58,6 +58,7 @@ class Mailbox:
         self._kept: dict[str, list[int]] = {}
         """By id: what lies in the keep and nobody of this process awaited by its handle."""
         self._given_back: list[int] = []
+        self._swept_at = 0.0
         self._seen = 0
         self._settled = False
         self._waiters: set[asyncio.Future[None]] = set()
@@ -95,10 +96,12 @@ class Mailbox:
         more."""
         if len(self._pending) + more <= most:
             return False
-        long_ago = time.time() - GRACE_S
-        for token in [token for token, (_, deadline) in self._pending.items() if deadline < long_ago]:
-            del self._pending[token]
-        return bool(self._pending) and len(self._pending) + more > most
+        now = time.time()
+        if not self._swept_at <= now < self._swept_at + 1.0:
+            self._swept_at = now
+            for token in [token for token, (_, at) in self._pending.items() if at < now - GRACE_S]:
+                del self._pending[token]
+        return len(self._pending) + more > most
 
     async def take(self, handle: Handle, within_s: float | None) -> Result:
         """Await its result. Raises NoResultError after so long; None: GRACE_S past its deadline."""
@@ -214,6 +217,9 @@ class Mailbox:
                     if time.monotonic() - since > self.in_use_after_s:
                         self._fail(NameInUseError(f"{self.box.results} is read by {found.holder}"))
                     await asyncio.sleep(1.0)
+                    if not self._waiters:  # nobody here wants the name any more
+                        since = None
+                        await self._called()
                     continue
                 since = None
                 self._outage.well()
@@ -227,6 +233,9 @@ class Mailbox:
             except QueueUnavailableError as error:
                 if (told := self._outage.ill(error)) is not None:
                     self._fail(told)
+                    await asyncio.sleep(0)
+                    if not self._waiters:
+                        await self._called()
                 await self._outage.pause()
 
     async def _collect(self) -> producer.Collected:
@@ -256,10 +265,14 @@ class Mailbox:
         if self._given_back:
             return
         if not self._waiters and not self._pending:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._called()
             return
         await producer.arrival(self._long, self.box, WAIT_S)
+
+    async def _called(self) -> None:
+        """Until somebody awaits something."""
+        self._wake.clear()
+        await self._wake.wait()
 
     async def _scan(self) -> None:
         """What clients of this name before this one have left in the keep."""

@@ -235,6 +235,11 @@ async def test_a_full_client_waits_or_raises(answering: Answering, one_redis: Se
         await client.enqueue_many([{}, {}, {}])
         with pytest.raises(TooManyPendingError, match=r"3 requests are unanswered \(max_pending\)"):
             await client.enqueue({})
+    async with BatchClient(one_redis.url, pool=POOL, max_pending=3, when_full="raise") as client:
+        before = await answering.queue.counts()
+        with pytest.raises(TooManyPendingError):
+            await client.enqueue_many([{}, {}, {}, {}])
+        assert await answering.queue.counts() == before, "all of them or none"
         await client.enqueue({}, results="")
 
 
