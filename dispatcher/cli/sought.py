@@ -164,11 +164,12 @@ async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str
     """What one waits for: the gate's sentence, or where only the queue can be asked, the place in line."""
     if target.admin is not None or await desk.paused() is not None:
         return await gate_of(target, desk)
-    found = (await desk.near(request_id)).found
-    if not found:
-        return "not in line"
-    ahead = await desk.ahead(found[0])
-    return f"{found[0].state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
+    page = await desk.near(request_id)
+    there = [one for one in page.found if parse(one.member).id == request_id]
+    if not there:  # one page has to do: this is asked each second
+        return "in line, behind many of the same deadline" if page.after else "not in line"
+    ahead = await desk.ahead(there[0])
+    return f"{there[0].state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
 
 
 def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float) -> str:
