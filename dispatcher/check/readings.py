@@ -35,10 +35,9 @@ async def ask(
         if isinstance(seen, Unread):
             findings.append(Finding("failed", name, seen.why, seen.hint))
             continue
-        detail = (
-            f"{_count(len(seen), 'replica')} of the endpoint picker, read in {(now - began) * 1000:.0f} ms"
-        )
-        findings.append(Finding("ok", name, detail))
+        replicas = _count(int(seen[0].raw["servers"]), "model server") if source.name == "vllm" else ""
+        replicas = replicas or f"{_count(len(seen), 'replica')} of the endpoint picker"
+        findings.append(Finding("ok", name, f"{replicas}, read in {(now - began) * 1000:.0f} ms"))
         for number, view in enumerate(seen):
             part = name if len(seen) == 1 else f"{name}[{number}]"
             findings += _series(part, view, now)
@@ -73,6 +72,10 @@ def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict)
 
 def _series(part: str, view: View, now: float) -> Findings:
     """Every series that was found with its value and age, and those that were not."""
+    if view.of_now:  # model servers' own, summed
+        age_s = max(0.0, now - view.closed_at)
+        told = ", ".join(f"{what} {value:g}" for what, value in view.raw.items())
+        return [Finding("ok", part, f"{told}, {age_s:.1f} s old")]
     shown = {family: [name for name in view.raw if name in family.value] for family in Family}
     age_s = max(0.0, now - view.closed_at)
     found = [

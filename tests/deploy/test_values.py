@@ -127,7 +127,25 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
     assert isinstance(expected, Settings)
     assert settings.model_dump() == expected.model_dump()
     named = {path for section in (given, config) for path in paths(section)}
-    assert set(key_paths(Settings)) - {path_of(path) for path in named} == NOT_HERE
+    left = set(key_paths(Settings)) - {path_of(path) for path in named}
+    assert {path for path in left if not path.startswith("signals.vllm.")} == NOT_HERE
+
+
+def test_model_servers_are_values_and_stand_in_place_of_the_picker() -> None:
+    tls = {"ca_file": "/ca", "cert_file": "/cert", "key_file": "/key", "insecure_skip_verify": True}
+    vllm = {"service": "vllm", "port": 8001, "token_file": "/t", "tls": tls}
+    for servers in (vllm, {"urls": ["http://a:8000"]}):
+        rendered = render(
+            {**BASIC, "config": {"signals": {"vllm": servers}}, "kubernetes": {"enabled": False}}
+        )
+        shown = rendered.settings().signals.vllm
+        assert shown.model_dump(include=set(servers), exclude={"urls"}) == {
+            name: value for name, value in servers.items() if name != "urls"
+        }
+        assert [url.reveal() for url in shown.urls] == servers.get("urls", [])
+    offered = {path for path in key_paths(Settings) if path.startswith("signals.vllm.")}
+    given = set(paths({"signals": {"vllm": {**vllm, "urls": []}}}))
+    assert offered <= given
 
 
 def paths(section: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

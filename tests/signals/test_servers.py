@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from dispatcher.check.readings import ask
 from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.poll import Unread
 from dispatcher.settings import Problem, Settings, parse
@@ -180,3 +181,18 @@ def test_settings_that_contradict_are_refused(signals: str, said: str) -> None:
     found = settings(signals)
     assert isinstance(found, list)
     assert any(said in str(problem) for problem in found), list(map(str, found))
+
+
+async def test_check_tells_what_the_servers_show_and_asks_for_their_limit() -> None:
+    async with servers(VLLM, (PAGES / "sglang.txt").read_text()) as urls:
+        read = settings(f"{{vllm: {{urls: {list(urls)}}}}}")
+        assert isinstance(read, Settings)
+        findings = await ask(read, sources(read))
+    read_in, shown, *_ = (finding.what for finding in findings)
+    assert read_in.startswith("2 model servers, read in ")
+    assert shown.startswith("servers 2, running 26, waiting 3, kv_cache_most 0.41, ")
+    warned = [(finding.where, finding.what) for finding in findings if finding.level == "warning"]
+    assert warned == [
+        ("budget.per_endpoint", "auto, and this page does not suggest what an endpoint runs: 100 is assumed")
+    ]
+    assert not any(finding.level == "failed" for finding in findings)
