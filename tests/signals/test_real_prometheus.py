@@ -351,7 +351,9 @@ async def test_the_documented_queries_work(server: Server) -> None:
 def documented_queries() -> dict[str, str]:
     """The queries of the vLLM example in docs/signals.md."""
     text = (Path(__file__).parents[2] / "docs" / "signals.md").read_text()
-    example = next(block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "vllm:" in block)
+    example = next(
+        block for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if "queries:" in block
+    )
     queries = yaml.safe_load(example)["signals"]["prometheus"]["queries"]
     assert isinstance(queries, dict)
     return queries
