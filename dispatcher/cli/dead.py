@@ -45,7 +45,7 @@ _PAGE = 500
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _Selection:
     """Which of the dead are meant; what is empty excludes none."""
 
     names: frozenset[str] = frozenset()
@@ -208,7 +208,7 @@ def _confirm(question: str) -> None:
         raise typer.Exit(1)
 
 
-async def _entries(desk: RedisDesk, choice: _Chosen) -> list[int]:
+async def _entries(desk: RedisDesk, choice: _Selection) -> list[int]:
     return [one.entry async for one in choice.of(desk)]
 
 
@@ -218,7 +218,7 @@ async def _one(desk: RedisDesk, which: str) -> AsyncIterator[Dead]:
         for one in await desk.dead_list(1, int(which) - 1):
             if one.entry == int(which):
                 yield one
-    async for one in _Chosen(frozenset({which})).of(desk):
+    async for one in _Selection(frozenset({which})).of(desk):
         yield one
 
 
@@ -234,13 +234,15 @@ def _shown(one: Dead) -> dict[str, Any]:
     }
 
 
-def _choice(which: list[str] | None, reason: str, older: str, *, everything: bool | None = None) -> _Chosen:
+def _choice(
+    which: list[str] | None, reason: str, older: str, *, everything: bool | None = None
+) -> _Selection:
     """What was named; `everything`: the option, where one must be given."""
     chosen = [bool(which), bool(reason or older), bool(everything)]
     if everything is not None and (sum(chosen) != 1):
         raise fail("give ids or numbers, or --reason or --older, or --all", 2)
     try:
-        return _Chosen(frozenset(which or ()), reason, seconds_of(older) if older else 0.0)
+        return _Selection(frozenset(which or ()), reason, seconds_of(older) if older else 0.0)
     except ValueError as error:
         complain(f"--older: {error}")
         raise typer.Exit(2) from error
