@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -397,77 +394,3 @@ async def test_a_line_of_a_batch_file_is_not_taken_for_a_payload(queue_server: S
     line = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}'
     found = await verb(queue_server, "submit", line)
     assert (found.returncode, "submit --file" in found.stderr) == (2, True)
-
-
-READS = [
-    ("describe", "x"),
-    ("result", "x"),
-    ("result", "x", "--wait"),
-    ("results",),
-    ("list",),
-    ("peek",),
-    ("cancel", "x"),
-    ("cancel", "--label", "a=b"),
-    ("dead", "list"),
-    ("dead", "show", "x"),
-    ("dead", "requeue", "x"),
-    ("dead", "purge", "x", "--yes"),
-]
-COPY = ("queue", "copy", "--to", "redis://127.0.0.1:1/1", "--pool", "default", "--from", NOWHERE[1])
-
-
-@pytest.mark.parametrize("arguments", [*((*each, *NOWHERE) for each in READS), COPY], ids=" ".join)
-def test_a_queue_that_is_not_there_is_one_line_and_1(arguments: tuple[str, ...]) -> None:
-    found = CliRunner().invoke(app, arguments)
-    assert (found.exit_code, found.stdout) == (1, "")
-    assert len(found.stderr.splitlines()) == 1
-    assert "cannot be reached" in found.stderr
-
-
-@pytest.mark.parametrize("arguments", READS, ids=" ".join)
-async def test_an_empty_queue_is_told_in_words(queue_server: Server, arguments: tuple[str, ...]) -> None:
-    found = await verb(queue_server, *arguments)
-    assert found.returncode in (0, 1)
-    assert len(found.stdout.splitlines() + found.stderr.splitlines()) == 1
-    assert "Traceback" not in found.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("describe",),
-        ("result", "x", "30s"),
-        ("result", "x", "--wait", "soon"),
-        ("list", "--state", "lost"),
-        ("list", "--label", "job"),
-        ("cancel",),
-        ("cancel", "x", "--label", "a=b"),
-        ("dead", "purge"),
-        ("dead", "purge", "x", "--all"),
-        ("dead", "list", "--older", "long"),
-        ("queue", "copy", "--to", NOWHERE[1], "--pool", "x"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_use_is_said_and_2(arguments: tuple[str, ...]) -> None:
-    found = CliRunner().invoke(app, [*arguments, *NOWHERE])
-    assert (found.exit_code, found.stdout) == (2, "")
-
-
-async def test_lines_end_where_the_terminal_does_and_are_whole_in_a_pipe(queue_server: Server) -> None:
-    name = "a-name-" + "x" * 100
-    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
-        await submitted(queue, name)
-    assert name in (await verb(queue_server, "list")).stdout
-
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dispatcher", "list", "--queue-url", queue_server.url]
-    environ = {**os.environ, "COLUMNS": "80", "LINES": "24"}
-    done = await asyncio.to_thread(
-        subprocess.run, command, stdout=theirs, stderr=theirs, env=environ, check=False
-    )
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as terminal:
-        printed = terminal.read1().decode()
-    assert done.returncode == 0
-    assert [len(line) <= 80 for line in printed.splitlines()] == [True, True]
