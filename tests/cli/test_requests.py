@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -394,3 +394,52 @@ async def test_a_line_of_a_batch_file_is_not_taken_for_a_payload(queue_server: S
     line = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {}}'
     found = await verb(queue_server, "submit", line)
     assert (found.returncode, "submit --file" in found.stderr) == (2, True)
+
+
+async def test_the_lines_of_a_file_are_cancelled_by_its_label(queue_server: Server, tmp_path: Path) -> None:
+    line = '{{"custom_id": "{}", "method": "POST", "url": "/v1/completions", "body": {{"model": "m"}}}}\n'
+    (tmp_path / "in.jsonl").write_text("".join(line.format(number) for number in range(5)))
+    paths = "--file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")
+    url = "--queue-url", queue_server.url
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "other", job="other")
+        with warm("dispatcher", "submit", *paths, "--label", "job=nightly", *url) as submitting:
+
+            async def listed() -> Any:
+                return await told(queue_server, "list", "--label", "job=nightly")
+
+            await wait_until(lambda: _when(listed, 5), STARTS_S)
+            (shown, *_) = await listed()
+            assert {"job", "file"} == shown["labels"].keys()
+            done = await verb(queue_server, "cancel", "--label", "job=nightly")
+            assert (done.returncode, done.stdout) == (0, "5 are being cancelled\n")
+            submitting.send_signal(signal.SIGINT)
+            await wait_until(lambda: submitting.poll() is not None, STARTS_S)
+        wanted = []
+        for lease in await taken(queue):
+            read = parse(lease.member)
+            wanted.append((read.id or "", read.token))
+        cancelled = dict(zip(wanted, await queue.cancelled(wanted), strict=True))
+        assert {name: gone for (name, _), gone in cancelled.items() if not gone} == {"other": False}
+        assert len(cancelled) == 6
+
+
+async def _when(look: Callable[[], Awaitable[Any]], count: int) -> bool:
+    return len(await look()) == count
+
+
+async def test_a_url_alone_that_finds_nothing_says_which_queues_are_there(queue_server: Server) -> None:
+    """Each by the option that names it; on standard error, and the verb goes on."""
+    with queue_server.client() as client:
+        client.zadd("batch:{qwen}:requests", {"x": 1})
+        client.hset("{mine}:control", "next", "1")
+        client.set("session:{7}", "of another program")
+    said = "batch:{default}:requests is not there, but others are: name yours by --pool qwen, --queue mine\n"
+    for asked in (("list",), ("status",), ("explain",)):
+        found = await verb(queue_server, *asked)
+        assert (found.returncode, said in found.stderr) == (0, True), found
+    for named in (("--pool", "other"), ("--queue", "batch:{default}:requests")):
+        assert "others are" not in (await verb(queue_server, "list", *named)).stderr
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "a")
+    assert (await verb(queue_server, "list")).stderr == ""
