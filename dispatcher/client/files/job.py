@@ -156,8 +156,6 @@ class FileJob:
                 self._input, self._reader, self._journal, skip_bad=options.skip_bad, by_group=by_group
             )
         except InputError:
-            self._journal.close()
-            self._journal.path.unlink(missing_ok=True)
             if not isinstance(self._paths.source, Path):
                 self._input.path.unlink(missing_ok=True)
             raise

@@ -135,7 +135,10 @@ class FileJournal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts = Facts()
-        self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        try:
+            self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path} cannot be made or opened: {error}") from error
         try:
             self._db.execute("pragma locking_mode = exclusive")
             self._db.execute("pragma journal_mode = wal")
@@ -172,8 +175,10 @@ class FileJournal:
             raise JournalError(f"{self.path} was written by another version: let that one finish it")
 
     def close(self) -> None:
-        """Let others have it."""
+        """Let others have it. One whose run did not come past the check is removed."""
         self._db.close()
+        if not self.facts.checked:
+            self.path.unlink(missing_ok=True)
 
     @contextmanager
     def step(self) -> Iterator[None]:

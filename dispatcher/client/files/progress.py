@@ -81,7 +81,7 @@ def summary(progress: FileProgress) -> str:
     """What came of it, in one sentence."""
     failed = f"{progress.failed:,} failed"
     if progress.bad:
-        failed += f" ({progress.bad:,} of them bad lines)"
+        failed += f" ({progress.bad:,} of them {'a bad line' if progress.bad == 1 else 'bad lines'})"
     tokens = f"{progress.tokens_in:,} tokens in, {progress.tokens_out:,} out"
     return f"{progress.answered:,} answered, {failed}, {tokens}, {duration(progress.seconds)}"
 

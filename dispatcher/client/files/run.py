@@ -113,6 +113,8 @@ class FileRun:
                 ticking.cancel()
         except BaseExceptionGroup as group:  # one of them failed, and the others were ended
             raise group.exceptions[0] from None
+        finally:
+            on_progress(self._job.progress(None, self._queue.trouble))
         await self._queue.discard()
         await self._do(self._job.finish)
 
