@@ -104,6 +104,7 @@ class FileRun:
                 ticking = tasks.create_task(self._tick(on_progress))
                 if self._job.open:
                     await self._settle_doubts()
+                    self._rate = RecentRate()  # what had come before says nothing of the pace
                 receiving = tasks.create_task(self._receive())
                 await self._send()
                 if self._job.complete:  # nothing more will come
