@@ -16,18 +16,9 @@ from typing import Protocol
 from dispatcher.core.outcome import Outcome
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import Request
-
-
-class QueueUnavailableError(Exception):
-    """The queue cannot be reached, or refuses to work for now (loading, read-only, out of memory).
-
-    The message is one sentence for an operator. A call that raised this may or may not have happened:
-    every step can be repeated (claims by nonce, the others because the lease's token fences them).
-    """
-
-
-class CallRefusedError(QueueUnavailableError):
-    """This very call was refused, or its answer not understood. That others get through shows nothing."""
+from dispatcher.core.submission import CallRefusedError as CallRefusedError
+from dispatcher.core.submission import QueueUnavailableError as QueueUnavailableError
+from dispatcher.core.submission import Submission as Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,18 +354,6 @@ class Queue(Protocol):
         A wake-up since the last call is not missed: then it returns at once.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Submission:
-    """A request as a producer hands it in."""
-
-    member: bytes
-    score: float
-    request_id: str = ""
-    request_token: str = ""
-    deadline: int = 0
-    """Unix seconds. All three given: the request can be cancelled until then."""
 
 
 @dataclass(frozen=True, slots=True)

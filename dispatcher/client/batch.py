@@ -21,7 +21,7 @@ from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_error
 from dispatcher.client.stream import Items, streamed
 from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
-from dispatcher.ports import QueueUnavailableError, Submission
+from dispatcher.core.submission import QueueUnavailableError, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
@@ -121,6 +121,26 @@ class BatchClient:
 
     def __repr__(self) -> str:
         return f"<BatchClient {self._names.queue} {self._mailbox!r}>"
+
+    @property
+    def box(self) -> Box:
+        """Where its results arrive in Redis."""
+        return self._mailbox.box
+
+    @property
+    def reading(self) -> bool:
+        """It takes results now."""
+        return self._mailbox.reading
+
+    @property
+    def pending(self) -> int:
+        """How many requests of this client are submitted, or about to be, and not answered."""
+        return len(self._mailbox.pending)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the queue cannot be reached now; None: nothing is known against it."""
+        return None if self._outage.trouble is None else str(self._outage.trouble)
 
     @property
     def passed_over(self) -> int:
@@ -282,6 +302,7 @@ class BatchClient:
         if self._cancel_on_close:
             with suppress(TimeoutError, QueueUnavailableError):
                 async with asyncio.timeout(CLOSE_S):
+                    await self._mailbox.drain()
                     for request_id, token in self._mailbox.pending:
                         await producer.cancel(self._backend, request_id, token, "")
         await self._mailbox.aclose()
@@ -296,7 +317,7 @@ class BatchClient:
                 item = await _called(self._before, item) or item
             except Exception as error:
                 raise HookError(f"before: {type(error).__name__}: {error}") from error
-        results = self._mailbox.box.results if item.results is None else item.results
+        results = self.box.results if item.results is None else item.results
         if results and (why := self._names.refused_list(results)) is not None and item.results is not None:
             raise ValueError(f"results: {results} {why}")
         submission = submission_of(item, self._tokens.make(), queue=self._names.queue, results=results)
@@ -314,20 +335,20 @@ class BatchClient:
         except QueueAwayError:
             raise
         except failures as error:
-            handle = Handle(item.id, "", 0, self._mailbox.box.results)
+            handle = Handle(item.id, "", 0, self.box.results)
             handle.arrived = of_error(item.id, error)
             return handle, None
 
     async def _submit(self, made: Sequence[tuple[Handle, Submission]]) -> None:
         """In steps, so that no more are pending than may be."""
-        at = 0
+        at, expected = 0, sum(handle.results == self.box.results for handle, _ in made)
+        if self._when_full == "raise" and self._mailbox.full(expected, self._max_pending):
+            raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
         while at < len(made):
             some = made[at : at + min(SUBMITTED_MOST, self._max_pending)]
             at += len(some)
-            own = [handle for handle, _ in some if handle.results == self._mailbox.box.results]
+            own = [handle for handle, _ in some if handle.results == self.box.results]
             while self._mailbox.full(len(own), self._max_pending):
-                if self._when_full == "raise":
-                    raise TooManyPendingError(f"{self._max_pending} requests are unanswered (max_pending)")
                 await self._mailbox.change(1.0)
             self._mailbox.expect(own)
             try:
@@ -343,7 +364,7 @@ class BatchClient:
                 raise
 
     async def _taken(self, handle: Handle, timeout: float | None) -> Result:
-        if handle.arrived is None and handle.results != self._mailbox.box.results:
+        if handle.arrived is None and handle.results != self.box.results:
             raise ValueError(
                 f"{handle.id}: its result goes to {handle.results or self._names.results}, not to this client"
             )
@@ -369,7 +390,7 @@ class BatchClient:
             if result is not None:
                 return result
             if now >= until:
-                raise NoResultError(f"no result for {request_id} within {timeout:.0f} s")
+                raise NoResultError(f"no result for {request_id} within {timeout:.1f} s")
             if timeout is None and self._mailbox.settled:
                 in_line = await self._call(lambda: producer.is_active(self._backend, request_id), until)
                 unknown_since = None if in_line else unknown_since or now

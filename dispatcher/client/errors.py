@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.core.submission import QueueUnavailableError
 
 if TYPE_CHECKING:
     from dispatcher.client.result import Result
@@ -49,6 +49,7 @@ class RequestFailedError(BatchError):
 
     @property
     def id(self) -> str:
+        """Of the request."""
         return self.result.id
 
     @property

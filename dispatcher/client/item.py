@@ -16,7 +16,7 @@ import msgspec
 from dispatcher.client.result import Result
 from dispatcher.core.request import encode_member
 from dispatcher.core.score import score_of
-from dispatcher.ports import Submission
+from dispatcher.core.submission import Submission
 from dispatcher.telemetry.tracing import sending
 
 Body = Mapping[str, Any] | bytes

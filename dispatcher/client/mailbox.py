@@ -20,7 +20,7 @@ from dispatcher.client.item import Handle
 from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_popped
 from dispatcher.core.request import PoppedResult, decode_result
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import Box
 from dispatcher.queue.redis.scripts import Scripts
@@ -31,8 +31,6 @@ OWNER_S = 15
 """A client that did not collect for so long has lost its name to the next one."""
 GRACE_S = 10.0
 """Past its deadline the dispatcher has answered a request by then, if there is one."""
-IN_USE_AFTER_S = OWNER_S + 5.0
-"""A client before this one that died has lost the name by then."""
 
 
 class Mailbox:
@@ -41,8 +39,13 @@ class Mailbox:
 
     def __init__(self, scripts: Scripts, long: Scripts, box: Box, outage: Outage, *, me: str = "") -> None:
         self.box = box
+        self.owner_s = OWNER_S
+        self.in_use_after_s = OWNER_S + 5.0
+        """Of waiting for the name: a client that died has lost it by then."""
         self.passed_over = 0
         """Elements of its list that were no result of a request that somebody holds."""
+        self.reading = False
+        """It takes what comes: no other client of its name does."""
         self._scripts = scripts
         self._long = long
         """For calls that may take WAIT_S."""
@@ -55,6 +58,7 @@ class Mailbox:
         self._kept: dict[str, list[int]] = {}
         """By id: what lies in the keep and nobody of this process awaited by its handle."""
         self._given_back: list[int] = []
+        self._swept_at = 0.0
         self._seen = 0
         self._settled = False
         self._waiters: set[asyncio.Future[None]] = set()
@@ -92,10 +96,12 @@ class Mailbox:
         more."""
         if len(self._pending) + more <= most:
             return False
-        long_ago = time.time() - GRACE_S
-        for token in [token for token, (_, deadline) in self._pending.items() if deadline < long_ago]:
-            del self._pending[token]
-        return bool(self._pending) and len(self._pending) + more > most
+        now = time.time()
+        if not self._swept_at <= now < self._swept_at + 1.0:
+            self._swept_at = now
+            for token in [token for token, (_, at) in self._pending.items() if at < now - GRACE_S]:
+                del self._pending[token]
+        return len(self._pending) + more > most
 
     async def take(self, handle: Handle, within_s: float | None) -> Result:
         """Await its result. Raises NoResultError after so long; None: GRACE_S past its deadline."""
@@ -110,7 +116,7 @@ class Mailbox:
             handle.waiters.append(future)
             try:
                 if not await self._awaited(future, until):
-                    raise self._none(f"no result for {handle.id} within {within_s:.0f} s")
+                    raise self._none(f"no result for {handle.id} within {within_s:.1f} s")
             finally:
                 if future in handle.waiters:
                     handle.waiters.remove(future)
@@ -137,28 +143,22 @@ class Mailbox:
         """Whoever awaited it has it."""
         if result.number:
             self._given_back.append(result.number)
+            self._wake.set()
             if numbers := self._kept.get(result.id):
                 with suppress(ValueError):
                     numbers.remove(result.number)
                 if not numbers:
                     del self._kept[result.id]
 
-    async def flush(self) -> None:
-        """Have Redis forget what was given back."""
-        while self._given_back:
-            try:
-                await self._collect()
-                self._outage.well()
-            except QueueUnavailableError as error:
-                if (told := self._outage.ill(error)) is not None:
-                    raise told from error
-                await self._outage.pause()
+    async def drain(self) -> None:
+        """Look at all that has come, of what is pending, after the reading has ended."""
+        await self._end()
+        while self._pending and (await self._collect()).results:
+            pass
 
     async def aclose(self) -> None:
         """End the reading. What is shared stays; what is not is removed."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._end()
         for future in self._waiters:
             if not future.done():
                 future.set_exception(QueueAwayError("the client was closed"))
@@ -170,6 +170,11 @@ class Mailbox:
                 if self._given_back:
                     await self._collect()
                 await producer.hand_over(self._scripts, self.box, self._me)
+
+    async def _end(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
     def _none(self, what: str) -> BatchError:
         trouble = self._outage.trouble
@@ -209,21 +214,28 @@ class Mailbox:
                 found = await self._collect()
                 if found.holder:
                     since = since or time.monotonic()
-                    if time.monotonic() - since > IN_USE_AFTER_S:
+                    if time.monotonic() - since > self.in_use_after_s:
                         self._fail(NameInUseError(f"{self.box.results} is read by {found.holder}"))
                     await asyncio.sleep(1.0)
+                    if not self._waiters:  # nobody here wants the name any more
+                        since = None
+                        await self._called()
                     continue
                 since = None
                 self._outage.well()
                 if found.other:
                     self._kept.clear()
                     self._given_back.clear()
-                    rescan = True
+                    self._seen = 0
+                    rescan = bool(self._me)
                 elif not found.results:
                     await self._rest()
             except QueueUnavailableError as error:
                 if (told := self._outage.ill(error)) is not None:
                     self._fail(told)
+                    await asyncio.sleep(0)
+                    if not self._waiters:
+                        await self._called()
                 await self._outage.pause()
 
     async def _collect(self) -> producer.Collected:
@@ -232,16 +244,18 @@ class Mailbox:
             self._scripts,
             self.box,
             me=self._me,
-            owner_s=OWNER_S,
+            owner_s=self.owner_s,
             seen=self._seen,
             given_back=giving_back,
         )
         if found.holder:
+            self.reading = False
             return found
         del self._given_back[: len(giving_back)]
         self._seen = found.last
         for number, raw in found.results:
             self._came(number, raw)
+        self.reading = True
         self._settled = not found.results and not found.other
         self._changed()
         return found
@@ -251,23 +265,20 @@ class Mailbox:
         if self._given_back:
             return
         if not self._waiters and not self._pending:
-            self._wake.clear()
-            await self._wake.wait()
+            await self._called()
             return
         await producer.arrival(self._long, self.box, WAIT_S)
+
+    async def _called(self) -> None:
+        """Until somebody awaits something."""
+        self._wake.clear()
+        await self._wake.wait()
 
     async def _scan(self) -> None:
         """What clients of this name before this one have left in the keep."""
         self._seen = await producer.last_kept(self._scripts, self.box)
         async for number, raw in producer.kept(self._scripts, self.box):
-            try:
-                result = decode_result(raw)
-            except ValueError:
-                continue
-            numbers = self._kept.setdefault(result.id, [])
-            if number not in numbers and number <= self._seen:
-                numbers.append(number)
-                numbers.sort()
+            self._came(number, raw)
 
     async def _match(self, handle: Handle) -> None:
         """A handle made anew, of a request whose result lies in the keep."""
@@ -291,7 +302,7 @@ class Mailbox:
             self._deliver(handle, result, number)
         elif self._me:
             self._pending.pop(token, None)
-            self._kept.setdefault(result.id, []).append(number)
+            self._keep(result.id, number)
         else:
             if self._pending.pop(token, None) is None or handle is not None:
                 self.passed_over += 1
@@ -302,12 +313,18 @@ class Mailbox:
         if handle.arrived is None:
             handle.arrived = of_popped(popped, number if self._me else 0)
         if self._me:
-            self._kept.setdefault(handle.id, []).append(number)
+            self._keep(handle.id, number)
         else:
             self._given_back.append(number)
         for future in handle.waiters:
             if not future.done():
                 future.set_result(None)
+
+    def _keep(self, request_id: str, number: int) -> None:
+        numbers = self._kept.setdefault(request_id, [])
+        if number not in numbers:
+            numbers.append(number)
+            numbers.sort()
 
     def _fail(self, error: BatchError) -> None:
         for future in list(self._waiters):

@@ -9,7 +9,7 @@ import time
 from redis import exceptions as errors
 
 from dispatcher.client.errors import QueueAwayError
-from dispatcher.ports import CallRefusedError, QueueUnavailableError
+from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
 
 FIRST_S = 10.0
 """A client that never reached its queue has probably a wrong URL, and says so after this."""

@@ -31,6 +31,7 @@ class TokenUsage:
 
     @property
     def total_tokens(self) -> int:
+        """Both together."""
         return self.prompt_tokens + self.completion_tokens
 
 
@@ -38,7 +39,7 @@ class TokenUsage:
 class Result:
     """What came of one request: an answer of the gateway, or why there is none.
 
-    `bool(result.ok)` tells which; `raise_for_status()` raises where it is no success.
+    `ok` tells which; `raise_for_status()` raises where it is no success.
     """
 
     id: str

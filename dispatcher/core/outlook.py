@@ -18,10 +18,8 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 
-TOLD_FROM = 10**9
-"""A remainder below this is no deadline of anybody's: foreign producers may use any scores."""
 RATE_S = 120.0
 """What was served so long ago counts a third of what is served now."""
 KNOWN_AFTER_S = 60.0

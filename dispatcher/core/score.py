@@ -7,6 +7,8 @@ import math
 PRIORITY_STEP = 10**11
 """Score = priority × this + deadline, so that score mod this is the deadline."""
 PRIORITIES = range(10)
+TOLD_FROM = 10**9
+"""A remainder below this is no deadline of anybody's: foreign producers may use any scores."""
 
 
 def score_of(deadline: int, priority: int | None = None) -> float:

@@ -5,9 +5,8 @@ They are no settings: all dispatchers of a queue must agree about them, and so m
 
 from __future__ import annotations
 
-from dispatcher.core.outlook import TOLD_FROM
 from dispatcher.core.oversize import HEAD_BYTES
-from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 
 SUSPECT_DEATHS = 2
 """Owners that died holding a request before it runs apart from others like it."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import random
+import time
+from datetime import UTC, datetime
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.ports import Release
+from dispatcher.client.item import Item, Tokens, submission_of
+from dispatcher.core.score import deadline_of_score, score_of
+from dispatcher.ports import Release, Submission
 from tests.conformance.worlds import MemoryWorld, World, claim
 
 
@@ -103,3 +108,64 @@ async def test_any_mixture_of_new_and_returned_comes_out_sorted(
         await world.zadd(score, each)
     taken = [(lease.score, lease.member) for lease in await claim(owner)]
     assert taken == sorted(taken)
+
+
+def submissions(count: int, deadline: int, priorities: list[int | None], clock_ns: int) -> list[Submission]:
+    """As our client makes them, all in one nanosecond by the clock."""
+    tokens = Tokens(lambda: clock_ns)
+    moment = datetime.fromtimestamp(deadline, UTC)
+    return [
+        submission_of(
+            Item(
+                {"n": number},
+                id=f"r-{number}",
+                deadline=moment,
+                priority=priorities[number % len(priorities)],
+            ),
+            tokens.make(),
+            queue="q",
+            results="",
+        )
+        for number in range(count)
+    ]
+
+
+async def test_requests_of_our_client_with_equal_deadlines_leave_in_the_order_of_submission(
+    world: World,
+) -> None:
+    """In one call, with priorities and without, and again after they were given back in any order."""
+    deadline = int(time.time()) + 3600
+    made = submissions(40, deadline, [9, None, 0, 9], time.time_ns())
+    assert len({each.score for each in made}) == 2, "a priority of 0 is none"
+    await world.desk.submit(random.Random(1).sample(made, len(made)))
+    expected = [each.member for each in sorted(made, key=lambda each: each.score)]
+    owner = world.owner()
+    leases = await claim(owner)
+    assert [lease.member for lease in leases] == expected
+    await owner.release([Release(lease) for lease in random.Random(2).sample(leases[5:30], 25)])
+    later = submissions(3, deadline, [None], time.time_ns())
+    await world.desk.submit(later)
+    returned = [lease.member for lease in leases[5:30]]
+    ahead = [member for member in returned if member in expected[:20]]
+    behind = [member for member in returned if member not in ahead]
+    assert await claimed_members(world) == [*ahead, *(each.member for each in later), *behind]
+
+
+@given(st.lists(st.integers(0, 2**63), max_size=20))
+def test_tokens_sort_as_they_were_made_whatever_the_clock_does(times: list[int]) -> None:
+    clock = iter(times)
+    tokens = Tokens(lambda: next(clock))
+    made = [tokens.make() for _ in times]
+    assert made == sorted(made)
+    assert len({token[-32:] for token in made}) == len(made), "128 bits that nobody can guess"
+    assert {len(token) for token in made} <= {48}
+
+
+@given(st.integers(1, 10**11 - 1), st.floats(0, 1, exclude_max=True), st.integers(0, 9))
+def test_a_fraction_of_a_score_leaves_its_deadline_as_it_is(
+    deadline: int, fraction: float, priority: int
+) -> None:
+    """Of a producer that orders its equal deadlines so, as far as a double has room."""
+    room = math.ulp(float(10 * 10**11))
+    score = score_of(deadline, priority) + min(fraction, 1 - room)
+    assert deadline_of_score(score) == deadline

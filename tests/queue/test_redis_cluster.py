@@ -14,6 +14,7 @@ import pytest
 import redis.asyncio
 import redis.asyncio.cluster
 
+from dispatcher.client import BatchClient
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
@@ -24,6 +25,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.metrics import Metrics
+from tests.client.answering import Answering
 from tests.queue.known import assert_drained
 from tests.queue.made import (
     NAMES,
@@ -369,3 +371,17 @@ async def test_a_list_that_this_user_may_not_touch_is_answered_on_the_default_li
         for node in cluster.nodes:
             with node.client() as admin:
                 admin.acl_deluser("dispatcher")
+
+
+async def test_our_client_awaits_results_whose_list_is_in_another_slot(
+    cluster: ClusterSet, queue: OwnerAndDesk
+) -> None:
+    """Alone and under a name, whose results the next client of that name finds by their ids."""
+    async with Answering(queue).always():
+        async with BatchClient(cluster.url, queue=NAMES.queue) as client:
+            results = await asyncio.gather(*(client.submit({"n": n}) for n in range(20)))
+            assert [result.json() for result in results] == [{"n": n} for n in range(20)]
+        async with BatchClient(cluster.url, queue=NAMES.queue, name="nightly") as first:
+            await first.enqueue({"n": 1}, id="mine")
+        async with BatchClient(cluster.url, queue=NAMES.queue, name="nightly") as second:
+            assert (await second.result("mine")).json() == {"n": 1}

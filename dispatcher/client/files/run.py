@@ -21,7 +21,7 @@ from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
 from dispatcher.client.item import seconds_from
 from dispatcher.core.request import PoppedResult
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.producer import COLLECTED_MOST
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dispatcher.ports import Submission
+from dispatcher.core.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend

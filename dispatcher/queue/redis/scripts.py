@@ -20,7 +20,7 @@ from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
 from dispatcher.core.plain import shortened
-from dispatcher.ports import CallRefusedError, QueueUnavailableError
+from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.queue import constants
 from dispatcher.queue.keys import KEYS
 

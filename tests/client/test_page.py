@@ -1,0 +1,46 @@
+"""docs/python.md and the README: their blocks of Python run, as they stand there."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dispatcher.client import BatchClient
+from dispatcher.core.request import Request, answered
+from tests.client.answering import POOL, Answering
+from tests.queue.servers import Server
+
+PAGE = (Path(__file__).parents[2] / "docs" / "python.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+README = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "README.md").read_text(), re.DOTALL)
+ANSWER = b'{"choices":[{"text":"hi"}],"usage":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'
+
+
+def completion(request: Request) -> bytes:
+    return answered(request.id, 200, ANSWER, token=request.token)
+
+
+def test_the_page_has_blocks() -> None:
+    assert len(BLOCKS) >= 8
+    assert len(re.findall(r"^```", PAGE, re.MULTILINE)) == 2 * len(BLOCKS), "all of them are Python"
+
+
+@pytest.mark.parametrize(
+    "block", BLOCKS + README, ids=lambda block: block.strip().splitlines()[-1].strip()[:40]
+)
+async def test_a_block_runs(answering: Answering, one_redis: Server, block: str) -> None:
+    block = block.replace("redis://localhost:6379", one_redis.url)
+    names: dict[str, Any] = {"BatchClient": BatchClient, "__name__": "block"}
+    async with answering.always(completion):
+        if "asyncio.run(" in block or "BatchClient.sync(" in block:
+            await asyncio.to_thread(exec, block, names)
+            return
+        body = textwrap.indent(block, "    ")
+        exec(f"async def block(client):\n{body}", names)
+        async with BatchClient(one_redis.url, pool=POOL) as client:
+            await asyncio.wait_for(names["block"](client), 20)
