@@ -369,6 +369,23 @@ async def test_an_output_that_was_shortened_is_not_gone_on_with(
     assert sorted(ids(output(paths))) == sorted(f"c-{n}" for n in range(40))
 
 
+async def test_ctrl_c_does_not_wait_for_the_check_of_a_large_file(
+    one_redis: Server, paths: FilePaths
+) -> None:
+    with source(paths).open("wb") as file:
+        for n in range(60_000):
+            file.write(line(f"c-{n}") + b"\n")
+    task = asyncio.create_task(run(one_redis, paths))
+    journal = Path(f"{output(paths)}.journal")
+    await until(journal.exists)
+    began = time.process_time()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.process_time() - began < 0.4, "the whole takes three times as long"
+    assert [each.name for each in source(paths).parent.iterdir()] == ["in.jsonl"]
+
+
 async def test_what_redis_has_lost_is_sent_again(
     one_redis: Server, answering: Answering, paths: FilePaths
 ) -> None:

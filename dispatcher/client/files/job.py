@@ -86,6 +86,11 @@ class FileJob:
             self._write_in_order(self._spool)
         return FileStart(facts.lines, facts.done, faulty, resumed)
 
+    def end(self) -> None:
+        """From another thread: break off, however long it would still take. Nothing is lost."""
+        if "_journal" in vars(self):
+            self._journal.end()
+
     def close(self) -> None:
         for opened in reversed(self._opened):
             opened.close()

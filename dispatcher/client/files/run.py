@@ -59,7 +59,11 @@ async def run_file(
         job = FileJob(paths, options, names, Path(folder))
         thread = ThreadPoolExecutor(1, "batch file")
         try:
-            start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+            try:
+                start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+            except asyncio.CancelledError:
+                job.end()
+                raise
             on_start(start)
             if start.finished:
                 return job.progress()
