@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,8 +55,11 @@ async def run_file(
 
     Raises InputError (BadInputError for its lines), TemplateError, JournalError, SinkError, QueueAwayError.
     """
-    with tempfile.TemporaryDirectory(prefix="batch-dispatcher-") as folder:
-        job = FileJob(paths, options, names, Path(folder))
+    with ExitStack() as stack:
+        folder = Path()
+        if not isinstance(paths.output, Path):  # there is nothing that journal and input could lie beside
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batch-dispatcher-")))
+        job = FileJob(paths, options, names, folder)
         thread = ThreadPoolExecutor(1, "batch file")
         try:
             try:
