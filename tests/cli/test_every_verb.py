@@ -428,12 +428,15 @@ async def test_top_goes_on_while_redis_is_not_there(place: Place, tmp_path: Path
     said_file = tmp_path / "said"
     with (
         said_file.open("wb") as out,
-        warm("dispatcher", "top", "--queue-url", NOWHERE, stdout=out, stderr=out) as child,
+        warm("dispatcher", "top", "--json", "--queue-url", NOWHERE, stdout=out, stderr=out) as child,
     ):
-        await wait_until(lambda: "connection refused" in said_file.read_text(), STARTS_S)
+        await wait_until(lambda: said_file.read_text().count("\n") > 1, STARTS_S)
         child.send_signal(signal.SIGINT)
         await wait_until(lambda: child.poll() is not None, STARTS_S)
     assert child.returncode == 0
+    for line in said_file.read_text().splitlines():
+        has_fields(ROWS["top"], told := json.loads(line))
+        assert told["queue_problem"] == "Redis cannot be reached: 127.0.0.1:1: connection refused"
 
 
 async def test_a_reader_that_ends_early_ends_the_verb_without_a_traceback(
