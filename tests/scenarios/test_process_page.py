@@ -22,7 +22,7 @@ SECONDS = float(os.environ.get("PAGES_S", "600"))
 CORE_SHARE = 0.03
 """What so many pages may cost."""
 SETTLES_S = 5.0
-"""After a submission: the requests are answered, and their connections, which count as files, still kept alive."""
+"""After a submission: its requests are answered, and their connections (files, too) are still kept alive."""
 
 
 def url_of(dispatcher: Dispatcher) -> str:
