@@ -373,7 +373,7 @@ async def test_ctrl_c_does_not_wait_for_the_check_of_a_large_file(
     one_redis: Server, paths: FilePaths
 ) -> None:
     with source(paths).open("wb") as file:
-        for n in range(60_000):
+        for n in range(120_000):
             file.write(line(f"c-{n}") + b"\n")
         file.write(b"{}\n")
     began = time.process_time()
