@@ -43,6 +43,7 @@ class FileJob:
         self._reader = reader_of(options)
         self._began = time.monotonic()
         self._opened: list[FileJournal | Input | Sink] = []
+        self._ending = False
         self._journal: FileJournal
         self._input: Input
         self._output: Sink
@@ -60,6 +61,8 @@ class FileJob:
         path = self._beside(".journal")
         self._refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
+        if self._ending:  # while it was opened
+            self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
         resumed = facts.checked
@@ -88,6 +91,7 @@ class FileJob:
 
     def end(self) -> None:
         """From another thread: break off, however long it would still take. Nothing is lost."""
+        self._ending = True
         if "_journal" in vars(self):
             self._journal.end()
 
