@@ -230,9 +230,10 @@ class FileJob:
         return self._begin_chunk(self._journal.lines_of(numbers), deadline)
 
     def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
-        submissions = [self._submission(line, deadline) for line in lines]
+        now = int(time.time())
+        submissions = [self._submission(line, deadline, now) for line in lines]
         with self._journal.step():
-            return self._journal.begin_chunk(lines, deadline), submissions
+            return self._journal.begin_chunk(lines, deadline, now), submissions
 
     def sure(self, chunk: int) -> None:
         """The queue has taken it."""
@@ -244,9 +245,9 @@ class FileJob:
 
     def submissions(self, chunk: Chunk) -> list[Submission]:
         """The same as when it was begun."""
-        return [self._submission(line, chunk.deadline) for line in chunk.lines]
+        return [self._submission(line, chunk.deadline, chunk.created) for line in chunk.lines]
 
-    def _submission(self, line: SendLine, deadline: int) -> Submission:
+    def _submission(self, line: SendLine, deadline: int, created: int) -> Submission:
         """The request of a line. Raises InputError where the input has changed."""
         found = self._reader.read(line.n, self._input.read(line.at, line.size))
         if not isinstance(found, BatchLine) or found.custom_id != line.custom_id:
@@ -257,7 +258,7 @@ class FileJob:
             request_id,
             found.body,
             deadline,
-            created=int(time.time()),
+            created=created,
             token=token,
             results=self.naming.results,
             endpoint=found.url,
