@@ -238,7 +238,7 @@ class Line:
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.dead: dict[int, tuple[Entry, str, float]] = {}
-        self.count: Counter[Place] = Counter()
+        self.count = dict.fromkeys(Place, 0)
         self.sets: dict[Lane | None, Lined] = {lane: Lined() for lane in (None, *Lane)}
         """What waits, by lane; None: outside of any."""
         self.in_lanes: Counter[Lane] = Counter()
@@ -271,12 +271,17 @@ class Line:
     def counts(self) -> Counts:
         count = self.count
         return Counts(
-            pending=count[Place.PENDING] + count[Place.RETURNED],
+            pending=self.waiting_count,
             leased=len(self.pool.grants),
             delayed=count[Place.DELAYED],
             dead=count[Place.DEAD],
             units=self.pool.units,
         )
+
+    @property
+    def waiting_count(self) -> int:
+        """How many are pending or returned."""
+        return self.count[Place.PENDING] + self.count[Place.RETURNED]
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Score, member and entry of all that is pending, in no order."""

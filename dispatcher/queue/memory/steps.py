@@ -87,9 +87,15 @@ def claim(
         _remember(line, me, nonce, taken)
         if probing and taken:
             pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
+    return taken, line.waiting_count - _passed_over(line, lanes, taken)
+
+
+def _passed_over(line: Line, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
+    """How many wait in lanes that have no room left."""
+    if not any(line.in_lanes.values()):
+        return 0
     took = Counter(each.entry.lane for each in taken)
-    full = sum(held for lane, held in line.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
-    return taken, line.counts().pending - full
+    return sum(held for lane, held in line.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
 
 
 def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
@@ -126,11 +132,10 @@ def _read_time(permit: Permit, now: float) -> float:
 
 def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
     """Take a permit for the shared one if its reading is no older; the shared one by then."""
-    mine = replace(permit, read_at=_read_time(permit, now))
-    known = pool.permit
-    if known is None or mine.read_at >= known.read_at - SAME_READING_S:
-        newest = mine.read_at if known is None else max(mine.read_at, known.read_at)
-        pool.permit = known = replace(mine, read_at=newest)
+    read_at, known = _read_time(permit, now), pool.permit
+    if known is None or read_at >= known.read_at - SAME_READING_S:
+        newest = read_at if known is None else max(read_at, known.read_at)
+        pool.permit = known = permit if newest == permit.read_at else replace(permit, read_at=newest)
     return known
 
 
@@ -178,8 +183,8 @@ def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> Non
     nonces = line.nonces
     nonces[me.owner, nonce] = (
         me.now,
-        tuple(each.token for each in taken),
-        tuple(each.entry.id for each in taken),
+        tuple([each.token for each in taken]),
+        tuple([each.entry.id for each in taken]),
     )
     while nonces[oldest := next(iter(nonces))][0] < me.now - REPLY_TTL_S:
         del nonces[oldest]
