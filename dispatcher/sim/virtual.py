@@ -52,9 +52,9 @@ class _Timer(asyncio.TimerHandle):
 
     def cancel(self) -> None:
         if not self._cancelled:
-            self._loop._timer_handle_cancelled(self)  # type: ignore[attr-defined]
+            self._loop._timer_handle_cancelled(self)
             self._cancelled = True
-            self._callback = self._args = None  # type: ignore[attr-defined]
+            self._callback = self._args = None  # type: ignore[assignment]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

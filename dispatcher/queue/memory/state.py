@@ -291,8 +291,8 @@ class Line:
         """Put an entry into a place; every other mention of it is void from here on."""
         if entry.moves:
             self.count[entry.place] -= 1
-            if entry.place is Place.RETURNED and entry.lane is not None:
-                self.in_lanes[entry.lane] -= 1
+            if entry.place is Place.RETURNED and (lane := entry.lane) is not None:
+                self.in_lanes[lane] -= 1
         entry.moves += 1
         entry.place = place
         if place is Place.GONE:
@@ -304,9 +304,10 @@ class Line:
         if place is Place.DELAYED:
             self.delayed.put(due_at, entry)
         else:
-            if entry.lane is not None:
-                self.in_lanes[entry.lane] += 1
-            self.sets[entry.lane].put(entry.score, entry)
+            lane = entry.lane
+            if lane is not None:
+                self.in_lanes[lane] += 1
+            self.sets[lane].put(entry.score, entry)
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
 

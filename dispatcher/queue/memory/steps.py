@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
@@ -37,8 +38,7 @@ from dispatcher.queue.constants import (
 from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Grant, Line, Place, Pool
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """The owner that takes a step, and the pool's time of it."""
 
     owner: str
