@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -282,6 +282,13 @@ class Line:
     def waiting_count(self) -> int:
         """How many are pending or returned."""
         return self.count[Place.PENDING] + self.count[Place.RETURNED]
+
+    def passed_over(self, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
+        """How many wait in lanes whose room `taken` has used up."""
+        if not any(self.in_lanes.values()):
+            return 0
+        took = Counter(each.entry.lane for each in taken)
+        return sum(held for lane, held in self.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Score, member and entry of all that is pending, in no order."""

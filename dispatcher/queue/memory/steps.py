@@ -7,7 +7,7 @@ has no place here: push, forget, shorten; nor what is asked of a server: unfit, 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -87,15 +87,7 @@ def claim(
         _remember(line, me, nonce, taken)
         if probing and taken:
             pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
-    return taken, line.waiting_count - _passed_over(line, lanes, taken)
-
-
-def _passed_over(line: Line, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
-    """How many wait in lanes that have no room left."""
-    if not any(line.in_lanes.values()):
-        return 0
-    took = Counter(each.entry.lane for each in taken)
-    return sum(held for lane, held in line.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
+    return taken, line.waiting_count - line.passed_over(lanes, taken)
 
 
 def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
