@@ -29,6 +29,7 @@ from dispatcher.queue.memory import steps
 from dispatcher.queue.memory.desk import MemoryStore
 from dispatcher.queue.memory.state import Grant
 from dispatcher.queue.memory.steps import Caller
+from dispatcher.queue.memory.sweep import sweep
 from dispatcher.queue.owners import Prover
 
 
@@ -138,9 +139,9 @@ class MemoryQueue:
 
     async def sweep(self) -> Swept:
         me = self._begin()
-        reclaimed, due, due_at = steps.sweep(self._line, me, ())
+        reclaimed, due, due_at = sweep(self._line, me, ())
         if gone := self._gone():
-            more, _, due_at = steps.sweep(self._line, me, gone)
+            more, _, due_at = sweep(self._line, me, gone)
             reclaimed += more
         return Swept(reclaimed, due, None if due_at is None else self._mine(due_at), self._pool.lost)
 

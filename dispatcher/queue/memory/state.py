@@ -127,6 +127,8 @@ class Grant:
     owner: str
     touched_at: float
     expires_at: float
+    abandoned: bool = False
+    """It ran out, and nobody took it back: it counts nothing."""
 
 
 class Pool:
@@ -218,11 +220,14 @@ class Pool:
         heapq.heappush(self.expiries, (grant.expires_at, entry.id))
         return grant
 
-    def end_lease(self, grant: Grant) -> None:
+    def end_lease(self, grant: Grant) -> int:
+        """What it counted, in units."""
         del self.grants[grant.entry.id]
-        self.hold(grant.owner, -grant.entry.units)
+        counted = 0 if grant.abandoned else grant.entry.units
+        self.hold(grant.owner, -counted)
         if self.probe == grant.entry.id:
             self.probe = None
+        return counted
 
 
 class Line:
