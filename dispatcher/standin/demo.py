@@ -24,7 +24,7 @@ import aiohttp
 
 from dispatcher.client import BatchClient, Item
 from dispatcher.core import bar
-from dispatcher.core.request import decode_result
+from dispatcher.core.result import decode_result
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names

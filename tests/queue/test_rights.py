@@ -15,7 +15,7 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import BatchClient, NoResultError, QueueAwayError
-from dispatcher.core.request import answered
+from dispatcher.core.result import answered
 from dispatcher.ports import (
     Burial,
     CallRefusedError,

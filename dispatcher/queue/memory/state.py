@@ -17,7 +17,7 @@ from enum import Enum
 
 from dispatcher.core.lanes import Lane, lane_of, losses_of
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
-from dispatcher.core.request import NO_LIST
+from dispatcher.core.result import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
