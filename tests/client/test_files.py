@@ -6,6 +6,8 @@ import asyncio
 import io
 import json
 import random
+import re
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from dispatcher.client import BatchClient
 from dispatcher.client.files import (
     BadInputError,
     FileOptions,
@@ -33,7 +36,7 @@ from dispatcher.client.files.run import FileRun
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode, failed
 from tests.batchfiles import BAD, line
-from tests.client.answering import NAMES, Answering, echo, refusal
+from tests.client.answering import NAMES, POOL, Answering, echo, refusal
 from tests.queue.servers import Server
 
 T = TypeVar("T")
@@ -163,6 +166,28 @@ async def test_never_more_are_in_the_queue_than_may_be(
     async with answering.always(look):
         await run(one_redis, paths, max_pending=20)
     assert 0 < most <= 20
+
+
+async def test_the_pages_example_runs(
+    one_redis: Server, answering: Answering, paths: FilePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "batch-files.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block = block.replace("redis://localhost:6379", one_redis.url)
+    write(source(paths), *requests(5))
+    monkeypatch.chdir(source(paths).parent)
+    names: dict[str, Any] = {"BatchClient": BatchClient}
+    exec("async def block():\n" + textwrap.indent(block, "    "), names)
+    async with answering.always():
+        await asyncio.wait_for(names["block"](), 20)
+    assert ids(output(paths)) == [f"c-{n}" for n in range(5)]
+
+
+def test_programs_without_a_loop_run_files_too(one_redis: Server, paths: FilePaths) -> None:
+    write(source(paths), *requests(3))
+    with BatchClient.sync(one_redis.url, pool=POOL) as client:
+        told = client.run_file(str(source(paths)), str(output(paths)), deadline=0.5)
+    assert (told.done, told.failed) == (3, 3)
 
 
 # What is wrong with the input.
@@ -343,6 +368,23 @@ async def test_an_output_that_was_shortened_is_not_gone_on_with(
     async with answering.always():
         await run(one_redis, paths, max_pending=10)
     assert sorted(ids(output(paths))) == sorted(f"c-{n}" for n in range(40))
+
+
+async def test_ctrl_c_does_not_wait_for_the_check_of_a_large_file(
+    one_redis: Server, paths: FilePaths
+) -> None:
+    with source(paths).open("wb") as file:
+        for n in range(60_000):
+            file.write(line(f"c-{n}") + b"\n")
+    task = asyncio.create_task(run(one_redis, paths))
+    journal = Path(f"{output(paths)}.journal")
+    await until(journal.exists)
+    began = time.process_time()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.process_time() - began < 0.4, "the whole takes three times as long"
+    assert [each.name for each in source(paths).parent.iterdir()] == ["in.jsonl"]
 
 
 async def test_what_redis_has_lost_is_sent_again(

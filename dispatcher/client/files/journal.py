@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,11 @@ class FileJournal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts = Facts()
-        self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        self._ending = False
+        try:
+            self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path} cannot be made or opened: {error}") from error
         try:
             self._db.execute("pragma locking_mode = exclusive")
             self._db.execute("pragma journal_mode = wal")
@@ -172,12 +176,23 @@ class FileJournal:
             raise JournalError(f"{self.path} was written by another version: let that one finish it")
 
     def close(self) -> None:
-        """Let others have it."""
+        """Let others have it. One whose run did not come past the check is removed."""
         self._db.close()
+        if not self.facts.checked:
+            for path in (self.path, self.path.with_name(self.path.name + "-wal")):
+                path.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """From another thread: what is under way breaks off, and nothing more is begun."""
+        self._ending = True
+        with suppress(sqlite3.Error):  # closed already
+            self._db.interrupt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """All that is written in the block, and the facts, become durable together."""
+        if self._ending:
+            raise JournalError(f"{self.path}: the run was ended")
         self._db.execute("begin immediate")
         try:
             yield
