@@ -113,16 +113,11 @@ def test_modules_are_short_enough_to_read() -> None:
 
 
 NAMED_TWICE = {
-    "Entry": "a request in the memory queue, and one in the record that the stand-in for a gateway keeps",
     "Gateway": "the port, and the stand-in for what is behind it",
     "Job": "a request in each of the simulator's two worlds, over HTTP and in virtual time",
     "Pool": "what all owners share in the memory queue, and the model servers of the stand-in",
     "Policy": "what the operator decided, and the strategies that a simulation compares with it",
     "Replica": "a dispatcher as its line knows it, and one of the simulated fleet",
-    "Server": "what a Redis says of itself, and the HTTP server of the stand-ins",
-    "Verdict": "on the views of one poll, and on a demonstration",
-    "View": "of the pool, as a picker's page shows it and as the simulated picker has it",
-    "World": "the simulator has two, over HTTP and in virtual time",
 }
 """Names of several classes, each with what they are: the simulator's, which production never imports, mirrors
 or measures the other."""
