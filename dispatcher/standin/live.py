@@ -30,7 +30,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from msgspec import Meta
 
-from dispatcher.standin.gateway import Answer, Entry, Fault, Gateway
+from dispatcher.standin.gateway import Answer, Fault, Gateway, LogEntry
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
 from dispatcher.standin.prefixes import PrefixCache
@@ -40,7 +40,7 @@ from dispatcher.standin.traffic import Realtime
 from dispatcher.standin.vllm import page as server_page
 from dispatcher.standin.wire import Exchange, Server
 
-__all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
+__all__ = ["Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "main"]
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -18,7 +18,8 @@ from dispatcher.client.files.options import FileOptions, FilePaths, FileStart, r
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
 from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
-from dispatcher.core.request import PoppedResult, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.score import score_of
 from dispatcher.core.submission import Submission
 from dispatcher.core.usage import tokens
