@@ -123,7 +123,7 @@ def show(
     Exit code 1: there is none.
     """
     from dispatcher.cli.sought import answers_anywhere, shown_result
-    from dispatcher.core.request import decode_result
+    from dispatcher.core.result import decode_result
 
     async def act(desk: RedisDesk) -> dict[str, Any] | None:
         async for one in _one(desk, which):

@@ -17,7 +17,7 @@ from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, sh
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
 from dispatcher.core.duration import seconds_of, told
 from dispatcher.core.plain import plain
-from dispatcher.core.request import PoppedResult, decode_result
+from dispatcher.core.result import PoppedResult, decode_result
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk

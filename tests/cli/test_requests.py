@@ -19,7 +19,8 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.request import answered, encode_member, parse
+from dispatcher.core.request import encode_member, parse
+from dispatcher.core.result import answered
 from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -34,7 +34,8 @@ from dispatcher.client.files import (
 from dispatcher.client.files.job import FileJob
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.run import FileRun
-from dispatcher.core.request import ErrorCode, Request, failed, parse
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode, failed
 from tests.batchfiles import BAD, line
 from tests.client.answering import NAMES, POOL, Answering, echo, refusal
 from tests.queue.servers import Server

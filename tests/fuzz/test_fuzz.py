@@ -25,7 +25,8 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RETRY_AFTER_CAP_S, classify
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
-from dispatcher.core.request import PoppedResult, Rejection, answered, decode_result, encode_member, parse
+from dispatcher.core.request import Rejection, encode_member, parse
+from dispatcher.core.result import PoppedResult, answered, decode_result
 from dispatcher.core.usage import tokens
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import QueueUrlError, connect
@@ -37,8 +38,10 @@ from dispatcher.settings.source import MAX_BYTES
 from dispatcher.signals import latency
 from dispatcher.signals.exposition import MalformedPageError, Page, Sample
 from dispatcher.signals.instant import QueryError, document, vector
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
-from dispatcher.signals.series import NAMES, Lessons, View, at_most, judge, view
+from dispatcher.signals.prometheus import PrometheusSource
+from dispatcher.signals.series import NAMES, View, view
+from dispatcher.signals.session import PrometheusAddress
+from dispatcher.signals.verdict import Lessons, at_most, judge
 from tests.admin.stage import Stage, write_token
 from tests.batchfiles import bent, line
 from tests.fuzz.engine import MB, cases, flaw

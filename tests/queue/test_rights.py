@@ -15,7 +15,8 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import BatchClient, NoResultError, QueueAwayError
-from dispatcher.core.request import Request, answered, parse
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import answered
 from dispatcher.ports import (
     Burial,
     CallRefusedError,

@@ -18,7 +18,8 @@ from dispatcher.client.files.options import FileOptions, FilePaths, FileStart, r
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
 from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
-from dispatcher.core.request import PoppedResult, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.score import score_of
 from dispatcher.core.submission import Submission
 from dispatcher.core.usage import tokens
@@ -43,6 +44,7 @@ class FileJob:
         self._reader = reader_of(options)
         self._began = time.monotonic()
         self._opened: list[FileJournal | Input | Sink] = []
+        self._ending = False
         self._journal: FileJournal
         self._input: Input
         self._output: Sink
@@ -60,6 +62,8 @@ class FileJob:
         path = self._beside(".journal")
         self._refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
+        if self._ending:  # while it was opened
+            self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
         resumed = facts.checked
@@ -88,6 +92,7 @@ class FileJob:
 
     def end(self) -> None:
         """From another thread: break off, however long it would still take. Nothing is lost."""
+        self._ending = True
         if "_journal" in vars(self):
             self._journal.end()
 

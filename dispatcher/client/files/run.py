@@ -20,7 +20,7 @@ from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
 from dispatcher.client.item import seconds_from
-from dispatcher.core.request import PoppedResult
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.producer import COLLECTED_MOST

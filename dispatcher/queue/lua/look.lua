@@ -50,7 +50,9 @@ local function tell(letter, id, score, member, state, time)
 end
 
 local function time_of(letter, id, state)
-  if letter == 'L' then return call('ZSCORE', LEASES, lease_name(id, state)) end
+  if letter == 'L' then
+    return call('ZSCORE', LEASES, lease_name(id, state)) or call('ZSCORE', LEASES, abandoned_name(id, state[OWNER]))
+  end
   if letter == 'D' then return call('ZSCORE', DELAYED, string.format('%016d', id)) end
   return letter == 'X' and state[DIED]
 end

@@ -19,7 +19,7 @@ OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerFacts:
     """What a server says of itself; what it does not tell is taken for good."""
 
     name: str
@@ -43,7 +43,7 @@ class Survey:
     """Who paused the queue and why."""
     answer_s: float
     """How long a PING took."""
-    server: Server | None
+    server: ServerFacts | None
     """None: it does not let this user ask."""
     wakes: bool
     """Whether this user may hear of new work; else it looks each queue.poll_s."""
@@ -97,14 +97,14 @@ async def _ping(scripts: Scripts) -> float:
     return clock() - asked_at
 
 
-async def _server(scripts: Scripts) -> Server | None:
+async def _server(scripts: Scripts) -> ServerFacts | None:
     try:
         told = await scripts.attempt(lambda: _info(scripts.client, is_cluster=scripts.is_cluster))
     except QueueUnavailableError:  # it worked a moment ago: it is this command that is not permitted
         return None
     name, version = ("Valkey", told["valkey_version"]) if "valkey_version" in told else ("Redis", "")
     policy = str(told.get("maxmemory_policy", "noeviction"))
-    return Server(
+    return ServerFacts(
         name,
         str(version or told.get("redis_version", "0")),
         replica=told.get("role") == "slave",
