@@ -44,6 +44,7 @@ class FileJob:
         self._reader = reader_of(options)
         self._began = time.monotonic()
         self._opened: list[FileJournal | Input | Sink] = []
+        self._ending = False
         self._journal: FileJournal
         self._input: Input
         self._output: Sink
@@ -61,6 +62,8 @@ class FileJob:
         path = self._beside(".journal")
         self._refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
+        if self._ending:  # while it was opened
+            self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
         resumed = facts.checked
@@ -89,6 +92,7 @@ class FileJob:
 
     def end(self) -> None:
         """From another thread: break off, however long it would still take. Nothing is lost."""
+        self._ending = True
         if "_journal" in vars(self):
             self._journal.end()
 
@@ -227,9 +231,10 @@ class FileJob:
         return self._begin_chunk(self._journal.lines_of(numbers), deadline)
 
     def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
-        submissions = [self._submission(line, deadline) for line in lines]
+        now = int(time.time())
+        submissions = [self._submission(line, deadline, now) for line in lines]
         with self._journal.step():
-            return self._journal.begin_chunk(lines, deadline), submissions
+            return self._journal.begin_chunk(lines, deadline, now), submissions
 
     def sure(self, chunk: int) -> None:
         """The queue has taken it."""
@@ -241,9 +246,9 @@ class FileJob:
 
     def submissions(self, chunk: Chunk) -> list[Submission]:
         """The same as when it was begun."""
-        return [self._submission(line, chunk.deadline) for line in chunk.lines]
+        return [self._submission(line, chunk.deadline, chunk.created) for line in chunk.lines]
 
-    def _submission(self, line: SendLine, deadline: int) -> Submission:
+    def _submission(self, line: SendLine, deadline: int, created: int) -> Submission:
         """The request of a line. Raises InputError where the input has changed."""
         found = self._reader.read(line.n, self._input.read(line.at, line.size))
         if not isinstance(found, BatchLine) or found.custom_id != line.custom_id:
@@ -254,7 +259,7 @@ class FileJob:
             request_id,
             found.body,
             deadline,
-            created=int(time.time()),
+            created=created,
             token=token,
             results=self.naming.results,
             endpoint=found.url,

@@ -27,9 +27,8 @@ create table line (
 );
 create table bad (n integer primary key, custom_id text, code text, message text);
 create table place (position integer primary key, n integer);
-create table chunk (number integer primary key, deadline integer, sure integer default 0);
+create table chunk (number integer primary key, deadline integer, created integer, sure integer default 0);
 """
-_SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
 _SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
 _LARGE = ("line", "bad", "place", "chunk")
 
@@ -78,6 +77,8 @@ class Chunk:
 
     number: int
     deadline: int
+    created: int
+    """When it was begun: submitted again, its members are the same bytes."""
     lines: Sequence[SendLine]
 
 
@@ -286,14 +287,16 @@ class FileJournal:
         """Those whose turn it is."""
         return self._send_lines("position > ? order by position limit ?", (self.facts.sent, most))
 
-    def begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> Chunk:
+    def begin_chunk(self, lines: Sequence[SendLine], deadline: int, created: int) -> Chunk:
         """Inside a step: these lines will be submitted together."""
         self.facts.chunks += 1
         number = self.facts.chunks
-        self._db.execute("insert into chunk (number, deadline) values (?, ?)", (number, deadline))
+        self._db.execute(
+            "insert into chunk (number, deadline, created) values (?, ?, ?)", (number, deadline, created)
+        )
         self._db.executemany("update line set chunk = ? where n = ?", ((number, each.n) for each in lines))
         self.facts.sent = max(self.facts.sent, *(each.position for each in lines))
-        return Chunk(number, deadline, lines)
+        return Chunk(number, deadline, created, lines)
 
     def are_sure(self, numbers: Iterable[int]) -> None:
         """Inside a step: these chunks are in the queue, or were."""
@@ -302,11 +305,11 @@ class FileJournal:
     def unsure(self) -> list[Chunk]:
         """Chunks of which it is not known whether they were submitted."""
         rows = self._db.execute(
-            "select number, deadline from chunk where not sure order by number"
+            "select number, deadline, created from chunk where not sure order by number"
         ).fetchall()
         return [
-            Chunk(number, deadline, self._send_lines("line.chunk = ? order by position", (number,)))
-            for number, deadline in rows
+            Chunk(number, deadline, created, self._send_lines("line.chunk = ? order by position", (number,)))
+            for number, deadline, created in rows
         ]
 
     def open_lines(self, after: int, most: int) -> list[tuple[int, int, int]]:
