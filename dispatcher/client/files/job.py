@@ -84,7 +84,7 @@ class FileJob:
         self._open_sinks()
         if self._spool is not None:
             self._write_in_order(self._spool)
-        return FileStart(facts.lines, facts.done, faulty, resumed)
+        return FileStart(facts.lines, facts.done, faulty, resumed, name=facts.job)
 
     def close(self) -> None:
         for opened in reversed(self._opened):
