@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 RESULTS_MOST = 20_000
 """So many results of the shared list are looked through for one id at the most."""
 _PAGE = 500
-UNSERVED_AFTER_S = 30.0
-"""A dispatcher sweeps its queue each few seconds: who has not for so long is gone, or cannot reach Redis."""
 Read = Request | Rejection
 
 
@@ -148,6 +146,8 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
 
 async def _unserved(desk: RedisDesk) -> str:
     """Whether any dispatcher works on the queue, as far as Redis tells: empty where one does."""
+    from dispatcher.queue.redis.producer import UNSERVED_AFTER_S
+
     last_s = await desk.unserved_s()
     if last_s is not None and last_s < UNSERVED_AFTER_S:
         return ""

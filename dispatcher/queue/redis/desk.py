@@ -136,13 +136,7 @@ class RedisDesk:
 
     async def unserved_s(self) -> float | None:
         """How long ago a dispatcher last swept the queue, in Redis time; None: none ever has."""
-        scripts, line = self.backend.scripts, f"tick:{self.names.queue}"
-
-        async def read() -> tuple[Any, tuple[int, int]]:
-            return await scripts.client.hget(self.names.control, line), await scripts.client.time()
-
-        tick, (seconds, micros) = await scripts.attempt(read)
-        return None if tick is None else max(0.0, seconds + micros / 1e6 - float(tick))
+        return await producer.unserved_s(self.backend.scripts, self.names)
 
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)
