@@ -105,13 +105,15 @@ def play(
 
 @contextmanager
 def _seldom_searched() -> Iterator[None]:
-    """The loop leaves hardly any circles, and each search for them walks through a trace that may be of
-    hundreds of thousands of requests."""
+    """The loop leaves hardly any circles, and a search for them need not walk through what was there before:
+    a trace may be of hundreds of thousands of requests."""
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 

@@ -25,6 +25,7 @@ from dispatcher.core.headers import (
 from dispatcher.standin.model import BATCH_CONTEXT, work_s
 from dispatcher.standin.model import generated as drawn
 from dispatcher.standin.pool import Job, Level, Pool
+from dispatcher.standin.prefixes import PrefixCache
 from dispatcher.standin.wire import Exchange, Server, chunk, head
 
 
@@ -108,12 +109,14 @@ class Gateway:
         *,
         seconds: float | None,
         path_s: float,
+        prefixes: PrefixCache,
         drop_reason: str,
         seed: int,
         log_max: int,
     ) -> None:
         self.seconds = seconds
         self.path_s = path_s
+        self.prefixes = prefixes
         self.endpoints = True
         """False: the picker knows none, and says so."""
         self.log: deque[Entry] = deque(maxlen=log_max)
@@ -149,6 +152,7 @@ class Gateway:
         for level in self.levels.values():
             level.restart()
         self._counts.clear()
+        self.prefixes.restart()
 
     def report(self) -> dict[str, Any]:
         again = {id_: times for id_, times in self._arrivals.items() if times > 1}
@@ -159,6 +163,7 @@ class Gateway:
             "answers": {key: count for key, count in sorted(self._counts.items()) if key.isdigit()},
             "gone": self._counts["gone"],
             "broken": self._counts["broken"],
+            "prefixes": self.prefixes.report(),
             "connections": len(self.server.connections),
             "ids": {
                 "distinct": len(self._arrivals),
@@ -256,6 +261,8 @@ class Gateway:
             refusal = _text(429, "inference error: ResourceExhausted - saturated", self._drop_reason)
             self._travel(self._answer, exchange, entry, refusal)
             return
+
+        self.prefixes.read(exchange.body)
 
         def gone() -> None:
             self._pool.leave(job)

@@ -22,9 +22,12 @@ local function lane_of(state)
   end
 end
 
--- Where a request waits for a claim, each with its WHERE: pending ('P', no entry yet), returned, and the lanes.
-local WAITING, WAITING_LETTERS = {PENDING, RETURNED}, {'P', 'R'}
-for number, lane in ipairs(LANES) do WAITING[2 + number], WAITING_LETTERS[2 + number] = lane.set, lane.letter end
+-- Where a request waits for a claim, each with its WHERE: pending ('P', no entry yet), returned, and the lanes. Outside
+-- of the scripts a lane is named by its number (redis/search.py).
+local WAITING, WAITING_LETTERS, WAITING_NAMES = {PENDING, RETURNED}, {'P', 'R'}, {'P', 'R'}
+for number, lane in ipairs(LANES) do
+  WAITING[2 + number], WAITING_LETTERS[2 + number], WAITING_NAMES[2 + number] = lane.set, lane.letter, tostring(number)
+end
 
 -- A foreign key under one of our names would fail a script half way: look before the first write.
 for number = 1, OWN do

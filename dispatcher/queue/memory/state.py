@@ -11,7 +11,7 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -238,7 +238,7 @@ class Line:
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.dead: dict[int, tuple[Entry, str, float]] = {}
-        self.count: Counter[Place] = Counter()
+        self.count = dict.fromkeys(Place, 0)
         self.sets: dict[Lane | None, Lined] = {lane: Lined() for lane in (None, *Lane)}
         """What waits, by lane; None: outside of any."""
         self.in_lanes: Counter[Lane] = Counter()
@@ -271,12 +271,24 @@ class Line:
     def counts(self) -> Counts:
         count = self.count
         return Counts(
-            pending=count[Place.PENDING] + count[Place.RETURNED],
+            pending=self.waiting_count,
             leased=len(self.pool.grants),
             delayed=count[Place.DELAYED],
             dead=count[Place.DEAD],
             units=self.pool.units,
         )
+
+    @property
+    def waiting_count(self) -> int:
+        """How many are pending or returned."""
+        return self.count[Place.PENDING] + self.count[Place.RETURNED]
+
+    def passed_over(self, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
+        """How many wait in lanes whose room `taken` has used up."""
+        if not any(self.in_lanes.values()):
+            return 0
+        took = Counter(each.entry.lane for each in taken)
+        return sum(held for lane, held in self.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Score, member and entry of all that is pending, in no order."""
@@ -286,8 +298,8 @@ class Line:
         """Put an entry into a place; every other mention of it is void from here on."""
         if entry.moves:
             self.count[entry.place] -= 1
-            if entry.place is Place.RETURNED and entry.lane is not None:
-                self.in_lanes[entry.lane] -= 1
+            if entry.place is Place.RETURNED and (lane := entry.lane) is not None:
+                self.in_lanes[lane] -= 1
         entry.moves += 1
         entry.place = place
         if place is Place.GONE:
@@ -299,9 +311,10 @@ class Line:
         if place is Place.DELAYED:
             self.delayed.put(due_at, entry)
         else:
-            if entry.lane is not None:
-                self.in_lanes[entry.lane] += 1
-            self.sets[entry.lane].put(entry.score, entry)
+            lane = entry.lane
+            if lane is not None:
+                self.in_lanes[lane] += 1
+            self.sets[lane].put(entry.score, entry)
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
 

@@ -7,9 +7,10 @@ has no place here: push, forget, shorten; nor what is asked of a server: unfit, 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
@@ -37,8 +38,7 @@ from dispatcher.queue.constants import (
 from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Grant, Line, Place, Pool
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(NamedTuple):
     """The owner that takes a step, and the pool's time of it."""
 
     owner: str
@@ -87,9 +87,7 @@ def claim(
         _remember(line, me, nonce, taken)
         if probing and taken:
             pool.probe, pool.probe_waits = taken[0].entry.id, float("-inf")
-    took = Counter(each.entry.lane for each in taken)
-    full = sum(held for lane, held in line.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
-    return taken, line.counts().pending - full
+    return taken, line.waiting_count - line.passed_over(lanes, taken)
 
 
 def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int, int]:
@@ -126,11 +124,10 @@ def _read_time(permit: Permit, now: float) -> float:
 
 def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
     """Take a permit for the shared one if its reading is no older; the shared one by then."""
-    mine = replace(permit, read_at=_read_time(permit, now))
-    known = pool.permit
-    if known is None or mine.read_at >= known.read_at - SAME_READING_S:
-        newest = mine.read_at if known is None else max(mine.read_at, known.read_at)
-        pool.permit = known = replace(mine, read_at=newest)
+    read_at, known = _read_time(permit, now), pool.permit
+    if known is None or read_at >= known.read_at - SAME_READING_S:
+        newest = read_at if known is None else max(read_at, known.read_at)
+        pool.permit = known = permit if newest == permit.read_at else replace(permit, read_at=newest)
     return known
 
 
@@ -178,8 +175,8 @@ def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> Non
     nonces = line.nonces
     nonces[me.owner, nonce] = (
         me.now,
-        tuple(each.token for each in taken),
-        tuple(each.entry.id for each in taken),
+        tuple([each.token for each in taken]),
+        tuple([each.entry.id for each in taken]),
     )
     while nonces[oldest := next(iter(nonces))][0] < me.now - REPLY_TTL_S:
         del nonces[oldest]

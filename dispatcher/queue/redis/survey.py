@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispatcher.ports import Counts, QueueUnavailableError
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import Names, queue_of
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.rights import missing
@@ -63,6 +63,31 @@ async def survey(url: str, names: Names) -> Survey:
         return Survey(await desk.counts(), await desk.paused(), answer_s, await _server(scripts), lacks.wakes)
     finally:
         await desk.aclose()
+
+
+KEYS_LOOKED_AT = 20_000
+
+
+async def other_queues(desk: RedisDesk) -> tuple[list[str], bool] | None:
+    """Where nothing of this queue is on its server: which queues are, and whether all keys were looked at.
+    None: something of it is there. Raises QueueUnavailableError, also for a user who may not SCAN."""
+    scripts, names = desk.backend.scripts, desk.names
+    if await scripts.attempt(lambda: scripts.client.exists(*names.keys)):
+        return None
+
+    async def scan() -> tuple[set[str], bool]:
+        found: set[str] = set()
+        looked_at = 0
+        async for key in scripts.client.scan_iter(count=1000):
+            if looked_at == KEYS_LOOKED_AT:
+                return found, False
+            looked_at += 1
+            if (queue := queue_of(key.decode(errors="replace"))) is not None:
+                found.add(queue)
+        return found, True
+
+    queues, all_of_them = await scripts.attempt(scan)
+    return sorted(queues), all_of_them
 
 
 async def _ping(scripts: Scripts) -> float:
