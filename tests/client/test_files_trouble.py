@@ -23,6 +23,10 @@ from dispatcher.client.files.job import FileJob
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.run import FileRun
 from dispatcher.ports import Submission
+from dispatcher.queue.redis import producer
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.producer import Box
+from dispatcher.queue.redis.scripts import Scripts
 from tests.batchfiles import errors, ids, left, line, output, requests, run, source, until, write
 from tests.client.answering import NAMES, Answering
 from tests.queue.servers import Server
@@ -97,6 +101,28 @@ async def test_what_redis_has_lost_is_missed_although_others_push_into_the_list(
                 await task
         pushing.cancel()
     assert len(ids(output(paths))) == 3
+
+
+async def test_what_was_given_back_is_not_looked_for_again(one_redis: Server) -> None:
+    """Millions of numbers, looked up in one call by whoever resumes, would keep Redis from others."""
+    box, client = Box("batch-results:{many}"), connect(one_redis.url)
+    scripts = Scripts(client)
+    seen, stays, given_back, firsts = 0, 0, list[int](), list[int]()
+    for count in range(20):
+        await client.lpush(box.results, *(b"%d" % n for n in range(50)))
+        told = await producer.collect(scripts, box, me="", owner_s=1, seen=seen, given_back=given_back)
+        assert (told.other, len(told.results)) == (False, 50)
+        seen, given_back = told.last, [number for number, _ in told.results]
+        if count == 10:
+            stays = given_back.pop(25)
+        firsts.append(int(await client.hget(box.keep, "first") or 0))
+    told = await producer.collect(scripts, box, me="", owner_s=1, seen=seen, given_back=given_back)
+    assert (told.other, told.results) == (False, [])
+    assert firsts[10] - firsts[0] == 500
+    assert int(await client.hget(box.keep, "first") or 0) == firsts[-1] == stays
+    next_one = await producer.collect(scripts, box, me="", owner_s=1, seen=0)
+    assert [number for number, _ in next_one.results] == [stays]
+    await client.aclose()
 
 
 # What is not the run's own.
