@@ -7,6 +7,7 @@ import io
 import os
 import resource
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -123,6 +124,25 @@ async def test_what_was_given_back_is_not_looked_for_again(one_redis: Server) ->
     next_one = await producer.collect(scripts, box, me="", owner_s=1, seen=0)
     assert [number for number, _ in next_one.results] == [stays]
     await client.aclose()
+
+
+@pytest.mark.parametrize("taken", [False, True])
+async def test_what_never_came_to_the_queue_has_the_time_of_the_run_that_sends_it(
+    one_redis: Server, answering: Answering, paths: FilePaths, *, taken: bool
+) -> None:
+    """A process ended before its chunk was submitted (or known to be), and the next one comes a day later."""
+    write(source(paths), *requests(10))
+    job = FileJob(paths, FileOptions(), NAMES, Path())
+    job.begin()
+    chunk, submissions = job.next_chunk(10, int(time.time()) - 86_400)
+    queue = LineQueue(one_redis.url, NAMES, job.naming)
+    if taken:
+        await queue.submit(chunk.number, submissions)
+    job.close()
+    await queue.aclose()
+    async with answering.always():
+        done = await run(one_redis, paths)
+    assert (done.done, done.failed, len(answering.served)) == (10, 0, 10)
 
 
 # What is not the run's own.

@@ -162,7 +162,8 @@ def check_input(
             raise BadInputError(faulty, more=more)
         journal.arrange(by_group=by_group)
         if not journal.facts.lines:
-            raise InputError(f"{source.path}: holds no line")
+            name = "standard input" if journal.facts.from_stream else source.path
+            raise InputError(f"{name}: holds no line")
         if source.stamp() != stamp:
             raise InputError(f"{source.path}: was changed while it was read")
         journal.facts.input = {**stamp, "sha256": digest.hexdigest()}

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.client.files.job import AT_ONCE, FileJob
+from dispatcher.client.files.journal import Chunk
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
@@ -203,12 +204,22 @@ class FileRun:
         lost = await self._lost(sure=False)
         for chunk in unsure:
             absent = {line.n for line in chunk.lines} & lost.keys()
-            if len(absent) == len(chunk.lines):  # a chunk is taken as a whole
-                await self._queue.submit(chunk.number, await self._do(self._job.submissions, chunk))
+            if absent and len(absent) == len(chunk.lines):  # a chunk is taken as a whole
+                await self._submit_again(chunk)
             await self._do(self._job.sure, chunk.number)
             for n in absent:
                 del lost[n]
         await self._send_again(lost)
+
+    async def _submit_again(self, chunk: Chunk) -> None:
+        """One that perhaps never came to the queue. Its time may be over since; that of the run is not."""
+        if chunk.deadline <= time.time() + SURELY_S and not await self._queue.took(chunk.number):
+            numbers = [line.n for line in chunk.lines]
+            chunk, submissions = await self._do(self._job.chunk_again, numbers, int(self._ends_at))
+            await self._queue.submit(chunk.number, submissions)
+            await self._do(self._job.sure, chunk.number)
+        else:
+            await self._queue.submit(chunk.number, await self._do(self._job.submissions, chunk))
 
     async def _look_for_lost(self) -> None:
         """Redis may have lost requests; and results that nobody fetched for too long."""
