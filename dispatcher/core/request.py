@@ -418,19 +418,30 @@ def encode_member(
         "headers": headers,
         "endpoint": endpoint,
     }
-    member = _encode(
-        {
-            "internal": {name: value for name, value in internal.items() if value or name == "retry_count"},
-            "request_kind": kind,
-            "data": {
-                name: value for name, value in data.items() if value or name in ("id", "payload", "deadline")
-            },
-        }
-    )
+    try:
+        member = _encode(
+            {
+                "internal": {
+                    name: value for name, value in internal.items() if value or name == "retry_count"
+                },
+                "request_kind": kind,
+                "data": {
+                    name: value
+                    for name, value in data.items()
+                    if value or name in ("id", "payload", "deadline")
+                },
+            }
+        )
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{_named(request_id)}: holds a lone surrogate, which is no character") from error
     parsed = parse(member)
     if isinstance(parsed, Rejection):
-        raise ValueError(f"request {request_id!r}: {parsed.message}")  # noqa: TRY004 - a value, not a type
+        raise ValueError(f"{_named(request_id)}: {parsed.message}")  # noqa: TRY004 - a value, not a type
     return member
+
+
+def _named(request_id: object) -> str:
+    return f"request {shortened(repr(request_id), _MESSAGE_CHARS)}"
 
 
 def answered(request_id: str, status: int, body: bytes, *, token: str = "") -> bytes:
