@@ -172,11 +172,12 @@ class QueueAccess:
         )
         if shared.limit is not None:
             self._limiter.shared(shared.limit, shared.read_at)
-        self._limiter.pause(shared.paused, now())
+        at = now()
+        self._limiter.pause(shared.paused, at)
         if shared.overload is not None:
             self.overloaded(shared.overload, heard=True)
         if isinstance(told, Claimed):
-            self._limiter.waiting(told.waiting, now())
+            self._limiter.waiting(told.waiting, at)
 
     def overloaded(self, overload: Overload, *, heard: bool = False) -> None:
         """A refusal, of ours or `heard` of. Whoever told it may not have known how many of the others' were
