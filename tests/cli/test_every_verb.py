@@ -23,7 +23,8 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import VERBS, app
-from dispatcher.core.result import answered, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import answered
 from dispatcher.ports import Burial, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import claim, queues
