@@ -120,19 +120,22 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
     score = score_of(deadline, item.priority)
     request_id = item.id or f"r-{secrets.token_hex(8)}"
     body = _body(item.body)
-    with sending(queue, request_id, item.metadata) as metadata:
-        member = encode_member(
-            request_id,
-            body,
-            deadline,
-            created=int(now),
-            token=token,
-            results=results,
-            endpoint=item.path,
-            headers=item.headers,
-            metadata=metadata,
-            labels=item.labels,
-        )
+    try:
+        with sending(queue, request_id, item.metadata) as metadata:
+            member = encode_member(
+                request_id,
+                body,
+                deadline,
+                created=int(now),
+                token=token,
+                results=results,
+                endpoint=item.path,
+                headers=item.headers,
+                metadata=metadata,
+                labels=item.labels,
+            )
+    except UnicodeEncodeError as error:
+        raise ValueError("the request holds a lone surrogate, which is no character") from error
     if len(member) > MOST_BYTES:
         raise ValueError(f"the body: {len(body)} bytes are more than Redis takes")
     return Submission(member, score, request_id, token, deadline)

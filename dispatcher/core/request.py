@@ -396,5 +396,6 @@ def encode_member(
     )
     parsed = parse(member)
     if isinstance(parsed, Rejection):
-        raise ValueError(f"request {request_id!r}: {parsed.message}")  # noqa: TRY004 - a value, not a type
+        named = shortened(repr(request_id), _MESSAGE_CHARS)
+        raise ValueError(f"request {named}: {parsed.message}")  # noqa: TRY004 - a value, not a type
     return member

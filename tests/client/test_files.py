@@ -11,10 +11,10 @@ import sqlite3
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -23,7 +23,6 @@ from dispatcher.client.files import (
     BadInputError,
     FileOptions,
     FilePaths,
-    FileProgress,
     FileStart,
     InputError,
     JournalError,
@@ -36,60 +35,9 @@ from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.run import FileRun
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, failed
-from tests.batchfiles import BAD, line
+from tests.batchfiles import BAD, errors, ids, left, line, output, read, requests, run, source, until, write
 from tests.client.answering import NAMES, POOL, Answering, echo, refusal
 from tests.queue.servers import Server
-
-T = TypeVar("T")
-
-
-def write(path: Path, *lines: bytes) -> Path:
-    path.write_bytes(b"".join(each + b"\n" for each in lines))
-    return path
-
-
-def requests(count: int) -> list[bytes]:
-    return [line(f"c-{n}", system=f"You are {n % 3}.") for n in range(count)]
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    text = path.read_bytes()
-    assert not text or text.endswith(b"\n")
-    return [json.loads(each) for each in text.splitlines()]
-
-
-def ids(path: Path) -> list[str]:
-    return [each["custom_id"] for each in read(path)]
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> FilePaths:
-    return FilePaths(tmp_path / "in.jsonl", tmp_path / "out.jsonl")
-
-
-def output(paths: FilePaths) -> Path:
-    assert isinstance(paths.output, Path)
-    return paths.output
-
-
-def errors(paths: FilePaths) -> Path:
-    assert paths.errors_path is not None
-    return paths.errors_path
-
-
-def source(paths: FilePaths) -> Path:
-    assert isinstance(paths.source, Path)
-    return paths.source
-
-
-async def run(server: Server, paths: FilePaths, **options: Any) -> FileProgress:
-    return await run_file(server.url, NAMES, paths, FileOptions(**options))
-
-
-def left(server: Server) -> set[bytes]:
-    """Keys that nobody needs any more."""
-    with server.client() as client:
-        return {key for key in client.scan_iter() if b"file-" in key}
 
 
 async def test_every_line_is_answered_once(one_redis: Server, answering: Answering, paths: FilePaths) -> None:
@@ -314,13 +262,6 @@ async def test_two_processes_do_not_work_on_one_output(
         assert (await first).done == 10
 
 
-async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
-    ends = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < ends
-        await asyncio.sleep(0.01)
-
-
 # What is broken off, and goes on.
 
 
@@ -518,7 +459,7 @@ async def crashed(server: Server, paths: FilePaths, options: FileOptions, at: in
         queue = LineQueue(server.url, NAMES, job.naming)
         wrapped: list[Any] = [Crashing(each, steps, at, when) for each in (job, queue)]
         try:
-            await FileRun(wrapped[0], wrapped[1], thread, options).work(lambda _: None)
+            await FileRun(wrapped[0], wrapped[1], thread, options.max_pending, 2**31).work(lambda _: None)
         except CrashError:
             return True
         finally:

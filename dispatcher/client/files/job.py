@@ -8,8 +8,10 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
+from threading import Event
+from typing import Any, TypeVar
 
 from dispatcher.client.files.intake import Input, InputError, check_input, spool
 from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, JournalError, SendLine
@@ -44,14 +46,17 @@ class FileJob:
         self._reader = reader_of(options)
         self._began = time.monotonic()
         self._opened: list[FileJournal | Input | Sink] = []
-        self._ending = False
         self._journal: FileJournal
         self._input: Input
         self._output: Sink
         self._errors: Sink
         self._spool: FileSink | None = None
+        self._stamp: dict[str, Any] = {}
+        """The input's, when it was last known to be what was checked."""
         self._seconds_before = 0.0
         self.naming: Naming
+        self.stopped = Event()
+        """Set by who does not wait any longer: `begin` ends."""
         self.open = 0
         """Lines that were sent and are not done."""
         self.open_bytes = 0
@@ -60,23 +65,27 @@ class FileJob:
         """Check the input, or find out where an earlier process was."""
         self._paths.check()
         path = self._beside(".journal")
-        self._refuse_unknown_output(path)
+        if not path.exists():
+            self._refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
-        if self._ending:  # while it was opened
+        if self.stopped.is_set():  # while it was opened
             self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
         resumed = facts.checked
         if resumed:
             self._compare()
+        else:
+            self._refuse_unknown_output(path)
         source = self._source()
         if facts.finished_at and not source.exists():
             return FileStart(facts.lines, facts.done, resumed=True, finished=True)
-        self._input = self._to_close(Input(source))
+        self._input = self._to_close(Input(source, self.stopped))
         faulty: list[FaultyLine] = []
         if resumed:
             self._compare_input()
             if facts.finished_at:
+                self._tidy()
                 return FileStart(facts.lines, facts.done, resumed=True, finished=True)
             self._count_open()
         else:
@@ -92,13 +101,14 @@ class FileJob:
 
     def end(self) -> None:
         """From another thread: break off, however long it would still take. Nothing is lost."""
-        self._ending = True
+        self.stopped.set()
         if "_journal" in vars(self):
             self._journal.end()
 
     def close(self) -> None:
-        for opened in reversed(self._opened):
-            opened.close()
+        with ExitStack() as stack:  # each of them, whatever the others raise
+            for opened in self._opened:
+                stack.callback(opened.close)
 
     @property
     def complete(self) -> bool:
@@ -137,11 +147,9 @@ class FileJob:
     # The begin.
 
     def _refuse_unknown_output(self, journal: Path) -> None:
-        """What somebody else has written is not overwritten."""
-        if journal.exists():
-            return
+        """What somebody else has written is not overwritten, nor what a run wrote whose journal is lost."""
         for path in (self._paths.output, self._paths.errors_path):
-            if isinstance(path, Path) and path.exists() and path.stat().st_size:
+            if isinstance(path, Path) and path.is_file() and path.stat().st_size:
                 why = f"holds something, and there is no {journal} of a run that could go on"
                 raise JournalError(f"{path} {why}: name another file, or remove it")
 
@@ -150,7 +158,7 @@ class FileJob:
         if isinstance(source, Path):
             return source
         path = self._beside(".input")
-        spool(source, path)
+        spool(source, path, self.stopped, self._journal.facts.input.get("sha256", ""))
         return path
 
     def _check(self) -> list[FaultyLine]:
@@ -160,6 +168,7 @@ class FileJob:
         facts.begun_at = time.time()
         facts.queue = self._names.queue
         facts.shape = shape_of(options)
+        facts.from_stream = not isinstance(self._paths.source, Path)
         by_group = options.group == "prefix"
         try:
             return check_input(
@@ -183,9 +192,12 @@ class FileJob:
     def _compare_input(self) -> None:
         """A run goes on with the same input, wherever that lies by now."""
         known, stamp = self._journal.facts.input, self._input.stamp()
+        if stamp == self._stamp:
+            return
         if known["bytes"] == stamp["bytes"] and (
             known["changed_ns"] == stamp["changed_ns"] or known["sha256"] == self._input.digest()
         ):
+            self._stamp = stamp
             return
         told = f"{self._input.path} is not the input that {self._journal.path} is of"
         raise InputError(f"{told}: give that one, or another output")
@@ -231,6 +243,7 @@ class FileJob:
         return self._begin_chunk(self._journal.lines_of(numbers), deadline)
 
     def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
+        self._compare_input()
         now = int(time.time())
         submissions = [self._submission(line, deadline, now) for line in lines]
         with self._journal.step():
@@ -306,9 +319,10 @@ class FileJob:
             self.open_bytes -= size
         self._write(lines)
 
-    def open_lines(self, after: int) -> list[tuple[int, int, int]]:
-        """Lines that were sent and are not done, AT_ONCE from a number on: number, bytes, deadline."""
-        return self._journal.open_lines(after, AT_ONCE)
+    def open_lines(self, after: int, sure: bool = False) -> list[tuple[int, int, int]]:
+        """Lines that were sent (`sure`: and that the queue has taken) and are not done, AT_ONCE from a number
+        on: number, bytes, deadline."""
+        return self._journal.open_lines(after, AT_ONCE, sure=sure)
 
     def still_open(self, numbers: Sequence[int]) -> set[int]:
         """Those that are not done."""
@@ -324,9 +338,13 @@ class FileJob:
             facts.finished_at = time.time()
             facts.seconds = self._seconds
             facts.secret = b""
-        for suffix in (".spool", ".input"):
-            self._beside(suffix).unlink(missing_ok=True)
+        self._tidy()
         self._journal.shrink()
+
+    def _tidy(self) -> None:
+        for suffix in (".spool", *([".input"] if self._journal.facts.from_stream else [])):
+            with suppress(OSError):
+                self._beside(suffix).unlink(missing_ok=True)
 
     def _failure(self, n: int, custom_id: str | None, why: tuple[str, str]) -> tuple[int, OutLine]:
         return n, error_line(self.naming.request_id(n), custom_id, *why, n)

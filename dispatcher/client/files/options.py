@@ -17,6 +17,9 @@ from dispatcher.client.item import Body, Deadline
 from dispatcher.core.batchlines import LineRules
 from dispatcher.core.template import Template
 
+OF_A_RUN = (".journal", ".journal-wal", ".journal-shm", ".spool", ".input.partial")
+"""What a run writes for itself beside the output. (`.input` may be named: a run goes on with it.)"""
+
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
@@ -43,6 +46,12 @@ class FileOptions:
     """Of the requests of a template; empty: the dispatcher's `gateway.path`."""
     max_pending: int = 20_000
     """So many lines may be in the queue at a time."""
+
+    def __post_init__(self) -> None:
+        if self.max_pending < 1:
+            raise ValueError(f"max_pending {self.max_pending}: must be at least 1")
+        if self.group not in ("prefix", "none"):
+            raise ValueError(f"group {self.group!r}: give prefix or none")
 
 
 def reader_of(options: FileOptions) -> LineReader:
@@ -96,6 +105,11 @@ class FilePaths:
         named = [path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)]
         if len({path.resolve() for path in named}) < len(named):
             raise InputError("input, output and errors must be files of their own")
+        if isinstance(self.output, Path):
+            of_run = {self.beside(Path(), suffix).resolve() for suffix in OF_A_RUN}
+            for path in (self.source, self.errors_path):
+                if isinstance(path, Path) and path.resolve() in of_run:
+                    raise InputError(f"{path} is a file of the run's own: name another one")
 
 
 @dataclass(frozen=True, slots=True)

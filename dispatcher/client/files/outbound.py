@@ -57,6 +57,11 @@ class LineQueue:
         await self._patiently(act)
         self._done_with = [reply]
 
+    async def took(self, chunk: int) -> bool:
+        """Whether it remembers this chunk."""
+        scripts, reply = self._backend.scripts, self._naming.reply(chunk)
+        return bool(await self._patiently(lambda: scripts.attempt(lambda: scripts.client.exists(reply))))
+
     async def inactive(self, numbers: Sequence[int]) -> set[int]:
         """Those of at most ASKED_AT_ONCE lines whose requests are neither in line nor at work."""
         scripts, names = self._backend.scripts, self._backend.names

@@ -113,9 +113,11 @@ class RedisDesk:
         """A page of those that may bear this id, where looking costs little."""
         return await search.near(self.backend, request_id, after)
 
-    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+    async def search(
+        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
+    ) -> Looked:
         """A page of a walk over all requests, or over those that were claimed at least once."""
-        return await search.walk(self.backend, words, after, entries_only=entries_only)
+        return await search.walk(self.backend, words, after, entries_only=entries_only, whole=whole)
 
     async def ahead(self, found: FoundRequest) -> int | None:
         """How many lie before it in line; None where it does not wait there (any more)."""
@@ -125,6 +127,14 @@ class RedisDesk:
         """Take over requests that were found in that other queue; how many are new."""
         batches = in_steps(requests, lambda each: len(each.member))
         return sum([await search.restore(self.backend, queue, batch) for batch in batches])
+
+    async def is_where(self, other: RedisDesk) -> bool:
+        """Whether both are on one server, whatever their URLs say: what is written here is found there."""
+        key, here, there = self.backend.new_reply(), self.backend.scripts, other.backend.scripts
+        await here.attempt(lambda: here.client.set(key, "here", ex=60))
+        found = await there.attempt(lambda: there.client.get(key))
+        await here.attempt(lambda: here.client.delete(key))
+        return found is not None
 
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
         """What lies in a result list, the oldest first, behind so many; nothing is taken."""

@@ -51,12 +51,12 @@ async def near(backend: Backend, request_id: str, after: str) -> Looked:
     return Looked([_found(*row) for row in rows], then, looked)
 
 
-async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool) -> Looked:
+async def walk(backend: Backend, words: Words, after: str, *, entries_only: bool, whole: bool) -> Looked:
     """`after`: which part of the walk, how many to read, and the cursor."""
     part, most, cursor = (after or f"0:{_FIRST_PAGE}:0").split(":")
     how, count = _WALK[int(part)], int(most)
     while True:
-        args = (how, "", 0, cursor, count, SCRIPT_BYTES, SCRIPT_BYTES)
+        args = (how, "", 0, cursor, count, SCRIPT_BYTES, _WHOLE if whole else SCRIPT_BYTES)
         ended, then, looked, size, again, rows = await _look(backend, args, words)
         if not again:
             break
