@@ -116,7 +116,7 @@ class Tries:
 
     def _never_began(self, begun: Try, _task: asyncio.Task[None]) -> None:
         """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
-        if any(held.rides is begun for held in begun.riders):
+        if begun.task is not None and any(held.rides is begun for held in begun.riders):
             self._holding.back(begun)
             for held in begun.riders:
                 self._was_cut(held)
