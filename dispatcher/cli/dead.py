@@ -25,7 +25,7 @@ EXAMPLES = {
     "dead show": ["batch-dispatcher dead show r-1"],
     "dead requeue": [
         "batch-dispatcher dead requeue r-1 r-2",
-        "batch-dispatcher dead requeue --all --deadline 86400",
+        "batch-dispatcher dead requeue --all --deadline 1d",
     ],
     "dead purge": ["batch-dispatcher dead purge --older 7d --yes"],
 }

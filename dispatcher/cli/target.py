@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from dispatcher.cli.screen import complain, fail, warn
+from dispatcher.core.duration import seconds_of
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names, QueueNameError
 from dispatcher.settings import AdminSettings, Problem, Settings, load, load_client
@@ -74,15 +75,25 @@ SECONDS_MOST = 10 * 365 * 86_400
 """Ten years."""
 
 
-def _within(seconds: float | None) -> float | None:
-    if seconds is not None and not 1 <= seconds <= SECONDS_MOST:
-        raise typer.BadParameter(f"give seconds from now, 1 to {SECONDS_MOST} (ten years)")
+def _within(written: str | float) -> float:
+    """Of what was given, or of the default."""
+    try:
+        seconds = seconds_of(written) if isinstance(written, str) else written
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not 1 <= seconds <= SECONDS_MOST:
+        raise typer.BadParameter(f"{written}: give 1 s to ten years from now, such as 90s, 10m or 8h")
     return seconds
 
 
 Within = Annotated[
     float,
-    typer.Option("--deadline", callback=_within, help="Seconds from now until it must be answered."),
+    typer.Option(
+        "--deadline",
+        parser=_within,
+        metavar="TIME",
+        help="From now until it must be answered: seconds, or 10m, 8h, 2d.",
+    ),
 ]
 Labels = Annotated[
     list[str] | None, typer.Option("--label", help="name=value of internal.labels; may be repeated.")
@@ -91,8 +102,9 @@ WithinOrNone = Annotated[
     float | None,
     typer.Option(
         "--deadline",
-        callback=_within,
-        help="Seconds from now until it must be answered. Default: an hour, for a file a day.",
+        parser=_within,
+        metavar="TIME",
+        help="From now until it must be answered: seconds, or 10m, 8h, 2d. Default: 1h, for a file 1d.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -163,7 +163,7 @@ async def test_what_is_wrong_with_one_item_is_told_by_its_result_alone(
     ]
     assert results[6].status == 200, "the answer is there all the same"
     assert "not that one" in results[1].message
-    assert "give seconds, or a duration" in results[3].message
+    assert "is no span of time" in results[3].message
     assert "give a mapping or bytes, not str" in results[5].message
     with pytest.raises(HookError, match="nor this one"):
         results[6].raise_for_status()
@@ -277,6 +277,7 @@ async def test_a_request_is_cancelled_by_its_handle(answering: Answering, produc
         (90, 90),
         ("90s", 90),
         ("1h30m", 5400),
+        ("1 h 30 min", 5400),
         ("1.5h", 5400),
         ("2d", 172_800),
         (timedelta(minutes=5), 300),
@@ -296,7 +297,7 @@ async def test_a_deadline_is_said_in_the_callers_way(
     [
         "",
         "soon",
-        "1 h",
+        "30m1h",
         "-5m",
         0,
         -1,
