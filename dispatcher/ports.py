@@ -412,9 +412,11 @@ class Desk(Protocol):
         """A page of those that hold this id and are found at little cost: of our client, or leased."""
         ...
 
-    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+    async def search(
+        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
+    ) -> Looked:
         """A page of a walk over all, or over those claimed at least once: those that hold of each word one
-        spelling. What is in the queue all the while is found; some are met twice."""
+        spelling. What is in the queue all the while is found; some are met twice. `whole`: as in `lying`."""
         ...
 
     async def ahead(self, found: FoundRequest) -> int | None:

@@ -1,9 +1,17 @@
-"""Lines of batch files for tests: good ones, and every kind of bad one with what must be said of it."""
+"""Batch files for tests: good lines, every kind of bad one with what must be said of it, and runs of them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from dispatcher.client.files import FileOptions, FilePaths, FileProgress, run_file
+from tests.client.answering import NAMES
+from tests.queue.servers import Server
 
 CHAT = "/v1/chat/completions"
 
@@ -63,3 +71,54 @@ BAD: dict[str, tuple[bytes, str]] = {
     "model empty": (line("x", model=""), "body.model: must be the name of a model, not an empty string"),
 }
 """Kind → a line, and words of what is wrong with it."""
+
+
+def write(path: Path, *lines: bytes) -> Path:
+    path.write_bytes(b"".join(each + b"\n" for each in lines))
+    return path
+
+
+def requests(count: int) -> list[bytes]:
+    return [line(f"c-{n}", system=f"You are {n % 3}.") for n in range(count)]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    text = path.read_bytes()
+    assert not text or text.endswith(b"\n")
+    return [json.loads(each) for each in text.splitlines()]
+
+
+def ids(path: Path) -> list[str]:
+    return [each["custom_id"] for each in read(path)]
+
+
+def output(paths: FilePaths) -> Path:
+    assert isinstance(paths.output, Path)
+    return paths.output
+
+
+def errors(paths: FilePaths) -> Path:
+    assert paths.errors_path is not None
+    return paths.errors_path
+
+
+def source(paths: FilePaths) -> Path:
+    assert isinstance(paths.source, Path)
+    return paths.source
+
+
+async def run(server: Server, paths: FilePaths, **options: Any) -> FileProgress:
+    return await run_file(server.url, NAMES, paths, FileOptions(**options))
+
+
+def left(server: Server) -> set[bytes]:
+    """Keys that nobody needs any more."""
+    with server.client() as client:
+        return {key for key in client.scan_iter() if b"file-" in key}
+
+
+async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    ends = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < ends
+        await asyncio.sleep(0.01)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from dispatcher.cli.screen import fold
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
@@ -177,7 +178,8 @@ class _Lines:
     def explain(self, *parts: str | Sequence[str]) -> None:
         for part in parts:
             for line in [part] if isinstance(part, str) else part:
-                self._say(line, dim=True)
+                for row in [line] if (width := _width()) is None else fold([line], width):
+                    self._say(row, dim=True)
 
     def _say(self, text: str, **style: Any) -> None:
         if not self.silent:

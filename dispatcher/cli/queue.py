@@ -11,7 +11,7 @@ import typer
 from dispatcher.cli.screen import answer, complain, fail, say
 from dispatcher.cli.sought import each
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, ask, locate
-from dispatcher.core.located import Whereabouts
+from dispatcher.core.located import IN_LINE, Whereabouts
 from dispatcher.queue.embedded import running_url
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ EXAMPLES = {
     ]
 }
 EMBEDDED = "embedded"
-_PLACES = (
-    Whereabouts.DEAD,
-    Whereabouts.DELAYED,
-    Whereabouts.SUSPECT,
-    Whereabouts.RETURNED,
-    Whereabouts.PENDING,
-)
+_PLACES = (Whereabouts.DEAD, Whereabouts.DELAYED, *reversed(IN_LINE))
 _PAGE = 256
 _TELL_EACH = 10_000
 
@@ -63,7 +57,7 @@ def copy(
     url, names = _source(source, config, queue_name, pool)
     if url.rstrip("/") == to.rstrip("/"):
         raise fail("--from and --to are the same", 2)
-    found = ask(QueueTarget(url, names), lambda desk: _copy(desk, QueueTarget(to, names), live=live))
+    found = ask(QueueTarget(url, names), lambda desk: copy_requests(desk, QueueTarget(to, names), live=live))
     if found is None:
         raise fail(
             f"{names.queue} is not paused there: batch-dispatcher pause first "
@@ -96,19 +90,25 @@ def _source(source: str, config: Config, queue_name: str, pool: str) -> tuple[st
     return url, place.names
 
 
-async def _copy(
+async def copy_requests(
     source: RedisDesk, target: QueueTarget, *, live: bool
 ) -> tuple[Counter[Whereabouts], int, int] | None:
-    """How many lay where, how many were new, how many are leased; None: the source is not paused."""
+    """How many lay where, how many were new, how many are leased; None: the source is not paused.
+
+    Read twice: first as they lie, which keeps the order of the dead. But what expires meanwhile shifts the
+    ranks of those behind it, so then by a walk that misses nothing.
+    """
     from dispatcher.queue.redis.connect import connect
     from dispatcher.queue.redis.desk import RedisDesk
 
-    if not live and await source.paused() is None:
-        return None
     counts: Counter[Whereabouts] = Counter()
     added = 0
     destination = RedisDesk(connect(target.url), target.names)
     try:
+        if await destination.is_where(source):
+            raise fail("--from and --to are the same Redis: all that was tried once would be there twice", 2)
+        if not live and await source.paused() is None:
+            return None
         for place in _PLACES:
             async for page in each(lambda after: source.lying(place, _PAGE, after, whole=True)):  # noqa: B023
                 added += await destination.restore(target.names.queue, page.found)
@@ -116,6 +116,12 @@ async def _copy(
                 counts[place] += len(page.found)
                 if sys.stderr.isatty() and before // _TELL_EACH < counts.total() // _TELL_EACH:
                     complain(f"{counts.total():,} read", fg=None)
+        async for page in each(lambda after: source.search((), after, whole=True)):
+            for place in _PLACES:
+                missed = [one for one in page.found if one.state is place]
+                new = await destination.restore(target.names.queue, missed) if missed else 0
+                counts[place] += new
+                added += new
         return counts, added, (await source.counts()).leased
     finally:
         await destination.aclose()

@@ -19,7 +19,7 @@ import typer
 from dispatcher.cli.screen import complain, fail, warn
 from dispatcher.core.duration import seconds_of
 from dispatcher.queue.embedded import running_url
-from dispatcher.queue.keys import Names, QueueNameError
+from dispatcher.queue.keys import Names, QueueNameError, usual_pool_of
 from dispatcher.settings import AdminSettings, Problem, Settings, load, load_client
 from dispatcher.settings.source import PREFIX
 
@@ -38,8 +38,8 @@ Config = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, "
-        "~/.config/batch-dispatcher/config.yaml, or the environment alone.",
+        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, that in "
+        "~/.config/batch-dispatcher, or the environment alone.",
         show_default=False,
     ),
 ]
@@ -71,18 +71,19 @@ QueueName = Annotated[
     ),
 ]
 
+OTHERS_SHOWN = 8
 SECONDS_MOST = 10 * 365 * 86_400
 """Ten years."""
 
 
 def _within(written: str | float) -> float:
-    """Of what was given, or of the default."""
+    """The seconds of an option; a default comes here as well, as a number."""
     try:
-        seconds = seconds_of(written) if isinstance(written, str) else written
+        seconds = seconds_of(str(written))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if not 1 <= seconds <= SECONDS_MOST:
-        raise typer.BadParameter(f"{written}: give 1 s to ten years from now, such as 90s, 10m or 8h")
+        raise typer.BadParameter(f"{written!r}: give at least 1s and at most 3650d (ten years)")
     return seconds
 
 
@@ -92,11 +93,13 @@ Within = Annotated[
         "--deadline",
         parser=_within,
         metavar="TIME",
-        help="From now until it must be answered: seconds, or 10m, 8h, 2d.",
+        show_default="1h",
+        help="How long from now until it must be answered: 90s, 30m, 1h30m, 8h, 1d.",
     ),
 ]
 Labels = Annotated[
-    list[str] | None, typer.Option("--label", help="name=value of internal.labels; may be repeated.")
+    list[str] | None,
+    typer.Option("--label", metavar="NAME=VALUE", help="Of internal.labels; may be repeated."),
 ]
 WithinOrNone = Annotated[
     float | None,
@@ -104,7 +107,8 @@ WithinOrNone = Annotated[
         "--deadline",
         parser=_within,
         metavar="TIME",
-        help="From now until it must be answered: seconds, or 10m, 8h, 2d. Default: 1h, for a file 1d.",
+        help="How long from now until it must be answered: 90s, 30m, 8h, 2d. "
+        "Default: an hour, for a file a day.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -120,6 +124,8 @@ class QueueTarget:
     """None where only a URL was given, or something else is wrong with the configuration."""
     admin: AdminSettings | None = None
     """Where a dispatcher can be asked; None: only a URL was given."""
+    guessed: bool = False
+    """Nobody named the queue: a URL was given, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,8 @@ class Located:
     settings: Settings | None = None
     problems: tuple[Problem, ...] = ()
     """What is wrong with the configuration; the rest of it is here."""
+    guessed: bool = False
+    """Nobody named the queue: a URL was given, and nothing else."""
 
     def queue_url(self) -> str | None:
         """The queue's URL; None where it is not there now. An embedded one comes and goes."""
@@ -194,7 +202,7 @@ def locate(config: Path | None, url: str, queue: str, pool: str = "") -> Located
     pool = pool or environ.get(POOL, "")
     try:
         if url and config is None:
-            return Located(_names(queue, pool or "default"), url)
+            return Located(_names(queue, pool or "default"), url, guessed=not (queue or pool))
         path = config_path(config, environ)
         found, problems = load_client(path, environ)
         if found is None:
@@ -240,7 +248,7 @@ def find(config: Path | None, url: str, queue: str, pool: str = "") -> QueueTarg
     found = place.queue_url()
     if found is None:
         raise fail(place.absent)
-    return QueueTarget(found, place.names, place.settings, place.admin)
+    return QueueTarget(found, place.names, place.settings, place.admin, place.guessed)
 
 
 def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
@@ -263,6 +271,8 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     async def at_desk() -> T:
         desk = RedisDesk(connect(target.url), target.names)
         try:
+            if target.guessed:
+                await warn_of_others(desk)
             return await act(desk)
         finally:
             await desk.aclose()
@@ -273,3 +283,26 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
         raise fail(str(error), 2) from error
     except QueueUnavailableError as error:
         raise fail(str(error)) from error
+
+
+async def warn_of_others(desk: RedisDesk) -> None:
+    """Where nothing is there of the queue that nobody named, say which queues are."""
+    from dispatcher.ports import QueueUnavailableError
+    from dispatcher.queue.redis.survey import KEYS_LOOKED_AT, other_queues
+
+    try:
+        found = await other_queues(desk)
+    except QueueUnavailableError:  # what was asked for says why; or this user may not look around
+        return
+    if found is None or not found[0]:
+        return
+    queues, all_of_them = found
+    pools = [usual_pool_of(each) for each in queues]
+    told = [
+        f"--queue {each}" if pool is None else f"--pool {pool}"
+        for each, pool in zip(queues, pools, strict=True)
+    ]
+    some = ", ".join(told[:OTHERS_SHOWN])
+    more = f", and {len(told) - OTHERS_SHOWN} more" if len(told) > OTHERS_SHOWN else ""
+    bound = "" if all_of_them else f" (of {KEYS_LOOKED_AT:,} keys; there are more)"
+    warn(f"{desk.names.queue} is not there, but others are: name yours by {some}{more}{bound}")

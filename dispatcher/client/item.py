@@ -80,7 +80,7 @@ def seconds_from(deadline: Deadline, now: float) -> float:
         try:
             within = seconds_of(deadline)
         except ValueError as error:
-            raise ValueError(f"deadline: {error}") from None
+            raise ValueError(f"deadline {error}") from error
     elif isinstance(deadline, timedelta):
         within = deadline.total_seconds()
     elif isinstance(deadline, datetime):
@@ -120,19 +120,22 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
     score = score_of(deadline, item.priority)
     request_id = item.id or f"r-{secrets.token_hex(8)}"
     body = _body(item.body)
-    with sending(queue, request_id, item.metadata) as metadata:
-        member = encode_member(
-            request_id,
-            body,
-            deadline,
-            created=int(now),
-            token=token,
-            results=results,
-            endpoint=item.path,
-            headers=item.headers,
-            metadata=metadata,
-            labels=item.labels,
-        )
+    try:
+        with sending(queue, request_id, item.metadata) as metadata:
+            member = encode_member(
+                request_id,
+                body,
+                deadline,
+                created=int(now),
+                token=token,
+                results=results,
+                endpoint=item.path,
+                headers=item.headers,
+                metadata=metadata,
+                labels=item.labels,
+            )
+    except UnicodeEncodeError as error:
+        raise ValueError("the request holds a lone surrogate, which is no character") from error
     if len(member) > MOST_BYTES:
         raise ValueError(f"the body: {len(body)} bytes are more than Redis takes")
     return Submission(member, score, request_id, token, deadline)

@@ -5,37 +5,23 @@ from __future__ import annotations
 import math
 import re
 
-_UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
-_PART = re.compile(rf"{_NUMBER} ?({'|'.join(sorted(_UNITS, key=len, reverse=True))}) *")
-_BARE = re.compile(_NUMBER)
-_SHOWN = 40
-"""Characters of what was written that a message repeats."""
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)\s*")
+_PARTS = re.compile(f"(?:{_PART.pattern})+")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def seconds_of(written: str) -> float:
-    """`90` (seconds), `90s`, `1.5m`, `2h`, `1d`, `1w`, `250ms`, `1h30m`, `2 h 5 min`.
-
-    Several units go from the largest to the smallest, each once. Raises ValueError, whose message says how to
-    write it.
-    """
+    """`90`, `90s`, `1.5m`, `1h30m`, `1d`, `250ms`. Raises ValueError, whose message says how to write it."""
     text = written.strip()
-    seconds = float(text) if _BARE.fullmatch(text) else _sum_of_parts(text)
+    seconds = math.inf
+    if _NUMBER.fullmatch(text):
+        seconds = float(text)
+    elif _PARTS.fullmatch(text):
+        seconds = sum(float(count) * _UNITS[unit] for count, unit in _PART.findall(text))
     if not math.isfinite(seconds):
-        shown = written if len(written) <= _SHOWN else f"{written[:_SHOWN]}…"
-        raise ValueError(f"{shown!r} is no span of time: write 30s, 10m, 1h30m or 2d")
+        raise ValueError(f"{written!r} is no span of time: write 90s, 10m, 1h30m, 8h or 1d")
     return seconds
-
-
-def _sum_of_parts(text: str) -> float:
-    """Infinity where it is no span."""
-    seconds, smallest, at = 0.0, math.inf, 0
-    while found := _PART.match(text, at):
-        unit_s = _UNITS[found[2]]
-        if unit_s >= smallest:
-            return math.inf
-        seconds, smallest, at = seconds + float(found[1]) * unit_s, unit_s, found.end()
-    return seconds if 0 < at == len(text) else math.inf
 
 
 def told(seconds: float) -> str:

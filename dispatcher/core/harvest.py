@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from dispatcher.core.budget import Reason
 
@@ -26,8 +27,7 @@ class Work(StrEnum):
     """Nobody knew what was free, so it tells nothing of the harvest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What holds from `at` on."""
 
     at: float

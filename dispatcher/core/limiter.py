@@ -51,6 +51,8 @@ class Limiter:
         self._answer: Allowance | None = None
         self._answer_of = -1
         """The revisions that it was made of."""
+        self._shades: dict[Reason, Allowance] = {}
+        """That answer for each reason to be open: each request's coming and going takes it to another."""
 
     # ── events: the pool ────────────────────────────────────────────────────────────────────────────────
 
@@ -228,12 +230,16 @@ class Limiter:
         if answer is None or self._revisions != self._answer_of or _over(answer, now):
             answer = self._answer = self._decide(now)
             self._answer_of = self._revisions
+            self._shades.clear()
         if answer.reason.closed:
             return answer
         reason = self._open_reason(answer)
         because = self._withheld if reason is Reason.OPEN else ""
         if reason is not answer.reason or because != answer.because:
-            answer = self._answer = replace(answer, reason=reason, because=because)
+            shade = self._shades.get(reason)
+            if shade is None or shade.because != because:
+                shade = self._shades[reason] = replace(answer, reason=reason, because=because)
+            answer = self._answer = shade
         return answer
 
     @property
@@ -288,7 +294,8 @@ class Limiter:
         return Reason.STARTING, why if failure is None else f"{why}: {failure.why}"
 
     def _open_reason(self, answer: Allowance) -> Reason:
-        in_flight = self.in_flight
+        held = self._tracking.held
+        in_flight = held.own + held.others
         if in_flight > answer.limit and answer.budget is not None and answer.budget.headroom < 0:
             return Reason.SATURATED
         if in_flight >= answer.limit:

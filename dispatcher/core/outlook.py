@@ -17,8 +17,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
 
@@ -196,14 +194,19 @@ def _above(start: float, slope: float, count: int) -> float:
 
 def lying(requests: Iterable[tuple[float, bytes]]) -> tuple[list[Span], list[Head]]:
     """Spans and heads of requests that are all at hand, each with its score and member."""
+    alike: dict[float, int] = {}
+    first: dict[float, bytes] = {}
+    for score, member in requests:
+        alike[score] = alike.get(score, 0) + 1
+        if member < first.setdefault(score, member):
+            first[score] = member
     counts: dict[tuple[int, float | None], int] = {}
     heads: dict[tuple[int, bool], Head] = {}
-    for score, alike in groupby(sorted(requests), itemgetter(0)):
+    for score in sorted(alike):
         told = told_by(score)
         priority, deadline = told or (_block(score), None)
-        members = [member for _, member in alike]
-        counts[priority, deadline] = counts.get((priority, deadline), 0) + len(members)
-        heads.setdefault((priority, told is None), Head(members[0], deadline))
+        counts[priority, deadline] = counts.get((priority, deadline), 0) + alike[score]
+        heads.setdefault((priority, told is None), Head(first[score], deadline))
     spans = [
         Span(count) if deadline is None else Span(count, deadline, deadline + 1)
         for (_, deadline), count in counts.items()

@@ -33,7 +33,7 @@ RESTS_S = (0.5, 10.0)
 """How long a call that is only made through an open gate keeps it closed: doubling each time in a row."""
 LOOKS = frozenset({"counts", "line", "expired", "work"})
 PASSING = frozenset({"claim", "probe", "expire"})
-"""Nobody makes these while the gate is closed, or not again."""
+"""These are not made while the gate is closed, or not for the same requests again."""
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class QueueAccess:
             self._mended()
 
     def _told(self, error: Exception) -> str:
-        """The failure as a sentence; what is none of the queue's own is in the log with all that is known."""
+        """The failure as a sentence. An exception that no queue should raise is in the log as well."""
         if isinstance(error, QueueUnavailableError):
             return str(error)
         if self.view.problem is None:
@@ -172,11 +172,12 @@ class QueueAccess:
         )
         if shared.limit is not None:
             self._limiter.shared(shared.limit, shared.read_at)
-        self._limiter.pause(shared.paused, now())
+        at = now()
+        self._limiter.pause(shared.paused, at)
         if shared.overload is not None:
             self.overloaded(shared.overload, heard=True)
         if isinstance(told, Claimed):
-            self._limiter.waiting(told.waiting, now())
+            self._limiter.waiting(told.waiting, at)
 
     def overloaded(self, overload: Overload, *, heard: bool = False) -> None:
         """A refusal, of ours or `heard` of. Whoever told it may not have known how many of the others' were
@@ -207,7 +208,7 @@ class QueueAccess:
         return [h.request is not None and bool(h.request.token) and next(answers) for h in several]
 
     async def look_again(self) -> None:
-        """Read the markers that could not be read. Only that shows that they can, no other call does."""
+        """Try again to read the markers that could not be read: no other call shows whether they can be."""
         asked = list(self._unseen)
         if await self._read_markers(asked) is None:
             return

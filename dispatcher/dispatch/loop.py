@@ -192,26 +192,31 @@ class Dispatcher:
 
     def _set_alarm(self) -> None:
         """Wake when the allowance wants to be asked again, and each second at the latest."""
-        allowance = self.allowance()
-        at = now() + (self._access.pause_s if self._done else TURN_S)
+        loop = asyncio.get_running_loop()
+        at = loop.time()
+        allowance = self.limiter.allowance(at)
+        alarm_at = at + (self._access.pause_s if self._done else TURN_S)
         if allowance.next_check_at is not None:
-            at = max(min(at, allowance.next_check_at), now() + 1e-4)
+            alarm_at = max(min(alarm_at, allowance.next_check_at), at + 1e-4)
         if self._alarm is not None:
             self._alarm.cancel()
-        self._alarm = asyncio.get_running_loop().call_at(at, self._access.wake.set)
+        self._alarm = loop.call_at(alarm_at, self._access.wake.set)
         self._upkeep.share(allowance)
-        self.measure()
+        self._measure(allowance, at)
 
     def measure(self) -> Meter:
         """The integrals over time, until now."""
-        at, limiter = now(), self.limiter
-        allowance = limiter.allowance(at)
+        at = now()
+        self._measure(self.limiter.allowance(at), at)
+        return self._journal.meter
+
+    def _measure(self, allowance: Allowance, at: float) -> None:
+        limiter = self.limiter
         seen = allowance.read_at, allowance.limit
         if seen != self._free_by or allowance.reason.closed:
             self._free, self._free_by = limiter.free(at), seen
         used = self._holding.running_units
         self._journal.turned(at, allowance, used=used, free=self._free, waiting=limiter.work)
-        return self._journal.meter
 
     async def _take(self) -> None:
         """Claim what is free now, and start it."""

@@ -216,8 +216,8 @@ class Tries:
         return endings.after_try(lease, request, outcome, at, policy, self._random.random())
 
     def _look(self) -> None:
-        """While there is no gateway: see whether a probe, or who was sent along with the first that failed,
-        stays connected. Who does has reached it, though the answer is still to come."""
+        """While there is no gateway: see whether a probe, or a request that was sent together with the first
+        that failed, stays connected. If so it has reached the gateway, though the answer is still to come."""
         if self._limiter.look(now(), self._connected()):
             for held in self._holding:
                 held.probe = False

@@ -46,15 +46,16 @@ class Upkeep:
         self._gate = Changes()
         self._overload: Overload | None = None
         """Ours, not shared yet."""
-        self._permit: Permit | None = None
+        self._allowance: Allowance | None = None
         """The newest that speaks of the pool, not only of this process."""
         self._read_at = float("-inf")
         """The newest reading that others were told of, or are about to be."""
         self._expired_at = float("-inf")
 
     async def take_over(self) -> None:
-        """First of all, what owners left that are proven gone: before we count, or what they lost would lower
-        our limit until a second reading, though the first has no request of theirs."""
+        """First of all, take back the leases of owners that are proven gone. After the first count they would
+        count as lost since then, and lower our limit until a second reading, though the first contains
+        no request of theirs."""
         if not self.options.observe:
             self._tell(await self._swept())
 
@@ -74,7 +75,7 @@ class Upkeep:
         changed."""
         self._say(allowance)
         if not allowance.reason.closed or allowance.reason is Reason.NO_ROOM:
-            self._permit = permit_of(allowance, self.options)
+            self._allowance = allowance
         if overload is not None:
             self._overload = overload
         if overload is not None or allowance.read_at > self._read_at:
@@ -85,9 +86,11 @@ class Upkeep:
         while True:
             await self._changed.wait()
             self._changed.clear()
-            permit, overload = self._permit, self._overload
-            if permit is None:  # nothing was read yet: older than all that others may have read
+            allowance, overload = self._allowance, self._overload
+            if allowance is None:  # nothing was read yet: older than all that others may have read
                 permit = Permit(limit=0, read_at=0.0, lost=0, retry_after_max_s=self.options.retry.max_s)
+            else:
+                permit = permit_of(allowance, self.options)
             asked_at = self._access.clock()
             told = await self._access.ask("share", self._queue.share(permit, overload))
             if told is None:
@@ -172,7 +175,8 @@ class Upkeep:
         return True
 
     async def _sweep(self) -> None:
-        """What dead owners held, ran out or is due goes back to its place; what is past its deadline ends."""
+        """Requests whose owners died, whose leases ran out or whose retry is due return to their places;
+        those past their deadline end."""
         while True:
             swept = await self._swept()
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)

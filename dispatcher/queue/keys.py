@@ -107,6 +107,11 @@ class Names:
         return (*line, *(f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()))
 
     @property
+    def control(self) -> str:
+        """What the pool's dispatchers tell each other, and when each line was last swept."""
+        return f"{self.pool_prefix}:control"
+
+    @property
     def paused(self) -> str:
         return f"{self.pool_prefix}:paused"
 
@@ -174,6 +179,26 @@ class Names:
         if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
             return "may be a key of a queue"
         return None if any_fits(self._allowed, name) else "is not among queue.result_lists"
+
+
+_LASTING = re.compile(rf"([^{{}}]*\{{([^{{}}]+)\}}[^{{}}]*):(?:{'|'.join(_SUFFIXES)})")
+
+
+def queue_of(key: str) -> str | None:
+    """The queue that a key is of, as far as its name tells: not that of a queue that its operator named, and
+    that nobody but producers has touched."""
+    if usual_pool_of(key) is not None:
+        return key
+    if (found := _LASTING.fullmatch(key)) is None:
+        return None
+    prefix, tag = found.groups()
+    return tag if prefix == f"{{{tag}}}" else prefix
+
+
+def usual_pool_of(queue: str) -> str | None:
+    """The pool whose queue bears that name by default."""
+    found = re.fullmatch(r"batch:\{([^{}]+)\}:requests", queue)
+    return None if found is None else found[1]
 
 
 def _prefix(queue: str) -> str:

@@ -13,7 +13,7 @@ from math import inf
 
 from dispatcher.core.budget import Reason, whole
 from dispatcher.core.harvest import Meter
-from dispatcher.signals.series import Verdict
+from dispatcher.signals.verdict import Verdict
 from dispatcher.sim import policies, virtual
 from dispatcher.sim.fleet import Law
 from dispatcher.sim.road import End, Road
@@ -105,13 +105,15 @@ def play(
 
 @contextmanager
 def _seldom_searched() -> Iterator[None]:
-    """The loop leaves hardly any circles, and each search for them walks through a trace that may be of
-    hundreds of thousands of requests."""
+    """The loop leaves hardly any circles, and a search for them need not walk through what was there before:
+    a trace may be of hundreds of thousands of requests."""
     before = gc.get_threshold()
     gc.set_threshold(NEW_OBJECTS, *before[1:])
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
 
 

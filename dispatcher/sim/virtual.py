@@ -50,6 +50,12 @@ class _Timer(asyncio.TimerHandle):
         self._cancelled = self._scheduled = False
         self._source_traceback = self._repr = None
 
+    def cancel(self) -> None:
+        if not self._cancelled:
+            self._loop._timer_handle_cancelled(self)
+            self._cancelled = True
+            self._callback = self._args = None  # type: ignore[assignment]
+
 
 class VirtualLoop(asyncio.SelectorEventLoop):
     """`time()` starts at `start` and jumps. The same calls give the same order, of equal times too."""
@@ -124,8 +130,16 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             due.append(timer)
         for _ in range(len(due)):
             handle = due.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if handle._cancelled:
+                continue
+            try:
+                handle._context.run(handle._callback, *handle._args)  # type: ignore[attr-defined]
+            except (SystemExit, KeyboardInterrupt):
+                raise
+            except BaseException as error:
+                self.call_exception_handler(
+                    {"message": f"Exception in {handle!r}", "exception": error, "handle": handle}
+                )
 
     def _look_at_sockets(self) -> None:
         """They are only looked at where there is nothing else to do."""

@@ -7,7 +7,8 @@ traffic, faults that are switched while it runs, and an observer who knows what 
 
 prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
 a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
-`GET <control>/log?after=N` each request. The three listeners fail apart from each other.
+`GET <control>/log?after=N` each request. The three listeners fail apart from each other. Beside the picker's
+`/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of `--endpoints`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import ssl
 import sys
 import time
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
@@ -28,15 +30,17 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from msgspec import Meta
 
-from dispatcher.standin.gateway import Answer, Entry, Fault, Gateway
+from dispatcher.standin.gateway import Answer, Fault, Gateway, LogEntry
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
+from dispatcher.standin.prefixes import PrefixCache
 from dispatcher.standin.shapes import parse_steps
 from dispatcher.standin.trace import TraceError, load
 from dispatcher.standin.traffic import Realtime
+from dispatcher.standin.vllm import page as server_page
 from dispatcher.standin.wire import Exchange, Server
 
-__all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
+__all__ = ["Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "main"]
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -82,6 +86,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_at_full: Annotated[
         float, Meta(description="Share of the KV cache in use while all slots are taken.")
     ] = 0.6
+    prefix_blocks: Annotated[
+        int, Meta(description="Blocks of prompts (64 bytes each) that the model servers keep; 0: none.")
+    ] = 0
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
@@ -175,6 +182,7 @@ class LiveWorld:
             _tls(config),
             seconds=config.seconds,
             path_s=config.path_s,
+            prefixes=PrefixCache(config.prefix_blocks),
             # With flow control off it is the model server that refuses, and it knows no such header.
             drop_reason="rejected-saturated" if config.flow_control else "",
             seed=config.seed,
@@ -184,7 +192,7 @@ class LiveWorld:
         self._steps = parse_steps(config.steps)
         self._trace = load(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
         self._metrics = "ok"
-        self._frozen = b""
+        self._frozen: dict[str, bytes] = {}
         self._exporter = Server(self._scrape, config.host, config.metrics_port)
         self._desk = Server(self._command, config.host, config.control_port)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -276,12 +284,23 @@ class LiveWorld:
 
     async def _break_metrics(self, kind: str) -> None:
         if kind == "frozen" and self._metrics != "frozen":
-            self._frozen = self.epp.page()
+            self._frozen = {path: make() for path, make in self._pages().items()}
         was, self._metrics = self._metrics, kind
         if kind == "gone":
             await self._exporter.close()
         elif was == "gone":
             await self._exporter.open()
+
+    def _pages(self) -> dict[str, Callable[[], bytes]]:
+        """The pages by path; a model server that went away has none."""
+        servers, kv_at_full = self.epp.endpoints, self._config.kv_at_full
+        own = {
+            f"/servers/{number}/metrics": partial(
+                server_page, self.pool, number, servers, kv_at_full=kv_at_full
+            )
+            for number in range(servers)
+        }
+        return {"/metrics": self.epp.page, **own}
 
     def _scrape(self, exchange: Exchange) -> None:
         self.scraped_at.append(time.monotonic())
@@ -290,14 +309,16 @@ class LiveWorld:
             exchange.headers.get("authorization", "").encode(), bearer.encode()
         )
         kind = "unauthorized" if refused else self._metrics
-        if exchange.target.partition("?")[0] != "/metrics":
+        path = exchange.target.partition("?")[0]
+        make = self._pages().get(path)
+        if make is None:
             exchange.answer(404, b"404 page not found\n")
             return
         if kind == "hang":
             return
         status, page = {
-            "ok": (200, self.epp.page),
-            "frozen": (200, lambda: self._frozen),
+            "ok": (200, make),
+            "frozen": (200, lambda: self._frozen.get(path, b"")),
             "garbage": (200, lambda: b"<html>\n{not metrics} 1 2 3 4\n</html>\n"),
             "empty": (200, lambda: b""),
             "error": (500, lambda: b"internal error\n"),

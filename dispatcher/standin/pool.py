@@ -126,6 +126,11 @@ class Pool:
     def waiting(self) -> int:
         return self.queue.now
 
+    @property
+    def waiting_inside(self) -> int:
+        """Those that wait in the pods."""
+        return len(self._inside)
+
     def submit(self, job: Job) -> bool:
         """Take a request in; False: there is no slot and the queue is full."""
         kind = "batch" if job.batch else "realtime"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
+from dispatcher.client.files import FilePaths
 from tests.client.answering import NAMES, Answering
 from tests.queue.made import queues
 from tests.queue.servers import ENGINES, Server, server
@@ -45,3 +47,9 @@ async def answering(one_redis: Server) -> AsyncIterator[Answering]:
     """Who answers on that Redis."""
     async with queues(one_redis.url, "a", names=NAMES) as (queue,):
         yield Answering(queue)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> FilePaths:
+    """Where a run of a batch file reads and writes."""
+    return FilePaths(tmp_path / "in.jsonl", tmp_path / "out.jsonl")

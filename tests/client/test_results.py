@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import redis.asyncio
@@ -15,11 +16,12 @@ from dispatcher.client import (
     Handle,
     Item,
     NoResultError,
+    QueueAwayError,
     RequestCancelledError,
     RequestFailedError,
     TokenUsage,
 )
-from dispatcher.core.request import ErrorCode, answered
+from dispatcher.core.result import ErrorCode, answered
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import queues
@@ -189,3 +191,17 @@ async def test_what_is_pending_is_told_by_its_handle_made_anew(
         for n, old in enumerate(handles):
             anew = Handle(old.id, old.token, old.deadline, old.results)
             assert (await second.result(anew, timeout=5)).json() == {"n": n}
+
+
+@pytest.mark.parametrize("wrong", [{"id": "\ud800"}, {"path": "/v1/\ud800"}, {"metadata": {"a": "\ud800"}}])
+async def test_half_a_character_is_told_before_anything_is_sent(
+    one_redis: Server, wrong: dict[str, Any]
+) -> None:
+    async with BatchClient(one_redis.url, pool=POOL) as client:
+        with pytest.raises(ValueError, match="holds a lone surrogate"):
+            await client.enqueue({}, **wrong)
+        with pytest.raises(QueueAwayError, match="holds a lone surrogate"):
+            await client.cancel("\ud800")
+        with pytest.raises(ValueError, match="request 'xxx") as caught:
+            await client.enqueue({}, id="x" * 1_000_000)
+        assert len(str(caught.value)) < 1000

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any, BinaryIO
 
 from dispatcher.client.errors import BatchError
@@ -16,6 +18,8 @@ from dispatcher.core.template import Template
 
 FAULTS_MOST = 10_000
 """After so many the rest is not looked at, unless bad lines are skipped."""
+STOPPED_WITHIN_S = 0.2
+"""Of a wait for what comes in by a stream."""
 _AT_ONCE = 5_000
 _MARK = b"\xef\xbb\xbf"
 _BLOCK = 1 << 20
@@ -69,18 +73,23 @@ class Piece:
     """No more of it than tells that it is too long."""
 
 
+class StoppedError(BatchError):
+    """Nobody waits for this run any more."""
+
+
 class Input:
     """The file that is worked on. It must stay as it is until the run has ended."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stopped: Event) -> None:
+        """`stopped`: reading ends with StoppedError then, for a check may take minutes."""
         self.path = path
+        self._stopped = stopped
         try:
+            if not path.is_file() and path.stat():  # to open a pipe would wait for who writes into it
+                raise InputError(f"{path}: is no file; give - to read what comes in by standard input")
             self._file = path.open("rb")
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror or error}") from error
-        if not path.is_file():
-            self._file.close()
-            raise InputError(f"{path}: is no file; give - to read what comes in by standard input")
+            raise self._told(error) from error
 
     def close(self) -> None:
         self._file.close()
@@ -89,11 +98,11 @@ class Input:
         """All lines that are not blank; `digest` gets every byte."""
         self._file.seek(0)
         at = n = 0
-        while text := self._file.readline(longest + 2):
+        while text := self._readline(longest + 2):
             digest.update(text)
             n += 1
             size = len(text)
-            while not text.endswith(b"\n") and (rest := self._file.readline(_BLOCK)):
+            while not text.endswith(b"\n") and (rest := self._readline(_BLOCK)):
                 digest.update(rest)
                 size += len(rest)
                 if rest.endswith(b"\n"):
@@ -104,7 +113,21 @@ class Input:
             at += size
 
     def read(self, at: int, size: int) -> bytes:
-        return os.pread(self._file.fileno(), size, at)
+        try:
+            return os.pread(self._file.fileno(), size, at)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def _readline(self, most: int) -> bytes:
+        if self._stopped.is_set():
+            raise StoppedError(f"{self.path}: reading it was stopped")
+        try:
+            return self._file.readline(most)
+        except OSError as error:
+            raise self._told(error) from error
+
+    def _told(self, error: OSError) -> InputError:
+        return InputError(f"{self.path}: {error.strerror or error}")
 
     def stamp(self) -> dict[str, Any]:
         """By what a change is seen at little cost."""
@@ -139,7 +162,8 @@ def check_input(
             raise BadInputError(faulty, more=more)
         journal.arrange(by_group=by_group)
         if not journal.facts.lines:
-            raise InputError(f"{source.path}: holds no line")
+            name = "standard input" if journal.facts.from_stream else source.path
+            raise InputError(f"{name}: holds no line")
         if source.stamp() != stamp:
             raise InputError(f"{source.path}: was changed while it was read")
         journal.facts.input = {**stamp, "sha256": digest.hexdigest()}
@@ -184,17 +208,43 @@ def _repeated(source: Input, reader: LineReader, n: int, first: int, at: int, si
     return FaultyLine(n, custom_id, "duplicate_custom_id", f"custom_id: line {first} has the same")
 
 
-def spool(stream: BinaryIO, path: Path) -> None:
+def spool(stream: BinaryIO, path: Path, stopped: Event, known_sha256: str = "") -> None:
     """What comes in by a stream as a file, which can be read again. Where nothing comes, what came before
-    stays."""
+    stays; and where a run goes on, whose input is known, what is another one: it may be nowhere else."""
     partial = path.with_name(path.name + ".partial")
+    digest = hashlib.sha256()
     try:
-        with partial.open("wb") as file:
-            while block := stream.read(_BLOCK):
-                file.write(block)
-        if path.exists() and not partial.stat().st_size:
-            partial.unlink()
-        else:
+        try:
+            with partial.open("wb") as file:
+                for block in _blocks(stream, stopped):
+                    file.write(block)
+                    digest.update(block)
+            if not partial.stat().st_size and (path.exists() or known_sha256):
+                return
+            if known_sha256 not in ("", digest.hexdigest()):
+                told = "what came in is not the input that this run was begun with"
+                raise InputError(f"{told}: give that again, or nothing, or another output")
             partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"{partial}: {error.strerror or error}") from error
+
+
+def _blocks(stream: BinaryIO, stopped: Event) -> Iterator[bytes]:
+    """As they come. Who writes them may take for ever, and nothing else ends a read."""
+    waits = select.poll()
+    try:
+        waits.register(stream.fileno(), select.POLLIN)
+        is_there = True
+    except (OSError, ValueError, AttributeError):  # it lies in memory
+        is_there = False
+    read = getattr(stream, "read1", stream.read)
+    while True:
+        if stopped.is_set():
+            raise StoppedError("reading the input was stopped")
+        if is_there and not waits.poll(STOPPED_WITHIN_S * 1000):
+            continue
+        if not (block := read(_BLOCK)):
+            return
+        yield block

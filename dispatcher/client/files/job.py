@@ -8,20 +8,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import TypeVar
+from threading import Event
+from typing import Any, TypeVar
 
 from dispatcher.client.files.intake import Input, InputError, check_input, spool
 from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, JournalError, SendLine
 from dispatcher.client.files.naming import Naming
-from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
+from dispatcher.client.files.options import FileOptions, FilePaths, FileStart, reader_of, shape_of
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
 from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
-from dispatcher.core.request import PoppedResult, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.score import score_of
+from dispatcher.core.submission import Submission
 from dispatcher.core.usage import tokens
-from dispatcher.ports import Submission
 from dispatcher.queue.keys import Names
 
 T = TypeVar("T")
@@ -40,7 +43,7 @@ class FileJob:
     def __init__(self, paths: FilePaths, options: FileOptions, names: Names, folder: Path) -> None:
         """`folder`: for what lies beside the output where that is a stream."""
         self._paths, self._options, self._names, self._folder = paths, options, names, folder
-        self._reader = options.reader()
+        self._reader = reader_of(options)
         self._began = time.monotonic()
         self._opened: list[FileJournal | Input | Sink] = []
         self._journal: FileJournal
@@ -48,8 +51,12 @@ class FileJob:
         self._output: Sink
         self._errors: Sink
         self._spool: FileSink | None = None
+        self._stamp: dict[str, Any] = {}
+        """The input's, when it was last known to be what was checked."""
         self._seconds_before = 0.0
         self.naming: Naming
+        self.stopped = Event()
+        """Set by who does not wait any longer: `begin` ends."""
         self.open = 0
         """Lines that were sent and are not done."""
         self.open_bytes = 0
@@ -58,21 +65,27 @@ class FileJob:
         """Check the input, or find out where an earlier process was."""
         self._paths.check()
         path = self._beside(".journal")
-        self._refuse_unknown_output(path)
+        if not path.exists():
+            self._refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
+        if self.stopped.is_set():  # while it was opened
+            self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
         resumed = facts.checked
         if resumed:
             self._compare()
+        else:
+            self._refuse_unknown_output(path)
         source = self._source()
         if facts.finished_at and not source.exists():
             return FileStart(facts.lines, facts.done, resumed=True, finished=True)
-        self._input = self._to_close(Input(source))
+        self._input = self._to_close(Input(source, self.stopped))
         faulty: list[FaultyLine] = []
         if resumed:
             self._compare_input()
             if facts.finished_at:
+                self._tidy()
                 return FileStart(facts.lines, facts.done, resumed=True, finished=True)
             self._count_open()
         else:
@@ -84,11 +97,18 @@ class FileJob:
         self._open_sinks()
         if self._spool is not None:
             self._write_in_order(self._spool)
-        return FileStart(facts.lines, facts.done, faulty, resumed)
+        return FileStart(facts.lines, facts.done, faulty, resumed, name=facts.job)
+
+    def end(self) -> None:
+        """From another thread: break off, however long it would still take. Nothing is lost."""
+        self.stopped.set()
+        if "_journal" in vars(self):
+            self._journal.end()
 
     def close(self) -> None:
-        for opened in reversed(self._opened):
-            opened.close()
+        with ExitStack() as stack:  # each of them, whatever the others raise
+            for opened in self._opened:
+                stack.callback(opened.close)
 
     @property
     def complete(self) -> bool:
@@ -127,11 +147,9 @@ class FileJob:
     # The begin.
 
     def _refuse_unknown_output(self, journal: Path) -> None:
-        """What somebody else has written is not overwritten."""
-        if journal.exists():
-            return
+        """What somebody else has written is not overwritten, nor what a run wrote whose journal is lost."""
         for path in (self._paths.output, self._paths.errors_path):
-            if isinstance(path, Path) and path.exists() and path.stat().st_size:
+            if isinstance(path, Path) and path.is_file() and path.stat().st_size:
                 why = f"holds something, and there is no {journal} of a run that could go on"
                 raise JournalError(f"{path} {why}: name another file, or remove it")
 
@@ -140,7 +158,7 @@ class FileJob:
         if isinstance(source, Path):
             return source
         path = self._beside(".input")
-        spool(source, path)
+        spool(source, path, self.stopped, self._journal.facts.input.get("sha256", ""))
         return path
 
     def _check(self) -> list[FaultyLine]:
@@ -149,22 +167,21 @@ class FileJob:
         facts.secret = secrets.token_bytes(16)
         facts.begun_at = time.time()
         facts.queue = self._names.queue
-        facts.shape = options.shape()
+        facts.shape = shape_of(options)
+        facts.from_stream = not isinstance(self._paths.source, Path)
         by_group = options.group == "prefix"
         try:
             return check_input(
                 self._input, self._reader, self._journal, skip_bad=options.skip_bad, by_group=by_group
             )
         except InputError:
-            self._journal.close()
-            self._journal.path.unlink(missing_ok=True)
             if not isinstance(self._paths.source, Path):
                 self._input.path.unlink(missing_ok=True)
             raise
 
     def _compare(self) -> None:
         """A run goes on with the same options, and on the same queue."""
-        facts, shape, path = self._journal.facts, self._options.shape(), self._journal.path
+        facts, shape, path = self._journal.facts, shape_of(self._options), self._journal.path
         other = [name for name, value in shape.items() if facts.shape.get(name) != value]
         if other:
             told = f"{path}: the run was begun with another {', '.join(other)}"
@@ -175,9 +192,12 @@ class FileJob:
     def _compare_input(self) -> None:
         """A run goes on with the same input, wherever that lies by now."""
         known, stamp = self._journal.facts.input, self._input.stamp()
+        if stamp == self._stamp:
+            return
         if known["bytes"] == stamp["bytes"] and (
             known["changed_ns"] == stamp["changed_ns"] or known["sha256"] == self._input.digest()
         ):
+            self._stamp = stamp
             return
         told = f"{self._input.path} is not the input that {self._journal.path} is of"
         raise InputError(f"{told}: give that one, or another output")
@@ -223,9 +243,11 @@ class FileJob:
         return self._begin_chunk(self._journal.lines_of(numbers), deadline)
 
     def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
-        submissions = [self._submission(line, deadline) for line in lines]
+        self._compare_input()
+        now = int(time.time())
+        submissions = [self._submission(line, deadline, now) for line in lines]
         with self._journal.step():
-            return self._journal.begin_chunk(lines, deadline), submissions
+            return self._journal.begin_chunk(lines, deadline, now), submissions
 
     def sure(self, chunk: int) -> None:
         """The queue has taken it."""
@@ -237,9 +259,9 @@ class FileJob:
 
     def submissions(self, chunk: Chunk) -> list[Submission]:
         """The same as when it was begun."""
-        return [self._submission(line, chunk.deadline) for line in chunk.lines]
+        return [self._submission(line, chunk.deadline, chunk.created) for line in chunk.lines]
 
-    def _submission(self, line: SendLine, deadline: int) -> Submission:
+    def _submission(self, line: SendLine, deadline: int, created: int) -> Submission:
         """The request of a line. Raises InputError where the input has changed."""
         found = self._reader.read(line.n, self._input.read(line.at, line.size))
         if not isinstance(found, BatchLine) or found.custom_id != line.custom_id:
@@ -250,7 +272,7 @@ class FileJob:
             request_id,
             found.body,
             deadline,
-            created=int(time.time()),
+            created=created,
             token=token,
             results=self.naming.results,
             endpoint=found.url,
@@ -297,9 +319,10 @@ class FileJob:
             self.open_bytes -= size
         self._write(lines)
 
-    def open_lines(self, after: int) -> list[tuple[int, int, int]]:
-        """Lines that were sent and are not done, AT_ONCE from a number on: number, bytes, deadline."""
-        return self._journal.open_lines(after, AT_ONCE)
+    def open_lines(self, after: int, sure: bool = False) -> list[tuple[int, int, int]]:
+        """Lines that were sent (`sure`: and that the queue has taken) and are not done, AT_ONCE from a number
+        on: number, bytes, deadline."""
+        return self._journal.open_lines(after, AT_ONCE, sure=sure)
 
     def still_open(self, numbers: Sequence[int]) -> set[int]:
         """Those that are not done."""
@@ -315,9 +338,13 @@ class FileJob:
             facts.finished_at = time.time()
             facts.seconds = self._seconds
             facts.secret = b""
-        for suffix in (".spool", ".input"):
-            self._beside(suffix).unlink(missing_ok=True)
+        self._tidy()
         self._journal.shrink()
+
+    def _tidy(self) -> None:
+        for suffix in (".spool", *([".input"] if self._journal.facts.from_stream else [])):
+            with suppress(OSError):
+                self._beside(suffix).unlink(missing_ok=True)
 
     def _failure(self, n: int, custom_id: str | None, why: tuple[str, str]) -> tuple[int, OutLine]:
         return n, error_line(self.naming.request_id(n), custom_id, *why, n)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 
 from dispatcher.client.errors import BatchError
 
-FORMAT = 1
+FORMAT = 2
 _CACHE_KIB = 16_384
 _SCHEMA = """
 create table fact (name text primary key, value blob) without rowid;
@@ -27,9 +27,8 @@ create table line (
 );
 create table bad (n integer primary key, custom_id text, code text, message text);
 create table place (position integer primary key, n integer);
-create table chunk (number integer primary key, deadline integer, sure integer default 0);
+create table chunk (number integer primary key, deadline integer, created integer, sure integer default 0);
 """
-_SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
 _SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
 _LARGE = ("line", "bad", "place", "chunk")
 
@@ -78,6 +77,8 @@ class Chunk:
 
     number: int
     deadline: int
+    created: int
+    """When it was begun: submitted again, its members are the same bytes."""
     lines: Sequence[SendLine]
 
 
@@ -102,6 +103,8 @@ class Facts(msgspec.Struct, kw_only=True):
     queue: str = ""
     input: dict[str, Any] = {}
     """Size, digest and time of change of the input."""
+    from_stream: bool = False
+    """The input came in by a stream, and lies beside the output until the run has ended."""
     shape: dict[str, Any] = {}
     """The options that decide which requests the input stands for."""
     checked: bool = False
@@ -135,7 +138,11 @@ class FileJournal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts = Facts()
-        self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        self._ending = False
+        try:
+            self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise self._told(error) from error
         try:
             self._db.execute("pragma locking_mode = exclusive")
             self._db.execute("pragma journal_mode = wal")
@@ -158,6 +165,11 @@ class FileJournal:
     def _told(self, error: sqlite3.Error) -> JournalError:
         if "locked" in str(error):
             return JournalError(f"{self.path} is in use: another process works on this output")
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
+            why = "the directory of the output must be there, and this user must be allowed to write in it"
+            return JournalError(f"{self.path} cannot be opened: {why}")
+        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+            return JournalError(f"{self.path} cannot be read or written: {error}")
         return JournalError(f"{self.path} is no journal of a batch file, or damaged ({error})")
 
     def _read_facts(self) -> None:
@@ -172,14 +184,25 @@ class FileJournal:
             raise JournalError(f"{self.path} was written by another version: let that one finish it")
 
     def close(self) -> None:
-        """Let others have it."""
+        """Let others have it. One whose run did not come past the check is removed."""
         self._db.close()
+        if not self.facts.checked:
+            for path in (self.path, self.path.with_name(self.path.name + "-wal")):
+                path.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """From another thread: what is under way breaks off, and nothing more is begun."""
+        self._ending = True
+        with suppress(sqlite3.Error):  # closed already
+            self._db.interrupt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """All that is written in the block, and the facts, become durable together."""
-        self._db.execute("begin immediate")
+        if self._ending:
+            raise JournalError(f"{self.path}: the run was ended")
         try:
+            self._db.execute("begin immediate")
             yield
             encoded = msgspec.msgpack.encode(self.facts)
             self._db.execute("insert or replace into fact values ('facts', ?)", (encoded,))
@@ -193,7 +216,15 @@ class FileJournal:
 
     def _undo(self) -> None:
         if self._db.in_transaction:
-            self._db.execute("rollback")
+            with suppress(sqlite3.Error):
+                self._db.execute("rollback")
+
+    def _rows(self, query: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
+        """Raises JournalError, for a journal may turn out to be damaged wherever it is read."""
+        try:
+            return self._db.execute(query, arguments).fetchall()
+        except sqlite3.Error as error:
+            raise self._told(error) from error
 
     # The input, before anything is sent.
 
@@ -250,7 +281,7 @@ class FileJournal:
 
     def bad_after(self, n: int, most: int) -> list[FaultyLine]:
         """Bad lines that are not written yet."""
-        rows = self._db.execute(
+        rows = self._rows(
             "select n, custom_id, code, message from bad where n > ? order by n limit ?", (n, most)
         )
         return [FaultyLine(*row) for row in rows]
@@ -271,14 +302,16 @@ class FileJournal:
         """Those whose turn it is."""
         return self._send_lines("position > ? order by position limit ?", (self.facts.sent, most))
 
-    def begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> Chunk:
+    def begin_chunk(self, lines: Sequence[SendLine], deadline: int, created: int) -> Chunk:
         """Inside a step: these lines will be submitted together."""
         self.facts.chunks += 1
         number = self.facts.chunks
-        self._db.execute("insert into chunk (number, deadline) values (?, ?)", (number, deadline))
+        self._db.execute(
+            "insert into chunk (number, deadline, created) values (?, ?, ?)", (number, deadline, created)
+        )
         self._db.executemany("update line set chunk = ? where n = ?", ((number, each.n) for each in lines))
         self.facts.sent = max(self.facts.sent, *(each.position for each in lines))
-        return Chunk(number, deadline, lines)
+        return Chunk(number, deadline, created, lines)
 
     def are_sure(self, numbers: Iterable[int]) -> None:
         """Inside a step: these chunks are in the queue, or were."""
@@ -286,21 +319,20 @@ class FileJournal:
 
     def unsure(self) -> list[Chunk]:
         """Chunks of which it is not known whether they were submitted."""
-        rows = self._db.execute(
-            "select number, deadline from chunk where not sure order by number"
-        ).fetchall()
+        rows = self._rows("select number, deadline, created from chunk where not sure order by number")
         return [
-            Chunk(number, deadline, self._send_lines("line.chunk = ? order by position", (number,)))
-            for number, deadline in rows
+            Chunk(number, deadline, created, self._send_lines("line.chunk = ? order by position", (number,)))
+            for number, deadline, created in rows
         ]
 
-    def open_lines(self, after: int, most: int) -> list[tuple[int, int, int]]:
-        """Lines in chunks that are not done, from a number on: numbers, bytes, deadlines of the chunks."""
-        return self._db.execute(
+    def open_lines(self, after: int, most: int, *, sure: bool) -> list[tuple[int, int, int]]:
+        """Lines in chunks (`sure`: in those that the queue has taken) that are not done, from a number on:
+        numbers, bytes, deadlines of the chunks."""
+        return self._rows(
             "select line.n, line.bytes, chunk.deadline from line join chunk on line.chunk = chunk.number"
-            " where line.n > ? and not done order by line.n limit ?",
-            (after, most),
-        ).fetchall()
+            " where line.n > ? and not done and sure >= ? order by line.n limit ?",
+            (after, int(sure), most),
+        )
 
     def lines_of(self, numbers: Sequence[int]) -> list[SendLine]:
         """Of at most a thousand lines."""
@@ -308,18 +340,14 @@ class FileJournal:
         return self._send_lines(f"line.n in ({marks}) order by position", tuple(numbers))
 
     def _send_lines(self, where: str, arguments: tuple[Any, ...]) -> list[SendLine]:
-        rows = self._db.execute(
-            _SEND_LINES + where,
-            arguments,
-        )
-        return [SendLine(*row) for row in rows]
+        return [SendLine(*row) for row in self._rows(_SEND_LINES + where, arguments)]
 
     # What is done.
 
     def still_open(self, numbers: Sequence[int]) -> Mapping[int, tuple[str, int]]:
         """Those of at most a thousand lines that were sent and are not done: custom_id and bytes of each."""
         marks = ",".join("?" * len(numbers))
-        rows = self._db.execute(
+        rows = self._rows(
             f"select n, custom_id, bytes from line where not done and chunk is not null and n in ({marks})",  # noqa: S608
             tuple(numbers),
         )
@@ -336,7 +364,7 @@ class FileJournal:
 
     def next_in_order(self, most: int) -> list[DoneLine]:
         """Lines that follow on the last one in order without a gap, and are done."""
-        rows = self._db.execute(
+        rows = self._rows(
             "select n, done, is_answer, spool_at, spool_bytes from line where n > ? order by n limit ?",
             (self.facts.in_order, most),
         )
@@ -348,7 +376,8 @@ class FileJournal:
         return found
 
     def shrink(self) -> None:
-        """Keep the facts alone, once all is done."""
-        for table in _LARGE:
-            self._db.execute(f"drop table if exists {table}")
-        self._db.execute("vacuum")
+        """Keep the facts alone, once all is done; what cannot be done for want of room is left."""
+        with suppress(sqlite3.Error):
+            for table in _LARGE:
+                self._db.execute(f"drop table if exists {table}")
+            self._db.execute("vacuum")

@@ -17,6 +17,9 @@ from dispatcher.client.item import Body, Deadline
 from dispatcher.core.batchlines import LineRules
 from dispatcher.core.template import Template
 
+OF_A_RUN = (".journal", ".journal-wal", ".journal-shm", ".spool", ".input.partial")
+"""What a run writes for itself beside the output. (`.input` may be named: a run goes on with it.)"""
+
 
 @dataclass(frozen=True, slots=True)
 class FileOptions:
@@ -44,27 +47,35 @@ class FileOptions:
     max_pending: int = 20_000
     """So many lines may be in the queue at a time."""
 
-    def reader(self) -> LineReader:
-        """Raises TemplateError."""
-        template = None if self.template is None else Template(self._body, self.field)
-        return LineReader(self.rules, template, self.path)
+    def __post_init__(self) -> None:
+        if self.max_pending < 1:
+            raise ValueError(f"max_pending {self.max_pending}: must be at least 1")
+        if self.group not in ("prefix", "none"):
+            raise ValueError(f"group {self.group!r}: give prefix or none")
 
-    @property
-    def _body(self) -> bytes:
-        """Of the template."""
-        if self.template is None or isinstance(self.template, bytes):
-            return self.template or b""
-        return msgspec.json.encode(self.template)
 
-    def shape(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
-        return {
-            "--template": sha256(self._body).hexdigest(),
-            "--field": self.field,
-            "--endpoint": self.path,
-            "--group": self.group,
-            "--ordered": self.ordered,
-        }
+def reader_of(options: FileOptions) -> LineReader:
+    """What lines mean. Raises TemplateError."""
+    template = None if options.template is None else Template(_body_of(options), options.field)
+    return LineReader(options.rules, template, options.path)
+
+
+def shape_of(options: FileOptions) -> dict[str, Any]:
+    """What must be the same when a run goes on."""
+    return {
+        "--template": sha256(_body_of(options)).hexdigest(),
+        "--field": options.field,
+        "--endpoint": options.path,
+        "--group": options.group,
+        "--ordered": options.ordered,
+    }
+
+
+def _body_of(options: FileOptions) -> bytes:
+    """Of the template."""
+    if options.template is None or isinstance(options.template, bytes):
+        return options.template or b""
+    return msgspec.json.encode(options.template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +105,11 @@ class FilePaths:
         named = [path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)]
         if len({path.resolve() for path in named}) < len(named):
             raise InputError("input, output and errors must be files of their own")
+        if isinstance(self.output, Path):
+            of_run = {self.beside(Path(), suffix).resolve() for suffix in OF_A_RUN}
+            for path in (self.source, self.errors_path):
+                if isinstance(path, Path) and path.resolve() in of_run:
+                    raise InputError(f"{path} is a file of the run's own: name another one")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +125,5 @@ class FileStart:
     resumed: bool = False
     finished: bool = False
     """It was finished before: nothing is to do."""
+    name: str = ""
+    """Of the run: line 7 is the request `<name>-7` in the queue, and its label is `file=<name>`."""

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 from dispatcher.client.files.naming import Naming
 from dispatcher.client.outage import Outage
-from dispatcher.core.request import PoppedResult, decode_result
-from dispatcher.ports import QueueUnavailableError, Submission
+from dispatcher.core.result import PoppedResult, decode_result
+from dispatcher.core.submission import QueueUnavailableError, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
@@ -56,6 +56,11 @@ class LineQueue:
 
         await self._patiently(act)
         self._done_with = [reply]
+
+    async def took(self, chunk: int) -> bool:
+        """Whether it remembers this chunk."""
+        scripts, reply = self._backend.scripts, self._naming.reply(chunk)
+        return bool(await self._patiently(lambda: scripts.attempt(lambda: scripts.client.exists(reply))))
 
     async def inactive(self, numbers: Sequence[int]) -> set[int]:
         """Those of at most ASKED_AT_ONCE lines whose requests are neither in line nor at work."""

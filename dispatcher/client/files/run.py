@@ -10,18 +10,19 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.client.files.job import AT_ONCE, FileJob
+from dispatcher.client.files.journal import Chunk
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
 from dispatcher.client.item import seconds_from
-from dispatcher.core.request import PoppedResult
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.core.result import PoppedResult
+from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.producer import COLLECTED_MOST
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES
@@ -55,16 +56,24 @@ async def run_file(
 
     Raises InputError (BadInputError for its lines), TemplateError, JournalError, SinkError, QueueAwayError.
     """
-    with tempfile.TemporaryDirectory(prefix="batch-dispatcher-") as folder:
-        job = FileJob(paths, options, names, Path(folder))
+    ends_at = time.time() + seconds_from(options.deadline, time.time())
+    with ExitStack() as stack:
+        folder = Path()
+        if not isinstance(paths.output, Path):  # there is nothing that journal and input could lie beside
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batch-dispatcher-")))
+        job = FileJob(paths, options, names, folder)
         thread = ThreadPoolExecutor(1, "batch file")
         try:
-            start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+            try:
+                start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+            except asyncio.CancelledError:
+                job.end()
+                raise
             on_start(start)
             if start.finished:
                 return job.progress()
             queue = LineQueue(url, names, job.naming)
-            run = FileRun(job, queue, thread, options)
+            run = FileRun(job, queue, thread, options.max_pending, ends_at)
             try:
                 await run.work(on_progress)
             except BaseException:
@@ -83,11 +92,10 @@ class FileRun:
     """One process's part of a run: the queue on one side, the disk on the other."""
 
     def __init__(
-        self, job: FileJob, queue: LineQueue, thread: ThreadPoolExecutor, options: FileOptions
+        self, job: FileJob, queue: LineQueue, thread: ThreadPoolExecutor, max_pending: int, ends_at: float
     ) -> None:
         self._job, self._queue, self._thread = job, queue, thread
-        self._max_pending = options.max_pending
-        self._ends_at = time.time() + seconds_from(options.deadline, time.time())
+        self._max_pending, self._ends_at = max_pending, ends_at
         self._room = asyncio.Event()
         self._rate = RecentRate()
         self._seen = 0
@@ -104,6 +112,7 @@ class FileRun:
                 ticking = tasks.create_task(self._tick(on_progress))
                 if self._job.open:
                     await self._settle_doubts()
+                    self._rate = RecentRate()  # what had come before says nothing of the pace
                 receiving = tasks.create_task(self._receive())
                 await self._send()
                 if self._job.complete:  # nothing more will come
@@ -113,6 +122,8 @@ class FileRun:
                 ticking.cancel()
         except BaseExceptionGroup as group:  # one of them failed, and the others were ended
             raise group.exceptions[0] from None
+        finally:
+            on_progress(self._job.progress(None, self._queue.trouble))
         await self._queue.discard()
         await self._do(self._job.finish)
 
@@ -155,13 +166,12 @@ class FileRun:
     async def _receive(self) -> None:
         looked_at = time.monotonic()
         while not self._job.complete:
-            if await self._take_some():
-                continue
+            came = await self._take_some()
             now = time.monotonic()
             if self._job.open and now - max(looked_at, self._heard_at) > LOOK_EVERY_S:
                 looked_at = now
                 await self._look_for_lost()
-            if not self._job.complete:
+            if not came and not self._job.complete:
                 await self._queue.arrival()
 
     async def _take_some(self) -> bool:
@@ -183,10 +193,11 @@ class FileRun:
                 found.setdefault(*read)
         await self._do(self._job.take, found)
         self._given_back = [number for number, _ in collected.results]
-        self._heard_at = time.monotonic()
+        if found:  # what others push there must not keep it from looking for what is lost
+            self._heard_at = time.monotonic()
         self._room.set()
         if self._at_end:
-            await asyncio.sleep(max(0.0, WRITTEN_EVERY_S - (self._heard_at - began)))
+            await asyncio.sleep(max(0.0, WRITTEN_EVERY_S - (time.monotonic() - began)))
         return True
 
     # What is in doubt. First the queue is asked who is in line or at work, then everything that has come is
@@ -196,25 +207,38 @@ class FileRun:
     async def _settle_doubts(self) -> None:
         """Lines that were sent by an earlier process, or nearly so."""
         unsure = await self._do(self._job.unsure)
-        lost = await self._lost()
+        lost = await self._lost(sure=False)
         for chunk in unsure:
             absent = {line.n for line in chunk.lines} & lost.keys()
-            if len(absent) == len(chunk.lines):  # a chunk is taken as a whole
-                await self._queue.submit(chunk.number, await self._do(self._job.submissions, chunk))
+            if absent and len(absent) == len(chunk.lines):  # a chunk is taken as a whole
+                await self._submit_again(chunk)
             await self._do(self._job.sure, chunk.number)
             for n in absent:
                 del lost[n]
         await self._send_again(lost)
 
+    async def _submit_again(self, chunk: Chunk) -> None:
+        """One that perhaps never came to the queue. Its time may be over since; that of the run is not."""
+        if chunk.deadline <= time.time() + SURELY_S and not await self._queue.took(chunk.number):
+            numbers = [line.n for line in chunk.lines]
+            chunk, submissions = await self._do(self._job.chunk_again, numbers, int(self._ends_at))
+            await self._queue.submit(chunk.number, submissions)
+            await self._do(self._job.sure, chunk.number)
+        else:
+            await self._queue.submit(chunk.number, await self._do(self._job.submissions, chunk))
+
     async def _look_for_lost(self) -> None:
         """Redis may have lost requests; and results that nobody fetched for too long."""
-        await self._send_again(await self._lost())
+        await self._send_again(await self._lost(sure=True))
 
-    async def _lost(self) -> dict[int, int]:
-        """Lines that were sent, are neither in line nor at work, and have no result; with their deadlines."""
+    async def _lost(self, *, sure: bool) -> dict[int, int]:
+        """Lines that were sent, are neither in line nor at work, and have no result; with their deadlines.
+
+        `sure`: only those of chunks that the queue has taken, for another one may be on its way there.
+        """
         absent: dict[int, int] = {}
         after = 0
-        while page := await self._do(self._job.open_lines, after):
+        while page := await self._do(self._job.open_lines, after, sure):
             after = page[-1][0]
             gone = await self._queue.inactive([n for n, _, _ in page])
             absent |= {n: deadline for n, _, deadline in page if n in gone}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -33,15 +36,31 @@ class FileSink:
         self.path = path
         try:
             self._file = path.open("r+b" if path.exists() else "x+b")
-            there = self._file.seek(0, os.SEEK_END)
-            if there < size:
-                self._file.close()
-                told = f"{path} has {there} bytes, but {size} were written: put it back as it was"
-                raise SinkError(f"{told}, or remove it and {journal} to begin anew")
-            self._file.truncate(size)
-            self._file.seek(size)
         except OSError as error:
             raise SinkError(f"{path}: {error.strerror or error}") from error
+        try:
+            self._begin(size, journal)
+        except OSError as error:
+            self._file.close()
+            raise SinkError(f"{path}: {error.strerror or error}") from error
+        except SinkError:
+            self._file.close()
+            raise
+
+    def _begin(self, size: int, journal: Path) -> None:
+        try:  # two runs may name one errors file; the lock ends with the process
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SinkError(f"{self.path} is in use: another process writes to it") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+                raise  # a file system without locks: the journal's has to do
+        there = self._file.seek(0, os.SEEK_END)
+        if there < size:
+            told = f"{self.path} has {there} bytes, but {size} were written: put it back as it was"
+            raise SinkError(f"{told}, or remove it and {journal} to begin anew")
+        self._file.truncate(size)
+        self._file.seek(size)
 
     def add(self, text: bytes) -> None:
         try:
@@ -61,7 +80,8 @@ class FileSink:
         return os.pread(self._file.fileno(), size, at)
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written is no part of the file (yet)
+            self._file.close()
 
     def _told(self, error: OSError) -> SinkError:
         return SinkError(f"{self.path} cannot be written: {error.strerror or error}; nothing of it is lost")
@@ -75,16 +95,26 @@ class StreamSink:
         self._size = 0
 
     def add(self, text: bytes) -> None:
-        self._stream.write(text)
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            raise _told_of_stream(error) from error
         self._size += len(text)
 
     def sync(self) -> int:
         try:
             self._stream.flush()
-        except BrokenPipeError as error:
-            raise SinkError("whoever read the output has gone") from error
+        except OSError as error:
+            raise _told_of_stream(error) from error
         return self._size
 
     def close(self) -> None:
         if self._stream not in (sys.stdout.buffer, sys.stderr.buffer):
-            self._stream.flush()
+            with suppress(OSError, ValueError):  # the caller closed it
+                self._stream.flush()
+
+
+def _told_of_stream(error: OSError) -> SinkError:
+    if isinstance(error, BrokenPipeError):
+        return SinkError("whoever read the output has gone")
+    return SinkError(f"the output cannot be written: {error.strerror or error}")

@@ -29,6 +29,12 @@ local function text(number) return string.format('%.0f', number) end
 local first, last = tonumber(call('HGET', keep, 'first') or 0), tonumber(call('HGET', keep, 'last') or 0)
 if seen > 0 and (seen < first - 1 or seen > last) then return {'', 1, text(last)} end
 
+-- Whoever comes next and has seen nothing looks from `first` on: it follows what is given back, some in each call.
+local begin = first
+local upto = ARGV[7] and math.min(seen + 1, first + 2 * #ARGV) or first
+while first < upto and not call('HGET', keep, text(first)) do first = first + 1 end
+if first > begin then call('HSET', keep, 'first', text(first)) end
+
 local found, count, size = {}, 0, 0
 local function tell(number, result)
   found[#found + 1], found[#found + 2] = text(number), result

@@ -94,7 +94,9 @@ class MemoryStore:
         self.pool.check_up()
         return search.near(self.line, request_id)
 
-    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+    async def search(
+        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
+    ) -> Looked:
         self.pool.check_up()
         return search.search(self.line, words, entries_only=entries_only)
 

@@ -11,13 +11,13 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from dispatcher.core.lanes import Lane, lane_of, losses_of
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
-from dispatcher.core.request import NO_LIST
+from dispatcher.core.result import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
@@ -127,6 +127,8 @@ class Grant:
     owner: str
     touched_at: float
     expires_at: float
+    abandoned: bool = False
+    """It ran out, and nobody took it back: it counts nothing."""
 
 
 class Pool:
@@ -218,11 +220,14 @@ class Pool:
         heapq.heappush(self.expiries, (grant.expires_at, entry.id))
         return grant
 
-    def end_lease(self, grant: Grant) -> None:
+    def end_lease(self, grant: Grant) -> int:
+        """What it counted, in units."""
         del self.grants[grant.entry.id]
-        self.hold(grant.owner, -grant.entry.units)
+        counted = 0 if grant.abandoned else grant.entry.units
+        self.hold(grant.owner, -counted)
         if self.probe == grant.entry.id:
             self.probe = None
+        return counted
 
 
 class Line:
@@ -238,7 +243,7 @@ class Line:
         self.pending: dict[bytes, Entry] = {}
         self.entries: dict[int, Entry] = {}
         self.dead: dict[int, tuple[Entry, str, float]] = {}
-        self.count: Counter[Place] = Counter()
+        self.count = dict.fromkeys(Place, 0)
         self.sets: dict[Lane | None, Lined] = {lane: Lined() for lane in (None, *Lane)}
         """What waits, by lane; None: outside of any."""
         self.in_lanes: Counter[Lane] = Counter()
@@ -271,12 +276,24 @@ class Line:
     def counts(self) -> Counts:
         count = self.count
         return Counts(
-            pending=count[Place.PENDING] + count[Place.RETURNED],
+            pending=self.waiting_count,
             leased=len(self.pool.grants),
             delayed=count[Place.DELAYED],
             dead=count[Place.DEAD],
             units=self.pool.units,
         )
+
+    @property
+    def waiting_count(self) -> int:
+        """How many are pending or returned."""
+        return self.count[Place.PENDING] + self.count[Place.RETURNED]
+
+    def passed_over(self, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
+        """How many wait in lanes whose room `taken` has used up."""
+        if not any(self.in_lanes.values()):
+            return 0
+        took = Counter(each.entry.lane for each in taken)
+        return sum(held for lane, held in self.in_lanes.items() if lanes.get(lane, 0) <= took[lane])
 
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Score, member and entry of all that is pending, in no order."""
@@ -286,8 +303,8 @@ class Line:
         """Put an entry into a place; every other mention of it is void from here on."""
         if entry.moves:
             self.count[entry.place] -= 1
-            if entry.place is Place.RETURNED and entry.lane is not None:
-                self.in_lanes[entry.lane] -= 1
+            if entry.place is Place.RETURNED and (lane := entry.lane) is not None:
+                self.in_lanes[lane] -= 1
         entry.moves += 1
         entry.place = place
         if place is Place.GONE:
@@ -299,9 +316,10 @@ class Line:
         if place is Place.DELAYED:
             self.delayed.put(due_at, entry)
         else:
-            if entry.lane is not None:
-                self.in_lanes[entry.lane] += 1
-            self.sets[entry.lane].put(entry.score, entry)
+            lane = entry.lane
+            if lane is not None:
+                self.in_lanes[lane] += 1
+            self.sets[lane].put(entry.score, entry)
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
 

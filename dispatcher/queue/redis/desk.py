@@ -113,9 +113,11 @@ class RedisDesk:
         """A page of those that may bear this id, where looking costs little."""
         return await search.near(self.backend, request_id, after)
 
-    async def search(self, words: Words, after: str = "", *, entries_only: bool = False) -> Looked:
+    async def search(
+        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
+    ) -> Looked:
         """A page of a walk over all requests, or over those that were claimed at least once."""
-        return await search.walk(self.backend, words, after, entries_only=entries_only)
+        return await search.walk(self.backend, words, after, entries_only=entries_only, whole=whole)
 
     async def ahead(self, found: FoundRequest) -> int | None:
         """How many lie before it in line; None where it does not wait there (any more)."""
@@ -126,6 +128,14 @@ class RedisDesk:
         batches = in_steps(requests, lambda each: len(each.member))
         return sum([await search.restore(self.backend, queue, batch) for batch in batches])
 
+    async def is_where(self, other: RedisDesk) -> bool:
+        """Whether both are on one server, whatever their URLs say: what is written here is found there."""
+        key, here, there = self.backend.new_reply(), self.backend.scripts, other.backend.scripts
+        await here.attempt(lambda: here.client.set(key, "here", ex=60))
+        found = await there.attempt(lambda: there.client.get(key))
+        await here.attempt(lambda: here.client.delete(key))
+        return found is not None
+
     async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
         """What lies in a result list, the oldest first, behind so many; nothing is taken."""
         return await search.results(self.backend, name, most, after)
@@ -133,6 +143,10 @@ class RedisDesk:
     async def take_result(self, name: str, result: bytes) -> bool:
         """Remove it, the oldest that equals it; False where it is gone."""
         return await search.take(self.backend, name, result)
+
+    async def unserved_s(self) -> float | None:
+        """How long ago a dispatcher last swept the queue, in Redis time; None: none ever has."""
+        return await producer.unserved_s(self.backend.scripts, self.names)
 
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)

@@ -226,6 +226,8 @@ def _told(error: Exception) -> QueueUnavailableError:
     """The error as a sentence for an operator."""
     if isinstance(error, TimeoutError | errors.TimeoutError):
         return BrokenCallError("Redis did not answer in time")
+    if isinstance(error, UnicodeEncodeError):
+        return OddReplyError("Redis was not asked: a name holds a lone surrogate, or bytes that are no UTF-8")
     message = _PLACE.sub("", str(error))
     if _is_forbidden(error):
         return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")

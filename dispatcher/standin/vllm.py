@@ -1,0 +1,25 @@
+"""What one model server shows of itself on its /metrics page, under vLLM's names: always of now."""
+
+from __future__ import annotations
+
+from dispatcher.standin.pool import Pool
+
+
+def page(pool: Pool, number: int, servers: int, *, kv_at_full: float) -> bytes:
+    """The page of the server with this number, from 0 on; the pool's requests are spread evenly over all."""
+
+    def share(requests: int) -> int:
+        return requests // servers + (number < requests % servers)
+
+    running = share(pool.running)
+    used = min(1.0, kv_at_full * running * servers / pool.slots) if pool.slots else 1.0
+    gauges = (
+        ("num_requests_running", "Number of requests in model execution batches.", running),
+        ("num_requests_waiting", "Number of requests waiting to be processed.", share(pool.waiting_inside)),
+        ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used),
+    )
+    return "".join(
+        f"# HELP vllm:{name} {text}\n# TYPE vllm:{name} gauge\n"
+        f'vllm:{name}{{engine="0",model_name="m"}} {float(value)!r}\n'
+        for name, text, value in gauges
+    ).encode()

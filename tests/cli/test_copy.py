@@ -1,0 +1,65 @@
+"""`queue copy` and bad luck: onto itself, and out of a queue that shrinks meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dispatcher.cli import app
+from dispatcher.cli.queue import copy_requests
+from dispatcher.cli.target import QueueTarget
+from dispatcher.core.located import Looked, Whereabouts
+from dispatcher.ports import Submission
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
+from tests.queue.servers import ENGINES, Server, server
+
+NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+LATER = int(time.time()) + 3600
+
+
+@pytest.fixture
+def queue_server(tmp_path: Path) -> Iterator[Server]:
+    with server(ENGINES[-1], tmp_path) as running:
+        yield running
+
+
+def test_a_queue_is_not_copied_onto_itself_by_another_url(queue_server: Server) -> None:
+    same = queue_server.url.replace("127.0.0.1", "localhost")
+    done = CliRunner().invoke(
+        app, ["queue", "copy", "--from", queue_server.url, "--to", same, "--pool", "default", "--live"]
+    )
+    assert (done.exit_code, "are the same Redis" in done.stderr) == (2, True)
+    with queue_server.client() as client:
+        assert client.keys() == []
+
+
+class Shrinking(RedisDesk):
+    """Three at the front of the line expire behind the first page of it."""
+
+    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+        page = await super().lying(state, most, after, whole=whole)
+        if state is Whereabouts.PENDING and not after:
+            await self.backend.scripts.client.zpopmin(self.names.queue, 3)
+        return page
+
+
+async def test_what_expires_while_a_queue_is_copied_costs_no_other_one(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    with server(ENGINES[-1], tmp_path) as far:
+        source = Shrinking(connect(queue_server.url), NAMES)
+        for n in range(300):
+            await source.submit([Submission(b"r-%d" % n, LATER + n)])
+        await source.pause("ann", "moving")
+        found = await copy_requests(source, QueueTarget(far.url, NAMES), live=False)
+        await source.aclose()
+        assert found is not None
+        assert (found[0][Whereabouts.PENDING], found[1]) == (300, 300)
+        with far.client() as client:
+            assert client.zcard(NAMES.queue) == 300

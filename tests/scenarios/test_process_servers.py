@@ -1,0 +1,48 @@
+"""Plain model servers, without an endpoint picker: their own pages are what the dispatcher knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.scenarios.processes import Stage, World, hold
+from tests.support import wait_until_sync
+
+SERVERS, PER_SERVER = 2, 16
+LIMIT = 30
+"""Of 32 requests, less the reserve."""
+
+
+def signals(world: World) -> dict[str, Any]:
+    urls = [world.metrics.replace("/metrics", f"/servers/{number}/metrics") for number in range(SERVERS)]
+    return {"source": "vllm", "interval_s": 0.5, "epp": {"urls": []}, "vllm": {"urls": urls}}
+
+
+def test_model_servers_own_pages_fill_the_pool_and_one_that_goes_away_closes_the_gate(stage: Stage) -> None:
+    world = stage.world(slots=SERVERS * PER_SERVER, endpoints=SERVERS, flow_control=False, seconds=0.2)
+    settings = stage.settings(
+        world, max_sys=None, signals=signals(world), budget={"per_endpoint": PER_SERVER}
+    )
+    one = stage.dispatcher(settings)
+    stage.producer.submit(1200)
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, 20, what="the slack to be filled")
+
+    world.control(realtime=20)
+    wait_until_sync(lambda: world.in_flight() <= LIMIT - 20, 10, what="room to be made for realtime")
+    world.control(realtime=0)
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, 10, what="the slack to be filled again")
+    assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
+
+    world.control(endpoints=SERVERS - 1)
+    status = one.wait_for(reason="unreadable")
+    assert "HTTP 404" in status["signals_problem"]
+    wait_until_sync(lambda: world.in_flight() == 0, 5, what="what runs to end")
+    count = world.observed()["gateway"]["arrived"]
+    hold(lambda: world.observed()["gateway"]["arrived"] == count, 1.0, what="sent blind")
+    assert stage.producer.counts()["pending"] > 0, "otherwise nothing was held back"
+
+    world.control(endpoints=SERVERS)
+    stage.producer.wait_for_all(timeout_s=30)
+    one.wait_for(leased=0)
+    assert stage.producer.answers() == {"200": len(stage.producer.submitted)}
+    assert not stage.producer.twice()
+    assert not stage.producer.unaccounted()
