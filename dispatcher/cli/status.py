@@ -6,7 +6,6 @@ They never refuse: what answers is shown, and of the rest why it does not.
 from __future__ import annotations
 
 import asyncio
-import re
 import sys
 import time
 from contextlib import suppress
@@ -29,6 +28,7 @@ from dispatcher.cli.target import (
     warn_of,
     warn_of_others,
 )
+from dispatcher.core.duration import seconds_of
 
 AdminUrl = Annotated[
     str,
@@ -41,7 +41,6 @@ AdminUrl = Annotated[
 ]
 Told = dict[str, Any]
 EACH_S = 1.0
-_UNITS = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 EXAMPLES = {
     "status": [
@@ -53,15 +52,6 @@ EXAMPLES = {
     ],
     "explain": ["batch-dispatcher explain", "batch-dispatcher explain --admin-url http://10.0.0.7:8080"],
 }
-
-
-def _duration(text: str) -> float | None:
-    if not text:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip())
-    if found is None:
-        raise typer.BadParameter("give a time such as 30s, 2m or 500ms")
-    return float(found[1]) * _UNITS[found[2]]
 
 
 def status(
@@ -87,7 +77,10 @@ def status(
     Whatever does not answer is named; the rest is shown. Exit code 1: the queue cannot be reached; an
     embedded one is there only while its dispatcher runs.
     """
-    waiting_s = _duration(wait)
+    try:
+        waiting_s = seconds_of(wait) if wait else None
+    except ValueError as error:
+        raise fail(f"--wait: {error}", 2) from error
     place, address = meant(config, queue_url, queue, pool, admin_url)
     if waiting_s is not None:
         _wait(place, address, waiting_s)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dispatcher.core.duration import seconds_of
 from dispatcher.standin import shapes
 from dispatcher.standin.trace import BUNDLED, Recording, Trace, TraceError, read, recorded
 
@@ -15,7 +16,6 @@ WINDOW_S = 900.0
 """Of a long recording the busiest stretch of this length is played: it is there that users pay."""
 LONG_S = 1.5 * WINDOW_S
 LAST_MOST_S = 31 * 86_400.0
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,10 @@ def _shown(url: str) -> str:
 
 
 def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhdw])", text.strip())
-    seconds = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    try:
+        seconds = seconds_of(text)
+    except ValueError:
+        seconds = 0.0
     if not 60 <= seconds <= LAST_MOST_S:
         raise TraceError(f"--last {text}: give 1m to 31d, such as 3h or 2d")
     return seconds
