@@ -17,7 +17,7 @@ import msgspec
 
 from dispatcher.client.errors import BatchError
 
-FORMAT = 1
+FORMAT = 2
 _CACHE_KIB = 16_384
 _SCHEMA = """
 create table fact (name text primary key, value blob) without rowid;
