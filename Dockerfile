@@ -39,8 +39,9 @@ COPY --from=build /root-of-image /
 # Where a volume goes, for the data of an embedded queue; a new one takes this directory's owner.
 COPY --from=build --chown=65532:65532 /volumes /
 WORKDIR /data
-ENV PATH=/opt/batch-dispatcher/bin LANG=C.UTF-8
+# Every verb finds the file without a flag: `docker exec … status`.
+ENV PATH=/opt/batch-dispatcher/bin LANG=C.UTF-8 BATCH_DISPATCHER_CONFIG=/etc/batch-dispatcher/config/config.yaml
 USER 65532:65532
 EXPOSE 8080
 ENTRYPOINT ["/opt/batch-dispatcher/bin/batch-dispatcher"]
-CMD ["run", "--config", "/etc/batch-dispatcher/config/config.yaml"]
+CMD ["run"]

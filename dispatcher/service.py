@@ -49,8 +49,8 @@ from dispatcher.signals import capacity
 from dispatcher.signals.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.cluster import NO_CLUSTER, ClusterAccess
 from dispatcher.signals.poller import Poller, SourcePoll
-from dispatcher.signals.series import at_most
 from dispatcher.signals.sources import sources
+from dispatcher.signals.verdict import at_most
 from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry import logs, otlp
 from dispatcher.telemetry.events import Event, emit, heard_by

@@ -235,17 +235,21 @@ _INNER = {"arrived", "item", "number", "waiters"}
 """Fields of handles and results that are the client's own."""
 
 
+_OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "JournalError", "SinkError")
+"""What `run_file` takes, returns and raises: of `dispatcher.client.files`."""
+
+
 def reference() -> str:
     """docs/python-reference.md, from the classes that the client offers."""
     offered = _assigned(ast.parse((_CLIENT / "__init__.py").read_text()))
     classes: dict[str, ast.ClassDef] = {}
-    for module in sorted(_CLIENT.glob("*.py")):
+    for module in sorted(_CLIENT.rglob("*.py")):
         classes |= {
             each.name: each for each in ast.parse(module.read_text()).body if isinstance(each, ast.ClassDef)
         }
     first = ("BatchClient", "BlockingBatchClient", "Item", "Handle", "Result")
     lines = [_REFERENCE]
-    for name in (*first, *(name for name in offered if name not in first)):
+    for name in (*first, *(name for name in offered if name not in first), *_OF_FILES):
         lines += _class(classes[name])
     return "\n".join(lines) + "\n"
 

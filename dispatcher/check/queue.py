@@ -12,7 +12,7 @@ from dispatcher.check.finding import Finding, Findings, Probe, known
 from dispatcher.settings import SecretUrl, Settings
 
 if TYPE_CHECKING:
-    from dispatcher.queue.redis.survey import Server, Survey
+    from dispatcher.queue.redis.survey import ServerFacts, Survey
 
 
 def asked(settings: Settings) -> set[Address]:
@@ -90,7 +90,7 @@ def _told(where: str, name: str, found: Survey) -> Iterator[Finding]:
         yield Finding("warning", "queue.name", f"paused by {by}: {why}", "batch-dispatcher resume")
 
 
-def _doubts(where: str, server: Server) -> Iterator[Finding]:
+def _doubts(where: str, server: ServerFacts) -> Iterator[Finding]:
     from dispatcher.queue.redis.survey import OLDEST
 
     if server.too_old:

@@ -11,7 +11,8 @@ from dispatcher.core.counting import ASSUMED, fitting
 from dispatcher.core.poll import Unread
 from dispatcher.settings import Settings
 from dispatcher.signals.poller import Source
-from dispatcher.signals.series import Family, Verdict, View, judge
+from dispatcher.signals.series import Family, View
+from dispatcher.signals.verdict import Verdict, judge
 
 
 async def ask(

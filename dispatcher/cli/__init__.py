@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from dispatcher.cli.screen import complain, for_programs
 
@@ -42,12 +42,43 @@ VERBS = {
 In the order of the help. The function's docstring is the verb's help, and the `EXAMPLES` of its module, by
 `verb` or `family verb`, are shown below it; keep heavy imports inside the function.
 """
+SUMMARIES = {
+    "run": "Fill the pool's slack from the queue, until SIGTERM.",
+    "init": "Write a commented configuration, of options or, on a terminal, of a few questions.",
+    "check": "Validate a configuration, print what it sets, then try every connection and say what each "
+    "found.",
+    "submit": "Submit one request, wait for its result and print it; or a whole batch file.",
+    "result": "Print the result of a request that `submit` sent, or that lies in the queue's default list.",
+    "describe": "Say where a request lies, its place in line, its tries, why it is not sent; or that it was "
+    "answered.",
+    "list": "List requests: those that run, those in line in their order, those that wait for a retry, the "
+    "dead.",
+    "peek": "Show what is sent next, in its order, and what holds it back.",
+    "results": "Show what lies in a result list, the oldest first; as JSON lines with --json, and when they "
+    "are taken.",
+    "status": "Show the queue, and of the dispatcher that answers its gate, readings, rate and replicas.",
+    "explain": "Say in one paragraph why the dispatcher sends what it sends.",
+    "top": "Watch the pool: who has its capacity, what waits, how fast it goes and when it is done.",
+    "pause": "Have all dispatchers of the queue send nothing new until `resume`. What runs goes on.",
+    "resume": "Let the dispatchers send again.",
+    "cancel": "Cancel requests: their result is CANCELLED; in flight the connection is closed.",
+    "dead": "Requests that were put aside, and why.",
+    "queue": "The queue as a whole.",
+    "simulate": "Try batch work on a pool in virtual time, before you install anything.",
+    "demo": "Show the dispatcher at work: a pool with realtime traffic, a queue, a crash, and a verdict.",
+    "completion": "Print the script by which a shell completes verbs, options and files.",
+    "help": "Show the help of a verb.",
+    "version": "Print the version of the dispatcher and of the Python it runs on.",
+}
+"""The first paragraph of each verb's help, for the list of all: to import every verb takes half a second."""
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 """What wrong usage raises; typer has no name for it."""
 
 
 class _Verbs(TyperGroup):
-    """Finds commands by name, without importing the others."""
+    """Finds commands by name, without importing the others; and for the list of all none of them."""
+
+    _summing_up = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [verb for verb, module in VERBS.items() if importlib.util.find_spec(module) is not None]
@@ -55,6 +86,8 @@ class _Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None
+        if self._summing_up:
+            return TyperCommand(cmd_name, help=SUMMARIES[cmd_name])
         module = importlib.import_module(VERBS[cmd_name])
         verb = getattr(module, cmd_name)
         if not isinstance(verb, typer.Typer):
@@ -70,6 +103,13 @@ class _Verbs(TyperGroup):
             if each in examples:
                 found.epilog = "Examples:\n\n" + "\n".join(examples[each])
         return command
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._summing_up = True
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._summing_up = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = args[: args.index("--")] if "--" in args else args

@@ -111,11 +111,19 @@ def list_(
 
 @dead.command()
 def show(
-    which: Which, config: Config = None, queue_url: QueueUrl = "", queue: QueueName = "", pool: PoolName = ""
+    which: Which,
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
 ) -> None:
-    """Show one, whole, with its result where that lies under its id, as JSON. Exit code 1: there is none."""
+    """Show one, whole, with its result where that lies under its id: JSON, with --json in one line.
+
+    Exit code 1: there is none.
+    """
     from dispatcher.cli.sought import answers_anywhere, shown_result
-    from dispatcher.core.request import decode_result
+    from dispatcher.core.result import decode_result
 
     async def act(desk: RedisDesk) -> dict[str, Any] | None:
         async for one in _one(desk, which):
@@ -127,7 +135,7 @@ def show(
     found = ask(find(config, queue_url, queue, pool), act)
     if found is None:
         raise fail(f"{which}: not among the dead")
-    answer(found, indent=2)
+    answer(found, indent=None if json_output else 2)
 
 
 @dead.command()

@@ -18,7 +18,7 @@ from dispatcher.cli.sought import (
     why,
 )
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
-from dispatcher.core.request import decode_result
+from dispatcher.core.result import decode_result
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from dispatcher.cli.live import fold
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
@@ -164,7 +164,7 @@ def _width() -> int | None:
 def _folded(line: str) -> str:
     """Broken between words where it is too long for the terminal; a pipe gets it whole."""
     width = _width()
-    return line if width is None else textwrap.fill(line, width, subsequent_indent="  ")
+    return line if width is None else "\n".join(fold([line], width))
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import typer
 from dispatcher.cli.screen import answer, complain, fail, say
 from dispatcher.cli.sought import each
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, ask, locate
-from dispatcher.core.located import Whereabouts
+from dispatcher.core.located import IN_LINE, Whereabouts
 from dispatcher.queue.embedded import running_url
 
 if TYPE_CHECKING:
@@ -27,13 +27,7 @@ EXAMPLES = {
     ]
 }
 EMBEDDED = "embedded"
-_PLACES = (
-    Whereabouts.DEAD,
-    Whereabouts.DELAYED,
-    Whereabouts.SUSPECT,
-    Whereabouts.RETURNED,
-    Whereabouts.PENDING,
-)
+_PLACES = (Whereabouts.DEAD, Whereabouts.DELAYED, *reversed(IN_LINE))
 _PAGE = 256
 _TELL_EACH = 10_000
 

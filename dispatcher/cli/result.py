@@ -17,7 +17,7 @@ from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, sh
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
 from dispatcher.core.duration import seconds_of, told
 from dispatcher.core.plain import plain
-from dispatcher.core.request import PoppedResult, decode_result
+from dispatcher.core.result import PoppedResult, decode_result
 
 if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
@@ -147,9 +147,8 @@ def still_queued(request_id: str) -> typer.Exit:
 
 def print_result(found: PoppedResult, *, json_output: bool) -> None:
     """Its payload, or all of it as JSON; exits with 1 where it is an error."""
-    import msgspec
-
-    text = msgspec.json.encode(found).decode() if json_output else found.payload
+    whole = {**shown_result(found), "request_token": found.request_token}
+    text = json.dumps(whole) if json_output else found.payload
     # A program wants it byte for byte, a terminal without what would steer it.
     typer.echo(plain(text, keep="\n\t") if sys.stdout.isatty() else text)
     if found.status_code is None or found.status_code >= 400 or found.error_code is not None:

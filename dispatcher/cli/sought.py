@@ -11,7 +11,8 @@ from dispatcher.cli.running import address_of, running
 from dispatcher.core.duration import told, until
 from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.core.oversize import bytes_before_cut
-from dispatcher.core.request import PoppedResult, Rejection, Request, decode_result, parse
+from dispatcher.core.request import Rejection, Request, parse
+from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 
 if TYPE_CHECKING:

@@ -18,7 +18,17 @@ import typer
 from dispatcher.cli import words
 from dispatcher.cli.running import AdminAddress, address_of, ready, running
 from dispatcher.cli.screen import answer, complain, fail, say
-from dispatcher.cli.target import Config, Json, Located, PoolName, QueueName, QueueUrl, locate, warn_of
+from dispatcher.cli.target import (
+    Config,
+    Json,
+    Located,
+    PoolName,
+    QueueName,
+    QueueUrl,
+    locate,
+    warn_of,
+    warn_of_others,
+)
 
 AdminUrl = Annotated[
     str,
@@ -86,7 +96,7 @@ def status(
     if watch:
         _watch(place, address, json_output=json_output)
         return
-    shown = asyncio.run(look(place, address))
+    shown = asyncio.run(look(place, address, guides=True))
     if json_output:
         answer(shown)
     else:
@@ -111,7 +121,7 @@ def explain(
     """
     place, address = meant(config, queue_url, queue, pool, admin_url)
     warn_of(place)
-    shown = asyncio.run(look(place, address))
+    shown = asyncio.run(look(place, address, guides=True))
     told = words.paragraph(shown)
     if json_output:
         answer({"explanation": told, **shown})
@@ -123,11 +133,12 @@ def explain(
         raise typer.Exit(1)
 
 
-async def look(place: Located, address: AdminAddress | None) -> Told:
-    """What the queue tells, and the dispatcher where it answers; each asked whatever the other does."""
+async def look(place: Located, address: AdminAddress | None, *, guides: bool = False) -> Told:
+    """What the queue tells, and the dispatcher where it answers; each asked whatever the other does.
+    `guides`: where the queue that nobody named is not there, say which are."""
     unknown = None, "neither --config nor --admin-url says where to ask"
     queue, (dispatcher, problem) = await asyncio.gather(
-        _queue(place), running(address) if address else _known(unknown)
+        _queue(place, guides=guides), running(address) if address else _known(unknown)
     )
     return {
         "queue": place.names.queue if place.names else None,
@@ -142,7 +153,7 @@ async def _known(value: tuple[None, str]) -> tuple[None, str]:
     return value
 
 
-async def _queue(place: Located) -> Told:
+async def _queue(place: Located, *, guides: bool) -> Told:
     told: Told = {**dict.fromkeys(words.COUNTS), "paused": None, "queue_problem": None}
     url = place.queue_url()
     if place.names is None:
@@ -159,6 +170,8 @@ async def _queue(place: Located) -> Told:
         raise fail(str(error), 2) from error
     try:
         counts, paused = await desk.counts(), await desk.paused()
+        if guides and place.guessed:
+            await warn_of_others(desk)
     except QueueUnavailableError as error:
         return {**told, "queue_problem": str(error)}
     finally:

@@ -41,7 +41,7 @@ from dispatcher.core.patterns import any_fits
 
 if TYPE_CHECKING:
     from dispatcher.client import Item
-    from dispatcher.core.request import PoppedResult
+    from dispatcher.core.result import PoppedResult
     from dispatcher.ports import Submission
     from dispatcher.queue.redis.desk import RedisDesk
 
@@ -170,7 +170,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
 
 async def _answer(desk: RedisDesk, sent: Submission) -> PoppedResult | None:
     """Its result, where it has come. Others may write that list, but do not know the token."""
-    from dispatcher.core.request import decode_result
+    from dispatcher.core.result import decode_result
 
     for each in await answers(desk, sent.request_id):
         if (result := decode_result(each)).request_token == sent.request_token:

@@ -137,7 +137,7 @@ def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, 
         for line in error.faulty:
             complain(f"{name}:{line.n}: {line.message}", fg=None)
         more = ", and more that were not looked at" if error.more else ""
-        complain(f"{name}: {error}{more}; --skip-bad runs the others, and writes these to the errors file")
+        complain(f"{name}: {error}{more}; --skip-bad runs the others, and these become errors")
         raise typer.Exit(2) from error
     except (InputError, TemplateError, ValueError) as error:
         raise _wrong(str(error)) from error

@@ -18,7 +18,7 @@ import typer
 
 from dispatcher.cli.screen import complain, fail, warn
 from dispatcher.queue.embedded import running_url
-from dispatcher.queue.keys import Names, QueueNameError
+from dispatcher.queue.keys import Names, QueueNameError, usual_pool_of
 from dispatcher.settings import AdminSettings, Problem, Settings, load, load_client
 from dispatcher.settings.source import PREFIX
 
@@ -70,6 +70,7 @@ QueueName = Annotated[
     ),
 ]
 
+OTHERS_SHOWN = 8
 SECONDS_MOST = 10 * 365 * 86_400
 """Ten years."""
 
@@ -108,6 +109,8 @@ class QueueTarget:
     """None where only a URL was given, or something else is wrong with the configuration."""
     admin: AdminSettings | None = None
     """Where a dispatcher can be asked; None: only a URL was given."""
+    guessed: bool = False
+    """Nobody named the queue: a URL was given, and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,8 @@ class Located:
     settings: Settings | None = None
     problems: tuple[Problem, ...] = ()
     """What is wrong with the configuration; the rest of it is here."""
+    guessed: bool = False
+    """Nobody named the queue: a URL was given, and nothing else."""
 
     def queue_url(self) -> str | None:
         """The queue's URL; None where it is not there now. An embedded one comes and goes."""
@@ -182,7 +187,7 @@ def locate(config: Path | None, url: str, queue: str, pool: str = "") -> Located
     pool = pool or environ.get(POOL, "")
     try:
         if url and config is None:
-            return Located(_names(queue, pool or "default"), url)
+            return Located(_names(queue, pool or "default"), url, guessed=not (queue or pool))
         path = config_path(config, environ)
         found, problems = load_client(path, environ)
         if found is None:
@@ -228,7 +233,7 @@ def find(config: Path | None, url: str, queue: str, pool: str = "") -> QueueTarg
     found = place.queue_url()
     if found is None:
         raise fail(place.absent)
-    return QueueTarget(found, place.names, place.settings, place.admin)
+    return QueueTarget(found, place.names, place.settings, place.admin, place.guessed)
 
 
 def pairs_of(option: str, given: list[str] | None) -> list[tuple[str, str]]:
@@ -251,6 +256,8 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
     async def at_desk() -> T:
         desk = RedisDesk(connect(target.url), target.names)
         try:
+            if target.guessed:
+                await warn_of_others(desk)
             return await act(desk)
         finally:
             await desk.aclose()
@@ -261,3 +268,26 @@ def ask(target: QueueTarget, act: Callable[[RedisDesk], Awaitable[T]]) -> T:
         raise fail(str(error), 2) from error
     except QueueUnavailableError as error:
         raise fail(str(error)) from error
+
+
+async def warn_of_others(desk: RedisDesk) -> None:
+    """Where nothing is there of the queue that nobody named, say which queues are."""
+    from dispatcher.ports import QueueUnavailableError
+    from dispatcher.queue.redis.survey import KEYS_LOOKED_AT, other_queues
+
+    try:
+        found = await other_queues(desk)
+    except QueueUnavailableError:  # what was asked for says why; or this user may not look around
+        return
+    if found is None or not found[0]:
+        return
+    queues, all_of_them = found
+    pools = [usual_pool_of(each) for each in queues]
+    told = [
+        f"--queue {each}" if pool is None else f"--pool {pool}"
+        for each, pool in zip(queues, pools, strict=True)
+    ]
+    some = ", ".join(told[:OTHERS_SHOWN])
+    more = f", and {len(told) - OTHERS_SHOWN} more" if len(told) > OTHERS_SHOWN else ""
+    bound = "" if all_of_them else f" (of {KEYS_LOOKED_AT:,} keys; there are more)"
+    warn(f"{desk.names.queue} is not there, but others are: name yours by {some}{more}{bound}")

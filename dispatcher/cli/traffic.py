@@ -74,7 +74,7 @@ def _from(chosen: Chosen, begin: float) -> Chosen:
 def _asked(where: Recorded) -> Recording:
     from dispatcher.signals.history import RUNNING, running
     from dispatcher.signals.instant import QueryError
-    from dispatcher.signals.prometheus import PrometheusAddress
+    from dispatcher.signals.session import PrometheusAddress
 
     last_s = _seconds(where.last)
     queries = where.queries or RUNNING

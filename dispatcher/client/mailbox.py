@@ -19,7 +19,7 @@ from dispatcher.client.errors import BatchError, NameInUseError, NoResultError, 
 from dispatcher.client.item import Handle
 from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_popped
-from dispatcher.core.request import PoppedResult, decode_result
+from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import Box

@@ -15,7 +15,7 @@ from dispatcher.client.errors import (
     RequestCancelledError,
     RequestFailedError,
 )
-from dispatcher.core.request import PoppedResult
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.usage import tokens
 
 _SHOWN_CHARS = 200

@@ -16,7 +16,7 @@ import msgspec
 
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.plain import shortened
-from dispatcher.core.request import ErrorCode, PoppedResult
+from dispatcher.core.result import ErrorCode, PoppedResult
 from dispatcher.core.routing import is_plain_path
 from dispatcher.core.surrogates import without_surrogates
 

@@ -5,7 +5,8 @@ With each claim an owner says how many of each lane it may lease, by the rule of
 (dispatch/lanes.py). Those that it may not are passed over at no cost, however many they are: a full lane's
 set is not looked at.
 
-A new lane is a member here, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, and a rule.
+A new lane is a member here, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, the word for its
+place in core/located.py, and a rule.
 """
 
 from __future__ import annotations

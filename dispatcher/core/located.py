@@ -7,6 +7,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from dispatcher.core.lanes import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class Whereabouts(StrEnum):
@@ -21,7 +28,9 @@ class Whereabouts(StrEnum):
     DEAD = "dead"
 
 
-IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, Whereabouts.SUSPECT)
+OF_LANE: Mapping[Lane, Whereabouts] = MappingProxyType({Lane.SUSPECTS: Whereabouts.SUSPECT})
+"""Each lane's."""
+IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, *(OF_LANE[lane] for lane in Lane))
 """What a claim takes from."""
 
 

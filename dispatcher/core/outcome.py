@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import assert_never
 
 from dispatcher.core.headers import DROP_REASON
-from dispatcher.core.request import ErrorCode
+from dispatcher.core.result import ErrorCode
 
 RETRY_AFTER_CAP_S = 86400.0
 """A longer Retry-After is taken for this much; policy cuts it further."""

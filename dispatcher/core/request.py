@@ -1,4 +1,4 @@
-"""The queue's envelope: a member parsed into a Request or refused with a Rejection, and results.
+"""The queue's envelope: a member parsed into a Request or refused with a Rejection.
 
 `docs/queue-contract.md` has the shapes. Two rules shape this module. The payload is never decoded: it
 leaves as the bytes it came in. And parsing never raises, whatever a producer wrote, because one member that
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any, Literal
 
 import msgspec
@@ -22,6 +21,7 @@ from dispatcher.core.headers import NAME as HEADER_NAME
 from dispatcher.core.headers import VALUE as HEADER_VALUE
 from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
 from dispatcher.core.plain import shortened
+from dispatcher.core.result import ErrorCode
 from dispatcher.core.score import PRIORITY_STEP
 from dispatcher.core.surrogates import without_surrogates
 
@@ -30,25 +30,9 @@ MAX_ID_BYTES = 1024
 MAX_HEADERS_CHARS = 16_384
 """Of names and values of a request's own headers: gateways refuse longer heads, some close the connection."""
 
-NO_LIST = "is no list that results can go to"
 
 _MAX_TOKENS = 50_000
 _MESSAGE_CHARS = 200
-_LIST_CHARS = 100
-
-
-class ErrorCode(StrEnum):
-    """Why a request has no answer of the gateway: `error_code` of its result."""
-
-    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
-    CANCELLED = "CANCELLED"
-    GATE_DROPPED = "GATE_DROPPED"
-    GATE_ERROR = "GATE_ERROR"
-    INFERENCE_ERROR = "INFERENCE_ERROR"
-    INVALID_REQUEST = "INVALID_REQUEST"
-    RETRIES_EXHAUSTED = "RETRIES_EXHAUSTED"
-    DELIVERIES_EXHAUSTED = "DELIVERIES_EXHAUSTED"
-    TOO_LARGE = "TOO_LARGE"
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -88,22 +72,6 @@ class Rejection(msgspec.Struct, frozen=True):
     id: str | None = None
     token: str = ""
     results: str = ""
-
-
-class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a consumer pops from a result list: `status_code` when the gateway answered, else `error_code`."""
-
-    id: str
-    payload: str
-    """The response body as a string, or `{"error": …}`."""
-    status_code: int | None = None
-    error_code: str | None = None
-    """An ErrorCode, kept as a string: other dispatchers may know further ones."""
-    error_message: str | None = None
-    payload_note: str | None = None
-    """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
-    request_token: str | None = None
-    """The request's token, where it has one: who else may write the list cannot know it."""
 
 
 class _Internal(msgspec.Struct):
@@ -158,7 +126,6 @@ _NONE = _Internal()
 _EMPTY: Mapping[str, str] = {}
 _decode = msgspec.json.Decoder(_Member).decode
 _decode_outline = msgspec.json.Decoder(_Outline).decode
-_decode_result = msgspec.json.Decoder(PoppedResult).decode
 _encode = msgspec.json.Encoder().encode
 
 _FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
@@ -431,53 +398,3 @@ def encode_member(
     if isinstance(parsed, Rejection):
         raise ValueError(f"request {request_id!r}: {parsed.message}")  # noqa: TRY004 - a value, not a type
     return member
-
-
-def answered(request_id: str, status: int, body: bytes, *, token: str = "") -> bytes:
-    """The result of a request that the gateway answered: the body as a string, and the request's token.
-
-    A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
-    a field that other consumers ignore, says so.
-    """
-    text, note = _text(body)
-    return _encode(PoppedResult(request_id, text, status, payload_note=note, request_token=token or None))
-
-
-def failed(
-    request_id: str,
-    code: ErrorCode,
-    message: str,
-    status: int | None = None,
-    body: bytes | None = None,
-    *,
-    token: str = "",
-) -> bytes:
-    """The result of a request without a final answer; with the last status and body where there were any."""
-    if body:
-        text, note = _text(body)
-    else:
-        text, note = _encode({"error": message}).decode(), None
-    return _encode(PoppedResult(request_id, text, status, code, message, note, token or None))
-
-
-def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
-    """The result of a request whose result list, `results`, cannot be had."""
-    shown = shortened(results, _LIST_CHARS).encode(errors="replace").decode()
-    return failed(
-        request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
-    )
-
-
-def _text(body: bytes) -> tuple[str, str | None]:
-    try:
-        return body.decode(), None
-    except UnicodeDecodeError as error:
-        return body.decode(errors="replace"), f"not UTF-8 from byte {error.start} on: invalid bytes replaced"
-
-
-def decode_result(result: bytes) -> PoppedResult:
-    """A result as popped from its list. Raises ValueError on anything else."""
-    try:
-        return _decode_result(result)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"no result: {error}") from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dispatcher.core.outcome import Answered, Bury, Errored, Outcome, Retry, RetryPolicy, after
-from dispatcher.core.request import ErrorCode, Rejection, Request, answered, failed, misdirected
+from dispatcher.core.request import Rejection, Request
+from dispatcher.core.result import ErrorCode, answered, failed, misdirected
 from dispatcher.ports import Burial, Lease, Release, Settlement
 
 Ending = Settlement | Release | Burial

@@ -10,7 +10,8 @@ from typing import Concatenate, ParamSpec
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
 from dispatcher.core.outcome import Delivered, Outcome, Overloaded
-from dispatcher.core.request import ErrorCode, Request
+from dispatcher.core.request import Request
+from dispatcher.core.result import ErrorCode
 from dispatcher.core.routing import trace_of
 from dispatcher.core.usage import tokens
 from dispatcher.dispatch.access import now

@@ -176,5 +176,25 @@ class Names:
         return None if any_fits(self._allowed, name) else "is not among queue.result_lists"
 
 
+_LASTING = re.compile(rf"([^{{}}]*\{{([^{{}}]+)\}}[^{{}}]*):(?:{'|'.join(_SUFFIXES)})")
+
+
+def queue_of(key: str) -> str | None:
+    """The queue that a key is of, as far as its name tells: not that of a queue that its operator named, and
+    that nobody but producers has touched."""
+    if usual_pool_of(key) is not None:
+        return key
+    if (found := _LASTING.fullmatch(key)) is None:
+        return None
+    prefix, tag = found.groups()
+    return tag if prefix == f"{{{tag}}}" else prefix
+
+
+def usual_pool_of(queue: str) -> str | None:
+    """The pool whose queue bears that name by default."""
+    found = re.fullmatch(r"batch:\{([^{}]+)\}:requests", queue)
+    return None if found is None else found[1]
+
+
 def _prefix(queue: str) -> str:
     return queue if "{" in queue else f"{{{queue}}}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from dispatcher.signals.prometheus import PrometheusAddress, QuerySession, connected
+from dispatcher.signals.session import PrometheusAddress, QuerySession, connected
 
 RUNNING = (
     "sum(vllm:num_requests_running)",

@@ -24,7 +24,8 @@ from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Growth, Histograms, Price, Shares, price
 from dispatcher.settings import SignalsSettings
 from dispatcher.settings import Source as SourceName
-from dispatcher.signals.series import Lessons, Verdict, View, at_most, judge
+from dispatcher.signals.series import View
+from dispatcher.signals.verdict import Lessons, Verdict, at_most, judge
 from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3

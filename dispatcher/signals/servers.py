@@ -19,7 +19,7 @@ from dispatcher.signals.scrape import Scraper, ScrapeTarget, Sought, Targets, un
 from dispatcher.signals.series import View, largest, total
 
 
-class Server(Enum):
+class ModelServer(Enum):
     """The gauges of one kind of model server: running, waiting, share of the KV cache in use, by all their
     names, the newest first."""
 
@@ -38,7 +38,7 @@ class Server(Enum):
 
 _SWAPPED = "vllm:num_requests_swapped"
 """Of vLLM before its engine V1: requests that lost their place, and wait for it."""
-_PAGE = Sought(frozenset(name for kind in Server for names in kind.value for name in names) | {_SWAPPED})
+_PAGE = Sought(frozenset(name for kind in ModelServer for names in kind.value for name in names) | {_SWAPPED})
 _RANKS = ("tp_rank", "pp_rank")
 """Of the processes that serve the same requests together (SGLang may show each): the first one's count."""
 
@@ -89,14 +89,14 @@ class ServersSource:
 
 
 def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float) -> _ServerPage | Unread:
-    for kind in Server:
+    for kind in ModelServer:
         running, waiting, kv_cache = (_of(page.samples, names) for names in kind.value)
         if not running and not waiting:
             continue
         if not running or not waiting:
             missing = kind.value[1 if running else 0][0]
             return unread(target, f"{missing} is not there", "a model server that shows both")
-        swapped = _of(page.samples, (_SWAPPED,)) if kind is Server.VLLM else []
+        swapped = _of(page.samples, (_SWAPPED,)) if kind is ModelServer.VLLM else []
         used = largest(kv_cache) if kv_cache else None
         return _ServerPage(opened_at, closed_at, total(running), total([*waiting, *swapped]), used)
     return unread(

@@ -7,9 +7,10 @@ from pathlib import Path
 from dispatcher.settings import Settings, TlsSettings
 from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource
 from dispatcher.signals.poller import Source
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusSource
 from dispatcher.signals.scrape import Targets
 from dispatcher.signals.servers import ServersSource
+from dispatcher.signals.session import PrometheusAddress
 
 TIMEOUT_SHARE = 0.9
 """Of the interval; of a second where the interval is shorter, for a poll is never begun before its

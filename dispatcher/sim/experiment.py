@@ -13,7 +13,7 @@ from math import inf
 
 from dispatcher.core.budget import Reason, whole
 from dispatcher.core.harvest import Meter
-from dispatcher.signals.series import Verdict
+from dispatcher.signals.verdict import Verdict
 from dispatcher.sim import policies, virtual
 from dispatcher.sim.fleet import Law
 from dispatcher.sim.road import End, Road

@@ -20,7 +20,7 @@ from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
 from dispatcher.ports import Forwarded, Gateway, Settled
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.signals.series import Verdict
+from dispatcher.signals.verdict import Verdict
 from dispatcher.sim.policies import Policy
 from dispatcher.sim.road import End, Road, RoadGateway
 from dispatcher.sim.setting import Setting

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from dispatcher.core.budget import Policy, Signal
-from dispatcher.signals.series import Lessons, Verdict, View, at_most, judge
+from dispatcher.signals.series import View
+from dispatcher.signals.verdict import Lessons, Verdict, at_most, judge
 from dispatcher.sim.world import PoolState
 from dispatcher.standin.model import KV_AT_FULL, WAITING_AT_FULL
 

@@ -13,7 +13,8 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
@@ -74,7 +75,8 @@ def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[
                 process = context.Process(  # type: ignore[attr-defined]
                     target=_work, args=(job, trace, theirs, os.getpid()), daemon=True
                 )
-                process.start()
+                with _uninterrupted():
+                    process.start()
                 theirs.close()
                 running[ours] = (number, process)
             ended: list[tuple[int, Run]] = []
@@ -95,6 +97,17 @@ def play_all(jobs: Sequence[Wanted], trace: Trace, processes: int) -> Generator[
             process.terminate()
         for _, process in running.values():
             process.join()
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Ctrl-C comes after this. Python loses one that comes right behind a fork, where what modules have done
+    there runs: its exceptions are ignored."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _heard(pipe: Connection, process: BaseProcess) -> float | Run:

@@ -13,7 +13,7 @@ from math import inf
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reading, Reason, assess
 from dispatcher.core.harvest import Meter
-from dispatcher.signals.series import Verdict
+from dispatcher.signals.verdict import Verdict
 from dispatcher.sim.road import End
 
 BACKOFF_S = 2.0

@@ -24,7 +24,7 @@ import aiohttp
 
 from dispatcher.client import BatchClient, Item
 from dispatcher.core import bar
-from dispatcher.core.request import decode_result
+from dispatcher.core.result import decode_result
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names
@@ -77,7 +77,7 @@ class Check:
 
 
 @dataclass(slots=True)
-class Verdict:
+class Measured:
     """What was measured."""
 
     submitted: int
@@ -117,12 +117,12 @@ class Verdict:
         )
 
 
-async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) -> Verdict:
+async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) -> Measured:
     """Run the demonstration in a directory of its own and tell what happens as it happens.
 
     `width`: characters of a line at the most.
     """
-    verdict = Verdict(requests)
+    measured = Measured(requests)
     with as_file(files("dispatcher.standin") / "data" / "azure-conv-900s.csv") as trace:
         world = await _start_world(trace)
         async with _ending(world.process), aiohttp.ClientSession() as http:
@@ -131,19 +131,19 @@ async def play(directory: Path, requests: int, tell: Tell, *, width: int = 140) 
             await asyncio.sleep(WARM_UP_S)
             await world.restart(http)
             await asyncio.sleep(ALONE_S)
-            verdict.alone = await world.observed(http)
-            tell(line("alone", verdict.alone, None, width))
+            measured.alone = await world.observed(http)
+            tell(line("alone", measured.alone, None, width))
             await world.restart(http)
-            await _with_batch(directory, requests, world, http, verdict, tell, width)
-    return verdict
+            await _with_batch(directory, requests, world, http, measured, tell, width)
+    return measured
 
 
 async def _with_batch(
     directory: Path,
     requests: int,
-    world: _World,
+    world: _StandinProcess,
     http: aiohttp.ClientSession,
-    verdict: Verdict,
+    measured: Measured,
     tell: Tell,
     width: int,
 ) -> None:
@@ -184,16 +184,16 @@ async def _with_batch(
                 desk = await _desk(data)
             if served >= requests and await _finished(desk, requests):
                 break
-        verdict.seconds = time.monotonic() - began
-        verdict.together = await world.observed(http)
-        verdict.peak = verdict.together["gateway"]["batch"]["peak"]
-        await _read_results(desk, verdict)
+        measured.seconds = time.monotonic() - began
+        measured.together = await world.observed(http)
+        measured.peak = measured.together["gateway"]["batch"]["peak"]
+        await _read_results(desk, measured)
         await desk.aclose()
         tell("SIGTERM: the dispatcher hands in what it has and ends.")
 
 
 @dataclass(frozen=True, slots=True)
-class _World:
+class _StandinProcess:
     process: asyncio.subprocess.Process
     gateway: str
     metrics: str
@@ -210,7 +210,7 @@ class _World:
             answer.raise_for_status()
 
 
-async def _start_world(trace: Path) -> _World:
+async def _start_world(trace: Path) -> _StandinProcess:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "dispatcher.standin"),
         *("--slots", str(SLOTS), "--queue-limit", str(SLOTS // 2), "--pool", "demo"),
@@ -220,7 +220,7 @@ async def _start_world(trace: Path) -> _World:
     if process.stdout is None:
         raise RuntimeError("the world has no standard output")
     urls = json.loads(await process.stdout.readline() or b"{}")
-    return _World(process, urls["gateway"], urls["metrics"], urls["control"])
+    return _StandinProcess(process, urls["gateway"], urls["metrics"], urls["control"])
 
 
 async def _run(config: Path, data: Path) -> asyncio.subprocess.Process:
@@ -272,14 +272,14 @@ async def _finished(desk: RedisDesk, requests: int) -> bool:
     return False
 
 
-async def _read_results(desk: RedisDesk, verdict: Verdict) -> None:
+async def _read_results(desk: RedisDesk, measured: Measured) -> None:
     seen: Counter[str] = Counter()
     for raw in await _results(desk):
         result = decode_result(raw)
         seen[result.id] += 1
         if seen[result.id] == 1:
-            verdict.answers[result.status_code or 0] += 1
-    verdict.twice = sum(count > 1 for count in seen.values())
+            measured.answers[result.status_code or 0] += 1
+    measured.twice = sum(count > 1 for count in seen.values())
 
 
 async def _status(http: aiohttp.ClientSession, port: int) -> dict[str, Any] | None:

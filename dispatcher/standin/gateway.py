@@ -25,6 +25,7 @@ from dispatcher.core.headers import (
 from dispatcher.standin.model import BATCH_CONTEXT, work_s
 from dispatcher.standin.model import generated as drawn
 from dispatcher.standin.pool import Job, Level, Pool
+from dispatcher.standin.prefixes import PrefixCache
 from dispatcher.standin.wire import Exchange, Server, chunk, head
 
 
@@ -67,7 +68,7 @@ class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Only for so many of them."""
 
 
-class Entry(msgspec.Struct):
+class LogEntry(msgspec.Struct):
     """One request, as it went. Times are of CLOCK_MONOTONIC, the same for all processes of a machine."""
 
     number: int
@@ -108,15 +109,17 @@ class Gateway:
         *,
         seconds: float | None,
         path_s: float,
+        prefixes: PrefixCache,
         drop_reason: str,
         seed: int,
         log_max: int,
     ) -> None:
         self.seconds = seconds
         self.path_s = path_s
+        self.prefixes = prefixes
         self.endpoints = True
         """False: the picker knows none, and says so."""
-        self.log: deque[Entry] = deque(maxlen=log_max)
+        self.log: deque[LogEntry] = deque(maxlen=log_max)
         """The newest requests in the order of their arrival."""
         self.levels = {"batch": Level(), "realtime": Level()}
         """Requests at the gateway, from the last byte of one to its answer: both ways included."""
@@ -149,6 +152,7 @@ class Gateway:
         for level in self.levels.values():
             level.restart()
         self._counts.clear()
+        self.prefixes.restart()
 
     def report(self) -> dict[str, Any]:
         again = {id_: times for id_, times in self._arrivals.items() if times > 1}
@@ -159,6 +163,7 @@ class Gateway:
             "answers": {key: count for key, count in sorted(self._counts.items()) if key.isdigit()},
             "gone": self._counts["gone"],
             "broken": self._counts["broken"],
+            "prefixes": self.prefixes.report(),
             "connections": len(self.server.connections),
             "ids": {
                 "distinct": len(self._arrivals),
@@ -175,7 +180,7 @@ class Gateway:
         tenant = headers.get(FAIRNESS_ID) or headers.get(OLD_FAIRNESS_ID, "")
         id_ = headers.get(REQUEST_ID, "")
         self._number += 1
-        entry = Entry(self._number, id_, objective != "realtime", tenant, time.monotonic())
+        entry = LogEntry(self._number, id_, objective != "realtime", tenant, time.monotonic())
         self.log.append(entry)
         self._counts["arrived"] += 1
         if id_:
@@ -215,7 +220,7 @@ class Gateway:
             return payload, fault.answer
         return payload, payload.sim if payload is not None else _HEALTHY
 
-    def _enter(self, exchange: Exchange, entry: Entry, payload: _Payload | None, how: Answer) -> None:
+    def _enter(self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, how: Answer) -> None:
         """The request has come to the picker."""
         if not exchange.open:
             return
@@ -230,7 +235,7 @@ class Gateway:
         else:
             self._submit(exchange, entry, payload, how)
 
-    def _submit(self, exchange: Exchange, entry: Entry, payload: _Payload | None, how: Answer) -> None:
+    def _submit(self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, how: Answer) -> None:
         seconds = self.seconds if how.seconds is None else how.seconds
         generated = 0
         if seconds is None:
@@ -257,6 +262,8 @@ class Gateway:
             self._travel(self._answer, exchange, entry, refusal)
             return
 
+        self.prefixes.read(exchange.body)
+
         def gone() -> None:
             self._pool.leave(job)
             entry.started_at = None if isnan(job.started_at) else job.started_at
@@ -268,7 +275,7 @@ class Gateway:
         # By the id and not in turn: a request costs the same whoever came before it.
         return drawn(random.Random(f"{self._seed}:{id_}"))
 
-    def _answer(self, exchange: Exchange, entry: Entry, how: Answer, generated: int = 0) -> None:
+    def _answer(self, exchange: Exchange, entry: LogEntry, how: Answer, generated: int = 0) -> None:
         if not exchange.open or self._fault.listener == "blackhole":
             return  # in the hole the connection stays as it is; it ends when the hole does
         headers, body, stream = _content(exchange, entry, how, generated)
@@ -283,18 +290,18 @@ class Gateway:
         else:
             self._complete(exchange, entry, start + body, how.status)
 
-    def _complete(self, exchange: Exchange, entry: Entry, rest: bytes, status: int) -> None:
+    def _complete(self, exchange: Exchange, entry: LogEntry, rest: bytes, status: int) -> None:
         if exchange.open:
             self._end(entry, status)
             exchange.send(rest)
             exchange.finish()
 
-    def _cut(self, exchange: Exchange, entry: Entry) -> None:
+    def _cut(self, exchange: Exchange, entry: LogEntry) -> None:
         if exchange.open:
             self._end(entry, -1)
             exchange.close()
 
-    def _end(self, entry: Entry, status: int) -> None:
+    def _end(self, entry: LogEntry, status: int) -> None:
         entry.status = status
         entry.ended_at = time.monotonic()
         self._level(entry).add(-1, entry.ended_at)
@@ -302,7 +309,7 @@ class Gateway:
         if status == 200 and entry.id:
             self._served[entry.id] += 1
 
-    def _level(self, entry: Entry) -> Level:
+    def _level(self, entry: LogEntry) -> Level:
         return self.levels["batch" if entry.batch else "realtime"]
 
 
@@ -311,7 +318,7 @@ def _text(status: int, body: str, reason: str = "") -> Answer:
 
 
 def _content(
-    exchange: Exchange, entry: Entry, how: Answer, generated: int
+    exchange: Exchange, entry: LogEntry, how: Answer, generated: int
 ) -> tuple[list[tuple[str, str]], bytes, bool]:
     """Headers and body of an answer, and whether the body is chunked."""
     headers = []

@@ -30,16 +30,17 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from msgspec import Meta
 
-from dispatcher.standin.gateway import Answer, Entry, Fault, Gateway
+from dispatcher.standin.gateway import Answer, Fault, Gateway, LogEntry
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
+from dispatcher.standin.prefixes import PrefixCache
 from dispatcher.standin.shapes import parse_steps
 from dispatcher.standin.trace import TraceError, load
 from dispatcher.standin.traffic import Realtime
 from dispatcher.standin.vllm import page as server_page
 from dispatcher.standin.wire import Exchange, Server
 
-__all__ = ["Answer", "Config", "Control", "Entry", "Fault", "LiveWorld", "main"]
+__all__ = ["Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "main"]
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +86,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     kv_at_full: Annotated[
         float, Meta(description="Share of the KV cache in use while all slots are taken.")
     ] = 0.6
+    prefix_blocks: Annotated[
+        int, Meta(description="Blocks of prompts (64 bytes each) that the model servers keep; 0: none.")
+    ] = 0
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
@@ -178,6 +182,7 @@ class LiveWorld:
             _tls(config),
             seconds=config.seconds,
             path_s=config.path_s,
+            prefixes=PrefixCache(config.prefix_blocks),
             # With flow control off it is the model server that refuses, and it knows no such header.
             drop_reason="rejected-saturated" if config.flow_control else "",
             seed=config.seed,

@@ -51,7 +51,7 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
-class _View:
+class _Snapshot:
     """The pool as the picker knows it at one moment."""
 
     at: float
@@ -98,7 +98,7 @@ class Picker:
         self._cold = cold
         self._flush_s = flush_s
         self._kv_at_full = kv_at_full
-        self._history: deque[_View] = deque()
+        self._history: deque[_Snapshot] = deque()
         self._averages = (0.0, 0.0, 0.0)
         self._seen_flow = False
         self._ttft: dict[bool, Histogram] = {}
@@ -126,7 +126,7 @@ class Picker:
         sent = round(max(pool.running, min(in_system, self.lets_in(pool.slots))))
         self._seen_flow = self._seen_flow or in_system > 0
         self._history.append(
-            _View(now, pool.running, sent - pool.running, in_system - sent, self.endpoints, pool.slots)
+            _Snapshot(now, pool.running, sent - pool.running, in_system - sent, self.endpoints, pool.slots)
         )
 
     def answered(self, job: Job) -> None:
@@ -226,17 +226,17 @@ class Picker:
                 lines += histogram.lines(f"llm_d_epp_{name}", f'{labels}target_model_name="m"')
         return "".join(f"{line}\n" for line in lines).encode()
 
-    def _view(self) -> _View:
+    def _view(self) -> _Snapshot:
         """The newest state that is old enough to be seen."""
         visible_at = time.monotonic() - self.lag_s
         while len(self._history) > 1 and self._history[1].at <= visible_at:
             self._history.popleft()
         return self._history[0]
 
-    def _kv_share(self, view: _View) -> float:
+    def _kv_share(self, view: _Snapshot) -> float:
         return min(1.0, self._kv_at_full * view.running / view.slots) if view.slots else 1.0
 
-    def _saturation(self, view: _View) -> float:
+    def _saturation(self, view: _Snapshot) -> float:
         if view.endpoints <= 0:
             return 1.0
         if self._detector == "concurrency":

@@ -25,7 +25,7 @@ from dispatcher.core.outcome import (
     Unreachable,
     Unsent,
 )
-from dispatcher.core.request import ErrorCode
+from dispatcher.core.result import ErrorCode
 from dispatcher.ports import Burial, Release, Settled, Settlement
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITIES, SOURCES, Status

@@ -22,7 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dispatcher.core.lanes import Lane
-from dispatcher.core.request import ErrorCode, failed
+from dispatcher.core.result import ErrorCode, failed
 from dispatcher.ports import Burial, Lease, Permit, QueueUnavailableError, Settled, Settlement
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect

@@ -18,7 +18,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from dispatcher.cli import VERBS, app
+from dispatcher.cli import SUMMARIES, VERBS, app
 from tests.warm import warm_run
 
 
@@ -155,6 +155,22 @@ def test_help_fits_a_terminal_of_80_columns() -> None:
         assert told.exit_code == 0, told.output
         assert f"batch-dispatcher {' '.join(names)}" in told.stdout
         assert [line for line in told.stdout.splitlines() if len(line) > 80] == []
+
+
+def test_the_list_of_all_verbs_says_of_each_what_its_own_help_begins_with() -> None:
+    assert {verb: (command(verb).help or "").split("\n\n")[0] for verb in VERBS} == SUMMARIES
+
+
+def test_the_list_of_all_verbs_imports_none_of_them() -> None:
+    code = (
+        "import sys\n"
+        "from dispatcher.cli import VERBS, app\n"
+        "app(['--help'], standalone_mode=False)\n"
+        "print(sorted(set(VERBS.values()) & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == "[]"
+    assert all(f" {verb} " in told.stdout for verb in VERBS)
 
 
 def test_version_is_an_option_too() -> None:

@@ -300,11 +300,6 @@ async def test_dead_are_listed_shown_requeued_and_purged(queue_server: Server) -
     assert status(queue_server)["dead"] == 0
 
 
-@pytest.mark.parametrize("arguments", [("requeue",), ("purge",), ("purge", "1", "--all")])
-def test_dead_wants_numbers_or_all(queue_server: Server, arguments: tuple[str, ...]) -> None:
-    assert verb(queue_server, "dead", *arguments).returncode == 2
-
-
 @pytest.mark.parametrize("payload", ["", '{"model": ', "[1]", "7"])
 def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
     queue_server: Server, payload: str
@@ -313,12 +308,6 @@ def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
     assert told.returncode == 2
     assert "the body is no JSON object" in told.stderr
     assert status(queue_server)["pending"] == 0
-
-
-def test_a_queue_that_is_not_there_is_said_so(tmp_path: Path) -> None:
-    told = warm_run("status", "--queue-url", "redis://127.0.0.1:1/0")
-    assert told.returncode == 1
-    assert told.stderr == "Redis cannot be reached: 127.0.0.1:1: connection refused\n"
 
 
 def test_embedded_queue_without_its_dispatcher_is_not_there_and_no_wrong_usage(tmp_path: Path) -> None:

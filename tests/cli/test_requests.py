@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,8 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.request import answered, encode_member, parse
+from dispatcher.core.request import encode_member, parse
+from dispatcher.core.result import answered
 from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues
@@ -399,75 +397,50 @@ async def test_a_line_of_a_batch_file_is_not_taken_for_a_payload(queue_server: S
     assert (found.returncode, "submit --file" in found.stderr) == (2, True)
 
 
-READS = [
-    ("describe", "x"),
-    ("result", "x"),
-    ("result", "x", "--wait"),
-    ("results",),
-    ("list",),
-    ("peek",),
-    ("cancel", "x"),
-    ("cancel", "--label", "a=b"),
-    ("dead", "list"),
-    ("dead", "show", "x"),
-    ("dead", "requeue", "x"),
-    ("dead", "purge", "x", "--yes"),
-]
-COPY = ("queue", "copy", "--to", "redis://127.0.0.1:1/1", "--pool", "default", "--from", NOWHERE[1])
-
-
-@pytest.mark.parametrize("arguments", [*((*each, *NOWHERE) for each in READS), COPY], ids=" ".join)
-def test_a_queue_that_is_not_there_is_one_line_and_1(arguments: tuple[str, ...]) -> None:
-    found = CliRunner().invoke(app, arguments)
-    assert (found.exit_code, found.stdout) == (1, "")
-    assert len(found.stderr.splitlines()) == 1
-    assert "cannot be reached" in found.stderr
-
-
-@pytest.mark.parametrize("arguments", READS, ids=" ".join)
-async def test_an_empty_queue_is_told_in_words(queue_server: Server, arguments: tuple[str, ...]) -> None:
-    found = await verb(queue_server, *arguments)
-    assert found.returncode in (0, 1)
-    assert len(found.stdout.splitlines() + found.stderr.splitlines()) == 1
-    assert "Traceback" not in found.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("describe",),
-        ("result", "x", "30s"),
-        ("result", "x", "--wait", "soon"),
-        ("list", "--state", "lost"),
-        ("list", "--label", "job"),
-        ("cancel",),
-        ("cancel", "x", "--label", "a=b"),
-        ("dead", "purge"),
-        ("dead", "purge", "x", "--all"),
-        ("dead", "list", "--older", "long"),
-        ("queue", "copy", "--to", NOWHERE[1], "--pool", "x"),
-    ],
-    ids=" ".join,
-)
-def test_wrong_use_is_said_and_2(arguments: tuple[str, ...]) -> None:
-    found = CliRunner().invoke(app, [*arguments, *NOWHERE])
-    assert (found.exit_code, found.stdout) == (2, "")
-
-
-async def test_lines_end_where_the_terminal_does_and_are_whole_in_a_pipe(queue_server: Server) -> None:
-    name = "a-name-" + "x" * 100
+async def test_the_lines_of_a_file_are_cancelled_by_its_label(queue_server: Server, tmp_path: Path) -> None:
+    line = '{{"custom_id": "{}", "method": "POST", "url": "/v1/completions", "body": {{"model": "m"}}}}\n'
+    (tmp_path / "in.jsonl").write_text("".join(line.format(number) for number in range(5)))
+    paths = "--file", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")
+    url = "--queue-url", queue_server.url
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
-        await submitted(queue, name)
-    assert name in (await verb(queue_server, "list")).stdout
+        await submitted(queue, "other", job="other")
+        with warm("dispatcher", "submit", *paths, "--label", "job=nightly", *url) as submitting:
 
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "dispatcher", "list", "--queue-url", queue_server.url]
-    environ = {**os.environ, "COLUMNS": "80", "LINES": "24"}
-    done = await asyncio.to_thread(
-        subprocess.run, command, stdout=theirs, stderr=theirs, env=environ, check=False
-    )
-    os.close(theirs)
-    with os.fdopen(ours, "rb") as terminal:
-        printed = terminal.read1().decode()
-    assert done.returncode == 0
-    assert [len(line) <= 80 for line in printed.splitlines()] == [True, True]
+            async def listed() -> Any:
+                return await told(queue_server, "list", "--label", "job=nightly")
+
+            await wait_until(lambda: _when(listed, 5), STARTS_S)
+            (shown, *_) = await listed()
+            assert {"job", "file"} == shown["labels"].keys()
+            done = await verb(queue_server, "cancel", "--label", "job=nightly")
+            assert (done.returncode, done.stdout) == (0, "5 are being cancelled\n")
+            submitting.send_signal(signal.SIGINT)
+            await wait_until(lambda: submitting.poll() is not None, STARTS_S)
+        wanted = []
+        for lease in await taken(queue):
+            read = parse(lease.member)
+            wanted.append((read.id or "", read.token))
+        cancelled = dict(zip(wanted, await queue.cancelled(wanted), strict=True))
+        assert {name: gone for (name, _), gone in cancelled.items() if not gone} == {"other": False}
+        assert len(cancelled) == 6
+
+
+async def _when(look: Callable[[], Awaitable[Any]], count: int) -> bool:
+    return len(await look()) == count
+
+
+async def test_a_url_alone_that_finds_nothing_says_which_queues_are_there(queue_server: Server) -> None:
+    """Each by the option that names it; on standard error, and the verb goes on."""
+    with queue_server.client() as client:
+        client.zadd("batch:{qwen}:requests", {"x": 1})
+        client.hset("{mine}:control", "next", "1")
+        client.set("session:{7}", "of another program")
+    said = "batch:{default}:requests is not there, but others are: name yours by --pool qwen, --queue mine\n"
+    for asked in (("list",), ("status",), ("explain",)):
+        found = await verb(queue_server, *asked)
+        assert (found.returncode, said in found.stderr) == (0, True), found
+    for named in (("--pool", "other"), ("--queue", "batch:{default}:requests")):
+        assert "others are" not in (await verb(queue_server, "list", *named)).stderr
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "a")
+    assert (await verb(queue_server, "list")).stderr == ""

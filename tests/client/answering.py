@@ -7,7 +7,8 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-from dispatcher.core.request import ErrorCode, Request, answered, failed, parse
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode, answered, failed
 from dispatcher.ports import QueueUnavailableError, Settlement
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim

@@ -6,6 +6,9 @@ import asyncio
 import io
 import json
 import random
+import re
+import sqlite3
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from dispatcher.client import BatchClient
 from dispatcher.client.files import (
     BadInputError,
     FileOptions,
@@ -30,9 +34,10 @@ from dispatcher.client.files import (
 from dispatcher.client.files.job import FileJob
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.run import FileRun
-from dispatcher.core.request import ErrorCode, Request, failed
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode, failed
 from tests.batchfiles import BAD, line
-from tests.client.answering import NAMES, Answering, echo, refusal
+from tests.client.answering import NAMES, POOL, Answering, echo, refusal
 from tests.queue.servers import Server
 
 T = TypeVar("T")
@@ -162,6 +167,28 @@ async def test_never_more_are_in_the_queue_than_may_be(
     async with answering.always(look):
         await run(one_redis, paths, max_pending=20)
     assert 0 < most <= 20
+
+
+async def test_the_pages_example_runs(
+    one_redis: Server, answering: Answering, paths: FilePaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "batch-files.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block = block.replace("redis://localhost:6379", one_redis.url)
+    write(source(paths), *requests(5))
+    monkeypatch.chdir(source(paths).parent)
+    names: dict[str, Any] = {"BatchClient": BatchClient}
+    exec("async def block():\n" + textwrap.indent(block, "    "), names)
+    async with answering.always():
+        await asyncio.wait_for(names["block"](), 20)
+    assert ids(output(paths)) == [f"c-{n}" for n in range(5)]
+
+
+def test_programs_without_a_loop_run_files_too(one_redis: Server, paths: FilePaths) -> None:
+    write(source(paths), *requests(3))
+    with BatchClient.sync(one_redis.url, pool=POOL) as client:
+        told = client.run_file(str(source(paths)), str(output(paths)), deadline=0.5)
+    assert (told.done, told.failed) == (3, 3)
 
 
 # What is wrong with the input.
@@ -344,6 +371,28 @@ async def test_an_output_that_was_shortened_is_not_gone_on_with(
     assert sorted(ids(output(paths))) == sorted(f"c-{n}" for n in range(40))
 
 
+async def test_ctrl_c_does_not_wait_for_the_check_of_a_large_file(
+    one_redis: Server, paths: FilePaths
+) -> None:
+    with source(paths).open("wb") as file:
+        for n in range(120_000):
+            file.write(line(f"c-{n}") + b"\n")
+        file.write(b"{}\n")
+    began = time.process_time()
+    with pytest.raises(BadInputError):
+        await run(one_redis, paths)
+    whole_s = time.process_time() - began
+    task = asyncio.create_task(run(one_redis, paths))
+    journal = Path(f"{output(paths)}.journal")
+    await until(journal.exists)
+    began = time.process_time()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert time.process_time() - began < whole_s / 2
+    assert [each.name for each in source(paths).parent.iterdir()] == ["in.jsonl"]
+
+
 async def test_what_redis_has_lost_is_sent_again(
     one_redis: Server, answering: Answering, paths: FilePaths
 ) -> None:
@@ -396,6 +445,28 @@ async def test_what_a_stream_would_have_got_is_cancelled_when_it_breaks_off(one_
     await broken_off(one_redis, FilePaths(given, io.BytesIO()))
     with one_redis.client() as client:
         assert len(client.keys(f"{NAMES.prefix}:cancel:*")) == 20
+
+
+def test_a_chunk_that_is_submitted_again_is_byte_for_byte_the_same(paths: FilePaths) -> None:
+    write(source(paths), *requests(3))
+    options = FileOptions()
+    job = FileJob(paths, options, NAMES, Path())
+    job.begin()
+    _, first = job.next_chunk(10, 4_000_000_000)
+    job.close()
+    with sqlite3.connect(f"{output(paths)}.journal") as journal:  # an hour ago
+        journal.execute("update chunk set created = created - 3600")
+    journal.close()
+    job = FileJob(paths, options, NAMES, Path())
+    job.begin()
+    (chunk,) = job.unsure()
+    again = job.submissions(chunk)
+    job.close()
+    now = parse(first[0].member)
+    assert isinstance(now, Request)
+    assert [each.member for each in again] == [
+        each.member.replace(b"%d" % now.created, b"%d" % (now.created - 3600)) for each in first
+    ]
 
 
 # A crash between any two steps.

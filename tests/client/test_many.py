@@ -18,7 +18,8 @@ from dispatcher.client import (
     Result,
     TooManyPendingError,
 )
-from dispatcher.core.request import ErrorCode, Request, answered, parse
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode, answered
 from tests.client.answering import POOL, Answering, refusal
 from tests.queue.made import claim
 from tests.queue.servers import Server

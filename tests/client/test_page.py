@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from dispatcher.client import BatchClient
-from dispatcher.core.request import Request, answered
+from dispatcher.core.request import Request
+from dispatcher.core.result import answered
 from tests.client.answering import POOL, Answering
 from tests.queue.servers import Server
 

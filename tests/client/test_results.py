@@ -19,7 +19,7 @@ from dispatcher.client import (
     RequestFailedError,
     TokenUsage,
 )
-from dispatcher.core.request import ErrorCode, answered
+from dispatcher.core.result import ErrorCode, answered
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import queues

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from dispatcher.core.oversize import cut
-from dispatcher.core.request import Rejection, decode_result, parse
+from dispatcher.core.request import Rejection, parse
+from dispatcher.core.result import decode_result
 from dispatcher.ports import Burial, Expired, Lease, Release, Settled, Settlement
 from tests.conformance.worlds import NOW, World, answer, claim, member
 from tests.support import wait_until

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from dispatcher.ports import Overload, Queue, Release, Settled
-from tests.conformance.worlds import World, answer, claim, full_claim, member, permit
+from dispatcher.ports import Lease, Overload, Queue, Release, Settled
+from tests.conformance.worlds import LEASE_S, World, answer, claim, full_claim, member, permit
 
 URGENT = "batch:{qwen}:urgent"
 
@@ -168,3 +168,92 @@ async def test_what_is_delayed_follows_a_clock_that_steps_back_in_each_line(line
         due_at = (await queue.sweep()).next_due_at
         assert due_at is not None
         assert due_at - asyncio.get_running_loop().time() == pytest.approx(100, abs=30)
+
+
+# A line that nobody sweeps any more, while requests of it are leased.
+
+
+async def abandoned(lines: Lines) -> tuple[Queue, Queue, Sequence[Lease]]:
+    """The usual line as a living owner sees it, the urgent one as an owner that is away sees it, and its
+    leases there: three of six units, which the living one has found abandoned."""
+    usual, _ = lines.owner("living")
+    _, urgent = lines.owner("away")
+    await usual.sweep()
+    held = [*(await urgent.claim(3, "held", permit())).leases]
+    assert (await urgent.weigh([(held[0], 4)], permit())).fits == [True]
+    await lines.world.run_out(*held, ago_s=LEASE_S - 5)
+    assert (await usual.sweep()).lost == 0, "its own line may take it back yet"
+    assert (await usual.renew([])).count.live == 6
+    await lines.world.run_out(*held, ago_s=LEASE_S + 1)
+    assert (await usual.sweep()).reclaimed == 0, "no request of this line"
+    return usual, urgent, held
+
+
+async def test_leases_of_a_line_that_nobody_sweeps_stop_counting(lines: Lines) -> None:
+    usual, *_ = await abandoned(lines)
+    for _ in range(2):
+        count = (await usual.renew([])).count
+        assert (count.live, count.others, count.lost, count.stray) == (0, 0, 6, 6), "once"
+        await usual.sweep()
+    assert len(await claim(usual, limit=9, lost=0)) == 3, "what it held may run on"
+    assert len(await claim(usual, limit=9, lost=6)) == 6, "a later reading has seen what became of it"
+
+
+async def test_abandoned_requests_return_when_their_line_is_swept_again(lines: Lines) -> None:
+    usual, urgent, held = await abandoned(lines)
+    assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-3", b"urgent-4"])
+    assert (await urgent.sweep()).reclaimed == 3
+    assert (await urgent.sweep()).reclaimed == 0
+    assert await heads(lines) == ([b"usual-0", b"usual-1"], [b"urgent-0", b"urgent-1"])
+    count = (await usual.renew([])).count
+    assert (count.live, count.others, count.lost) == (0, 0, 6), "lost once"
+    again = await claim(urgent, most=3, lost=6)
+    assert [lease.entry for lease in again] == [lease.entry for lease in held]
+    assert [(lease.units, lease.deliveries) for lease in again] == [(4, 2), (1, 2), (1, 2)]
+    assert (await usual.renew([])).count.live == 6
+
+
+async def test_who_comes_back_to_abandoned_leases_has_lost_them(lines: Lines) -> None:
+    """Else they would count again without a claim, past the limit."""
+    usual, urgent, held = await abandoned(lines)
+    renewed = await urgent.renew(held)
+    assert sorted(renewed.lost) == sorted(lease.entry for lease in held)
+    assert (await urgent.weigh([(held[1], 2)], permit())).fits == [False]
+    assert list((await urgent.claim(3, "held", permit())).leases) == []
+    assert (await usual.renew([])).count.live == 0
+
+
+async def test_result_of_an_abandoned_request_is_taken(lines: Lines) -> None:
+    usual, urgent, held = await abandoned(lines)
+    assert await urgent.settle([answer(held[0])]) == [Settled.DONE]
+    assert await urgent.settle([answer(held[0])]) == [Settled.LOST]
+    assert await urgent.release([Release(held[1])]) == [Settled.DONE]
+    assert len(await lines.world.results()) == 1
+    assert (await urgent.sweep()).reclaimed == 1
+    counts = await lines.urgent.desk.counts()
+    assert (counts.pending, counts.leased, counts.units) == (9, 0, 0)
+    assert (await usual.renew([])).count.live == 0
+
+
+async def test_a_line_has_time_to_be_swept_after_all_were_away(lines: Lines) -> None:
+    usual, _ = lines.owner("living")
+    _, urgent = lines.owner("away")
+    await usual.sweep()
+    held = await claim(urgent, most=3)
+    await lines.world.skip_sweeps(3 * LEASE_S)
+    await lines.world.run_out(*held, ago_s=2 * LEASE_S)
+    await lines.world.pass_time(usual, int(LEASE_S))
+    assert (await usual.renew([])).count.live == 3
+    await lines.world.pass_time(usual, int(LEASE_S / 3) + 1)
+    assert (await usual.renew([])).count.live == 0
+
+
+async def test_abandoned_probe_keeps_nobody_from_probing(lines: Lines) -> None:
+    usual, _ = lines.owner("living")
+    _, urgent = lines.owner("away")
+    await usual.sweep()
+    (probe,) = (await urgent.probe("p", permit(1))).leases
+    assert list((await usual.probe("q", permit(1))).leases) == []
+    await lines.world.run_out(probe, ago_s=LEASE_S + 1)
+    await usual.sweep()
+    assert len((await usual.probe("r", permit(1, lost=1))).leases) == 1

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from dispatcher.core.request import Request, decode_result, parse
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import decode_result
 from dispatcher.ports import Burial, QueueUnavailableError, Settled, Submission
 from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, full_claim, member
 

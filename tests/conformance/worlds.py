@@ -107,8 +107,8 @@ class World(ABC):
     async def get_key(self, name: str) -> str | None: ...
 
     @abstractmethod
-    async def run_out(self, *leases: Lease) -> None:
-        """Let the time of these leases run out now."""
+    async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
+        """Let the time of these leases have run out so long ago; 0: now."""
 
     @abstractmethod
     async def fall_silent(self, *owners: str) -> None:
@@ -209,10 +209,10 @@ class MemoryWorld(World):
         )
         return found
 
-    async def run_out(self, *leases: Lease) -> None:
+    async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
         for lease in leases:
             held = self.store.pool.grants[lease.entry]
-            held.expires_at = self.store.pool.clock()
+            held.expires_at = self.store.pool.clock() - ago_s
             heapq.heappush(self.store.pool.expiries, (held.expires_at, lease.entry))
 
     async def fall_silent(self, *owners: str) -> None:
@@ -305,11 +305,12 @@ class RedisWorld(World):
         value = await self._raw.get(name)
         return None if value is None else value.decode()
 
-    async def run_out(self, *leases: Lease) -> None:
-        key = f"{self.names.prefix}:leases"
+    async def run_out(self, *leases: Lease, ago_s: float = 0.0) -> None:
+        key = f"{self.names.pool_prefix}:leases"
         wanted = {lease.entry for lease in leases}
         held = await self._raw.zrange(key, 0, -1)
-        gone = {name: 0 for name in held if entry_of(name) in wanted}
+        ended_at = await self._time() - ago_s
+        gone = {name: ended_at for name in held if entry_of(name) in wanted}
         assert len(gone) == len(wanted)
         await self._raw.zadd(key, gone, xx=True)
 

@@ -20,7 +20,8 @@ from dispatcher.core.batchlines import (
     group_of,
     read_line,
 )
-from dispatcher.core.request import ErrorCode, PoppedResult, Rejection, encode_member, parse
+from dispatcher.core.request import Rejection, encode_member, parse
+from dispatcher.core.result import ErrorCode, PoppedResult
 from tests.batchfiles import BAD, CHAT, bent, line
 
 RULES = LineRules()

@@ -26,7 +26,7 @@ from dispatcher.core.outcome import (
     classify,
     parse_retry_after,
 )
-from dispatcher.core.request import ErrorCode
+from dispatcher.core.result import ErrorCode
 
 NOW = 784111767.0
 """Ten seconds before the date that the RFC uses in its examples."""

@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
-from dispatcher.core.request import (
-    ErrorCode,
-    Rejection,
-    Request,
-    answered,
-    decode_result,
-    encode_member,
-    failed,
-    misdirected,
-    parse,
-)
+from dispatcher.core.request import Rejection, Request, encode_member, parse
+from dispatcher.core.result import ErrorCode, answered, decode_result, failed, misdirected
 from dispatcher.core.score import deadline_of_score, score_of
 
 INTERNAL = b'"internal":{"request_token":"tok","result_queue_name":"list"}'

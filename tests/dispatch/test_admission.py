@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import ErrorCode, Request
+from dispatcher.core.request import Request
+from dispatcher.core.result import ErrorCode
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
 from dispatcher.dispatch.endings import Ending
 from dispatcher.ports import Burial, Lease, Release, Settlement

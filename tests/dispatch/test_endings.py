@@ -17,7 +17,8 @@ from dispatcher.core.outcome import (
     Unreachable,
     Unsent,
 )
-from dispatcher.core.request import ErrorCode, Rejection, decode_result
+from dispatcher.core.request import Rejection
+from dispatcher.core.result import ErrorCode, decode_result
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.endings import Ending, lease_of
 from dispatcher.ports import Burial, Release, Settlement

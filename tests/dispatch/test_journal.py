@@ -11,7 +11,7 @@ import pytest
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, Unreachable
-from dispatcher.core.request import ErrorCode
+from dispatcher.core.result import ErrorCode
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
 from dispatcher.dispatch.journal import Journal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,19 @@ import pytest
 from dispatcher.core.budget import Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, Overloaded, RetryPolicy, Unreachable
 from dispatcher.core.poll import Poll
-from dispatcher.core.request import Request
+from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Options
-from dispatcher.ports import Burial, Claimed, Forwarded, Permit, QueueUnavailableError, Settled, Settlement
+from dispatcher.dispatch.loop import GATHER_S, LARGE_BYTES
+from dispatcher.ports import (
+    Burial,
+    Claimed,
+    Forwarded,
+    Permit,
+    QueueUnavailableError,
+    Settled,
+    Settlement,
+    Submission,
+)
 from dispatcher.telemetry.events import Event
 from tests.dispatch.scene import Answers, Scene, perform
 
@@ -254,7 +265,90 @@ def test_each_way_to_end_is_one_call_for_all_that_end_so() -> None:
     perform(scene_of, Mixed())
 
 
+def test_what_ends_close_together_is_handed_in_together_and_what_ends_alone_at_once() -> None:
+    class Staggered(Answers):
+        async def forward(
+            self, request: Request, *, token: str, deadline: float, may_send: object
+        ) -> Forwarded:
+            self.takes_s = {"r-1": 1.0, "r-2": 1.0 + GATHER_S / 2, "r-3": 2.0}[request.id]
+            return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+
+    async def scene_of(scene: Scene) -> None:
+        settle = scene.queue.settle
+        calls: list[tuple[int, float]] = []
+
+        async def seen(settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
+            calls.append((len(settlements), asyncio.get_running_loop().time() - began))
+            return await settle(settlements)
+
+        scene.queue.settle = seen  # type: ignore[method-assign]
+        began = asyncio.get_running_loop().time()
+        await scene.submit("r-1", "r-2", "r-3")
+        await asyncio.sleep(3)
+        (together, first_s), (alone, last_s) = calls
+        assert (together, alone) == (2, 1)
+        assert first_s == pytest.approx(1.0 + GATHER_S, abs=GATHER_S / 4)
+        assert last_s == pytest.approx(2.0, abs=GATHER_S / 4), "nothing runs that could end soon"
+
+    perform(scene_of, Staggered())
+
+
+def test_what_was_given_back_at_once_is_claimed_again_without_a_wake_up() -> None:
+    async def scene_of(scene: Scene) -> None:
+        looked_up = scene.queue.cancelled
+
+        async def meanwhile(requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+            del scene.queue.cancelled
+            scene.limiter.pause(True, 0.0)
+            return await looked_up(requests)
+
+        scene.queue.cancelled = meanwhile  # type: ignore[method-assign]
+        await asyncio.sleep(0.5)
+        await scene.submit("r-1")
+        await asyncio.sleep(0.01)
+        assert (scene.queue.claimed, scene.gateway.sent) == (1, [])
+        scene.limiter.pause(False, 0.0)
+        scene.dispatcher.poke()
+        await asyncio.sleep(0.01)
+        assert (scene.queue.claimed, scene.gateway.sent) == (2, ["r-1"])
+
+    perform(scene_of)
+
+
+def test_large_member_is_not_kept_beside_its_request() -> None:
+    async def scene_of(scene: Scene) -> None:
+        scene.gateway.takes_s = 1.0
+        until = int(time.time()) + 10**6
+        for name, size in (("small", 100), ("large", LARGE_BYTES)):
+            member = encode_member(name, b'{"prompt":"%s"}' % (b"x" * size), until, token="t")
+            await scene.store.submit([Submission(member, float(until), name, "t", until)])
+        await asyncio.sleep(0.5)
+        kept = {held.request.id: len(held.lease.member) for held in scene.dispatcher._holding if held.request}
+        assert kept["large"] == 0 < kept["small"]
+        await asyncio.sleep(1)
+        assert len(scene.store.lists[scene.store.results]) == 2
+
+    perform(scene_of)
+
+
 # The gateway.
+
+
+def test_reading_wakes_the_loop_though_the_queue_does_not_answer() -> None:
+    async def scene_of(scene: Scene) -> None:
+        await asyncio.sleep(0.5)
+
+        async def hangs(*_: object) -> Any:
+            await asyncio.sleep(60)
+
+        scene.queue.share = hangs  # type: ignore[method-assign, assignment]
+        now = asyncio.get_running_loop().time()
+        reading = Reading(Signal.REQUESTS, now - 0.1, now - 0.1, 0.5, 0.0, 10)
+        scene.dispatcher.read(Poll(at=now, signals=(Signal.REQUESTS,), readings=(reading,)))
+        await asyncio.sleep(0.001)
+        assert scene.dispatcher.turned_at == now
+
+    perform(scene_of)
 
 
 def test_reading_changes_how_many_connections_are_kept_and_wakes_the_loop() -> None:
@@ -301,6 +395,53 @@ def test_one_probe_at_a_time_finds_out_whether_the_gateway_is_back() -> None:
         assert len(scene.store.lists[scene.store.results]) == 20
 
     perform(scene_of, gateway)
+
+
+class Gone(Answers):
+    """There is no gateway; who asks learns it after so long."""
+
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+        told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+        return replace(told, outcome=Unreachable("no connection"))
+
+
+def test_probe_whose_reply_was_lost_is_repeated_under_its_name() -> None:
+    """Under another one it would find a probe that runs: its own, which nobody sends."""
+
+    async def scene_of(scene: Scene) -> None:
+        await scene.submit("r-1")
+        await asyncio.sleep(0.5)
+        sent = len(scene.gateway.sent)
+        nonces = replies_lost(scene, "probe", 3)
+        scene.gateway.takes_s = 10.0
+        await asyncio.sleep(9)
+        assert len(nonces) == 4
+        assert len(set(nonces)) == 1
+        assert len(scene.gateway.sent) == sent + 1
+        more = replies_lost(scene, "probe", 0)
+        await asyncio.sleep(10)
+        assert len({*nonces, *more}) == 2, "the next has another name"
+
+    perform(scene_of, Gone())
+
+
+def test_while_a_probe_runs_the_queue_is_not_asked_for_another() -> None:
+    async def scene_of(scene: Scene) -> None:
+        await scene.submit("r-1", "r-2")
+        await asyncio.sleep(0.5)
+        asked: list[str] = []
+        probe = scene.queue.probe
+
+        async def seen(nonce: str, permit: Permit) -> Claimed:
+            asked.append(nonce)
+            return await probe(nonce, permit)
+
+        scene.queue.probe = seen  # type: ignore[method-assign]
+        scene.gateway.takes_s = 25.0
+        await asyncio.sleep(20)
+        assert (len(asked), scene.dispatcher.running) == (1, 1)
+
+    perform(scene_of, Gone())
 
 
 # Turning, settings, the end.

@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, RetryPolicy
-from dispatcher.core.request import ErrorCode, Request
+from dispatcher.core.request import Request
+from dispatcher.core.result import ErrorCode
 from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch.access import QueueAccess
 from dispatcher.dispatch.endings import Ending, lease_of

@@ -8,7 +8,8 @@ import time
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import decode_result, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import decode_result
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Submission
 from dispatcher.queue.memory import MemoryQueue, MemoryStore

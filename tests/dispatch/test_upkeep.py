@@ -16,7 +16,7 @@ import pytest
 from dispatcher.core.budget import Reason
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.outlook import LineAhead
-from dispatcher.core.request import decode_result
+from dispatcher.core.result import decode_result
 from dispatcher.core.tenure import Tenure
 from dispatcher.dispatch.access import QueueAccess
 from dispatcher.dispatch.holding import HeldLease, Holding, Try

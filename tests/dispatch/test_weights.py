@@ -14,7 +14,8 @@ from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.poll import Poll
-from dispatcher.core.request import Request, decode_result, encode_member
+from dispatcher.core.request import Request, encode_member
+from dispatcher.core.result import decode_result
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Forwarded, Lease, Permit, QueueUnavailableError, Submission, Weighed
 from dispatcher.queue.memory import MemoryQueue, MemoryStore

@@ -19,12 +19,14 @@ from pathlib import Path
 import pytest
 
 from dispatcher.admin import Limits
+from dispatcher.core.batchlines import BatchLine, LineRules, answered_line, group_of, read_line
 from dispatcher.core.budget import Policy
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RETRY_AFTER_CAP_S, classify
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
-from dispatcher.core.request import Rejection, answered, decode_result, encode_member, parse
+from dispatcher.core.request import Rejection, encode_member, parse
+from dispatcher.core.result import PoppedResult, answered, decode_result
 from dispatcher.core.usage import tokens
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import QueueUrlError, connect
@@ -36,9 +38,12 @@ from dispatcher.settings.source import MAX_BYTES
 from dispatcher.signals import latency
 from dispatcher.signals.exposition import MalformedPageError, Page, Sample
 from dispatcher.signals.instant import QueryError, document, vector
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
-from dispatcher.signals.series import NAMES, Lessons, View, at_most, judge, view
+from dispatcher.signals.prometheus import PrometheusSource
+from dispatcher.signals.series import NAMES, View, view
+from dispatcher.signals.session import PrometheusAddress
+from dispatcher.signals.verdict import Lessons, at_most, judge
 from tests.admin.stage import Stage, write_token
+from tests.batchfiles import bent, line
 from tests.fuzz.engine import MB, cases, flaw
 from tests.signals.fakes import PAGES, row
 from tests.signals.fakes import vector as answer_of
@@ -174,7 +179,21 @@ def retry_after(data: bytes) -> None:
             assert waits_s is None or 0 <= waits_s <= RETRY_AFTER_CAP_S
 
 
+def batch_line(data: bytes) -> None:
+    rules = LineRules(max_body_bytes=MB)
+    line = read_line(data, rules)
+    if isinstance(line, BatchLine):
+        written = encode_member("id", line.body, 2_000_000_000, endpoint=line.url)
+        assert not isinstance(parse(written, max_payload_bytes=MB), Rejection)
+        group_of(line)
+    else:
+        assert all(fault.code and len(fault.message) < 700 for fault in line.faults)
+        assert line.faults
+
+
 def result(data: bytes) -> None:
+    popped = PoppedResult("id", data.decode(errors="replace"), 200)
+    assert answered_line("id", "custom", popped).text.count(b"\n") == 1
     refusal(ValueError, lambda: decode_result(data))
     assert decode_result(answered("id", 200, data)).id == "id"
     tokens(data)
@@ -188,6 +207,7 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         300,
         [MEMBER, MEMBER.replace(b"plain", b"redis"), b'{"data":{"id":"a","deadline":5}}'],
     ),
+    "batch line": (batch_line, 300, [line("a", system="b", tools=[1]), bent(url="/v1/completions")]),
     "page": (page, 120, [path.read_bytes() for path in sorted(PAGES.glob("*.txt"))[::4]]),
     "prometheus": (
         prometheus,

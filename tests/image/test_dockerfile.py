@@ -19,6 +19,7 @@ from packaging.requirements import Requirement
 from sbom import bill, plain
 
 from dispatcher import __version__
+from dispatcher.cli.target import config_path
 from dispatcher.settings.model import AdminSettings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -81,9 +82,9 @@ def test_it_runs_without_rights_and_starts_our_program() -> None:
     (entrypoint,) = json.loads(said(IMAGE, "ENTRYPOINT")[0])
     assert Path(entrypoint).parent == HOME / "bin"
     assert Path(entrypoint).name in PROJECT["scripts"]
-    verb, option, file = json.loads(said(IMAGE, "CMD")[0])
-    assert (verb, option) == ("run", "--config")
-    assert Path(file).is_absolute()
+    assert json.loads(said(IMAGE, "CMD")[0]) == ["run"]
+    environ = dict(word.split("=", 1) for word in shlex.split(said(IMAGE, "ENV")[0]))
+    assert config_path(None, environ) == Path("/etc/batch-dispatcher/config/config.yaml")
     assert said(IMAGE, "EXPOSE") == [str(AdminSettings().port)]
 
 

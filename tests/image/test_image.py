@@ -241,7 +241,7 @@ class TestRuns:
         self, engine: Engine, image: str, pool: str, config: Path
     ) -> None:
         with dispatcher(engine, image, pool, config) as (started, _):
-            ask = ["exec", started, PROGRAM, "submit", "--config", "/etc/batch-dispatcher/config/config.yaml"]
+            ask = ["exec", started, PROGRAM, "submit"]
             request = '{"model": "qwen", "prompt": "hi", "max_tokens": 4}'
             assert '"choices"' in engine(*ask, request)
             observe(engine, pool, {"seconds": 3.0})
@@ -281,7 +281,7 @@ class TestRuns:
                 *("--volume", f"{tmp_path}:/etc/batch-dispatcher/config:ro"),
                 *("--env", "KUBECONFIG=/etc/batch-dispatcher/config/kubeconfig"),
                 network=f"container:{pool}",
-                then=["check", "--config", "/etc/batch-dispatcher/config/config.yaml"],
+                then=["check"],
             )
         assert "3 ready" in told, told
 

@@ -26,7 +26,7 @@ from dispatcher.core.outcome import (
     classify,
     parse_retry_after,
 )
-from dispatcher.core.request import ErrorCode
+from dispatcher.core.result import ErrorCode
 
 seconds = st.floats(0, 1e9)
 statuses = st.integers(0, 1200)

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 )
 
 from dispatcher.core.lanes import Lane
-from dispatcher.core.request import answered
+from dispatcher.core.result import answered
 from dispatcher.ports import (
     Burial,
     Claimed,

@@ -8,16 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.request import (
-    ErrorCode,
-    Rejection,
-    Request,
-    answered,
-    decode_result,
-    encode_member,
-    failed,
-    parse,
-)
+from dispatcher.core.request import Rejection, Request, encode_member, parse
+from dispatcher.core.result import ErrorCode, answered, decode_result, failed
 from dispatcher.core.score import PRIORITY_STEP, deadline_of_score, score_of
 
 text = st.text(st.characters(codec="utf-8"))

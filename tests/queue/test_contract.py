@@ -18,7 +18,7 @@ from redis.crc import key_slot
 
 from dispatcher.ports import Burial, Release
 from dispatcher.queue.constants import LUA
-from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError
+from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError, queue_of
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
@@ -162,6 +162,19 @@ def test_a_pool_in_another_slot_is_refused(pool: str) -> None:
 def test_stray_braces_are_refused(queue: str) -> None:
     with pytest.raises(QueueNameError):
         Names(queue, "results")
+
+
+@pytest.mark.parametrize("queue", ["batch:{qwen}:requests", "a:{b}", "{b}c:d", "plain", "plain:more"])
+def test_the_queue_of_a_lasting_key_is_told_by_its_name(queue: str) -> None:
+    names = Names(queue, "results")
+    assert {queue_of(key) for key in names.keys if key != queue} == {queue}
+    assert queue_of(names.answers("r-1")) is queue_of(names.active("r-1")) is None
+
+
+def test_a_queue_that_has_only_been_submitted_to_is_told_by_the_usual_name_alone() -> None:
+    assert queue_of("batch:{qwen}:requests") == "batch:{qwen}:requests"
+    for other in ("batch:{}:requests", "batch:{qwen}:results", "plain", "leases", "{}:leases", "a:leases"):
+        assert queue_of(other) is None, other
 
 
 OWN_OR_ANOTHERS = [

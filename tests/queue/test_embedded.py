@@ -270,7 +270,7 @@ async def test_file_broken_in_the_middle_is_refused_with_the_server_s_words(tmp_
 
 async def test_unusable_directory_is_refused_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EmbeddedError, match=r"queue\.data_dir: .* cannot be written .* queue\.url"):
+    with pytest.raises(EmbeddedError, match=r"queue\.data_dir: .* cannot be written .*beside.* queue\.url"):
         async with embedded_valkey(tmp_path / "file" / "data"):
             pass
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import redis.asyncio
 
+import dispatcher.queue
 from dispatcher.core.lanes import Lane
+from dispatcher.core.located import OF_LANE
 from tests.queue.made import NAMES, OwnerAndDesk, claim, queues, submission
 from tests.queue.servers import Server
 
@@ -51,3 +54,16 @@ async def test_a_claim_costs_the_same_whatever_it_passes_over(
     assert max(count for count, _ in passing) <= max(count for count, _ in alone) + 1
     _, scores = await commands(queue, client, 3)
     assert scores == [3_000_000_000.0] * 3 + [4_000_000_001.0] * 2
+
+
+def test_a_lane_is_named_in_the_tables_alone() -> None:
+    """Whatever else looks at lanes goes through these, so that a new lane needs no change there."""
+    assert set(OF_LANE) == set(Lane)
+    room = Path(dispatcher.queue.__file__).parent
+    named = {
+        file.name
+        for file in (*room.rglob("*.lua"), *room.rglob("*.py"))
+        for text in (file.read_text(),)
+        if "SUSPECTS" in text or "Whereabouts.SUSPECT" in text or "'S'" in text
+    }
+    assert named == {"common.lua", "keys.py"}

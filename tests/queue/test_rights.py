@@ -15,7 +15,8 @@ import redis
 from redis.exceptions import NoPermissionError
 
 from dispatcher.client import BatchClient, NoResultError, QueueAwayError
-from dispatcher.core.request import answered
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import answered
 from dispatcher.ports import (
     Burial,
     CallRefusedError,
@@ -34,6 +35,7 @@ from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.queue.redis.rights import needed
 from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.events import Event, diverted
+from tests.batchfiles import line
 from tests.queue.made import OwnerAndDesk, answer, claim, member, permit, queues, submission
 from tests.queue.roles import ROLES, commands, grant, url_of
 from tests.queue.servers import Server
@@ -259,6 +261,26 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert await desk.take_result(QWEN.results, oldest)
     await desk.aclose()
     await client.aclose()
+
+
+async def test_an_operators_rights_suffice_for_a_batch_file_that_is_broken_off(
+    any_server: Server, admin: redis.Redis, tmp_path: Path
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_bytes(line("a") + b"\n" + line("b"))
+    async with BatchClient(url_of(any_server, "operator"), pool="qwen") as client:
+        first = asyncio.create_task(client.run_file(source, output))
+        await wait_until(lambda: admin.zcard(QWEN.queue) == 2)
+        first.cancel()
+        await asyncio.wait([first])
+        second = asyncio.create_task(client.run_file(source, output))
+        async with dispatcher(any_server) as queue:
+            for lease in (await claim(queue)).leases:
+                asked = parse(lease.member)
+                assert isinstance(asked, Request)
+                result = answered(asked.id, 200, b"{}", token=asked.token)
+                await queue.settle([Settlement(lease, result, asked.results, asked.id, asked.token)])
+            assert (await asyncio.wait_for(second, 20)).answered == 2
 
 
 async def test_the_dispatchers_own_user_can_pause_cancel_and_submit_but_not_read_results(

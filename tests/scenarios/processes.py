@@ -42,7 +42,7 @@ Process = subprocess.Popen[bytes] | Warm
 
 @dataclass(frozen=True)
 class Entry:
-    """One request as the gateway saw it: `dispatcher.standin.gateway.Entry`."""
+    """One request as the gateway saw it: `dispatcher.standin.gateway.LogEntry`."""
 
     number: int
     id: str

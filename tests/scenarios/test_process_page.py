@@ -21,6 +21,8 @@ PAGES = 10
 SECONDS = float(os.environ.get("PAGES_S", "600"))
 CORE_SHARE = 0.03
 """What so many pages may cost."""
+SETTLES_S = 5.0
+"""After a submission: its requests are answered, and their connections (files, too) are still kept alive."""
 
 
 def url_of(dispatcher: Dispatcher) -> str:
@@ -140,13 +142,14 @@ async def test_ten_pages_open_for_ten_minutes(stage: Stage) -> None:
         for page in pages:
             await wait_until(lambda page=page: shows(page, "idle"), 30)  # type: ignore[misc]
         stage.producer.submit(20)
-        await asyncio.sleep(30)
+        await asyncio.sleep(SETTLES_S)
         before = await _sizes(process, pages)
         shares = []
         until = time.monotonic() + SECONDS
         while time.monotonic() < until:
             shares.append(await cpu_over(process, 30.0))
             stage.producer.submit(20)
+        await asyncio.sleep(SETTLES_S)
         after = await _sizes(process, pages)
         samples = await pages[-1].ask("samples.length")
         complaints = [line for page in pages for line in (*page.console, *page.network)]

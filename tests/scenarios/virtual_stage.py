@@ -19,7 +19,8 @@ from typing import Any
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, RetryPolicy, Unreachable
 from dispatcher.core.poll import Poll
-from dispatcher.core.request import PoppedResult, Request, decode_result, encode_member
+from dispatcher.core.request import Request, encode_member
+from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import score_of
 from dispatcher.dispatch import Options
 from dispatcher.ports import Forwarded, Submission

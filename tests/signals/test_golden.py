@@ -9,7 +9,8 @@ import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.signals.exposition import Page
-from dispatcher.signals.series import NAMES, Lessons, Verdict, View, judge, view
+from dispatcher.signals.series import NAMES, View, view
+from dispatcher.signals.verdict import Lessons, Verdict, judge
 from tests.signals.fakes import PAGES, golden
 from tests.signals.goldens import GOLDEN, IN_FLIGHT, NEWEST, POLICY
 

@@ -17,9 +17,10 @@ from dispatcher.signals import latency
 from dispatcher.signals.epp import EppSource
 from dispatcher.signals.exposition import Page, Sample
 from dispatcher.signals.poller import Poller, Source, SourcePoll
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusSource
 from dispatcher.signals.scrape import Targets
 from dispatcher.signals.series import NAMES, View
+from dispatcher.signals.session import PrometheusAddress
 from tests.signals.fakes import GOOD, FakeEpp, FakePrometheus, fake_epp, fake_prometheus, golden
 from tests.support import wait_until
 

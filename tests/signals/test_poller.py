@@ -21,9 +21,10 @@ from dispatcher.core.price import Histograms
 from dispatcher.settings import SignalsSettings
 from dispatcher.signals.epp import EppSource
 from dispatcher.signals.poller import RETURN_AFTER, Poller, Preference, Source, SourcePoll
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusSource
 from dispatcher.signals.scrape import Targets
 from dispatcher.signals.series import View
+from dispatcher.signals.session import PrometheusAddress
 from tests.signals import fakes
 from tests.signals.fakes import GOOD, answering, fake_epp, fake_prometheus, golden, raw_server, whole
 from tests.support import free_port, wait_until

@@ -19,8 +19,10 @@ from aiohttp import web
 from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.counting import FLUSH_S
 from dispatcher.core.poll import Unread
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource, pool_query
-from dispatcher.signals.series import View, judge
+from dispatcher.signals.prometheus import PrometheusSource, pool_query
+from dispatcher.signals.series import View
+from dispatcher.signals.session import PrometheusAddress
+from dispatcher.signals.verdict import judge
 from tests.signals import fakes
 from tests.signals.fakes import (
     GOOD,
@@ -469,7 +471,8 @@ def test_a_process_ends_while_prometheus_hangs() -> None:
     """No thread of the library may hold up the shutdown, wherever it hangs."""
     script = """
 import asyncio, socket
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
+from dispatcher.signals.prometheus import PrometheusSource
+from dispatcher.signals.session import PrometheusAddress
 
 async def main():
     server = socket.create_server(("127.0.0.1", 0))

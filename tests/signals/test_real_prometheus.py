@@ -24,8 +24,10 @@ from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Histograms, quantile
 from dispatcher.settings import SignalsSettings
 from dispatcher.signals.poller import Poller
-from dispatcher.signals.prometheus import PrometheusAddress, PrometheusSource
-from dispatcher.signals.series import View, judge
+from dispatcher.signals.prometheus import PrometheusSource
+from dispatcher.signals.series import View
+from dispatcher.signals.session import PrometheusAddress
+from dispatcher.signals.verdict import judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
 from tests.signals.goldens import GOLDEN, POLICY
 from tests.support import free_port, require_tool, running, wait_until

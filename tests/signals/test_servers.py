@@ -15,9 +15,10 @@ from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.poll import Unread
 from dispatcher.settings import Problem, Settings, parse
 from dispatcher.signals.scrape import Targets
-from dispatcher.signals.series import View, judge
+from dispatcher.signals.series import View
 from dispatcher.signals.servers import ServersSource
 from dispatcher.signals.sources import sources
+from dispatcher.signals.verdict import judge
 from tests.signals.fakes import PATIENT_S, golden, serving
 from tests.support import free_port
 

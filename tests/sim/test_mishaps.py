@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Reading, Reason, Signal
-from dispatcher.signals.series import Verdict
+from dispatcher.signals.verdict import Verdict
 from dispatcher.sim.experiment import Moment, Name, Run
 from dispatcher.sim.experiment import play as live
 from dispatcher.sim.metrics import Detector, Exporter, Signals

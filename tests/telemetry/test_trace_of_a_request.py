@@ -20,7 +20,8 @@ from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.request import ErrorCode, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import ErrorCode
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.forward import HttpGateway
 from dispatcher.ports import Queue, Submission

@@ -14,14 +14,15 @@ from typing import TypeVar
 from dispatcher.client.files.intake import Input, InputError, check_input, spool
 from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, JournalError, SendLine
 from dispatcher.client.files.naming import Naming
-from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
+from dispatcher.client.files.options import FileOptions, FilePaths, FileStart, reader_of, shape_of
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
 from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
-from dispatcher.core.request import PoppedResult, encode_member
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.score import score_of
+from dispatcher.core.submission import Submission
 from dispatcher.core.usage import tokens
-from dispatcher.ports import Submission
 from dispatcher.queue.keys import Names
 
 T = TypeVar("T")
@@ -40,9 +41,10 @@ class FileJob:
     def __init__(self, paths: FilePaths, options: FileOptions, names: Names, folder: Path) -> None:
         """`folder`: for what lies beside the output where that is a stream."""
         self._paths, self._options, self._names, self._folder = paths, options, names, folder
-        self._reader = options.reader()
+        self._reader = reader_of(options)
         self._began = time.monotonic()
         self._opened: list[FileJournal | Input | Sink] = []
+        self._ending = False
         self._journal: FileJournal
         self._input: Input
         self._output: Sink
@@ -60,6 +62,8 @@ class FileJob:
         path = self._beside(".journal")
         self._refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
+        if self._ending:  # while it was opened
+            self._journal.end()
         facts = self._journal.facts
         self._seconds_before = facts.seconds
         resumed = facts.checked
@@ -85,6 +89,12 @@ class FileJob:
         if self._spool is not None:
             self._write_in_order(self._spool)
         return FileStart(facts.lines, facts.done, faulty, resumed)
+
+    def end(self) -> None:
+        """From another thread: break off, however long it would still take. Nothing is lost."""
+        self._ending = True
+        if "_journal" in vars(self):
+            self._journal.end()
 
     def close(self) -> None:
         for opened in reversed(self._opened):
@@ -149,22 +159,20 @@ class FileJob:
         facts.secret = secrets.token_bytes(16)
         facts.begun_at = time.time()
         facts.queue = self._names.queue
-        facts.shape = options.shape()
+        facts.shape = shape_of(options)
         by_group = options.group == "prefix"
         try:
             return check_input(
                 self._input, self._reader, self._journal, skip_bad=options.skip_bad, by_group=by_group
             )
         except InputError:
-            self._journal.close()
-            self._journal.path.unlink(missing_ok=True)
             if not isinstance(self._paths.source, Path):
                 self._input.path.unlink(missing_ok=True)
             raise
 
     def _compare(self) -> None:
         """A run goes on with the same options, and on the same queue."""
-        facts, shape, path = self._journal.facts, self._options.shape(), self._journal.path
+        facts, shape, path = self._journal.facts, shape_of(self._options), self._journal.path
         other = [name for name, value in shape.items() if facts.shape.get(name) != value]
         if other:
             told = f"{path}: the run was begun with another {', '.join(other)}"
@@ -223,9 +231,10 @@ class FileJob:
         return self._begin_chunk(self._journal.lines_of(numbers), deadline)
 
     def _begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> tuple[Chunk, list[Submission]]:
-        submissions = [self._submission(line, deadline) for line in lines]
+        now = int(time.time())
+        submissions = [self._submission(line, deadline, now) for line in lines]
         with self._journal.step():
-            return self._journal.begin_chunk(lines, deadline), submissions
+            return self._journal.begin_chunk(lines, deadline, now), submissions
 
     def sure(self, chunk: int) -> None:
         """The queue has taken it."""
@@ -237,9 +246,9 @@ class FileJob:
 
     def submissions(self, chunk: Chunk) -> list[Submission]:
         """The same as when it was begun."""
-        return [self._submission(line, chunk.deadline) for line in chunk.lines]
+        return [self._submission(line, chunk.deadline, chunk.created) for line in chunk.lines]
 
-    def _submission(self, line: SendLine, deadline: int) -> Submission:
+    def _submission(self, line: SendLine, deadline: int, created: int) -> Submission:
         """The request of a line. Raises InputError where the input has changed."""
         found = self._reader.read(line.n, self._input.read(line.at, line.size))
         if not isinstance(found, BatchLine) or found.custom_id != line.custom_id:
@@ -250,7 +259,7 @@ class FileJob:
             request_id,
             found.body,
             deadline,
-            created=int(time.time()),
+            created=created,
             token=token,
             results=self.naming.results,
             endpoint=found.url,

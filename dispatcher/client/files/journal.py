@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import msgspec
 
 from dispatcher.client.errors import BatchError
 
-FORMAT = 1
+FORMAT = 2
 _CACHE_KIB = 16_384
 _SCHEMA = """
 create table fact (name text primary key, value blob) without rowid;
@@ -27,9 +27,8 @@ create table line (
 );
 create table bad (n integer primary key, custom_id text, code text, message text);
 create table place (position integer primary key, n integer);
-create table chunk (number integer primary key, deadline integer, sure integer default 0);
+create table chunk (number integer primary key, deadline integer, created integer, sure integer default 0);
 """
-_SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
 _SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
 _LARGE = ("line", "bad", "place", "chunk")
 
@@ -78,6 +77,8 @@ class Chunk:
 
     number: int
     deadline: int
+    created: int
+    """When it was begun: submitted again, its members are the same bytes."""
     lines: Sequence[SendLine]
 
 
@@ -135,7 +136,11 @@ class FileJournal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts = Facts()
-        self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        self._ending = False
+        try:
+            self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+        except sqlite3.Error as error:
+            raise JournalError(f"{path} cannot be made or opened: {error}") from error
         try:
             self._db.execute("pragma locking_mode = exclusive")
             self._db.execute("pragma journal_mode = wal")
@@ -172,12 +177,23 @@ class FileJournal:
             raise JournalError(f"{self.path} was written by another version: let that one finish it")
 
     def close(self) -> None:
-        """Let others have it."""
+        """Let others have it. One whose run did not come past the check is removed."""
         self._db.close()
+        if not self.facts.checked:
+            for path in (self.path, self.path.with_name(self.path.name + "-wal")):
+                path.unlink(missing_ok=True)
+
+    def end(self) -> None:
+        """From another thread: what is under way breaks off, and nothing more is begun."""
+        self._ending = True
+        with suppress(sqlite3.Error):  # closed already
+            self._db.interrupt()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """All that is written in the block, and the facts, become durable together."""
+        if self._ending:
+            raise JournalError(f"{self.path}: the run was ended")
         self._db.execute("begin immediate")
         try:
             yield
@@ -271,14 +287,16 @@ class FileJournal:
         """Those whose turn it is."""
         return self._send_lines("position > ? order by position limit ?", (self.facts.sent, most))
 
-    def begin_chunk(self, lines: Sequence[SendLine], deadline: int) -> Chunk:
+    def begin_chunk(self, lines: Sequence[SendLine], deadline: int, created: int) -> Chunk:
         """Inside a step: these lines will be submitted together."""
         self.facts.chunks += 1
         number = self.facts.chunks
-        self._db.execute("insert into chunk (number, deadline) values (?, ?)", (number, deadline))
+        self._db.execute(
+            "insert into chunk (number, deadline, created) values (?, ?, ?)", (number, deadline, created)
+        )
         self._db.executemany("update line set chunk = ? where n = ?", ((number, each.n) for each in lines))
         self.facts.sent = max(self.facts.sent, *(each.position for each in lines))
-        return Chunk(number, deadline, lines)
+        return Chunk(number, deadline, created, lines)
 
     def are_sure(self, numbers: Iterable[int]) -> None:
         """Inside a step: these chunks are in the queue, or were."""
@@ -287,11 +305,11 @@ class FileJournal:
     def unsure(self) -> list[Chunk]:
         """Chunks of which it is not known whether they were submitted."""
         rows = self._db.execute(
-            "select number, deadline from chunk where not sure order by number"
+            "select number, deadline, created from chunk where not sure order by number"
         ).fetchall()
         return [
-            Chunk(number, deadline, self._send_lines("line.chunk = ? order by position", (number,)))
-            for number, deadline in rows
+            Chunk(number, deadline, created, self._send_lines("line.chunk = ? order by position", (number,)))
+            for number, deadline, created in rows
         ]
 
     def open_lines(self, after: int, most: int) -> list[tuple[int, int, int]]:

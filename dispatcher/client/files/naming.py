@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 
 from dispatcher.client.files.journal import Facts
-from dispatcher.core.request import PoppedResult
+from dispatcher.core.result import PoppedResult
 from dispatcher.core.slot import tag_of
 from dispatcher.queue.keys import Names
 

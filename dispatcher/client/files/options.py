@@ -44,27 +44,29 @@ class FileOptions:
     max_pending: int = 20_000
     """So many lines may be in the queue at a time."""
 
-    def reader(self) -> LineReader:
-        """Raises TemplateError."""
-        template = None if self.template is None else Template(self._body, self.field)
-        return LineReader(self.rules, template, self.path)
 
-    @property
-    def _body(self) -> bytes:
-        """Of the template."""
-        if self.template is None or isinstance(self.template, bytes):
-            return self.template or b""
-        return msgspec.json.encode(self.template)
+def reader_of(options: FileOptions) -> LineReader:
+    """What lines mean. Raises TemplateError."""
+    template = None if options.template is None else Template(_body_of(options), options.field)
+    return LineReader(options.rules, template, options.path)
 
-    def shape(self) -> dict[str, Any]:
-        """What must be the same when a run goes on."""
-        return {
-            "--template": sha256(self._body).hexdigest(),
-            "--field": self.field,
-            "--endpoint": self.path,
-            "--group": self.group,
-            "--ordered": self.ordered,
-        }
+
+def shape_of(options: FileOptions) -> dict[str, Any]:
+    """What must be the same when a run goes on."""
+    return {
+        "--template": sha256(_body_of(options)).hexdigest(),
+        "--field": options.field,
+        "--endpoint": options.path,
+        "--group": options.group,
+        "--ordered": options.ordered,
+    }
+
+
+def _body_of(options: FileOptions) -> bytes:
+    """Of the template."""
+    if options.template is None or isinstance(options.template, bytes):
+        return options.template or b""
+    return msgspec.json.encode(options.template)
 
 
 @dataclass(frozen=True, slots=True)

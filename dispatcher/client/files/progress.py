@@ -57,18 +57,18 @@ class RecentRate:
 
 
 def facts_of(progress: FileProgress) -> list[str]:
-    """What there is to say beside how many are done."""
+    """What there is to say beside how many are done, what matters most first."""
     parts = []
     if progress.failed:
         parts.append(f"{progress.failed:,} failed")
-    if progress.in_queue:
-        parts.append(f"{progress.in_queue:,} in the queue")
-    if progress.rate is not None:
-        parts.append(f"{progress.rate:,.1f}/s")
-    if progress.tokens_in or progress.tokens_out:
-        parts.append(f"{short(progress.tokens_in)} tokens in, {short(progress.tokens_out)} out")
     if progress.left_s is not None and progress.done < progress.lines:
         parts.append(f"{duration(progress.left_s)} left")
+    if progress.rate is not None:
+        parts.append(f"{progress.rate:,.1f}/s")
+    if progress.in_queue:
+        parts.append(f"{progress.in_queue:,} in the queue")
+    if progress.tokens_in or progress.tokens_out:
+        parts.append(f"{short(progress.tokens_in)} tokens in, {short(progress.tokens_out)} out")
     return parts
 
 
@@ -81,7 +81,7 @@ def summary(progress: FileProgress) -> str:
     """What came of it, in one sentence."""
     failed = f"{progress.failed:,} failed"
     if progress.bad:
-        failed += f" ({progress.bad:,} of them bad lines)"
+        failed += f" ({progress.bad:,} of them {'a bad line' if progress.bad == 1 else 'bad lines'})"
     tokens = f"{progress.tokens_in:,} tokens in, {progress.tokens_out:,} out"
     return f"{progress.answered:,} answered, {failed}, {tokens}, {duration(progress.seconds)}"
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,8 +20,8 @@ from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.progress import FileProgress, RecentRate
 from dispatcher.client.item import seconds_from
-from dispatcher.core.request import PoppedResult
-from dispatcher.ports import QueueUnavailableError
+from dispatcher.core.result import PoppedResult
+from dispatcher.core.submission import QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.producer import COLLECTED_MOST
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES
@@ -55,11 +55,18 @@ async def run_file(
 
     Raises InputError (BadInputError for its lines), TemplateError, JournalError, SinkError, QueueAwayError.
     """
-    with tempfile.TemporaryDirectory(prefix="batch-dispatcher-") as folder:
-        job = FileJob(paths, options, names, Path(folder))
+    with ExitStack() as stack:
+        folder = Path()
+        if not isinstance(paths.output, Path):  # there is nothing that journal and input could lie beside
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="batch-dispatcher-")))
+        job = FileJob(paths, options, names, folder)
         thread = ThreadPoolExecutor(1, "batch file")
         try:
-            start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+            try:
+                start = await asyncio.get_running_loop().run_in_executor(thread, job.begin)
+            except asyncio.CancelledError:
+                job.end()
+                raise
             on_start(start)
             if start.finished:
                 return job.progress()
@@ -104,6 +111,7 @@ class FileRun:
                 ticking = tasks.create_task(self._tick(on_progress))
                 if self._job.open:
                     await self._settle_doubts()
+                    self._rate = RecentRate()  # what had come before says nothing of the pace
                 receiving = tasks.create_task(self._receive())
                 await self._send()
                 if self._job.complete:  # nothing more will come
@@ -113,6 +121,8 @@ class FileRun:
                 ticking.cancel()
         except BaseExceptionGroup as group:  # one of them failed, and the others were ended
             raise group.exceptions[0] from None
+        finally:
+            on_progress(self._job.progress(None, self._queue.trouble))
         await self._queue.discard()
         await self._do(self._job.finish)
 

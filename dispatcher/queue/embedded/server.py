@@ -117,7 +117,8 @@ def _open_private(data_dir: Path) -> int:
     except OSError as error:
         raise EmbeddedError(
             f"queue.data_dir: {data_dir} cannot be written ({error.strerror}): name a directory on a "
-            "writable volume there, or a Redis in queue.url"
+            "writable volume there (unless it is set, it lies beside the configuration file), or a Redis in "
+            "queue.url"
         ) from error
     return lock
 

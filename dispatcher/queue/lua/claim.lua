@@ -48,7 +48,7 @@ if known then
   for number = 2, #record do
     local id = record[number]
     local state = held(id, record[1] .. '-' .. id)
-    if state then tell(id, state, call('HGET', MEMBERS, id)) end
+    if state and call('ZSCORE', LEASES, lease_name(id, state)) then tell(id, state, call('HGET', MEMBERS, id)) end
   end
 else
   open()

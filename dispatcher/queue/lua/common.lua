@@ -22,9 +22,12 @@ local function lane_of(state)
   end
 end
 
--- Where a request waits for a claim, each with its WHERE: pending ('P', no entry yet), returned, and the lanes.
-local WAITING, WAITING_LETTERS = {PENDING, RETURNED}, {'P', 'R'}
-for number, lane in ipairs(LANES) do WAITING[2 + number], WAITING_LETTERS[2 + number] = lane.set, lane.letter end
+-- Where a request waits for a claim, each with its WHERE: pending ('P', no entry yet), returned, and the lanes. Outside
+-- of the scripts a lane is named by its number (redis/search.py).
+local WAITING, WAITING_LETTERS, WAITING_NAMES = {PENDING, RETURNED}, {'P', 'R'}, {'P', 'R'}
+for number, lane in ipairs(LANES) do
+  WAITING[2 + number], WAITING_LETTERS[2 + number], WAITING_NAMES[2 + number] = lane.set, lane.letter, tostring(number)
+end
 
 -- A foreign key under one of our names would fail a script half way: look before the first write.
 for number = 1, OWN do
@@ -81,6 +84,10 @@ local function lease_name(id, state)
   return id .. (units == 1 and ':' or '*' .. units .. ':') .. state[OWNER]
 end
 
+-- A lease that nobody took back when it ran out, for nobody sweeps its line, goes on under this name: it counts nothing,
+-- and that line's next sweep takes its request back (sweep.lua).
+local function abandoned_name(id, owner) return id .. '*0:' .. owner end
+
 -- Live leases in units. `more`: those that leases count beyond one each, of all lines.
 local more_since = 0
 local function live_units(shared) return call('ZCARD', LEASES) + (shared.more or 0) + more_since end
@@ -91,6 +98,7 @@ local function hold(owner, units, more)
     call('HINCRBY', CONTROL, 'more', more)
     more_since = more_since + more
   end
+  if units == 0 then return end -- it may be a negative zero, which Redis takes for no number
   if call('HINCRBY', OWNERS, owner, units) <= 0 then call('HDEL', OWNERS, owner) end
 end
 
@@ -103,18 +111,21 @@ local function give_back(id, state)
   save(id, state)
 end
 
--- End the leases of `items` (.id, .state), at most a few thousand: what a script may name in one command.
+-- End the leases of `items` (.id, .state), at most a few thousand: what a script may name in one command. Each gets
+-- .counted: the units of its lease.
 local function end_leases(items, probe)
   if #items == 0 then return end
   local names, counts, leases = {}, {}, {}
-  for number, item in ipairs(items) do
+  for number, item in ipairs(items) do names[number] = lease_name(item.id, item.state) end
+  local all_counted = call('ZREM', LEASES, unpack(names)) == #names
+  for _, item in ipairs(items) do
     local state, owner = item.state, item.state[OWNER]
-    names[number] = lease_name(item.id, state)
-    counts[owner], leases[owner] = (counts[owner] or 0) + units_of(state), (leases[owner] or 0) + 1
+    local counted = all_counted or call('ZREM', LEASES, abandoned_name(item.id, owner)) == 0
+    item.counted = counted and units_of(state) or 0
+    counts[owner], leases[owner] = (counts[owner] or 0) + item.counted, (leases[owner] or 0) + 1
     if probe and tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
     state[TOKEN], state[OWNER] = '', ''
   end
-  call('ZREM', LEASES, unpack(names))
   for owner, units in pairs(counts) do hold(owner, -units, leases[owner] - units) end
 end
 

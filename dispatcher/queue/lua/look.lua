@@ -1,16 +1,21 @@
 -- Look at requests where they lie, a page at a time.
 -- KEYS   own…
 -- ARGV   how: "rank" (in the order of one set), "near" (whose scores tell a deadline under which the id is active, and
---        all leases), "entries" (all that were claimed once), "pending" (all that never were); the set's letter, or the
+--        all leases), "entries" (all that were claimed once), "pending" (all that never were); the set's name, or the
 --        id; where to begin (a rank, a range and a rank, a cursor: two arguments); most, bytes, bytes of the largest
 --        member that is told whole; then for each word how many spellings, and these: a member must hold one of each word
 -- Returns {next range (-1: at the end), next offset, looked at, bytes of these, 0, or 1: they are too many, ask for fewer,
---         {letter, id or 0, score, member, deliveries, attempts, refusals, deaths, units, owner, time or false, reason}…}
+--         {name of its place, id or 0, score, member, deliveries, attempts, refusals, deaths, units, owner, time or false, reason}…}
 -- Keeps: reads only, no more than `most` requests. What lies there all the while is found by "entries" and "pending".
 need('ZCOUNT', 'ZSCAN', 'HSCAN')
 local how, which, range, offset = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
 local most, bytes, largest = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
-local SETS = {P = PENDING, R = RETURNED, S = SUSPECTS, D = DELAYED, L = LEASES, X = DEAD}
+local SETS, NAMES, near = {D = DELAYED, L = LEASES, X = DEAD}, {}, {}
+for at, set in ipairs(WAITING) do
+  SETS[WAITING_NAMES[at]], NAMES[WAITING_LETTERS[at]] = set, WAITING_NAMES[at]
+  near[at] = {set, WAITING_LETTERS[at]}
+end
+near[#near + 1] = {DELAYED_ORDER, 'D'}
 local words, at = {}, 8
 while ARGV[at] do
   local count = tonumber(ARGV[at])
@@ -38,14 +43,16 @@ local function tell(letter, id, score, member, state, time)
     return false
   end
   told = told + math.min(#member, largest)
-  rows[#rows + 1] = {letter, id, score, shortened(member, largest), state[DELIVERIES] or 0, state[ATTEMPTS] or 0,
+  rows[#rows + 1] = {NAMES[letter] or letter, id, score, shortened(member, largest), state[DELIVERIES] or 0, state[ATTEMPTS] or 0,
                      state[REFUSALS] or 0, state[DEATHS] or 0, units_of(state), state[OWNER] or '', time,
                      state[REASON] or ''}
   return true
 end
 
 local function time_of(letter, id, state)
-  if letter == 'L' then return call('ZSCORE', LEASES, lease_name(id, state)) end
+  if letter == 'L' then
+    return call('ZSCORE', LEASES, lease_name(id, state)) or call('ZSCORE', LEASES, abandoned_name(id, state[OWNER]))
+  end
   if letter == 'D' then return call('ZSCORE', DELAYED, string.format('%016d', id)) end
   return letter == 'X' and state[DIED]
 end
@@ -60,7 +67,7 @@ end
 
 local function tell_named(letter, name, score)
   if letter == 'P' then return tell('P', 0, score, name, {}, false) end
-  if letter == 'R' or letter == 'S' or letter == 'D' then name = string.sub(name, -16) end
+  if letter ~= 'L' and letter ~= 'X' then name = string.sub(name, -16) end
   return tell_entry(tonumber(string.match(name, '^%d+')))
 end
 
@@ -94,7 +101,7 @@ if how == 'near' then
     end
   end
   table.sort(deadlines)
-  local near, rank = {{PENDING, 'P'}, {RETURNED, 'R'}, {SUSPECTS, 'S'}, {DELAYED_ORDER, 'D'}}, tonumber(offset)
+  local rank = tonumber(offset)
   local last = #deadlines * PRIORITIES * #near
   while range < last do
     local key, letter = unpack(near[range % #near + 1])

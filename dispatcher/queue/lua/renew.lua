@@ -3,7 +3,7 @@
 -- ARGV   owner, owner_timeout_s, lease_s, number of leases, (id, token)…, then nothing, or
 --        limit, read_at, lost, retry_after_max_s, then nothing, or overload at, until, capacity (0/1), in_flight
 -- Returns {facts, {lost ids}}
--- Keeps: only the holder's token renews. The newest overload stays; its `until` never moves back,
+-- Keeps: only the holder's token renews, and no lease that was abandoned. The newest overload stays; its `until` never moves back,
 -- but for what lies further from it than retry_after_max_s.
 local me, timeout_s, lease_s, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = clock(), control()
@@ -14,8 +14,10 @@ beat(me, now, timeout_s)
 for number = 0, count - 1 do
   local id, token = tonumber(ARGV[5 + 2 * number]), ARGV[6 + 2 * number]
   local state = held(id, token)
-  if state then
-    call('ZADD', LEASES, text(now + lease_s), lease_name(id, state))
+  local name = state and lease_name(id, state)
+  -- Nothing changes where it is renewed twice in a microsecond, and where it is abandoned.
+  if name and (call('ZADD', LEASES, 'XX', 'CH', text(now + lease_s), name) == 1 or call('ZSCORE', LEASES, name)) then
+    -- It is the caller's for that long.
   else
     lost[#lost + 1] = id
   end

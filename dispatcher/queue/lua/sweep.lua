@@ -1,5 +1,7 @@
 -- Take back the leases of owners that are gone and leases that ran out, and bring back what is due.
 -- Of this line only: what else lies in LEASES is for the sweeps of its own line. Silence and gaps are the pool's.
+-- A lease of another line that ran out lease_s ago is abandoned: nobody sweeps that line, or it would be gone. It counts
+-- as lost and keeps its request, which that line's next sweep takes back, if there ever is one.
 -- KEYS   own…
 -- ARGV   owner, owner_timeout_s, lease_s, most of each kind, then owners that are proven gone…
 -- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, units lost so far,
@@ -57,21 +59,38 @@ if now < line_swept - 1 then shift(DELAYED, now - line_swept, '-inf') end
 call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now), line_tick, text(now))
 beat(me, now, timeout_s)
 
--- The lease of that name as an item of `end_leases`; false where its request is of another line.
+-- The lease of that name as an item of `end_leases`; nil where its request is of another line.
 local function ours(name)
   local id = tonumber(string.match(name, '^%d+'))
   local state = load(id)
-  return state and {id = id, state = state}
+  if state then return {id = id, state = state} end
 end
 
 local lost, stray = 0, 0 -- in units: so much less is free, for what they run may run on
 local function reclaim(items)
   end_leases(items, shared.probe)
   for _, item in ipairs(items) do
-    lost = lost + units_of(item.state)
+    lost = lost + item.counted
+    if item.stray then stray = stray + item.counted end
     item.state[DEATHS] = item.state[DEATHS] + 1
     give_back(item.id, item.state)
   end
+end
+
+-- Whether a lease of another line is one that nobody will take back: its own sweeps would have done so by now, were
+-- there any, for they had as long since the last quiet time as since it ran out.
+local function is_abandoned(name)
+  return not string.find(name, '^%d+%*0:') and now >= (shared.quiet_until or 0) + lease_s
+    and tonumber(call('ZSCORE', LEASES, name)) <= now - lease_s
+end
+local function abandon(name)
+  local id, owner = string.match(name, '^%d+'), string.match(name, ':(.*)$')
+  local units = tonumber(string.match(name, '^%d+%*(%d+):')) or 1
+  call('ZADD', LEASES, call('ZSCORE', LEASES, name), abandoned_name(id, owner))
+  call('ZREM', LEASES, name)
+  hold(owner, -units, -units)
+  if shared.probe == id then call('HDEL', CONTROL, 'probe', 'prober') end
+  lost, stray = lost + units, stray + units
 end
 
 -- Who is gone: proven, or silent; of the silent, those without leases are forgotten.
@@ -99,7 +118,7 @@ if any then
       local item = ours(name)
       if item then
         late[#late + 1] = item
-        if silent[owner] then stray = stray + units_of(item.state) end
+        item.stray = silent[owner]
       else
         elsewhere[owner] = true
       end
@@ -120,18 +139,25 @@ end
 local reclaimed = #late
 if now >= (shared.quiet_until or 0) and reclaimed < most then
   late = {}
-  local before, at, enough = lost, 0, most - reclaimed
+  local abandoned, at, enough = {}, 0, most - reclaimed
   repeat
     local names = call('ZRANGEBYSCORE', LEASES, '-inf', text(now), 'LIMIT', at, most)
     for _, name in ipairs(names) do
-      if #late < enough then late[#late + 1] = ours(name) or nil end
+      local item = #late < enough and ours(name)
+      if item then
+        item.stray = true
+        late[#late + 1] = item
+      elseif item == nil and is_abandoned(name) then
+        abandoned[#abandoned + 1] = name
+      end
     end
     at = at + most
   until #late == enough or #names < most
   reclaim(late)
-  reclaimed, stray = reclaimed + #late, stray + lost - before
+  reclaimed = reclaimed + #late
+  for _, name in ipairs(abandoned) do abandon(name) end
 end
-if reclaimed > 0 then
+if lost > 0 then
   shared.lost = call('HINCRBY', CONTROL, 'lost', lost)
   if stray > 0 then call('HINCRBY', CONTROL, 'stray', stray) end
 end

@@ -14,6 +14,9 @@ local fits, back = {}, {}
 for at = 8, #ARGV, 3 do
   local id, units = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
   local state = held(id, ARGV[at + 1])
+  local name = state and lease_name(id, state)
+  local until_ = name and call('ZSCORE', LEASES, name)
+  if not until_ then state = nil end
   local more = state and units - units_of(state)
   if not state then
     fits[#fits + 1] = 0
@@ -24,8 +27,6 @@ for at = 8, #ARGV, 3 do
   else
     fits[#fits + 1] = 1
     if more ~= 0 then
-      local name = lease_name(id, state)
-      local until_ = call('ZSCORE', LEASES, name)
       call('ZREM', LEASES, name)
       weigh(state, units)
       call('ZADD', LEASES, until_, lease_name(id, state))

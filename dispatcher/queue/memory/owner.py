@@ -25,10 +25,11 @@ from dispatcher.ports import (
     Swept,
     Weighed,
 )
-from dispatcher.queue.memory import steps
+from dispatcher.queue.memory import results, steps
 from dispatcher.queue.memory.desk import MemoryStore
 from dispatcher.queue.memory.state import Grant
 from dispatcher.queue.memory.steps import Caller
+from dispatcher.queue.memory.sweep import sweep
 from dispatcher.queue.owners import Prover
 
 
@@ -123,14 +124,14 @@ class MemoryQueue:
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         self._begin()
-        return steps.settle(self._line, [(each, None) for each in settlements])
+        return results.settle(self._line, [(each, None) for each in settlements])
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         return steps.release(self._line, self._begin().now, releases)
 
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         self._begin()
-        return steps.settle(self._line, [(each.settlement, each.reason) for each in burials])
+        return results.settle(self._line, [(each.settlement, each.reason) for each in burials])
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         self._begin()
@@ -138,9 +139,9 @@ class MemoryQueue:
 
     async def sweep(self) -> Swept:
         me = self._begin()
-        reclaimed, due, due_at = steps.sweep(self._line, me, ())
+        reclaimed, due, due_at = sweep(self._line, me, ())
         if gone := self._gone():
-            more, _, due_at = steps.sweep(self._line, me, gone)
+            more, _, due_at = sweep(self._line, me, gone)
             reclaimed += more
         return Swept(reclaimed, due, None if due_at is None else self._mine(due_at), self._pool.lost)
 
@@ -151,11 +152,11 @@ class MemoryQueue:
 
     async def expired(self, most: int) -> Sequence[Expired]:
         self._begin()
-        return steps.overdue(self._line, most)
+        return results.overdue(self._line, most)
 
     async def expire(self, items: Sequence[tuple[Expired, Settlement]]) -> int:
         self._begin()
-        return steps.expire(self._line, items)
+        return results.expire(self._line, items)
 
     async def counts(self) -> Counts:
         return await self.store.counts()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from dispatcher.core.lanes import Lane
-from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.core.located import IN_LINE, OF_LANE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.core.request import Request, parse
 from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
 
@@ -116,6 +115,6 @@ def _all(line: Line) -> Iterator[FoundRequest]:
 
 
 def _state(entry: Entry) -> Whereabouts:
-    if entry.place is Place.RETURNED and entry.lane is Lane.SUSPECTS:
-        return Whereabouts.SUSPECT
+    if entry.place is Place.RETURNED and entry.lane is not None:
+        return OF_LANE[entry.lane]
     return Whereabouts(entry.place.value)

@@ -17,7 +17,7 @@ from enum import Enum
 
 from dispatcher.core.lanes import Lane, lane_of, losses_of
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
-from dispatcher.core.request import NO_LIST
+from dispatcher.core.result import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
@@ -127,6 +127,8 @@ class Grant:
     owner: str
     touched_at: float
     expires_at: float
+    abandoned: bool = False
+    """It ran out, and nobody took it back: it counts nothing."""
 
 
 class Pool:
@@ -218,11 +220,14 @@ class Pool:
         heapq.heappush(self.expiries, (grant.expires_at, entry.id))
         return grant
 
-    def end_lease(self, grant: Grant) -> None:
+    def end_lease(self, grant: Grant) -> int:
+        """What it counted, in units."""
         del self.grants[grant.entry.id]
-        self.hold(grant.owner, -grant.entry.units)
+        counted = 0 if grant.abandoned else grant.entry.units
+        self.hold(grant.owner, -counted)
         if self.probe == grant.entry.id:
             self.probe = None
+        return counted
 
 
 class Line:

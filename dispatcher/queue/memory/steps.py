@@ -1,41 +1,34 @@
 """The steps of owners, one function for each Lua file under its name, on a `Line` and its `Pool`.
 
-Every time is the pool's clock's. No step awaits, so each is atomic. (What a Cluster or a slow network needs
-has no place here: push, forget, shorten; nor what is asked of a server: unfit, permits.)
+The sweep and what writes results have modules of their own. Every time is the pool's clock's. No step awaits,
+so each is atomic. (What a Cluster or a slow network needs has no place here: push, forget, shorten; nor what
+is asked of a server: unfit, permits.)
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
-from dispatcher.core.request import decode_result, misdirected
 from dispatcher.ports import (
-    CallRefusedError,
-    Expired,
     Lease,
     Overload,
     Permit,
-    QueueUnavailableError,
     Release,
     Settled,
-    Settlement,
 )
 from dispatcher.queue.constants import (
     AHEAD_S,
     CLAIM_BYTES,
-    GAP_S,
     PASSED_MOST,
     REPLY_TTL_S,
     SAME_READING_S,
     YOUNG_S,
 )
-from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Grant, Line, Place, Pool
+from dispatcher.queue.memory.state import Entry, Grant, Line, Place, Pool
 
 
 class Caller(NamedTuple):
@@ -168,7 +161,8 @@ def _claimed_before(line: Line, owner: str, nonce: str) -> list[Grant] | None:
     if known is None:
         return None
     grants = (line.pool.grants.get(entry) for entry in known[2])
-    return [each for each in grants if each is not None and each.token in known[1]]
+    held = [each for each in grants if each is not None and each.token in known[1]]
+    return [each for each in held if not each.abandoned]
 
 
 def _remember(line: Line, me: Caller, nonce: str, taken: Sequence[Grant]) -> None:
@@ -195,7 +189,7 @@ def renew(
     lost = []
     for lease in leases:
         grant = line.held(lease)
-        if grant is None:
+        if grant is None or grant.abandoned:
             lost.append(lease.entry)
             continue
         grant.touched_at = now
@@ -226,7 +220,7 @@ def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: 
     fits = []
     for lease, units in weights:
         grant = line.held(lease)
-        if grant is None:
+        if grant is None or grant.abandoned:
             fits.append(False)
             continue
         entry = grant.entry
@@ -276,194 +270,6 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
             line.move(entry, Place.RETURNED)
         said.append(Settled.DONE)
     return said
-
-
-def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None]:
-    """How many leases of this line were taken back, how many delayed were due, and when the next one is."""
-    pool, now = line.pool, me.now
-    if pool.tick is not None:
-        gap_s = now - pool.tick
-        if gap_s < -AHEAD_S:
-            _stepped_back(pool, me, gap_s)
-        if gap_s > pool.lease_s / 3:
-            pool.quiet_until = now + pool.lease_s / 3
-        if gap_s > (min(me.timeout_s / 2, GAP_S) if me.timeout_s > 0 else GAP_S):
-            longest_s = min(max(pool.beats.values(), default=0.0) - pool.tick, pool.lease_s)
-            quiet_s = max(longest_s, me.timeout_s)
-            pool.beats_quiet_until = max(pool.beats_quiet_until, now + quiet_s)
-    if line.tick is not None and now - line.tick < -AHEAD_S:
-        line.delayed.shift(now - line.tick)
-    pool.tick = line.tick = now
-    pool.beat(me.owner, me.timeout_s, now)
-    before = pool.lost
-    reclaimed = _reclaim_of(line, _silent(pool, now)) if now >= pool.beats_quiet_until else 0
-    reclaimed += _reclaim_late(line, now) if now >= pool.quiet_until else 0
-    pool.stray += pool.lost - before
-    reclaimed += _reclaim_of(line, gone)
-    due = 0
-    while (due_at := line.delayed.key()) is not None and due_at <= now:
-        line.move(line.delayed.pop(), Place.RETURNED)
-        due += 1
-    line.deadlines.tidy(sum(line.count.values()))
-    return reclaimed, due, due_at
-
-
-def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
-    """The pool's clock did: the times kept there follow it, but for what was written since."""
-    now = me.now
-    for grant in pool.grants.values():
-        if grant.expires_at > now + pool.lease_s:
-            grant.expires_at += by
-            grant.touched_at += by
-            heapq.heappush(pool.expiries, (grant.expires_at, grant.entry.id))
-    pool.touched = deque(each for each in pool.touched if each[0] <= now)
-    pool.beats = {owner: until + by for owner, until in pool.beats.items()}
-    pool.quiet_until += by
-    pool.beats_quiet_until = max(pool.beats_quiet_until + by, now + me.timeout_s)
-
-
-def _silent(pool: Pool, now: float) -> list[str]:
-    """Owners that should have been heard of by now; those without leases are forgotten."""
-    silent = [owner for owner, until in pool.beats.items() if until <= now]
-    for owner in silent:
-        if not pool.held_by[owner]:
-            del pool.beats[owner]
-    return [owner for owner in silent if owner in pool.beats]
-
-
-def _reclaim(line: Line, grant: Grant) -> None:
-    line.pool.end_lease(grant)
-    line.pool.lost += grant.entry.units
-    grant.entry.deaths += 1
-    line.move(grant.entry, Place.RETURNED)
-
-
-def _reclaim_of(line: Line, owners: Collection[str]) -> int:
-    pool = line.pool
-    theirs = [grant for grant in pool.grants.values() if grant.owner in owners] if owners else []
-    doomed = [grant for grant in theirs if grant.entry.id in line.entries]
-    for grant in doomed:
-        _reclaim(line, grant)
-    for owner in owners:
-        if not pool.held_by[owner]:  # else the sweeps of other lines take back what it holds there
-            pool.beats.pop(owner, None)
-    return len(doomed)
-
-
-def _reclaim_late(line: Line, now: float) -> int:
-    pool = line.pool
-    reclaimed = 0
-    elsewhere = []
-    while pool.expiries and pool.expiries[0][0] <= now:
-        _, entry_id = heapq.heappop(pool.expiries)
-        grant = pool.grants.get(entry_id)
-        if grant is None:
-            continue
-        if grant.expires_at > now:  # renewed since
-            heapq.heappush(pool.expiries, (grant.expires_at, entry_id))
-        elif entry_id in line.entries:
-            _reclaim(line, grant)
-            reclaimed += 1
-        else:
-            elsewhere.append((grant.expires_at, entry_id))
-    for late in elsewhere:
-        heapq.heappush(pool.expiries, late)
-    return reclaimed
-
-
-# Results.
-
-
-def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Settled | None]:
-    """Each with why it is set aside as dead, or None. One whose result has no place keeps its lease, and its
-    neighbours go on."""
-    said: list[Settled | None] = []
-    stuck = None
-    for settlement, why in ends:
-        try:
-            said.append(_settle(line, settlement, why))
-        except QueueUnavailableError as error:
-            stuck = error
-            said.append(None)
-    if stuck is not None and not any(said):
-        raise stuck
-    return said
-
-
-def _settle(line: Line, settlement: Settlement, bury: str | None) -> Settled:
-    pool = line.pool
-    grant = line.held(settlement.lease)
-    if grant is None:
-        return Settled.LOST
-    said = _write(line, settlement)
-    pool.end_lease(grant)
-    pool.settled += 1
-    if bury is None:
-        line.forget(grant.entry)
-    else:
-        line.move(grant.entry, Place.DEAD)
-        line.dead[grant.entry.id] = (grant.entry, bury, pool.unix_now())
-        while len(line.dead) > line.dead_max:
-            line.forget(next(iter(line.dead.values()))[0])
-            line.dead_dropped += 1
-    return said
-
-
-def _write(line: Line, settlement: Settlement) -> Settled:
-    """Push a result and forget the request's markers; raises, with nothing done, where it has no place."""
-    pool, default = line.pool, line.names.results
-    name, result = settlement.results or default, settlement.result
-    said = Settled.DONE
-    if result and name != default and (why := line.refused_list(name)) is not None:
-        told = settlement.request_id or decode_result(result).id
-        result = misdirected(told, name, why, token=settlement.request_token)
-        name, said = default, Settled.BAD_LIST
-    if result:
-        if name in pool.not_lists:
-            raise CallRefusedError(f"{name} is no list: results have no place to go")
-        pool.lists.setdefault(name, deque()).appendleft(result)
-    request_id, token = settlement.request_id, settlement.request_token
-    if request_id and token:
-        for keys in (pool.foreign_active, pool.foreign_cancel):
-            if pool.value(keys, request_id) == token:
-                del keys[request_id]
-        line.cancels.pop(f"{request_id}:{token}", None)
-        tokens = line.active.get(request_id, {})
-        tokens.pop(token, None)
-        if not tokens:
-            line.active.pop(request_id, None)
-    return said
-
-
-def overdue(line: Line, most: int) -> list[Expired]:
-    now = line.pool.unix_now()
-    while (deadline := line.deadlines.key()) is not None and deadline <= now:
-        entry = line.deadlines.pop()
-        line.overdue.append((entry.moves, entry))
-    found: list[Expired] = []
-    for _ in range(len(line.overdue)):
-        if len(found) == most:
-            break
-        moves, entry = line.overdue.popleft()
-        if entry.moves == moves:
-            line.overdue.append((moves, entry))
-            if len(entry.member) > line.largest:
-                continue
-            found.append(Expired(entry.where, entry.member))
-    return found
-
-
-def expire(line: Line, items: Sequence[tuple[Expired, Settlement]]) -> int:
-    done = 0
-    for item, settlement in items:
-        entry_id = int(item.place.partition(":")[0])
-        never_claimed = entry_id == NEVER_CLAIMED
-        entry = line.pending.get(item.member) if never_claimed else line.entries.get(entry_id)
-        if entry is not None and entry.where == item.place:
-            _write(line, settlement)
-            line.forget(entry)
-            done += 1
-    return done
 
 
 # Looking.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
-from dispatcher.core.request import NO_LIST
+from dispatcher.core.result import NO_LIST
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis import steps
 from dispatcher.queue.redis.backend import Backend

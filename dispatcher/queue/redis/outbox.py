@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from redis.crc import key_slot
 
-from dispatcher.core.request import decode_result, misdirected
+from dispatcher.core.result import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis import steps
 from dispatcher.queue.redis.backend import Backend

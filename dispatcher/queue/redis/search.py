@@ -7,7 +7,8 @@ from typing import Any
 
 from redis import exceptions as errors
 
-from dispatcher.core.located import IN_LINE, FoundRequest, Looked, Whereabouts, Words, spellings
+from dispatcher.core.lanes import Lane
+from dispatcher.core.located import IN_LINE, OF_LANE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.core.request import Rejection, parse
 from dispatcher.core.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
@@ -15,15 +16,16 @@ from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
 
-_LETTERS = {
+_PLACES = {
     "P": Whereabouts.PENDING,
     "R": Whereabouts.RETURNED,
-    "S": Whereabouts.SUSPECT,
+    **{str(number): OF_LANE[lane] for number, lane in enumerate(Lane, start=1)},
     "D": Whereabouts.DELAYED,
     "L": Whereabouts.LEASED,
     "X": Whereabouts.DEAD,
 }
-_STATES = {state: letter for letter, state in _LETTERS.items()}
+"""By the names that the scripts give them."""
+_NAMES = {place: name for name, place in _PLACES.items()}
 _PAGE = 512
 """Requests that one call reads at the most."""
 _FIRST_PAGE = 8
@@ -36,7 +38,7 @@ _RESULTS = 64
 
 async def lying(backend: Backend, state: Whereabouts, most: int, after: str, *, whole: bool) -> Looked:
     largest = _WHOLE if whole else SCRIPT_BYTES
-    args = ("rank", _STATES[state], 0, after or 0, max(1, min(most, _PAGE)), SCRIPT_BYTES, largest)
+    args = ("rank", _NAMES[state], 0, after or 0, max(1, min(most, _PAGE)), SCRIPT_BYTES, largest)
     next_range, rank, looked, _, _, rows = await _look(backend, args)
     return Looked([_found(*row) for row in rows], rank.decode() if next_range >= 0 else "", looked)
 
@@ -74,7 +76,7 @@ async def ahead(backend: Backend, found: FoundRequest) -> int | None:
     if found.state not in IN_LINE:
         return None
     name: Argument = found.member if found.state is Whereabouts.PENDING else found.entry
-    told: int | None = (await backend.run("ahead", [_STATES[found.state], name])).value
+    told: int | None = (await backend.run("ahead", [_NAMES[found.state], name])).value
     return told
 
 
@@ -82,7 +84,7 @@ async def restore(backend: Backend, queue: str, requests: Sequence[FoundRequest]
     args: list[Argument] = [CANCEL_TTL_S, backend.names.wake]
     for each in requests:
         counts = each.deliveries, each.attempts, each.refusals, each.deaths, each.units
-        args += (each.name(queue), _STATES[each.state], repr(each.score), each.member, *counts)
+        args += (each.name(queue), _NAMES[each.state], repr(each.score), each.member, *counts)
         args += (f"{each.at or 0.0:.6f}", each.reason, *_mark(each))
     size = sum(len(each.member) for each in requests)
     reply = await backend.run("restore", args, [backend.names.reply("copied")], size=size)
@@ -147,7 +149,7 @@ async def _look(
 
 
 def _found(
-    letter: bytes,
+    place: bytes,
     entry: int,
     score: bytes,
     member: bytes,
@@ -161,7 +163,7 @@ def _found(
     reason: bytes,
 ) -> FoundRequest:
     return FoundRequest(
-        _LETTERS[letter.decode()],
+        _PLACES[place.decode()],
         member,
         float(score),
         entry,

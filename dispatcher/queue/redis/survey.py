@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dispatcher.ports import Counts, QueueUnavailableError
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import Names, queue_of
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.rights import missing
@@ -19,7 +19,7 @@ OLDEST = {"Redis": (6, 2), "Valkey": (8, 0)}
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerFacts:
     """What a server says of itself; what it does not tell is taken for good."""
 
     name: str
@@ -43,7 +43,7 @@ class Survey:
     """Who paused the queue and why."""
     answer_s: float
     """How long a PING took."""
-    server: Server | None
+    server: ServerFacts | None
     """None: it does not let this user ask."""
     wakes: bool
     """Whether this user may hear of new work; else it looks each queue.poll_s."""
@@ -65,6 +65,31 @@ async def survey(url: str, names: Names) -> Survey:
         await desk.aclose()
 
 
+KEYS_LOOKED_AT = 20_000
+
+
+async def other_queues(desk: RedisDesk) -> tuple[list[str], bool] | None:
+    """Where nothing of this queue is on its server: which queues are, and whether all keys were looked at.
+    None: something of it is there. Raises QueueUnavailableError, also for a user who may not SCAN."""
+    scripts, names = desk.backend.scripts, desk.names
+    if await scripts.attempt(lambda: scripts.client.exists(*names.keys)):
+        return None
+
+    async def scan() -> tuple[set[str], bool]:
+        found: set[str] = set()
+        looked_at = 0
+        async for key in scripts.client.scan_iter(count=1000):
+            if looked_at == KEYS_LOOKED_AT:
+                return found, False
+            looked_at += 1
+            if (queue := queue_of(key.decode(errors="replace"))) is not None:
+                found.add(queue)
+        return found, True
+
+    queues, all_of_them = await scripts.attempt(scan)
+    return sorted(queues), all_of_them
+
+
 async def _ping(scripts: Scripts) -> float:
     clock = asyncio.get_running_loop().time
     asked_at = clock()
@@ -72,14 +97,14 @@ async def _ping(scripts: Scripts) -> float:
     return clock() - asked_at
 
 
-async def _server(scripts: Scripts) -> Server | None:
+async def _server(scripts: Scripts) -> ServerFacts | None:
     try:
         told = await scripts.attempt(lambda: _info(scripts.client, is_cluster=scripts.is_cluster))
     except QueueUnavailableError:  # it worked a moment ago: it is this command that is not permitted
         return None
     name, version = ("Valkey", told["valkey_version"]) if "valkey_version" in told else ("Redis", "")
     policy = str(told.get("maxmemory_policy", "noeviction"))
-    return Server(
+    return ServerFacts(
         name,
         str(version or told.get("redis_version", "0")),
         replica=told.get("role") == "slave",

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
-from dispatcher.core.request import NO_LIST, ErrorCode, decode_result, failed, misdirected
+from dispatcher.core.result import NO_LIST, ErrorCode, decode_result, failed, misdirected
 from dispatcher.ports import CallRefusedError, QueueUnavailableError
 from dispatcher.queue.constants import BAD_LIST, DONE, STUCK, TOO_LARGE
 from dispatcher.queue.keys import ACTIVE, CANCEL

@@ -1,0 +1,97 @@
+"""What a consumer pops from a result list: the answer of the gateway, or why there is none."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from dispatcher.core.plain import shortened
+
+NO_LIST = "is no list that results can go to"
+
+_LIST_CHARS = 100
+
+
+class ErrorCode(StrEnum):
+    """Why a request has no answer of the gateway: `error_code` of its result."""
+
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    CANCELLED = "CANCELLED"
+    GATE_DROPPED = "GATE_DROPPED"
+    GATE_ERROR = "GATE_ERROR"
+    INFERENCE_ERROR = "INFERENCE_ERROR"
+    INVALID_REQUEST = "INVALID_REQUEST"
+    RETRIES_EXHAUSTED = "RETRIES_EXHAUSTED"
+    DELIVERIES_EXHAUSTED = "DELIVERIES_EXHAUSTED"
+    TOO_LARGE = "TOO_LARGE"
+
+
+class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a consumer pops from a result list: `status_code` when the gateway answered, else `error_code`."""
+
+    id: str
+    payload: str
+    """The response body as a string, or `{"error": …}`."""
+    status_code: int | None = None
+    error_code: str | None = None
+    """An ErrorCode, kept as a string: other dispatchers may know further ones."""
+    error_message: str | None = None
+    payload_note: str | None = None
+    """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
+    request_token: str | None = None
+    """The request's token, where it has one: who else may write the list cannot know it."""
+
+
+_decode_result = msgspec.json.Decoder(PoppedResult).decode
+_encode = msgspec.json.Encoder().encode
+
+
+def answered(request_id: str, status: int, body: bytes, *, token: str = "") -> bytes:
+    """The result of a request that the gateway answered: the body as a string, and the request's token.
+
+    A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
+    a field that other consumers ignore, says so.
+    """
+    text, note = _text(body)
+    return _encode(PoppedResult(request_id, text, status, payload_note=note, request_token=token or None))
+
+
+def failed(
+    request_id: str,
+    code: ErrorCode,
+    message: str,
+    status: int | None = None,
+    body: bytes | None = None,
+    *,
+    token: str = "",
+) -> bytes:
+    """The result of a request without a final answer; with the last status and body where there were any."""
+    if body:
+        text, note = _text(body)
+    else:
+        text, note = _encode({"error": message}).decode(), None
+    return _encode(PoppedResult(request_id, text, status, code, message, note, token or None))
+
+
+def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:
+    """The result of a request whose result list, `results`, cannot be had."""
+    shown = shortened(results, _LIST_CHARS).encode(errors="replace").decode()
+    return failed(
+        request_id, ErrorCode.INVALID_REQUEST, f"internal.result_queue_name: {shown} {why}", token=token
+    )
+
+
+def _text(body: bytes) -> tuple[str, str | None]:
+    try:
+        return body.decode(), None
+    except UnicodeDecodeError as error:
+        return body.decode(errors="replace"), f"not UTF-8 from byte {error.start} on: invalid bytes replaced"
+
+
+def decode_result(result: bytes) -> PoppedResult:
+    """A result as popped from its list. Raises ValueError on anything else."""
+    try:
+        return _decode_result(result)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"no result: {error}") from error

@@ -1,0 +1,285 @@
+"""From the views of one poll to readings: which signals count, of what capacity, what all views add up to.
+
+The rules, with their reasons, are written for operators in docs/signals.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside
+from dispatcher.core.poll import Unread
+from dispatcher.signals.series import Family, View, largest, smallest, total
+
+
+class Lessons:
+    """What a source's views have taught so far. `count`: shared by the sources of one picker."""
+
+    def __init__(self, count: Count | None = None) -> None:
+        self.count = Count() if count is None else count
+        self.outside = Outside()
+
+    def learn(self, views: Sequence[View]) -> None:
+        """Take in the views of one poll."""
+        views = active(views)
+        pages = [each.page for each in views]
+        known = [page for page in pages if page is not None]
+        if len(known) == len(pages):
+            self.count.learn(known, max(each.closed_at for each in views))
+        else:
+            self.count.unknowable()
+        sent = _sent(views)
+        averages = [each.average for each in views if each.average is not None]
+        if sent:
+            at = max(each.closed_at for each in views)
+            self.outside.learn(at, largest(averages) if averages else None, total(sent))
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the views of one poll come to."""
+
+    signals: tuple[Signal, ...]
+    """The signals that the limit must follow now: each has a reading here, or is named in `unread`."""
+    readings: tuple[Reading, ...]
+    unread: tuple[Unread, ...]
+    detector: str
+    """What is known of the picker's saturation detector, in words."""
+    per_endpoint: float | None = None
+    """Requests per endpoint that the capacity was reckoned with; None: it came another way."""
+    per_endpoint_from: Literal["setting"] | Guess | None = None
+
+
+def active(views: Sequence[View]) -> Sequence[View]:
+    """The replicas that take part. One that waits to be elected leader keeps no endpoints, and shows zeros or
+    nothing; its saturation is that of an empty pool."""
+    found = [each for each in views if not each.idle]
+    return found if any(each.ready for each in found) else views
+
+
+def _sent(views: Sequence[View]) -> list[float]:
+    """What each replica sent and saw no answer of: the series is made with a replica's first request. Empty:
+    none has it."""
+    known = any(each.in_flight is not None for each in views)
+    return [each.in_flight or 0.0 for each in views] if known else []
+
+
+def judge(
+    views: Sequence[View], use: str, policy: Policy, source: str, lessons: Lessons | None = None
+) -> Verdict:
+    """Make the readings that `signals.use` asks for out of the views of all EPP replicas.
+
+    `lessons`: what the polls before taught, this one included; without them only what this one does.
+
+    Several replicas: flow control is a matter of each one, so the fullest counts and the queues add up. The
+    averages and the ready endpoints are the whole pool's in each replica's eyes: adding them up would count
+    the pool twice, so the most loaded view and the smallest capacity count. Where nobody knows whether their
+    saturations are counts, each of what it sent itself, requests are counted beside them.
+    """
+    if lessons is None:
+        lessons = Lessons()
+        lessons.learn(views)
+    k, raw = lessons.count.k, _raw(views)
+    views = active(views)
+    wanted = _wanted(views, use, k)
+    detector = _detector(views, k)
+    ready = [each.ready for each in views if each.ready is not None]
+    if ready and smallest(ready) <= 0:
+        # With no fresh endpoint the averages freeze and the saturation reads 1: none of it means anything.
+        gone = Unread(
+            Reason.NO_ENDPOINTS,
+            "the endpoint picker sees no ready endpoint",
+            f"the pool's pods; a picker that has just started shows none for {FLUSH_S:g} s",
+        )
+        return Verdict(wanted, (), (gone,), detector)
+    per_endpoint = lessons.count.per_endpoint if policy.per_endpoint is None else policy.per_endpoint
+    capacity = _capacity(views, ready, policy.max_sys, per_endpoint)
+    readings: list[Reading] = []
+    unread: list[Unread] = []
+    for signal in wanted:
+        made = (
+            capacity if isinstance(capacity, Unread) else _load(signal, views, capacity, k, lessons.outside)
+        )
+        if isinstance(made, Unread):
+            unread.append(made)
+        elif not isinstance(capacity, Unread):
+            readings.append(_reading(signal, views, capacity, made, source, raw))
+    counted = policy.max_sys is None and all(each.capacity is None for each in views)
+    unique = tuple(dict.fromkeys(unread))
+    if not counted:
+        return Verdict(wanted, tuple(readings), unique, detector)
+    source_of_it = lessons.count.guess if policy.per_endpoint is None else "setting"
+    return Verdict(wanted, tuple(readings), unique, detector, per_endpoint, source_of_it)
+
+
+def at_most(use: str) -> tuple[Signal, ...]:
+    """The signals that a setting may ask for, before anything is known of the EPP."""
+    both = (Signal.SATURATION, Signal.REQUESTS)
+    return both if use in ("auto", "both") else (Signal(use),)
+
+
+def _wanted(views: Sequence[View], use: str, k: int | None) -> tuple[Signal, ...]:
+    unknown = k is None and not any(each.own or each.utilization for each in views)
+    if use == "saturation" and unknown and len(views) > 1:
+        # Of several counts the fullest is but a part. Where requests cannot be counted the setting stands.
+        return at_most(use if isinstance(_requests(views, 1.0, Outside()), Unread) else "both")
+    if use != "auto":
+        return at_most(use)
+    if any(each.own for each in views):
+        return (Signal.SATURATION,)  # the operator's own measure of how full the pool is
+    if all(each.saturation is None for each in views):
+        return (Signal.REQUESTS,)
+    # A pressure score can read near 0 with every slot taken. A count needs no second.
+    return (Signal.SATURATION,) if k is not None else at_most(use)
+
+
+def _detector(views: Sequence[View], k: int | None) -> str:
+    utilization = frozenset[str]().union(*(each.utilization for each in views))
+    if utilization:
+        return f"utilization ({', '.join(sorted(utilization))})"
+    if k is not None:
+        return f"counts requests, maxConcurrency {k}"
+    return "not known" if any(each.saturation is not None for each in views) else "none"
+
+
+def _capacity(
+    views: Sequence[View], ready: Sequence[float], max_sys: float | None, per_endpoint: float
+) -> float | Unread:
+    own = [each.capacity for each in views if each.capacity is not None]
+    if own and smallest(own) <= 0:
+        return Unread(Reason.NO_ENDPOINTS, "the capacity is 0", "signals.prometheus.queries.capacity")
+    if own:
+        return smallest(own)
+    if max_sys is not None:
+        return max_sys
+    if len(ready) < len(views) or not ready:
+        return Unread(
+            Reason.UNREADABLE,
+            f"the number of ready endpoints ({' or '.join(Family.READY.value)}) is not there",
+            "budget.max_sys says the capacity without it",
+        )
+    capacity = smallest(ready) * per_endpoint
+    if capacity == 0:  # both are more, and their product is less than all numbers
+        why = f"{smallest(ready):g} ready endpoints of {per_endpoint:g} requests are no capacity"
+        return Unread(Reason.IMPLAUSIBLE, why, "budget.per_endpoint")
+    return capacity
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """F_SYS, and what may be said of it."""
+
+    f_sys: float
+    exact: bool
+    flushed: bool = False
+    """It is of any moment since the last flush."""
+
+
+def _load(
+    signal: Signal, views: Sequence[View], max_sys: float, k: int | None, outside: Outside
+) -> _Load | Unread:
+    if signal is Signal.REQUESTS:
+        return _requests(views, max_sys, outside)
+    saturations = [each.saturation for each in views if each.saturation is not None]
+    if not saturations or len(saturations) < len(views):
+        return _no_saturation(views)
+    pages = [each.page for each in views]
+    if k is None or None in pages:
+        return _Load(largest(saturations), exact=False)
+    # Each replica counts what it sent itself, in shares of what it takes for the capacity.
+    counted = total(page.saturation * page.ready * k for page in pages if page is not None)
+    return _Load(counted / max_sys, exact=True)
+
+
+def _reading(
+    signal: Signal, views: Sequence[View], max_sys: float, load: _Load, source: str, raw: Mapping[str, float]
+) -> Reading:
+    # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
+    queued = total(each.queued for each in views if each.queued is not None)
+    running, waiting, flushed = _apart(views, queued)
+    return Reading(
+        signal=signal,
+        opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.flushed else 0.0),
+        closed_at=max(each.closed_at for each in views),
+        f_sys=load.f_sys,
+        f_epp=queued / max_sys,
+        max_sys=max_sys,
+        source=source,
+        raw=raw,
+        exact=load.exact,
+        running=running,
+        waiting=waiting,
+        flushed=flushed,
+    )
+
+
+def _apart(views: Sequence[View], queued: float) -> tuple[float | None, float, bool]:
+    """What ran while so many waited, both of one moment: the last flush (whether it is that is told, too), or
+    now, by what the picker sent and what waits in it. Where somebody waits by both the smaller counts. None:
+    not known apart."""
+    if any(each.own for each in views):
+        return None, queued, False  # of the operator's own quantities nothing is known
+    found: list[tuple[float, float, bool]] = []
+    flushed = [
+        (each.running * each.ready, each.waiting * each.ready)
+        for each in views
+        if each.running is not None and each.waiting is not None and each.ready is not None
+    ]
+    if len(flushed) == len(views):
+        found.append((*max(flushed), not all(each.of_now for each in views)))
+    sent = [each.in_flight for each in views if each.in_flight is not None]
+    if queued > 0 and len(sent) == len(views):
+        found.append((total(sent), queued, False))
+    crowded = [each for each in found if each[1] > 0]
+    return min(crowded or found, default=(None, queued, False))
+
+
+def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load | Unread:
+    """Requests in the model servers: what each replica sent and saw no answer of, which is of now, and what
+    else the averages know of, which were of now at the last flush."""
+    averages = [each.average for each in views if each.average is not None]
+    sent = _sent(views)
+    # With no average at all the EPP has just started: its count leaves out what its predecessor sent, and the
+    # averages will be there in a moment. Before GIE 1.5 there is none of running requests, though.
+    started = [each for each in views if each.waiting is not None and each.ready is not None]
+    if sent and len(started) == len(views) and math.isfinite(total(averages)):
+        return _Load((total(sent) + outside.requests) / max_sys, exact=True)
+    if len(averages) == len(views):
+        flushed = not all(each.of_now for each in views)
+        return _Load(largest(averages) / max_sys, exact=True, flushed=flushed)
+    missing = [
+        family.value[0]
+        for family, there in (
+            (Family.RUNNING, all(each.running is not None for each in views)),
+            (Family.WAITING, all(each.waiting is not None for each in views)),
+            (Family.READY, all(each.ready is not None for each in views)),
+        )
+        if not there
+    ]
+    hint = "an EPP older than GIE 1.5 shows its running requests once the first has passed"
+    if any(each.saturation is not None for each in views):
+        hint = "signals.use: saturation does without the count (docs/signals.md says at what price); " + hint
+    return Unread(Reason.UNREADABLE, f"{', '.join(missing)} not there", hint, Signal.REQUESTS)
+
+
+def _no_saturation(views: Sequence[View]) -> Unread:
+    name = Family.SATURATION.value[0]
+    if any(each.flow_control for each in views):
+        why, hint = f"{name} is not there, though flow control is on", "signals.use: requests does without it"
+    else:
+        why = f"{name} is not there: flow control is off in the endpoint picker"
+        hint = "flow control is off: turn on the EPP's flowControl feature gate, or set signals.use: requests"
+    return Unread(Reason.UNREADABLE, why, hint, Signal.SATURATION)
+
+
+def _raw(views: Sequence[View]) -> dict[str, float]:
+    """The values of all replicas by series, each with the replica's number where there are several."""
+    if len(views) == 1:
+        return dict(views[0].raw)
+    return {
+        f"{name}#{number}": value for number, each in enumerate(views) for name, value in each.raw.items()
+    }

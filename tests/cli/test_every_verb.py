@@ -1,0 +1,468 @@
+"""Every verb in every situation: one row each, and a verb without a row fails."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import re
+import signal
+import struct
+import termios
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
+
+from dispatcher.cli import VERBS, app
+from dispatcher.core.request import encode_member
+from dispatcher.core.result import answered
+from dispatcher.ports import Burial, Release, Settlement, Submission
+from dispatcher.queue.keys import Names
+from tests.queue.made import claim, queues
+from tests.queue.servers import ENGINES, Server, server
+from tests.support import wait_until
+from tests.warm import warm, warm_run
+
+POOL = "row"
+NAMES = Names("batch:{row}:requests", "batch:{row}:results")
+NOWHERE = "redis://127.0.0.1:1/0"
+LATER = 4_000_000_000
+STARTS_S = 60.0
+"""A program on a busy machine."""
+Fields = Mapping[str, set[str]]
+"""The fields of a verb's JSON, by where they stand; empty: at its top."""
+Arguments = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A verb. In its arguments {folder} is the test's, {url} and {other} are queues."""
+
+    happy: Arguments = ()
+    also: tuple[Arguments, ...] = ()
+    """Other ways that it goes, where they matter to an empty queue or one that is away."""
+    empty: int = 0
+    """Exit code on a queue where nothing lies."""
+    wrong: tuple[Arguments, ...] = (("--nonsense",),)
+    fields: Fields | None = None
+    """None: it prints nothing that a program would read."""
+    by_line: bool = False
+    """Its JSON is one object a line."""
+    asks: bool = True
+    """The queue of --config or --queue-url."""
+    tells_gate: bool = False
+    """What the dispatcher says of its gate, or that none answers."""
+    lasting: bool = False
+    """Until Ctrl-C."""
+    table: bool = False
+    """Its lines end where the terminal does. Sentences and JSON go on in the next row."""
+    slow: bool = False
+    """Its happy path is tried in the long form alone."""
+
+
+REQUEST = {
+    *("id", "state", "place", "entry", "score", "priority", "deadline", "created", "deliveries", "attempts"),
+    *("refusals", "deaths", "owner", "due_at", "leased_until", "died_at", "reason", "endpoint", "results"),
+    *("labels", "cancellable", "bytes", "problem"),
+}
+RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note"}
+DEAD = {"entry", "id", "reason", "died_at", "deliveries", "attempts", "refusals"}
+STATUS = {
+    *("queue", "pending", "leased", "delayed", "dead", "paused", "queue_problem", "dispatcher"),
+    *("dispatcher_problem", "config_problems"),
+}
+ROWS = {
+    "run": Row(
+        happy=("--config", "{folder}/run.yaml"),
+        wrong=(("--config", "{folder}/none.yaml"), ("--nonsense",)),
+        asks=False,
+        lasting=True,
+    ),
+    "init": Row(
+        happy=("--output", "{folder}/new.yaml", "--gateway", "http://gw"),
+        wrong=((), ("--gateway", "http://gw", "--reserve", "2"), ("--gateway", "no url")),
+        fields={"": {"written", "pool", "gateway"}},
+        asks=False,
+    ),
+    "check": Row(
+        happy=("--config", "{folder}/config.yaml"),
+        wrong=(("--config", "{folder}/none.yaml"), ("x",)),
+        fields={"": {"ok", "settings", "defaults", "problems", "findings"}},
+        asks=False,
+    ),
+    "submit": Row(
+        happy=('{"prompt": "hi"}', "--no-wait"),
+        wrong=(
+            (),
+            ("[1]",),
+            ("{}", "--deadline", "0"),
+            ("{}", "--priority", "10"),
+            ("{}", "--label", "job"),
+            ("{}", "--file", "in.jsonl"),
+            ("--file", "in.jsonl"),
+            ("--file", "{folder}/none.jsonl", "--output", "{folder}/out.jsonl"),
+        ),
+        fields={"": {"id"}},
+    ),
+    "result": Row(
+        happy=("answered",),
+        also=(("x", "--wait"),),
+        empty=1,
+        wrong=((), ("x", "30s"), ("x", "--wait", "soon")),
+        fields={"": {*RESULT, "request_token"}},
+    ),
+    "describe": Row(
+        happy=("third",),
+        empty=1,
+        wrong=((),),
+        fields={"": {"id", "queue", "requests", "results", "looked_at"}, "requests": {*REQUEST, "why"}},
+        tells_gate=True,
+    ),
+    "list": Row(
+        wrong=(("--state", "lost"), ("--label", "job"), ("-n", "0")), fields={"": REQUEST}, table=True
+    ),
+    "peek": Row(
+        wrong=(("-n", "0"),),
+        fields={"": {"gate", "pending", "next"}, "next": REQUEST},
+        tells_gate=True,
+        table=True,
+    ),
+    "results": Row(wrong=(("--most", "0"),), fields={"": RESULT}, by_line=True, table=True),
+    "status": Row(
+        wrong=(("--wait", "soon"), ("--admin-url", "ftp://h")), fields={"": STATUS}, tells_gate=True
+    ),
+    "explain": Row(
+        wrong=(("--admin-url", "ftp://h"),), fields={"": {"explanation", *STATUS}}, tells_gate=True
+    ),
+    "top": Row(
+        wrong=(("--admin-url", "ftp://h"),),
+        fields={"": {"at", *STATUS}},
+        by_line=True,
+        tells_gate=True,
+        lasting=True,
+        table=True,
+    ),
+    "pause": Row(happy=("--why", "upgrade"), fields={"": {"queue", "paused"}, "paused": {"by", "why"}}),
+    "resume": Row(fields={"": {"queue", "paused"}}),
+    "cancel": Row(
+        happy=("first", "second"),
+        also=(("--label", "a=b"),),
+        empty=1,
+        wrong=((), ("x", "--label", "a=b"), ("--label", "job")),
+        fields={"": {"cancelled", "not_cancelled"}},
+    ),
+    "dead list": Row(wrong=(("--older", "long"), ("-n", "0")), fields={"": DEAD}, table=True),
+    "dead show": Row(
+        happy=("dead",), empty=1, wrong=((),), fields={"": {*DEAD, "member", "results"}, "results": RESULT}
+    ),
+    "dead requeue": Row(
+        happy=("dead",),
+        empty=1,
+        wrong=((), ("x", "--all"), ("x", "--deadline", "-1")),
+        fields={"": {"requeued", "asked", "results_by_id"}},
+    ),
+    "dead purge": Row(happy=("dead", "--yes"), empty=1, wrong=((), ("x", "--all")), fields={"": {"purged"}}),
+    "queue copy": Row(
+        happy=("--from", "{url}", "--to", "{other}", "--live", "--pool", POOL),
+        wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
+        fields={
+            "": {"queue", "copied", "read", "left_leased"},
+            "read": {"pending", "returned", "suspect", "delayed", "dead"},
+        },
+        asks=False,
+    ),
+    "simulate": Row(
+        happy=("--trace", "idle", "--seconds", "30", "--slots", "4", "--policy", "law"),
+        wrong=(("--policy", "nonsense"), ("--trace", "{folder}/none.csv"), ("--sweep", "reserve=")),
+        fields={"": {"trace", "setting", "rows", "warnings"}},
+        asks=False,
+        table=True,
+    ),
+    "demo": Row(
+        wrong=(("--requests", "0"),),
+        asks=False,
+        fields={"": {"ok", "checks"}, "checks": {"ok", "what"}},
+        slow=True,
+    ),
+    "completion": Row(happy=("bash",), wrong=((), ("csh",)), asks=False),
+    "help": Row(happy=("status",), wrong=(("nonsense",), ("dead", "nonsense")), asks=False),
+    "version": Row(wrong=(("x",),), fields={"": {"version", "python"}}, asks=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return [*self.out.splitlines(), *self.err.splitlines()]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a verb is tried: a queue that holds something, a dispatcher that answers, and none that does."""
+
+    server: Server
+    folder: Path
+
+    def arguments(self, name: str, given: Arguments, *, running: bool = True) -> list[str]:
+        urls = {"{folder}": str(self.folder), "{url}": self.server.url, "{other}": self.server.url[:-1] + "1"}
+        found = [*name.split(), *given]
+        for mark, value in urls.items():
+            found = [each.replace(mark, value) for each in found]
+        if ROWS[name].asks:
+            config = "config.yaml" if running else "alone.yaml"
+            found += ["--config", str(self.folder / config), "--pool", POOL]
+        return found
+
+    async def say(self, name: str, given: Arguments, *, running: bool = True) -> Said:
+        """In this process: a fork costs ten times as much."""
+        return await asyncio.to_thread(said, *self.arguments(name, given, running=running))
+
+
+def said(*arguments: str) -> Said:
+    found = CliRunner().invoke(app, arguments)
+    if not isinstance(found.exception, SystemExit | None):
+        raise found.exception
+    return Said(found.exit_code, found.stdout, found.stderr)
+
+
+@pytest.fixture(scope="module")
+def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    warm_run("version")  # the warm interpreter ends with the thread that started it, so not with a test's
+    with server(ENGINES[-1], tmp_path_factory.mktemp("rows")) as running:
+        yield running
+
+
+@pytest.fixture
+async def place(queue_server: Server, tmp_path: Path) -> AsyncIterator[Place]:
+    async def status(_: web.Request) -> web.Response:
+        told = {"reason": "full", "explanation": "18 in flight.", "pool": POOL, "queue": NAMES.queue}
+        rest = {"limit": 18, "in_flight": 18, "reading_age_s": None, "source": None, "pending": 3}
+        return web.json_response({**told, **rest})
+
+    with queue_server.client() as client:
+        client.flushall()
+    application = web.Application()
+    application.router.add_get("/status", status)
+    async with TestServer(application) as answering:
+        for name, port in (("config", answering.port), ("alone", 1), ("run", 0)):
+            settings = {
+                "gateway": {"url": "http://127.0.0.1:1"},
+                "queue": {"url": queue_server.url},
+                "admin": {"host": "127.0.0.1", "port": port},
+            }
+            (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(settings))
+        yield Place(queue_server, tmp_path)
+
+
+async def furnish(place: Place) -> None:
+    """One request in each place, and a result of each kind of list."""
+    with place.server.client() as client:
+        client.flushall()
+        client.lpush(NAMES.results, answered("shared", 200, b'{"text": "hello"}'))
+        for name in ("answered", "dead"):
+            client.lpush(NAMES.answers(name), answered(name, 200, b'{"text": "hello"}'))
+    async with queues(place.server.url, "owner", names=NAMES) as (queue,):
+        for at, name in enumerate(("dead", "delayed", "running", "first", "second", "third" + "-" * 90)):
+            token = f"token-of-{name}"
+            member = encode_member(name.rstrip("-"), b'{"prompt": "hi"}', LATER + at, token=token)
+            sent = Submission(member, LATER + at, name.rstrip("-"), token, LATER + at)
+            await queue.submit([sent])
+        dead, delayed, _ = (await claim(queue, 3)).leases
+        await queue.bury([Burial(Settlement(dead, b"", ""), "CUDA out of memory, " * 9)])
+        await queue.release([Release(delayed, 600.0, attempt=True)])
+
+
+def names_of_verbs() -> set[str]:
+    """Of the command itself, so that no verb and no member of a family is without its row."""
+    program: Any = typer.main.get_command(app)
+    found = set()
+    for verb in VERBS:
+        inner = getattr(program.get_command(typer.Context(program), verb), "commands", {})
+        found |= {f"{verb} {each}" for each in inner} or {verb}
+    return found
+
+
+def test_each_verb_has_a_row() -> None:
+    assert set(ROWS) == names_of_verbs()
+
+
+QUICK = [name for name, row in ROWS.items() if not row.lasting and not row.slow]
+ASKING = [name for name, row in ROWS.items() if (row.asks or name == "queue copy") and not row.lasting]
+
+
+@pytest.mark.parametrize("name", QUICK)
+async def test_happy_path_in_a_pipe(name: str, place: Place) -> None:
+    await furnish(place)
+    found = await place.say(name, ROWS[name].happy)
+    assert found.code == 0, found
+    assert found.out, "what it has done is said on standard output"
+    assert not re.search(r"[^\n -~\u00a0-\uffff]", found.out), "nothing that steers a terminal"
+    if ROWS[name].tells_gate:
+        assert "18 in flight." in found.out
+
+
+@pytest.mark.parametrize("name", [name for name in QUICK if ROWS[name].fields is not None])
+async def test_json_has_its_fields_also_while_no_dispatcher_runs(name: str, place: Place) -> None:
+    row = ROWS[name]
+    await furnish(place)
+    found = await place.say(name, (*row.happy, "--json"), running=False)
+    assert found.code == 0, found
+    has_fields(row, json.loads(found.out.splitlines()[0] if row.by_line else found.out))
+    if row.tells_gate:
+        assert "nobody on admin.port 1 of this machine" in found.out
+
+
+def has_fields(row: Row, value: Any) -> None:
+    assert row.fields
+    for where, fields in row.fields.items():
+        items = value[where] if where else value
+        assert items
+        for item in items if isinstance(items, list) else [items]:
+            assert set(item) == fields, item
+
+
+@pytest.mark.long
+async def test_the_demo_ends_with_a_verdict(place: Place) -> None:
+    """Of few requests it may be against us."""
+    found = await place.say("demo", ("--requests", "5", "--json"))
+    has_fields(ROWS["demo"], told := json.loads(found.out))
+    assert found.code == (0 if told["ok"] else 1)
+
+
+@pytest.mark.parametrize("name", ASKING)
+async def test_while_no_dispatcher_runs_it_does_the_same(name: str, place: Place) -> None:
+    await furnish(place)
+    found = await place.say(name, ROWS[name].happy, running=False)
+    assert found.code == 0, found
+    assert ("nobody on admin.port 1" in found.out) is ROWS[name].tells_gate
+
+
+@pytest.mark.parametrize("name", ASKING)
+async def test_an_empty_queue_is_told_in_words(name: str, place: Place) -> None:
+    for given in (ROWS[name].happy, *ROWS[name].also):
+        found = await place.say(name, given)
+        assert found.code == ROWS[name].empty, found
+        assert 1 <= len(found.lines) <= 2, found
+
+
+@pytest.mark.parametrize("name", ASKING)
+def test_a_queue_that_is_not_there_is_one_line_and_1(name: str) -> None:
+    row = ROWS[name]
+    for given in (row.happy, *row.also):
+        there = [each.replace("{url}", NOWHERE).replace("{other}", NOWHERE[:-1] + "1") for each in given]
+        found = said(*name.split(), *there, *(["--queue-url", NOWHERE] if row.asks else []))
+        assert (found.code, found.out) == (1, ""), found
+        assert found.err == "Redis cannot be reached: 127.0.0.1:1: connection refused\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [(name, wrong) for name, row in ROWS.items() for wrong in row.wrong]
+)
+def test_wrong_use_is_said_and_2(name: str, wrong: Arguments, tmp_path: Path) -> None:
+    """Before anybody is asked: nobody listens there."""
+    given = [each.replace("{url}", NOWHERE).replace("{folder}", str(tmp_path)) for each in wrong]
+    found = said(*name.split(), *given, *(["--queue-url", NOWHERE] if ROWS[name].asks else []))
+    assert (found.code, found.out) == (2, ""), found
+    assert found.err
+    assert "Traceback" not in found.err
+
+
+async def on_terminal(place: Place, name: str) -> tuple[int | None, str]:
+    """What it prints on a terminal of 80 columns and 24 rows; a lasting one until it has drawn something."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environ = {each: value for each, value in os.environ.items() if each not in ("COLUMNS", "LINES")}
+    printed = bytearray()
+    loop = asyncio.get_running_loop()
+    loop.add_reader(ours, lambda: printed.extend(os.read(ours, 65536)))
+    try:
+        with (
+            os.fdopen(theirs, "wb", buffering=0) as terminal,
+            warm(
+                "dispatcher",
+                *place.arguments(name, ROWS[name].happy),
+                stdout=terminal,
+                stderr=terminal,
+                env={**environ, "TERM": "xterm"},
+            ) as child,
+        ):
+            if ROWS[name].lasting:
+                await wait_until(lambda: printed.count(b"\n") > 1 or child.poll() is not None, STARTS_S)
+                child.send_signal(signal.SIGINT)
+            await wait_until(lambda: child.poll() is not None, STARTS_S)
+            await asyncio.sleep(0)
+            loop.remove_reader(ours)
+            while fcntl.ioctl(ours, termios.FIONREAD, b"\0" * 4) != b"\0" * 4:
+                printed += os.read(ours, 65536)
+            return child.poll(), printed.decode()
+    finally:
+        loop.remove_reader(ours)
+        os.close(ours)
+
+
+@pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.table or row.lasting])
+async def test_tables_fit_a_terminal_of_80_columns(name: str, place: Place) -> None:
+    await furnish(place)
+    code, printed = await on_terminal(place, name)
+    assert code == 0, printed
+    assert printed
+    if ROWS[name].table:
+        plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed)
+        assert [line for line in plain.splitlines() if len(line) > 80] == []
+
+
+async def test_top_goes_on_while_redis_is_not_there(place: Place, tmp_path: Path) -> None:
+    said_file = tmp_path / "said"
+    with (
+        said_file.open("wb") as out,
+        warm("dispatcher", "top", "--json", "--queue-url", NOWHERE, stdout=out, stderr=out) as child,
+    ):
+        await wait_until(lambda: said_file.read_text().count("\n") > 1, STARTS_S)
+        child.send_signal(signal.SIGINT)
+        await wait_until(lambda: child.poll() is not None, STARTS_S)
+    assert child.returncode == 0
+    for line in said_file.read_text().splitlines():
+        has_fields(ROWS["top"], told := json.loads(line))
+        assert told["queue_problem"] == "Redis cannot be reached: 127.0.0.1:1: connection refused"
+
+
+async def test_a_reader_that_ends_early_ends_the_verb_without_a_traceback(
+    place: Place, tmp_path: Path
+) -> None:
+    await furnish(place)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with (
+        (tmp_path / "err").open("wb") as err,
+        os.fdopen(writing, "wb", buffering=0) as out,
+        warm("dispatcher", *place.arguments("list", ()), stdout=out, stderr=err) as child,
+    ):
+        await wait_until(lambda: child.poll() is not None, STARTS_S)
+    assert child.returncode == 1
+    assert (tmp_path / "err").read_text() == ""
+
+
+def test_a_verb_that_takes_a_queue_takes_its_url_its_pool_and_its_name() -> None:
+    program: Any = typer.main.get_command(app)
+    for name, row in ROWS.items():
+        found = program
+        for each in name.split():
+            found = found.get_command(typer.Context(found), each)
+        options = {option for each in found.params for option in each.opts}
+        wanted = {"--config", "--queue-url", "--pool", "--queue"}
+        assert wanted <= options if row.asks else not {"--queue-url", "--queue"} <= options, name
+        assert ("--json" in options) is (row.fields is not None), name

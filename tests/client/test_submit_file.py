@@ -1,0 +1,129 @@
+"""`submit --file`: exit codes and what is said, for people and for programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.batchfiles import BAD, line
+from tests.client.answering import NAMES, Answering
+from tests.queue.servers import Server
+from tests.support import free_port, wait_until
+from tests.warm import warm
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"".join(line(f"c-{n}") + b"\n" for n in range(3)))
+    return path
+
+
+async def submit(server: Server, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return await submit_to(server.url, "--queue", NAMES.queue, *arguments)
+
+
+async def submit_to(url: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """While the loop goes on, in which somebody answers."""
+    given = ["submit", "--queue-url", url, *map(str, arguments)]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with warm("dispatcher", *given, stdout=out, stderr=err) as child:
+            await wait_until(lambda: child.poll() is not None, 60, what="submit to end")
+        told = []
+        for file in (out, err):
+            file.seek(0)
+            told.append(file.read().decode())
+    assert child.returncode is not None
+    return subprocess.CompletedProcess(given, child.returncode, *told)
+
+
+async def test_a_finished_file_is_summed_up(one_redis: Server, answering: Answering, source: Path) -> None:
+    output = source.with_name("out.jsonl")
+    async with answering.always():
+        done = await submit(one_redis, "--file", source, "--output", output)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("3 answered, 0 failed, 0 tokens in, 0 out, ")
+    again = await submit(one_redis, "--file", source, "--output", output, "--json")
+    assert again.returncode == 0
+    assert {"lines": 3, "done": 3, "failed": 0}.items() <= json.loads(again.stdout).items()
+
+
+@pytest.fixture
+def with_a_bad_line(source: Path) -> Path:
+    source.write_bytes(source.read_bytes() + BAD["GET"][0])
+    return source
+
+
+async def test_failed_lines_are_an_exit_code_and_a_file(
+    one_redis: Server, answering: Answering, with_a_bad_line: Path
+) -> None:
+    source = with_a_bad_line
+    output, errors = source.with_name("out.jsonl"), source.with_name("err.jsonl")
+    given = ("--file", source, "--output", output, "--errors", errors)
+    refused = await submit(one_redis, *given)
+    assert (refused.returncode, output.exists()) == (2, False)
+    assert refused.stderr.splitlines() == [
+        "in.jsonl:4: method: must be POST, not 'GET'",
+        "in.jsonl: 1 bad line: nothing was submitted; --skip-bad runs the others, and these become errors",
+    ]
+    async with answering.always():
+        done = await submit(one_redis, *given, "--skip-bad")
+    assert done.returncode == 1
+    assert "3 answered, 1 failed (1 of them a bad line)" in done.stderr
+    assert f"what failed is in {errors}" in done.stderr
+    assert [json.loads(each)["error"]["code"] for each in errors.read_text().splitlines()] == [
+        "invalid_method"
+    ]
+
+
+async def test_standard_input_goes_to_standard_output(one_redis: Server, answering: Answering) -> None:
+    command = [sys.executable, "-m", "dispatcher", "submit", "--queue-url", one_redis.url]
+    command += ["--queue", NAMES.queue, "--file", "-", "--output", "-"]
+    async with answering.always():
+        process = await asyncio.create_subprocess_exec(*command, stdin=-1, stdout=-1, stderr=-1)
+        told, said = await process.communicate(line("a") + b"\n" + line("b"))
+    assert process.returncode == 0, said
+    assert sorted(json.loads(each)["custom_id"] for each in told.splitlines()) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "give a request, or --file"),
+        (("--file", "SOURCE"), "say by --output where the answers go"),
+        (("--file", "SOURCE", "--output", "out", "{}"), "give it no request"),
+        (("--file", "SOURCE", "--output", "out", "--group", "x"), "--group x: give prefix or none"),
+        (("--file", "SOURCE", "--output", "out", "--field", "x"), "give --template and --field together"),
+        (
+            ("--file", "SOURCE", "--output", "out", "--endpoint", "/v1/x"),
+            "each line of a batch file has its own url",
+        ),
+        (("--file", "SOURCE", "--output", "SOURCE"), "must be files of their own"),
+        (("--file", "nothing", "--output", "out"), "nothing: No such file"),
+        (("--file", "SOURCE", "--output", "out", "--template", "none", "--field", "x"), "none: No such file"),
+        (("--file", "SOURCE", "--output", "no/such/out"), "no/such"),
+    ],
+)
+async def test_wrong_use_is_told(
+    one_redis: Server, source: Path, arguments: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(source.parent)
+    done = await submit(one_redis, *(str(source) if each == "SOURCE" else each for each in arguments))
+    assert done.returncode in (1, 2), done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [each.name for each in source.parent.iterdir()] == ["in.jsonl"]
+
+
+async def test_without_redis_it_says_so_in_a_line(source: Path, tmp_path: Path) -> None:
+    given = ("--file", str(source), "--output", str(tmp_path / "out.jsonl"))
+    done = await submit_to(f"redis://127.0.0.1:{free_port()}", *given)
+    assert done.returncode == 1
+    assert "Redis cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr
