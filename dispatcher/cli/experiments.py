@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -164,7 +163,7 @@ def _width() -> int | None:
 def _folded(line: str) -> str:
     """Broken between words where it is too long for the terminal; a pipe gets it whole."""
     width = _width()
-    return line if width is None else textwrap.fill(line, width, subsequent_indent="  ")
+    return line if width is None else "\n".join(fold([line], width))
 
 
 @dataclass(slots=True)
