@@ -104,7 +104,7 @@ def test_commands_do_what_their_page_says(tmp_path: Path) -> None:
     page = examples(ROOT / "docs" / "commands.md")
     told = run("\n".join(page.values()), tmp_path, ports("6379"))
     assert "place in line     2" in told
-    assert "2 wait; the gate: not known" in told
+    assert "2 wait; the gate: no dispatcher works on" in told
     assert "2 are being cancelled" in told
     assert "Traceback" not in told
 

@@ -100,7 +100,7 @@ LONGER = {
     "dispatcher.service": "every part of a dispatcher is built, started and stopped here, in one order",
     "dispatcher.signals.capacity": "one watch: what it finds of a pool moves with what it watches",
     "dispatcher.signals.poller": "one loop: which source counts, how often each is asked, what is told",
-    "dispatcher.standin.live": "one world over HTTP: each option of the command beside what it builds",
+    "dispatcher.standin.live": "one process: its options, what it serves, how it is changed while it runs",
     "dispatcher.sim.world": "one world, whose parts change its state at the same moments of virtual time",
 }
 """Modules of more than LINES_MOST lines, each with the one idea that a split would saw in two."""

@@ -100,6 +100,9 @@ class _Verbs(TyperGroup):
         for each, found in ((cmd_name, command), *_inner(command, cmd_name)):
             # Where a docstring breaks its lines is nothing to a terminal.
             found.help = "\n\n".join(" ".join(part.split()) for part in (found.help or "").split("\n\n"))
+            for option in (*found.params, found.get_help_option(ctx)):
+                if getattr(option, "is_flag", False):
+                    option.metavar = ""  # "<bool>" says nothing, and its column takes the help's room
             if each in examples:
                 found.epilog = "Examples:\n\n" + "\n".join(examples[each])
         return command
@@ -171,8 +174,8 @@ def _root(
 ) -> None:
     """Fills the idle slack of LLM inference pools with batch requests.
 
-    Without --config a verb takes $BATCH_DISPATCHER_CONFIG, ./config.yaml, or the file in
-    ~/.config/batch-dispatcher.
+    Without --config a verb takes $BATCH_DISPATCHER_CONFIG, ./config.yaml, or
+    ~/.config/batch-dispatcher/config.yaml.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or configuration.
     """

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = {"cancel": ["batch-dispatcher cancel r-1 r-2", "batch-dispatcher cancel --label job=nightly"]}
 _CANCELLED = "cancelled"
+_GONE = "neither in line nor running: it has ended, or the id is of another queue"
 
 
 def cancel(
@@ -58,8 +59,10 @@ def cancel(
                 {"cancelled": done, "not_cancelled": {k: v for k, v in told.items() if v != _CANCELLED}}
             )
         )
+    elif labels and not told:
+        complain(f"no request in {target.names.queue} has {' and '.join(label or ())}")
     elif labels:
-        say(f"{len(done)} are being cancelled")
+        say(f"{len(done)} {'is' if len(done) == 1 else 'are'} being cancelled")
     else:
         say(*(f"{each} is being cancelled" for each in done))
     if not json_output:
@@ -74,11 +77,11 @@ async def _by_id(desk: RedisDesk, request_id: str) -> str:
         return _CANCELLED
     there = [each for each in (await by_id(desk, request_id))[0] if each[0].state is not Whereabouts.DEAD]
     told = [await _found(desk, *each) for each in there]
-    return next((what for what in told if what != _CANCELLED), _CANCELLED) if told else "not active"
+    return next((what for what in told if what != _CANCELLED), _CANCELLED) if told else _GONE
 
 
 async def _found(desk: RedisDesk, found: FoundRequest, read: Request | Rejection) -> str:
     """Cancel one that lies in the queue, whoever submitted it."""
     if not read.token:
         return f"is {found.state}, and carries no token: it cannot be cancelled"
-    return _CANCELLED if await desk.cancel(read.id or "", read.token, found=True) else "not active"
+    return _CANCELLED if await desk.cancel(read.id or "", read.token, found=True) else _GONE

@@ -81,7 +81,7 @@ def check(
         shown = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
         answer(shown, indent=2)
     else:
-        _conclude(told, offline=offline)
+        _conclude(told, ok=ok, offline=offline)
     if not ok:
         raise typer.Exit(1)
 
@@ -93,11 +93,11 @@ def _show(settings: Settings, source: str, *, everything: bool) -> None:
         say(f"# {source}; all else is at its default: --all shows it", dim=True)
         shown = set_by_hand(shown)
     for line in shown:
-        say(str(line), dim=line.default or None)
+        say(str(line), whole=True, dim=line.default or None)
 
 
-def _conclude(told: list[Finding], *, offline: bool) -> None:
-    """The verdict, in one line."""
+def _conclude(told: list[Finding], *, ok: bool, offline: bool) -> None:
+    """The verdict, in one line; `ok`: the exit code is 0."""
     levels = Counter(finding.level for finding in told)
     found = [f"{levels['failed']} failed"] if levels["failed"] else []
     if warnings := levels["warning"]:
@@ -105,7 +105,8 @@ def _conclude(told: list[Finding], *, offline: bool) -> None:
     verdict = ", ".join(found) or "all well"
     tried = "; no connection was tried (--offline)" if offline else ""
     worst = "failed" if levels["failed"] else "warning" if levels["warning"] else "ok"
-    say(f"{verdict}{tried}", fg=_COLOURS[worst], bold=True)
+    lenient = " (exit code 0 all the same; with --strict: 1)" if levels["failed"] and ok else ""
+    say(f"{verdict}{tried}{lenient}", fg=_COLOURS[worst], bold=True)
 
 
 def _refuse(problems: list[Problem], json_output: bool) -> None:

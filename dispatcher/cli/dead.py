@@ -25,7 +25,7 @@ EXAMPLES = {
     "dead show": ["batch-dispatcher dead show r-1"],
     "dead requeue": [
         "batch-dispatcher dead requeue r-1 r-2",
-        "batch-dispatcher dead requeue --all --deadline 86400",
+        "batch-dispatcher dead requeue --all --deadline 1d",
     ],
     "dead purge": ["batch-dispatcher dead purge --older 7d --yes"],
 }
@@ -71,7 +71,7 @@ class _Selection:
 def list_(
     reason: Because = "",
     older: Older = "",
-    most: Annotated[int, typer.Option("--most", "-n", min=1, help="How many.")] = 100,
+    most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 100,
     after: Annotated[int, typer.Option(help="Only those with a higher number.")] = 0,
     config: Config = None,
     queue_url: QueueUrl = "",

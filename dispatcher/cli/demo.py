@@ -17,7 +17,9 @@ EXAMPLES = {"demo": ["batch-dispatcher demo", "batch-dispatcher demo --requests 
 
 
 def demo(
-    requests: Annotated[int, typer.Option(min=1, max=10_000, help="Batch requests to submit.")] = 300,
+    requests: Annotated[
+        int, typer.Option(metavar="N", min=1, max=10_000, help="Batch requests to submit.")
+    ] = 300,
     json_output: Json = False,
 ) -> None:
     """Show the dispatcher at work: a pool with realtime traffic, a queue, a crash, and a verdict.
@@ -26,7 +28,7 @@ def demo(
     """
     import asyncio
 
-    from dispatcher.cli.live import fold
+    from dispatcher.cli.screen import fold
     from dispatcher.queue.embedded import EmbeddedError
     from dispatcher.standin.demo import play
 

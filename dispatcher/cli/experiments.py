@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -13,7 +14,6 @@ from typing import Any, NoReturn
 
 import typer
 
-from dispatcher.cli.live import fold
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
@@ -66,7 +66,7 @@ def compare(
     )
     for row in found.rows:
         if row.policy is Name.LAW:
-            typer.echo(report.sentence(row))
+            typer.echo(_folded(report.sentence(row)))
     return found
 
 
@@ -125,7 +125,7 @@ def sweep(
         )
         if answer is not None:
             colour = typer.colors.GREEN if answer.value is not None else typer.colors.YELLOW
-            typer.secho(answer.sentence, fg=colour, bold=True)
+            typer.secho(_folded(answer.sentence), fg=colour, bold=True)
     return answer is None or answer.value is not None
 
 
@@ -161,6 +161,12 @@ def _width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def _folded(line: str) -> str:
+    """Broken between words where it is too long for the terminal; a pipe gets it whole."""
+    width = _width()
+    return line if width is None else textwrap.fill(line, width, subsequent_indent="  ")
+
+
 @dataclass(slots=True)
 class _Lines:
     """The table, line by line; nothing where JSON is asked for."""
@@ -177,9 +183,8 @@ class _Lines:
 
     def explain(self, *parts: str | Sequence[str]) -> None:
         for part in parts:
-            for line in [part] if isinstance(part, str) else part:
-                for row in [line] if (width := _width()) is None else fold([line], width):
-                    self._say(row, dim=True)
+            for line in part.splitlines() if isinstance(part, str) else part:
+                self._say(_folded(line), dim=True)
 
     def _say(self, text: str, **style: Any) -> None:
         if not self.silent:

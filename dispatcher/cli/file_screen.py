@@ -51,6 +51,12 @@ class FileScreen:
             complain(f"… and {more:,} more bad lines, which the errors file names", fg=None)
         if start.resumed and not start.finished:
             complain(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done", fg=None)
+        if not start.finished:
+            complain(
+                f"{self._name}: {start.lines:,} lines; in the queue line 7 is {start.name}-7, "
+                f"and all have the label file={start.name}",
+                fg=None,
+            )
         if not start.finished and sys.stderr.isatty():
             from rich.console import Console
             from rich.live import Live

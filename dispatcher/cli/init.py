@@ -61,10 +61,13 @@ def init(
     ] = "",
     per_endpoint: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests that one model server runs at once (vLLM: --max-num-seqs)."),
+        typer.Option(
+            metavar="N", min=1, help="Requests that one model server runs at once (vLLM: --max-num-seqs)."
+        ),
     ] = None,
     reserve: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share of the capacity that batch work never takes.")
+        float,
+        typer.Option(metavar="N", min=0, max=0.99, help="Share of the capacity that batch work never takes."),
     ] = 0.05,
     from_cluster: Annotated[
         bool, typer.Option("--from-cluster", help="Ask kubectl for pool, gateway and objective.")

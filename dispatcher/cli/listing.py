@@ -60,8 +60,13 @@ class Shown(StrEnum):
                 return (Whereabouts.DEAD,)
 
 
-State = Annotated[Shown | None, typer.Option("--state", help="Only these; default: all but the dead.")]
-Most = Annotated[int, typer.Option("--most", "-n", min=1, help="How many of each.")]
+State = Annotated[
+    Shown | None,
+    typer.Option(
+        "--state", metavar="STATE", help="pending, running, delayed or dead; default: all but the dead."
+    ),
+]
+Most = Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many of each.")]
 
 
 def list(  # noqa: A001 - the verb's name

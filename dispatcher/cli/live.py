@@ -8,14 +8,12 @@ import shutil
 import signal
 import sys
 import termios
-import textwrap
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from dispatcher.cli.screen import paint
-from dispatcher.core.plain import plain
+from dispatcher.cli.screen import fold, paint
 
 LOOK_S = 0.1
 """A key, and a terminal that has another size, are noticed within that."""
@@ -23,15 +21,6 @@ _BEGIN, _END = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """The other screen, without a cursor; and back."""
 Draw = Callable[[int], Sequence[str]]
 """The rows of the page, given the terminal's width."""
-
-
-def fold(rows: Sequence[str], width: int) -> list[str]:
-    """Rows without controls of a terminal, broken between words where they are too long."""
-    found: list[str] = []
-    for row in rows:
-        told = plain(row)
-        found += [told] if len(told) <= width else textwrap.wrap(told, width, subsequent_indent="  ")
-    return found
 
 
 def page(rows: Sequence[str], width: int, height: int) -> list[str]:

@@ -159,7 +159,7 @@ def print_result(found: PoppedResult, *, json_output: bool) -> None:
 
 def results(
     name: Annotated[str, typer.Option("--list", help="Which list; default: the queue's own.")] = "",
-    most: Annotated[int, typer.Option(min=1, help="How many.")] = 100,
+    most: Annotated[int, typer.Option(metavar="N", min=1, help="How many.")] = 100,
     take: Annotated[bool, typer.Option("--take", help="Print them whole, and remove them.")] = False,
     config: Config = None,
     queue_url: QueueUrl = "",

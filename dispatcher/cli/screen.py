@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -22,6 +24,7 @@ for_programs: ContextVar[bool] = ContextVar("for_programs", default=False)
 """Whether --json was given."""
 
 
+_VALUE = re.compile(r" +\S+(?: \S+)*  +")
 _COLOURS = {
     bar.REALTIME: typer.colors.BLUE,
     bar.WAITING: typer.colors.YELLOW,
@@ -42,12 +45,35 @@ def paint(row: str) -> str:
     return "".join(typer.style(char, fg=_COLOURS[char]) if char in _COLOURS else char for char in row)
 
 
-def say(*lines: str, **style: Any) -> None:
-    """Each text is one line on standard output. `style`: of `typer.secho`."""
+def fold(rows: Sequence[str], width: int, *, cut: bool = True) -> list[str]:
+    """Rows without controls of a terminal, broken between words where they are too long.
+
+    What follows stands two columns in, or under the value of an indented `name  value`. `cut`: a word that is
+    longer than the width is broken, too; else it stays whole, to be copied.
+    """
+    found: list[str] = []
+    for row in rows:
+        told = plain(row)
+        if len(told) <= width:
+            found.append(told)
+            continue
+        value = _VALUE.match(told)
+        under = " " * (value.end() if value and value.end() < width // 2 else 2)
+        found += textwrap.wrap(
+            told, width, subsequent_indent=under, break_long_words=cut, break_on_hyphens=False
+        )
+    return found
+
+
+def say(*lines: str, whole: bool = False, **style: Any) -> None:
+    """Each text is one line on standard output; on a terminal it is broken between words where the width
+    ends, unless it is to stay `whole`. `style`: of `typer.secho`."""
     err = style.pop("err", False)
-    for line in lines:
-        told = plain(line)
-        typer.echo(typer.style(told, **style) if style and coloured() else told, err=err)
+    told = [plain(line) for line in lines]
+    if not whole and (sys.stderr if err else sys.stdout).isatty():
+        told = fold(told, shutil.get_terminal_size().columns, cut=False)
+    for line in told:
+        typer.echo(typer.style(line, **style) if style and coloured() else line, err=err)
 
 
 def complain(*lines: str, **style: Any) -> None:

@@ -145,13 +145,25 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
     }
 
 
+async def _unserved(desk: RedisDesk) -> str:
+    """Whether any dispatcher works on the queue, as far as Redis tells: empty where one does."""
+    from dispatcher.queue.redis.producer import UNSERVED_AFTER_S
+
+    last_s = await desk.unserved_s()
+    if last_s is not None and last_s < UNSERVED_AFTER_S:
+        return ""
+    since = "ever has" if last_s is None else f"has for {told(last_s)}"
+    return f"no dispatcher works on {desk.names.queue}, none {since}: is the pool's name right, does one run?"
+
+
 async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
     """One sentence: what holds back all that waits, or what the dispatcher does."""
     if (paused := await desk.paused()) is not None:
         by, why = paused
         return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
     if (address := address_of(target.admin)) is None:
-        return "not known: only a configuration says where a dispatcher can be asked"
+        unknown = "not known: only a configuration says where a dispatcher can be asked"
+        return await _unserved(desk) or unknown
     told_, problem = await running(address)
     if told_ is None:
         return f"no dispatcher answers: {problem}"
@@ -162,15 +174,39 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
 
 
 async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
-    """What one waits for: the gate's sentence, or where only the queue can be asked, the place in line."""
+    """What one waits for: that it runs, its next try, the gate's sentence, or where only the queue can be
+    asked, the place in line."""
+    there, sure = await _glimpse(desk, request_id)
+    if there is not None and (own := _under_way(there)):
+        return own
     if target.admin is not None or await desk.paused() is not None:
         return await gate_of(target, desk)
-    page = await desk.near(request_id)
-    there = [one for one in page.found if parse(one.member).id == request_id]
-    if not there:  # one page has to do: this is asked each second
-        return "in line, behind many of the same deadline" if page.after else "not in line"
-    ahead = await desk.ahead(there[0])
-    return f"{there[0].state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
+    if unserved := await _unserved(desk):
+        return unserved
+    if there is None:
+        return "not in line" if sure else "in line, behind many of the same deadline"
+    ahead = await desk.ahead(there)
+    return f"{there.state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
+
+
+async def _glimpse(desk: RedisDesk, request_id: str) -> tuple[FoundRequest | None, bool]:
+    """Where it lies, and whether all places were looked at. Asked each second: two pages have to do."""
+    line = await desk.near(request_id)
+    claimed = await desk.search([spellings(request_id)], entries_only=True)
+    there = [one for one in (*claimed.found, *line.found) if parse(one.member).id == request_id]
+    return there[0] if there else None, not line.after
+
+
+def _under_way(found: FoundRequest) -> str:
+    """What is done with it now; empty where it stands in line, for then the gate holds it."""
+    before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
+    match found.state:
+        case Whereabouts.LEASED:
+            return f"a dispatcher has sent it, the answer is not there yet{before}"
+        case Whereabouts.DELAYED:
+            return f"its next try, due {until(found.at or 0.0, time.time())}{before}"
+        case _:
+            return ""
 
 
 def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float) -> str:
@@ -227,7 +263,7 @@ def note_of(found: FoundRequest, now: float) -> str:
 def tries_of(found: FoundRequest) -> str:
     parts = [(found.attempts, "failed"), (found.refusals, "refused")]
     said = [f"{count} {word}" for count, word in parts if count]
-    return ", ".join(said) or ("-" if not found.deliveries else f"{found.deliveries} deliveries")
+    return ", ".join(said) or ("-" if not found.deliveries else f"sent {found.deliveries} ×")
 
 
 def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -> list[tuple[str, str]]:

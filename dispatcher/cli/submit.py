@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 3600.0
 FILE_DEADLINE_S = 86_400.0
-Pairs = Annotated[list[str] | None, typer.Option(help="name=value; may be repeated.")]
+Pairs = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="May be repeated.")]
 GRACE_S = 10.0
 """Behind its deadline, by when a dispatcher has answered if there is one."""
 
@@ -71,11 +71,15 @@ def submit(
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
     deadline: WithinOrNone = None,
-    priority: Annotated[int | None, typer.Option(min=0, max=9, help="0 is served first.")] = None,
+    priority: Annotated[
+        int | None, typer.Option(metavar="N", min=0, max=9, help="0 is served first.")
+    ] = None,
     header: Pairs = None,
     metadata: Pairs = None,
     label: Labels = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Await and print the result.")] = True,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Print the id once it is in line, and await no result.")
+    ] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
     """Submit one request, wait for its result and print it; or a whole batch file.
@@ -88,7 +92,7 @@ def submit(
     headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
     labels = dict(pairs_of("--label", label))
     if file is not None:
-        if payload is not None or request_id or not wait:
+        if payload is not None or request_id or no_wait:
             raise fail("--file: give it no request, no --id and no --no-wait", 2)
         paths = file_paths(file, output, errors)
         options = file_options(
@@ -123,7 +127,7 @@ def submit(
         metadata=attributes,
         labels=labels,
     )
-    _submit_one(target, item, body, wait=wait, json_output=json_output)
+    _submit_one(target, item, body, wait=not no_wait, json_output=json_output)
 
 
 def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, json_output: bool) -> None:

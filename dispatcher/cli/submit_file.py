@@ -196,7 +196,7 @@ def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgre
     from dispatcher.client.files import summary
 
     if as_json:
-        say(json.dumps(asdict(progress)), err=not isinstance(paths.output, Path))
+        say(json.dumps(asdict(progress)), whole=True, err=not isinstance(paths.output, Path))
         return
     if start is not None and start.finished:
         journal = paths.beside(Path(), ".journal")
@@ -205,7 +205,8 @@ def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgre
             fg=None,
         )
         return
-    complain(summary(progress), fg=None)
+    written = f"; the answers are in {paths.output}" if isinstance(paths.output, Path) else ""
+    complain(f"{summary(progress)}{written}", fg=None)
     if progress.failed and paths.errors_path is not None:
         complain(f"what failed is in {paths.errors_path}", fg=None)
 

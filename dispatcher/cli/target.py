@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from dispatcher.cli.screen import complain, fail, warn
+from dispatcher.core.duration import seconds_of
 from dispatcher.queue.embedded import running_url
 from dispatcher.queue.keys import Names, QueueNameError, usual_pool_of
 from dispatcher.settings import AdminSettings, Problem, Settings, load, load_client
@@ -37,8 +38,8 @@ Config = Annotated[
         "--config",
         "-c",
         metavar="FILE",
-        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, "
-        "~/.config/batch-dispatcher/config.yaml, or the environment alone.",
+        help=f"The configuration file. Default: ${CONFIG}, ./config.yaml, that in "
+        "~/.config/batch-dispatcher, or the environment alone.",
         show_default=False,
     ),
 ]
@@ -75,25 +76,39 @@ SECONDS_MOST = 10 * 365 * 86_400
 """Ten years."""
 
 
-def _within(seconds: float | None) -> float | None:
-    if seconds is not None and not 1 <= seconds <= SECONDS_MOST:
-        raise typer.BadParameter(f"give seconds from now, 1 to {SECONDS_MOST} (ten years)")
+def _within(written: str | float) -> float:
+    """The seconds of an option; a default comes here as well, as a number."""
+    try:
+        seconds = seconds_of(str(written))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not 1 <= seconds <= SECONDS_MOST:
+        raise typer.BadParameter(f"{written!r}: give at least 1s and at most 3650d (ten years)")
     return seconds
 
 
 Within = Annotated[
     float,
-    typer.Option("--deadline", callback=_within, help="Seconds from now until it must be answered."),
+    typer.Option(
+        "--deadline",
+        parser=_within,
+        metavar="TIME",
+        show_default="1h",
+        help="How long from now until it must be answered: 90s, 30m, 1h30m, 8h, 1d.",
+    ),
 ]
 Labels = Annotated[
-    list[str] | None, typer.Option("--label", help="name=value of internal.labels; may be repeated.")
+    list[str] | None,
+    typer.Option("--label", metavar="NAME=VALUE", help="Of internal.labels; may be repeated."),
 ]
 WithinOrNone = Annotated[
     float | None,
     typer.Option(
         "--deadline",
-        callback=_within,
-        help="Seconds from now until it must be answered. Default: an hour, for a file a day.",
+        parser=_within,
+        metavar="TIME",
+        help="How long from now until it must be answered: 90s, 30m, 8h, 2d. "
+        "Default: an hour, for a file a day.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dispatcher.core.duration import until
 from dispatcher.telemetry.status import CAPACITIES
 
 COUNTS = ("pending", "leased", "delayed", "dead")
@@ -208,7 +209,7 @@ def _deadlines(told: dict[str, Any]) -> str:
     slack_s, at_risk, rate = (told.get(name) for name in ("earliest_deadline_s", "at_risk", "service_rate"))
     if not told.get("pending") or slack_s is None:
         return ""
-    earliest = f"{-slack_s:.0f} s ago" if slack_s < 0 else f"in {slack_s:.0f} s"
+    earliest = until(slack_s, 0.0)
     risk = "not known how many are at risk" if at_risk is None else f"{at_risk} at risk"
     ended = "" if rate is None else f" while {rate:.3g} requests end per second"
     return f"Deadlines: the earliest {earliest}; {risk}{ended}."

@@ -112,6 +112,7 @@ class BatchClient:
             Scripts(redis, try_s=WAIT_S + 3.0),
             Box(f"batch-results:{{{name or secrets.token_hex(8)}}}"),
             self._outage,
+            self._backend.names,
             me=me,
         )
         self._tokens = Tokens()

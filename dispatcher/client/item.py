@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 
 from dispatcher.client.result import Result
+from dispatcher.core.duration import seconds_of
 from dispatcher.core.request import encode_member
 from dispatcher.core.score import score_of
 from dispatcher.core.submission import Submission
@@ -26,9 +26,6 @@ Deadline = str | float | timedelta | datetime
 LONGEST_S = 10 * 365 * 86_400
 MOST_BYTES = 500_000_000
 """Redis takes no value of 512 MB."""
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
-_DURATION = re.compile(r"(?:\d+(?:\.\d+)?[smhdw])+")
-_PART = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
 _NONE: Mapping[str, str] = {}
 
 
@@ -80,11 +77,10 @@ class Handle:
 def seconds_from(deadline: Deadline, now: float) -> float:
     """How long from now. Raises ValueError for what is no duration or moment of the next ten years."""
     if isinstance(deadline, str):
-        if not _DURATION.fullmatch(deadline):
-            raise ValueError(
-                f'deadline {deadline!r}: give seconds, or a duration such as "90s", "10m", "1h30m"'
-            )
-        within = sum(float(count) * _UNITS_S[unit] for count, unit in _PART.findall(deadline))
+        try:
+            within = seconds_of(deadline)
+        except ValueError as error:
+            raise ValueError(f"deadline {error}") from error
     elif isinstance(deadline, timedelta):
         within = deadline.total_seconds()
     elif isinstance(deadline, datetime):

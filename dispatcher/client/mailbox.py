@@ -10,6 +10,7 @@ the next one of that name, too; one at a time takes from it, and shows in `<list
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,10 +22,12 @@ from dispatcher.client.outage import Outage, away
 from dispatcher.client.result import Result, of_popped
 from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.submission import QueueUnavailableError
+from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.producer import Box
 from dispatcher.queue.redis.scripts import Scripts
 
+_log = logging.getLogger("batch_dispatcher.client")
 WAIT_S = 5.0
 """One blocking wait takes at most this long; then another one follows."""
 OWNER_S = 15
@@ -37,8 +40,13 @@ class Mailbox:
     """Results of one client. `me`: who collects, where the box is shared with clients of the same name; else
     empty."""
 
-    def __init__(self, scripts: Scripts, long: Scripts, box: Box, outage: Outage, *, me: str = "") -> None:
+    def __init__(
+        self, scripts: Scripts, long: Scripts, box: Box, outage: Outage, names: Names, *, me: str = ""
+    ) -> None:
         self.box = box
+        self._names = names
+        self._unserved = False
+        """It was told that no dispatcher works on the queue."""
         self.owner_s = OWNER_S
         self.in_use_after_s = OWNER_S + 5.0
         """Of waiting for the name: a client that died has lost it by then."""
@@ -267,7 +275,19 @@ class Mailbox:
         if not self._waiters and not self._pending:
             await self._called()
             return
-        await producer.arrival(self._long, self.box, WAIT_S)
+        if not await producer.arrival(self._long, self.box, WAIT_S):
+            with suppress(QueueUnavailableError):  # the next look into the list tells of it
+                await self._look_for_a_dispatcher()
+
+    async def _look_for_a_dispatcher(self) -> None:
+        """Who waits in vain is told once where nobody works on the queue: its name may be wrong."""
+        last_s = await producer.unserved_s(self._scripts, self._names)
+        unserved = last_s is None or last_s > producer.UNSERVED_AFTER_S
+        if unserved and not self._unserved:
+            _log.warning(
+                "no dispatcher works on %s: is the pool's name right, does one run?", self._names.queue
+            )
+        self._unserved = unserved
 
     async def _called(self) -> None:
         """Until somebody awaits something."""

@@ -5,16 +5,22 @@ from __future__ import annotations
 import math
 import re
 
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-_WRITTEN = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)\s*")
+_PARTS = re.compile(f"(?:{_PART.pattern})+")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def seconds_of(written: str) -> float:
-    """`90`, `90s`, `1.5m`, `2h`, `1d`, `250ms`. Raises ValueError, whose message says how to write it."""
-    found = _WRITTEN.fullmatch(written.strip())
-    seconds = math.inf if found is None else float(found[1]) * _UNITS[found[2] or "s"]
+    """`90`, `90s`, `1.5m`, `1h30m`, `1d`, `250ms`. Raises ValueError, whose message says how to write it."""
+    text = written.strip()
+    seconds = math.inf
+    if _NUMBER.fullmatch(text):
+        seconds = float(text)
+    elif _PARTS.fullmatch(text):
+        seconds = sum(float(count) * _UNITS[unit] for count, unit in _PART.findall(text))
     if not math.isfinite(seconds):
-        raise ValueError(f"{written!r} is no span of time: write 30s, 10m, 2h or 1d")
+        raise ValueError(f"{written!r} is no span of time: write 90s, 10m, 1h30m, 8h or 1d")
     return seconds
 
 

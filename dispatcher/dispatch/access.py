@@ -33,7 +33,7 @@ RESTS_S = (0.5, 10.0)
 """How long a call that is only made through an open gate keeps it closed: doubling each time in a row."""
 LOOKS = frozenset({"counts", "line", "expired", "work"})
 PASSING = frozenset({"claim", "probe", "expire"})
-"""Nobody makes these while the gate is closed, or not again."""
+"""These are not made while the gate is closed, or not for the same requests again."""
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class QueueAccess:
             self._mended()
 
     def _told(self, error: Exception) -> str:
-        """The failure as a sentence; what is none of the queue's own is in the log with all that is known."""
+        """The failure as a sentence. An exception that no queue should raise is in the log as well."""
         if isinstance(error, QueueUnavailableError):
             return str(error)
         if self.view.problem is None:
@@ -208,7 +208,7 @@ class QueueAccess:
         return [h.request is not None and bool(h.request.token) and next(answers) for h in several]
 
     async def look_again(self) -> None:
-        """Read the markers that could not be read. Only that shows that they can, no other call does."""
+        """Try again to read the markers that could not be read: no other call shows whether they can be."""
         asked = list(self._unseen)
         if await self._read_markers(asked) is None:
             return

@@ -19,8 +19,8 @@ class LaneRule(Protocol):
         ...
 
     def claimed(self, waiting: int) -> bool:
-        """What a claim left to be claimed. True where nothing may be left but those that were held back:
-        ask again."""
+        """Told how many requests a claim left. True where requests of the lane were held back for others, and
+        there are none: claim again, with room for them."""
         ...
 
     def ended(self, ending: Ending) -> bool:
@@ -39,7 +39,7 @@ class Lanes:
         return {lane: rule.room(held[lane], now) for lane, rule in self._rules.items()}
 
     def claimed(self, waiting: int) -> bool:
-        """What a claim left. True where nothing may be left but those that a lane held back: ask again."""
+        """Told how many requests a claim left. True where a lane held back some for nothing: claim again."""
         again = [rule.claimed(waiting) for rule in self._rules.values()]
         return any(again)
 

@@ -1,14 +1,17 @@
 """Requests whose owners died, more than once: how many of them may run here at once.
 
-One of them may be what killed its owners, the others stood beside it, or nothing but a node was lost twice.
-Whoever dies with a suspect counts against it, so two of them beside each other would be blamed for one.
+One of them may be what killed its owners; the others only ran beside it, or a node was lost twice. A process
+that dies counts against each suspect that it holds, so of two that run together one would be blamed for the
+other.
 
     one at a time   until two have ended without killing us; each two that end so make room for one more:
                     1, 2, 3, 4, 6, 9 … A deadly one kills again, and the next process begins with one, from
-                    the front of the line. Whoever takes the deadly one has ended two thirds of those before
-                    it, so it is soon alone, and no other is blamed more than 5 times in a line of 200.
-    not at once     a process that others keep killing (a node that flaps) would blame whom it took first
-                    each time. So while other work waits, one that is young takes no suspects.
+                    the front of the line. A process that reaches the deadly one has finished two thirds of
+                    those before it, so it is soon alone, and no other is blamed more than 5 times in a line
+                    of 200.
+    not at once     a process that is killed again and again for another reason (a node that flaps) would
+                    blame the suspects that it took first each time. So a young process takes none while
+                    other work waits.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dispatcher.dispatch.endings import Ending
 from dispatcher.ports import Release
 
 YOUNG_S = 10.0
-"""Whoever is killed again and again seldom lives this long."""
+"""A process that is killed again and again seldom lives this long."""
 
 
 class Suspects:
@@ -39,8 +42,8 @@ class Suspects:
         return max(0, 1 + self._survived // 2 - held)
 
     def claimed(self, waiting: int) -> bool:
-        """What a claim left to be claimed. True where nothing but suspects may be left that were held back:
-        ask again."""
+        """Told how many requests a claim left. True where suspects were held back for other work, and there
+        is none: claim again, with room for them."""
         self._others_wait = waiting > 0
         return self._held_back and not self._others_wait
 

@@ -116,7 +116,7 @@ class Tries:
 
     def _never_began(self, begun: Try, _task: asyncio.Task[None]) -> None:
         """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
-        if any(held.rides is begun for held in begun.riders):
+        if begun.task is not None and any(held.rides is begun for held in begun.riders):
             self._holding.back(begun)
             for held in begun.riders:
                 self._was_cut(held)
@@ -216,8 +216,8 @@ class Tries:
         return endings.after_try(lease, request, outcome, at, policy, self._random.random())
 
     def _look(self) -> None:
-        """While there is no gateway: see whether a probe, or who was sent along with the first that failed,
-        stays connected. Who does has reached it, though the answer is still to come."""
+        """While there is no gateway: see whether a probe, or a request that was sent together with the first
+        that failed, stays connected. If so it has reached the gateway, though the answer is still to come."""
         if self._limiter.look(now(), self._connected()):
             for held in self._holding:
                 held.probe = False

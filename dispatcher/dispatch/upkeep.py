@@ -53,8 +53,9 @@ class Upkeep:
         self._expired_at = float("-inf")
 
     async def take_over(self) -> None:
-        """First of all, what owners left that are proven gone: before we count, or what they lost would lower
-        our limit until a second reading, though the first has no request of theirs."""
+        """First of all, take back the leases of owners that are proven gone. After the first count they would
+        count as lost since then, and lower our limit until a second reading, though the first contains
+        no request of theirs."""
         if not self.options.observe:
             self._tell(await self._swept())
 
@@ -174,7 +175,8 @@ class Upkeep:
         return True
 
     async def _sweep(self) -> None:
-        """What dead owners held, ran out or is due goes back to its place; what is past its deadline ends."""
+        """Requests whose owners died, whose leases ran out or whose retry is due return to their places;
+        those past their deadline end."""
         while True:
             swept = await self._swept()
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)

@@ -107,6 +107,11 @@ class Names:
         return (*line, *(f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()))
 
     @property
+    def control(self) -> str:
+        """What the pool's dispatchers tell each other, and when each line was last swept."""
+        return f"{self.pool_prefix}:control"
+
+    @property
     def paused(self) -> str:
         return f"{self.pool_prefix}:paused"
 

@@ -23,7 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.admin.stream import Others
-from dispatcher.cli.live import fold, page
+from dispatcher.cli.live import page
+from dispatcher.cli.screen import fold
 from dispatcher.cli.top import rows
 from dispatcher.core.budget import Reason
 from dispatcher.standin import demo
@@ -40,6 +41,9 @@ def test_a_page_fits_any_terminal_and_nothing_steers_it(told: list[str], width: 
 
 def test_rows_break_between_words_and_what_does_not_fit_is_told() -> None:
     assert fold(["one two three"], 9) == ["one two", "  three"]
+    assert fold(["a  b r-0123456789 c"], 9) == ["a  b r-01", "  2345678", "  9 c"]
+    assert fold(["a  b r-0123456789 c"], 9, cut=False) == ["a  b", "  r-0123456789", "  c"]
+    assert fold(["  name  one two three"], 18) == ["  name  one two", "        three"]
     assert page(["a", "b", "c"], 20, 2) == ["a", "… 2 more lines"]
 
 

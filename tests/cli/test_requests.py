@@ -231,7 +231,9 @@ async def test_cancel_takes_ids_or_all_with_a_label_whoever_submitted_them(queue
     assert "mute: is pending, and carries no token" in refused.stderr
     assert (await told(queue_server, "cancel", "nobody")) == {
         "cancelled": [],
-        "not_cancelled": {"nobody": "not active"},
+        "not_cancelled": {
+            "nobody": "neither in line nor running: it has ended, or the id is of another queue"
+        },
     }
 
 
@@ -330,7 +332,10 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
         ) as submitting,
     ):
         await wait_until(
-            lambda: "mine submitted\nwaiting: pending, it is next in line\n" in said.read_text(), STARTS_S
+            lambda: (
+                "mine submitted\nwaiting: no dispatcher works on batch:{default}:requests" in said.read_text()
+            ),
+            STARTS_S,
         )
         submitting.send_signal(signal.SIGINT)
         await wait_until(lambda: submitting.poll() is not None)
@@ -444,3 +449,25 @@ async def test_a_url_alone_that_finds_nothing_says_which_queues_are_there(queue_
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "a")
     assert (await verb(queue_server, "list")).stderr == ""
+
+
+async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_becomes_of_his_request(
+    queue_server: Server,
+) -> None:
+    """A pool's name with a slip in it is a queue that nobody serves; a failing model is no idle gate."""
+
+    async def waited() -> str:
+        return (await verb(queue_server, "result", "r-1", "--wait", "2.1s")).stderr.splitlines()[0]
+
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "r-1", results=NAMES.answers("r-1"))
+        assert (await waited()).startswith(
+            "waiting: no dispatcher works on batch:{default}:requests, none ever"
+        )
+        await queue.sweep()
+        assert await waited() == "waiting: pending, it is next in line"
+        (lease,) = await taken(queue, 1)
+        assert await waited() == "waiting: a dispatcher has sent it, the answer is not there yet"
+        await queue.release([Release(lease, 60.0, attempt=True)])
+        assert (await waited()).startswith("waiting: its next try, due in ")
+        assert (await waited()).endswith("after 1 failed")

@@ -312,7 +312,7 @@ def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Pa
     leader, follower = pty.openpty()
     process = subprocess.Popen(
         [*COMMAND, "--trace", str(trace), "--slots", "600", "--policy", "law"],
-        stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, env=ENVIRON,
+        stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, env=ENVIRON | {"COLUMNS": "80"},
     )  # fmt: skip
     os.close(follower)
     seen = b""
@@ -333,3 +333,7 @@ def test_terminal_gets_colour_and_a_progress_bar_when_it_takes_long(tmp_path: Pa
         os.close(leader)
     assert b"simulating" in seen
     assert b"\x1b[32m\x1b[1m" in seen, "our own row stands out"
+    written = re.sub(r"\x1b\[[0-9;]*[mK]", "", seen.decode()).replace("\r\n", "\n").splitlines()
+    shown = [line.rpartition("\r")[2] for line in written]
+    assert any(line.startswith("batch gets") for line in shown)
+    assert max(map(len, shown)) <= 80, "broken between words, not by the terminal"

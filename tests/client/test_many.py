@@ -164,7 +164,7 @@ async def test_what_is_wrong_with_one_item_is_told_by_its_result_alone(
     ]
     assert results[6].status == 200, "the answer is there all the same"
     assert "not that one" in results[1].message
-    assert "give seconds, or a duration" in results[3].message
+    assert "write 90s, 10m, 1h30m" in results[3].message
     assert "give a mapping or bytes, not str" in results[5].message
     with pytest.raises(HookError, match="nor this one"):
         results[6].raise_for_status()
@@ -297,7 +297,7 @@ async def test_a_deadline_is_said_in_the_callers_way(
     [
         "",
         "soon",
-        "1 h",
+        "1 hour",
         "-5m",
         0,
         -1,

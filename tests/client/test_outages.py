@@ -45,6 +45,25 @@ async def test_who_waits_while_redis_is_gone_has_the_answer_when_it_is_back(last
         assert client.trouble is None
 
 
+async def test_a_queue_that_no_dispatcher_works_on_is_told_once(
+    one_redis: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A slip in the pool's name makes such a queue, and whoever submits to it would wait in silence."""
+    async with (
+        BatchClient(one_redis.url, pool="slipped") as client,
+        queues(one_redis.url, "a", names=client._backend.names) as (queue,),
+    ):
+        for _ in range(2):
+            await client._mailbox._look_for_a_dispatcher()
+        told = [each.message for each in caplog.records]
+        assert told == [
+            "no dispatcher works on batch:{slipped}:requests: is the pool's name right, does one run?"
+        ]
+        await queue.sweep()
+        await client._mailbox._look_for_a_dispatcher()
+        assert len(caplog.records) == 1
+
+
 async def test_a_submission_whose_reply_is_lost_is_made_once(one_redis: Server) -> None:
     """The dispatcher has taken and answered it before the client asks again, long after the usual minute."""
     async with (

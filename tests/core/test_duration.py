@@ -11,15 +11,28 @@ from dispatcher.core.duration import seconds_of, told, until
 
 @pytest.mark.parametrize(
     ("written", "seconds"),
-    [("30", 30), ("30s", 30), ("1.5m", 90), ("2 h", 7200), ("1d", 86_400), ("250ms", 0.25), (" 5min ", 300)],
+    [
+        ("30", 30),
+        ("30s", 30),
+        ("1.5m", 90),
+        ("2 h", 7200),
+        ("1d", 86_400),
+        ("2w", 1_209_600),
+        ("250ms", 0.25),
+        (" 5min ", 300),
+        ("1h30m", 5400),
+        ("1d 2h 3min", 93_780),
+    ],
 )
 def test_a_span_is_read_as_it_is_written(written: str, seconds: float) -> None:
     assert seconds_of(written) == seconds
 
 
-@pytest.mark.parametrize("written", ["", "soon", "-5s", "1e3s", "5 weeks", "inf", "nan", "1h30m", "9" * 400])
+@pytest.mark.parametrize(
+    "written", ["", "soon", "-5s", "1e3s", "5 weeks", "inf", "nan", "h", "1h30", "30 1h", "9" * 400]
+)
 def test_what_is_no_span_is_refused_with_how_to_write_it(written: str) -> None:
-    with pytest.raises(ValueError, match="write 30s, 10m, 2h or 1d"):
+    with pytest.raises(ValueError, match="write 90s, 10m, 1h30m, 8h or 1d"):
         seconds_of(written)
 
 

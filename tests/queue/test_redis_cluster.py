@@ -265,8 +265,10 @@ async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
     async def due() -> bool:
         return (await queue.sweep()).due == 1
 
+    assert await queue.unserved_s() is None
     await wait_until(due)
     assert (await claim_one(queue)).attempts == 1
+    assert 0 <= (await queue.unserved_s() or 0.0) < 30
 
 
 class Counts(RedisQueue):

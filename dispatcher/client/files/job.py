@@ -97,7 +97,7 @@ class FileJob:
         self._open_sinks()
         if self._spool is not None:
             self._write_in_order(self._spool)
-        return FileStart(facts.lines, facts.done, faulty, resumed)
+        return FileStart(facts.lines, facts.done, faulty, resumed, name=facts.job)
 
     def end(self) -> None:
         """From another thread: break off, however long it would still take. Nothing is lost."""

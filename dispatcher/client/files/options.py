@@ -125,3 +125,5 @@ class FileStart:
     resumed: bool = False
     finished: bool = False
     """It was finished before: nothing is to do."""
+    name: str = ""
+    """Of the run: line 7 is the request `<name>-7` in the queue, and its label is `file=<name>`."""

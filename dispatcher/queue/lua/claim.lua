@@ -7,8 +7,8 @@
 --        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
 -- Keeps: the units of all leases never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. Only one probe runs at a time: until its lease ends, or its owner claims otherwise.
--- One that finds the limit filled has the next place that comes free, for who fills it would take that as well;
--- until its owner would be taken for dead.
+-- A probe that finds the limit used up reserves the next unit that comes free, or the owners that use it up would claim
+-- that as well; the reservation ends when the prober would be taken for dead.
 local REPLY = KEYS[OWN + 1]
 local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local most, bytes, base, reply_s = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7]

@@ -205,8 +205,8 @@ local function limit_by(shared, now, limit, read_at, lost, most_s)
   return math.min(limit - (shared.lost - lost), shared.limit - (shared.lost - shared.limit_lost))
 end
 
--- What every owner's call tells: the counts of leases, in units, and the shared beliefs. A lease is live until it
--- is ended by name or reclaimed, however long its time has run out, so that no claim ever passes the limit.
+-- What every owner's call tells: the counts of leases, in units, and what owners share. A lease is live until it
+-- is ended by name, reclaimed or abandoned, however long its time has run out, so that no claim ever passes the limit.
 local function facts(shared, now, me, lease_s)
   local young = 0
   for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, text(now + lease_s - YOUNG_S), '+inf')) do

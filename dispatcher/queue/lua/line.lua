@@ -16,7 +16,7 @@ local function number_of(score)
   return tonumber(score)
 end
 
--- The heads of the sets are read one by one: members may be large, and none is read in vain but one.
+-- The heads of the sets are read one by one: members may be large, and so at most one is read for nothing.
 local function head(key, at)
   local found = call('ZRANGE', key, at, at, 'WITHSCORES')
   if not found[1] then return nil end

@@ -3,8 +3,8 @@
 -- ARGV   owner, owner_timeout_s, lease_s, number of leases, (id, token)…, then nothing, or
 --        limit, read_at, lost, retry_after_max_s, then nothing, or overload at, until, capacity (0/1), in_flight
 -- Returns {facts, {lost ids}}
--- Keeps: only the holder's token renews, and no lease that was abandoned. The newest overload stays; its `until` never moves back,
--- but for what lies further from it than retry_after_max_s.
+-- Keeps: only the holder's token renews, and no lease that was abandoned. The newest overload stays; its `until` never
+-- moves back, but for what lies further from it than retry_after_max_s.
 local me, timeout_s, lease_s, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = clock(), control()
 local lost = {}

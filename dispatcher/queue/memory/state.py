@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -253,7 +253,10 @@ class Line:
         self.overdue: deque[tuple[int, Entry]] = deque()
         self.tick: float | None = None
         """When it was swept last."""
-        self.nonces: dict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = {}
+        self.nonces: OrderedDict[tuple[str, str], tuple[float, tuple[str, ...], tuple[int, ...]]] = (
+            OrderedDict()
+        )
+        """Oldest first. To find the first of a plain dict is to walk past all that were deleted before it."""
         self.active: dict[str, dict[str, float]] = {}
         """By id: the tokens that can be cancelled under it, each until then."""
         self.copied: set[str] = set()

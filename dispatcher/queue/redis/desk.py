@@ -144,6 +144,10 @@ class RedisDesk:
         """Remove it, the oldest that equals it; False where it is gone."""
         return await search.take(self.backend, name, result)
 
+    async def unserved_s(self) -> float | None:
+        """How long ago a dispatcher last swept the queue, in Redis time; None: none ever has."""
+        return await producer.unserved_s(self.backend.scripts, self.names)
+
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from dispatcher.core.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
-from dispatcher.queue.keys import MAX_TOKEN_BYTES
+from dispatcher.queue.keys import MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts
 
 COLLECTED_MOST = 1000
+UNSERVED_AFTER_S = 30.0
+"""A dispatcher sweeps its queue each few seconds: who has not for so long is gone, or cannot reach Redis."""
 KEEP_S = 604_800
 """How long results are kept for a client where their list had no lifetime of its own."""
 
@@ -121,6 +124,22 @@ async def arrival(scripts: Scripts, box: Box, within_s: float) -> bool:
         return found is not None
 
     return await scripts.attempt(wait)
+
+
+async def unserved_s(scripts: Scripts, names: Names) -> float | None:
+    """How long ago a dispatcher last swept the queue, in Redis time; None: none ever has."""
+    line = f"tick:{names.queue}"
+
+    async def read() -> float | None:
+        client: Any = scripts.client
+        if (tick := await client.hget(names.control, line)) is None:
+            return None
+        # A Cluster would ask all of its nodes.
+        where = {"target_nodes": client.get_default_node()} if scripts.is_cluster else {}
+        seconds, micros = await client.execute_command("TIME", **where)
+        return max(0.0, int(seconds) + int(micros) / 1e6 - float(tick))
+
+    return await scripts.attempt(read)
 
 
 async def last_kept(scripts: Scripts, box: Box) -> int:
