@@ -396,6 +396,5 @@ def encode_member(
     )
     parsed = parse(member)
     if isinstance(parsed, Rejection):
-        named = shortened(repr(request_id), _MESSAGE_CHARS)
-        raise ValueError(f"request {named}: {parsed.message}")  # noqa: TRY004 - a value, not a type
+        raise ValueError(f"request {request_id!r:.100}: {parsed.message}")  # noqa: TRY004 - a value
     return member
