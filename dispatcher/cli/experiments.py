@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from dispatcher.cli.screen import fold
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
