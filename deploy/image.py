@@ -59,8 +59,8 @@ BILL = "usr/share/doc/batch-dispatcher/sbom.cdx.json"
 UNUSED_STDLIB = (
     *("__pycache__", "config-*", "dist-packages", "site-packages", "sitecustomize.py"),
     *("ensurepip", "idlelib", "lib2to3", "pydoc_data", "test", "tkinter", "turtle*", "venv"),
-    # With these would come libraries that serve terminals and databases.
-    *("curses", "dbm", "sqlite3", "_curses*.so", "_dbm*.so", "_gdbm*.so", "_sqlite3*.so", "_tkinter*.so"),
+    # With these would come libraries that serve terminals and old databases.
+    *("curses", "dbm", "_curses*.so", "_dbm*.so", "_gdbm*.so", "_tkinter*.so"),
     *("nis*.so", "readline*.so", "_test*.so", "_ctypes_test*.so", "_xx*.so", "xx*.so"),
 )
 UNUSED_PACKAGES = (
