@@ -42,6 +42,8 @@ Older = Annotated[
     str, typer.Option("--older", help="Only those that died longer ago than this: 30m, 2h, 7d.")
 ]
 _PAGE = 500
+_DIGITS_MOST = 16
+"""Of the number of an entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +51,36 @@ class _Selection:
     """Which of the dead are meant; what is empty excludes none."""
 
     names: frozenset[str] = frozenset()
+    """Each the number of a dead request; where there is none of that number, an id."""
     reason: str = ""
     older_s: float = 0.0
 
-    def takes(self, one: Dead, request_id: str | None) -> bool:
-        return (
-            (not self.names or str(one.entry) in self.names or request_id in self.names)
-            and self.reason.lower() in one.reason.lower()
-            and one.died_at <= time.time() - self.older_s
-        )
-
     async def of(self, desk: RedisDesk, after: int = 0) -> AsyncIterator[Dead]:
+        numbered = {name: one for name in self.names if (one := await _numbered(desk, name)) is not None}
+        ids = self.names - numbered.keys()
+        entries = {one.entry for one in numbered.values()}
+        if numbered and not ids:  # which need no walk over all
+            for one in numbered.values():
+                if self._fits(one):
+                    yield one
+            return
         while found := await desk.dead_list(_PAGE, after):
             for one in found:
-                if self.takes(one, parse(one.member).id if self.names else None):
+                named = not self.names or one.entry in entries or parse(one.member).id in ids
+                if named and self._fits(one):
                     yield one
             after = found[-1].entry
+
+    def _fits(self, one: Dead) -> bool:
+        return self.reason.lower() in one.reason.lower() and one.died_at <= time.time() - self.older_s
+
+
+async def _numbered(desk: RedisDesk, name: str) -> Dead | None:
+    """The dead request of this number, where it is one."""
+    if not name.isdecimal() or len(name) > _DIGITS_MOST:
+        return None
+    found = await desk.dead_list(1, int(name) - 1)
+    return found[0] if found and found[0].entry == int(name) else None
 
 
 @dead.command("list")
@@ -126,7 +142,7 @@ def show(
     from dispatcher.core.result import decode_result
 
     async def act(desk: RedisDesk) -> dict[str, Any] | None:
-        async for one in _one(desk, which):
+        async for one in _Selection(frozenset({which})).of(desk):
             told = {**_shown(one), "member": one.member.decode(errors="replace")}
             results = await answers_anywhere(desk, told["id"]) if told["id"] else []
             return {**told, "results": [shown_result(decode_result(each)) for each in results]}
@@ -218,16 +234,6 @@ def _confirm(question: str) -> None:
 
 async def _entries(desk: RedisDesk, choice: _Selection) -> list[int]:
     return [one.entry async for one in choice.of(desk)]
-
-
-async def _one(desk: RedisDesk, which: str) -> AsyncIterator[Dead]:
-    """By its number where that is one, which is quick, else by its id."""
-    if which.isdecimal():
-        for one in await desk.dead_list(1, int(which) - 1):
-            if one.entry == int(which):
-                yield one
-    async for one in _Selection(frozenset({which})).of(desk):
-        yield one
 
 
 def _shown(one: Dead) -> dict[str, Any]:

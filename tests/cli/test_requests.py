@@ -276,6 +276,21 @@ async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) ->
     assert (empty.returncode, empty.stdout, "no dead" in empty.stderr) == (0, "", True)
 
 
+async def test_a_number_is_that_of_a_dead_request_and_only_else_an_id(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "first")
+        (first,) = await taken(queue)
+        await submitted(queue, str(first.entry), "77777")
+        leases = [first, *await taken(queue)]
+        await queue.bury([Burial(Settlement(lease, b"", ""), "it broke") for lease in leases])
+    assert (await told(queue_server, "dead", "purge", str(first.entry), "--yes")) == {"purged": 1}
+    left = [each["id"] for each in await told(queue_server, "dead", "list")]
+    assert left == [str(first.entry), "77777"]
+    for name in (*left, "9" * 5_000):
+        purged = await verb(queue_server, "dead", "purge", name, "--yes")
+        assert purged.stdout == f"{int(name in left)} forgotten\n"
+
+
 async def test_what_a_client_left_dead_is_answered_where_its_id_finds_it(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "left", results="batch-results:0123456789abcdef")
