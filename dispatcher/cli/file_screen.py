@@ -53,7 +53,7 @@ class FileScreen:
             complain(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done", fg=None)
         if not start.finished:
             complain(
-                f"{self._name}: {start.lines:,} lines; in the queue line 7 is {start.name}-7, "
+                f"{self._name}: {start.lines:,} lines; in the queue line N has the id {start.name}-N, "
                 f"and all have the label file={start.name}",
                 fg=None,
             )

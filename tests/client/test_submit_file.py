@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,9 @@ async def test_a_finished_file_is_summed_up(one_redis: Server, answering: Answer
     async with answering.always():
         done = await submit(one_redis, "--file", source, "--output", output)
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("3 answered, 0 failed, 0 tokens in, 0 out, ")
+    first, last = done.stderr.splitlines()
+    assert re.fullmatch(r"in\.jsonl: 3 lines; in the queue line N has the id (file-\w+)-N, .* file=\1", first)
+    assert last.startswith("3 answered, 0 failed, 0 tokens in, 0 out, ")
     again = await submit(one_redis, "--file", source, "--output", output, "--json")
     assert again.returncode == 0
     assert {"lines": 3, "done": 3, "failed": 0}.items() <= json.loads(again.stdout).items()
