@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 
-from dispatcher.cli.screen import fold
+from dispatcher.cli.screen import fail, fold
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
@@ -29,11 +29,6 @@ COST = {Name.NONE: 1.0, Name.ALL_KNOWING: 2.0, Name.LAW: 8.0}
 
 def warn(message: str) -> None:
     typer.secho(f"warning: {message}", err=True, fg=typer.colors.YELLOW)
-
-
-def fail(message: str, code: int = 2) -> NoReturn:
-    typer.secho(message, err=True, fg=typer.colors.RED)
-    raise typer.Exit(code)
 
 
 def compare(
@@ -141,7 +136,7 @@ def _ended(wanted: Sequence[Wanted], traffic: Trace, processes: int) -> Iterator
                 line.show(progress.done)
     except RunFailedError as error:
         line.clear()
-        fail(str(error), code=1)
+        raise fail(str(error)) from error
     finally:
         line.clear()
 

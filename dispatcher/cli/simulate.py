@@ -10,7 +10,8 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli import experiments, traffic
-from dispatcher.cli.experiments import fail, warn
+from dispatcher.cli.experiments import warn
+from dispatcher.cli.screen import fail
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.parallel import cores
@@ -227,11 +228,11 @@ def simulate(
         bounds = parse_target(target) if target is not None else []
         swept = parse_sweep(sweep) if sweep is not None else Sweep("reserve", RESERVES) if bounds else None
     except SweepError as error:
-        fail(str(error))
+        raise fail(str(error), 2) from error
     if plot is not None and swept is not None:
-        fail("--plot draws one setting: give --reserve instead of --sweep and --target")
+        raise fail("--plot draws one setting: give --reserve instead of --sweep and --target", 2)
     if plot is not None and not picture.available():
-        fail(f"--plot needs matplotlib: {picture.INSTALL}", code=1)
+        raise fail(f"--plot needs matplotlib: {picture.INSTALL}")
     where = traffic.Recorded(trace, prometheus, last, [query] if query else (), token_file)
     try:
         chosen = traffic.choose(
@@ -239,7 +240,7 @@ def simulate(
         )
         played = shapes.echoes(shapes.copies(chosen.traffic, copies), echoes, seed=seed)
     except TraceError as error:
-        fail(str(error))
+        raise fail(str(error), 2) from error
     setting = Setting(
         slots=slots,
         true_slots=true_slots,
@@ -292,13 +293,13 @@ def simulate(
         try:
             picture.draw(comparison, plot)
         except (OSError, ValueError) as error:
-            fail(f"{plot}: {error}", code=1)
+            raise fail(f"{plot}: {error}") from error
         typer.echo(f"timeline drawn into {plot}", err=True)
 
 
 def _seconds(wanted: float | None, there: float) -> float:
     if wanted is not None and wanted > there + 1.0:
-        fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long")
+        raise fail(f"--seconds {wanted:g}: the trace is {there:.0f} s long", 2)
     return wanted if wanted is not None else max(1.0, float(round(there)))
 
 
@@ -308,7 +309,7 @@ def _policies(wanted: str) -> Sequence[Name]:
     try:
         return [Name(name.strip()) for name in wanted.split(",")]
     except ValueError:
-        fail(f"--policy {wanted}: no such policy; there are all, {', '.join(Name)}")
+        raise fail(f"--policy {wanted}: no such policy; there are all, {', '.join(Name)}", 2) from None
 
 
 def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float]]:
@@ -317,9 +318,11 @@ def _pairs(option: str, values: Sequence[str] | None) -> list[tuple[float, float
         try:
             first, second = (float(part) for part in value.split(":"))
         except ValueError:
-            fail(f"{option} {value}: two numbers with a colon between them are needed, such as 300:360")
+            raise fail(
+                f"{option} {value}: two numbers with a colon between them are needed, such as 300:360", 2
+            ) from None
         if first < 0:
-            fail(f"{option} {value}: the simulation starts at 0")
+            raise fail(f"{option} {value}: the simulation starts at 0", 2)
         pairs.append((first, second))
     return sorted(pairs)
 
@@ -328,14 +331,16 @@ def _stretches(option: str, values: Sequence[str] | None) -> list[tuple[float, f
     pairs = _pairs(option, values)
     for start, end in pairs:
         if not start < end:
-            fail(f"{option} {start:g}:{end:g}: ends before it starts")
+            raise fail(f"{option} {start:g}:{end:g}: ends before it starts", 2)
     for (_, end), (start, _) in itertools.pairwise(pairs):
         if start < end:
-            fail(f"{option}: two of them overlap at {start:g}")
+            raise fail(f"{option}: two of them overlap at {start:g}", 2)
     return pairs
 
 
 def _whole(option: str, value: float) -> int:
     if value < 0 or value != int(value):
-        fail(f"{option}: {value:g} is not a number of {option.removeprefix('--').removesuffix('-at')}")
+        raise fail(
+            f"{option}: {value:g} is not a number of {option.removeprefix('--').removesuffix('-at')}", 2
+        )
     return int(value)

@@ -134,6 +134,12 @@ async def test_running_requests_are_read_from_prometheus(tmp_path: Path) -> None
     assert "there is nothing in the last 3h for sum(other)" in " ".join(nothing.stderr.split())
 
 
+def test_what_goes_wrong_is_json_where_json_is_asked_for() -> None:
+    told = simulate("--policy", "best", "--json")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert json.loads(told.stderr)["error"].startswith("--policy best: no such policy")
+
+
 def test_ctrl_c_ends_all_processes() -> None:
     process = subprocess.Popen(
         [*COMMAND, "--slots", "512", "--copies", "8", "--sweep", "reserve=0,.1,.2", "--processes", "2"],
