@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dispatcher.client.files import FileOptions, FilePaths, FileProgress, run_file
 from tests.client.answering import NAMES
 from tests.queue.servers import Server
@@ -122,3 +124,12 @@ async def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < ends
         await asyncio.sleep(0.01)
+
+
+async def broken_off(server: Server, paths: FilePaths, **options: Any) -> None:
+    """A run that ends as by Ctrl-C while it has lines in the queue."""
+    task = asyncio.create_task(run(server, paths, **options))
+    await until(lambda: bool(left(server)))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -114,20 +114,30 @@ def _paths(levels: list[Offer]) -> str:
     return "|".join(level.path for level in levels if level.path) or "/"
 
 
-def bash(levels: list[Offer]) -> str:
-    """For `source`."""
-    find = _FIND.format(words='"${COMP_WORDS[@]:0:COMP_CWORD}"', paths=_paths(levels))
-    after, there = [], []
+def _values(levels: list[Offer], act: Callable[[Flag], str]) -> str:
+    """The arms of a case by level and option: how the option's value is completed."""
+    arms = []
     for level in levels:
         for flag in level.flags:
             if flag.value:
                 shown = "|".join(f'"{level.path} {name}"' for name in flag.names)
-                act = {
-                    "file": 'compopt -o filenames; COMPREPLY=($(compgen -f -- "$cur"))',
-                    "choice": f'COMPREPLY=($(compgen -W {shlex.quote(" ".join(flag.choices))} -- "$cur"))',
-                    "other": ":",
-                }[flag.value]
-                after.append(f"    {shown}) {act}; return ;;")
+                arms.append(f"    {shown}) {act(flag)}; return ;;")
+    return "\n".join(arms)
+
+
+def bash(levels: list[Offer]) -> str:
+    """For `source`."""
+
+    def act(flag: Flag) -> str:
+        if flag.value == "file":
+            return 'compopt -o filenames; COMPREPLY=($(compgen -f -- "$cur"))'
+        if flag.value == "choice":
+            return f'COMPREPLY=($(compgen -W {shlex.quote(" ".join(flag.choices))} -- "$cur"))'
+        return ":"
+
+    find = _FIND.format(words='"${COMP_WORDS[@]:0:COMP_CWORD}"', paths=_paths(levels))
+    there = []
+    for level in levels:
         offered = [*(name for name, _ in level.verbs), *level.arguments]
         offered += [name for flag in level.flags for name in flag.names]
         more = '; compopt -o filenames; COMPREPLY+=($(compgen -f -- "$cur"))' if level.files else ""
@@ -139,7 +149,7 @@ _batch_dispatcher() {{
   COMPREPLY=()
 {find}
   case "$at $prev" in
-{chr(10).join(after)}
+{_values(levels, act)}
   esac
   case "$at" in
 {chr(10).join(there)}
@@ -150,21 +160,18 @@ complete -F _batch_dispatcher {PROGRAM}"""
 
 def zsh(levels: list[Offer]) -> str:
     """For `source`, or as `_batch-dispatcher` in a directory of $fpath."""
+
+    def act(flag: Flag) -> str:
+        if flag.value == "file":
+            return "_files"
+        return f"compadd -- {shlex.join(flag.choices)}" if flag.value == "choice" else "_message value"
+
     # words is zsh's own; its first is the program, as in the array that is made of it.
     find = _FIND.format(words='"${(@)words[1,CURRENT-1]}"', paths=_paths(levels)).replace(
         '"${words_[@]:1}"', '"${(@)words_[2,-1]}"'
     )
-    after, there = [], []
+    there = []
     for level in levels:
-        for flag in level.flags:
-            if flag.value:
-                shown = "|".join(f'"{level.path} {name}"' for name in flag.names)
-                act = {
-                    "file": "_files",
-                    "choice": f"compadd -- {shlex.join(flag.choices)}",
-                    "other": "_message value",
-                }[flag.value]
-                after.append(f"    {shown}) {act}; return ;;")
         offered = [f"{name}:{_escaped(told)}" for name, told in level.verbs]
         offered += [f"{name}:" for name in level.arguments]
         options = [f"{name}:{_escaped(flag.help)}" for flag in level.flags for name in flag.names]
@@ -177,7 +184,7 @@ def zsh(levels: list[Offer]) -> str:
 _batch_dispatcher() {{
 {find}
   case "$at ${{words[CURRENT-1]}}" in
-{chr(10).join(after)}
+{_values(levels, act)}
   esac
   case "$at" in
 {chr(10).join(there)}

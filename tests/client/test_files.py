@@ -35,7 +35,21 @@ from dispatcher.client.files.outbound import LineQueue
 from dispatcher.client.files.run import FileRun
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, failed
-from tests.batchfiles import BAD, errors, ids, left, line, output, read, requests, run, source, until, write
+from tests.batchfiles import (
+    BAD,
+    broken_off,
+    errors,
+    ids,
+    left,
+    line,
+    output,
+    read,
+    requests,
+    run,
+    source,
+    until,
+    write,
+)
 from tests.client.answering import NAMES, POOL, Answering, echo, refusal
 from tests.queue.servers import Server
 
@@ -263,15 +277,6 @@ async def test_two_processes_do_not_work_on_one_output(
 
 
 # What is broken off, and goes on.
-
-
-async def broken_off(server: Server, paths: FilePaths, **options: Any) -> None:
-    """A run that ends as by Ctrl-C while it has lines in the queue."""
-    task = asyncio.create_task(run(server, paths, **options))
-    await until(lambda: bool(left(server)))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 async def test_a_run_goes_on_with_the_same_input_and_options_only(

@@ -28,22 +28,13 @@ from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.producer import Box
 from dispatcher.queue.redis.scripts import Scripts
-from tests.batchfiles import errors, ids, left, line, output, requests, run, source, until, write
+from tests.batchfiles import broken_off, errors, ids, left, line, output, requests, run, source, until, write
 from tests.client.answering import NAMES, Answering
 from tests.queue.servers import Server
 
 
 def beside(paths: FilePaths, suffix: str) -> Path:
     return output(paths).with_name(output(paths).name + suffix)
-
-
-async def broken_off(server: Server, paths: FilePaths, **options: Any) -> None:
-    """A run that ends as by Ctrl-C while it has lines in the queue."""
-    task = asyncio.create_task(run(server, paths, **options))
-    await until(lambda: bool(left(server)))
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
 
 
 # Lines that run twice, or never.
