@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from typing import assert_never
 
 from dispatcher.core.headers import DROP_REASON
+from dispatcher.core.plain import plain, shortened
 from dispatcher.core.result import ErrorCode
 
 RETRY_AFTER_CAP_S = 86400.0
@@ -137,6 +138,8 @@ class Retry:
     """The try counts as a refusal for overload."""
     undelivered: bool = False
     """Nothing was tried: the delivery is taken back."""
+    last_try: str = ""
+    """What the try came to, where it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +155,30 @@ class Bury:
 
 Decision = Answered | Errored | Retry | Bury
 
-_TOO_LATE = Errored(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+_WHY_CHARS = 200
+"""Of what a try came to, which is kept for each request that is tried again."""
+
+
+def too_late(last_try: str) -> Errored:
+    """The deadline has passed; `last_try`: what the last try that counted came to, if there was one."""
+    why = f"; the last try: {last_try}" if last_try else ""
+    return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{why}")
+
+
+def told(outcome: Failed | Overloaded) -> str:
+    """What a try came to, in a line of bounded length, with the beginning of what the gateway said."""
+    if isinstance(outcome, Overloaded):
+        said = f"the gateway refused it for now: {outcome.status}{outcome.reason and f', {outcome.reason}'}"
+    else:
+        body = " ".join(outcome.body[: 4 * _WHY_CHARS].decode(errors="replace").split())
+        said = outcome.why + (f": {body}" if body else "")
+    return shortened(plain(said), _WHY_CHARS)
 
 
 def after(
     outcome: Outcome,
     *,
+    last_try: str = "",
     attempts: int,
     refusals: int,
     deadline: float,
@@ -167,8 +188,8 @@ def after(
 ) -> Decision:
     """What happens to a request after a try. Total: every outcome gives exactly one decision.
 
-    `attempts` and `refusals` count those before this try; `deadline` and `now` are on one clock; `rand` is
-    uniform in [0, 1).
+    `attempts` and `refusals` count those before this try, `last_try` is what the last of them came to;
+    `deadline` and `now` are on one clock; `rand` is uniform in [0, 1).
 
     Failed number k waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up to max_s; number
     max_attempts is the last. Overloaded is back at once the first time, number k + 1 waits
@@ -183,16 +204,16 @@ def after(
         case Refused(why):
             return Errored(ErrorCode.INVALID_REQUEST, why)
         case TooLate():
-            return _TOO_LATE
+            return too_late(last_try)
         case Failed() if attempts + 1 >= policy.max_attempts:
             tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
             message = f"no answer after {tries}, the last: {outcome.why}"
             return Bury(ErrorCode.RETRIES_EXHAUSTED, message, outcome.status, outcome.body)
         case Failed():
             delay = max(rand * _doubled(attempts, policy), min(outcome.retry_after_s or 0.0, policy.max_s))
-            retry = Retry(delay, attempt=True)
+            retry = Retry(delay, attempt=True, last_try=told(outcome))
         case Overloaded():
-            retry = Retry(_again(refusals, policy), refusal=True)
+            retry = Retry(_again(refusals, policy), refusal=True, last_try=told(outcome))
         case Unreachable():
             retry = Retry(outcome.rest_s, undelivered=True)
         case Unsent():
@@ -201,7 +222,7 @@ def after(
             assert_never(outcome)
     left = deadline - now
     if left <= 0:
-        return _TOO_LATE
+        return too_late(retry.last_try or last_try)
     if retry.delay_s > left:
         return replace(retry, delay_s=left)
     return retry

@@ -1,0 +1,265 @@
+"""What models say to list calls: made of a hash of each item, in the form of the real servers' answers.
+
+It reads bodies for itself, so that what the dispatcher makes of them is judged by one that shares no code.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+CHARS_PER_TOKEN = 4
+SPOILED = 0.5
+"""So much of its neighbour is in each vector of a call that the model gets wrong."""
+
+
+class BadCallError(Exception):
+    """The body is none that this API takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListCall:
+    """A body as the model reads it, and how its answer is put together."""
+
+    texts: Sequence[str]
+    """Of each item."""
+    tokens: int
+    answer: Callable[[bool], Any]
+    """What is answered; true: wrong, each item by what stands beside it."""
+    pretty: bool = False
+
+
+def tokens_of(text: str) -> int:
+    """How many tokens a text has, here: two that begin and end it, and one for four characters."""
+    return 2 + math.ceil(len(text) / CHARS_PER_TOKEN)
+
+
+@lru_cache(maxsize=4096)
+def vector(text: str, dims: int) -> tuple[float, ...]:
+    """Of length 1, always the same for a text; its numbers have 32 bits."""
+    drawn = struct.unpack(f"<{dims}I", hashlib.shake_128(text.encode("utf-8", "replace")).digest(4 * dims))
+    return _unit([number / 2**31 - 1 for number in drawn])
+
+
+def _unit(numbers: Sequence[float]) -> tuple[float, ...]:
+    length = math.sqrt(sum(number * number for number in numbers)) or 1.0
+    count = len(numbers)
+    return struct.unpack(f"<{count}f", struct.pack(f"<{count}f", *(number / length for number in numbers)))
+
+
+def vectors(texts: Sequence[str], dims: int, wrong: bool) -> list[tuple[float, ...]]:
+    found = [vector(text, dims) for text in texts]
+    if not wrong:
+        return found
+    return [
+        _unit([a + SPOILED * b for a, b in zip(one, other, strict=True)])
+        for one, other in pairwise([*found, found[0]])
+    ]
+
+
+def scores(query: str | Sequence[str], texts: Sequence[str], wrong: bool) -> list[float]:
+    """From 0 to 1, one for each pair."""
+    queries = [query] * len(texts) if isinstance(query, str) else query
+    found = [(1.0 + vector(f"{one}\0{text}", 2)[0]) / 2 for one, text in zip(queries, texts, strict=True)]
+    return [1.0 - score for score in found] if wrong else found
+
+
+def read(path: str, body: bytes, *, model: str, dims: int, index_last: bool) -> ListCall:
+    """Raises BadCallError."""
+    path = path.partition("?")[0]
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadCallError(f"not JSON: {error}") from None
+    if not isinstance(asked, dict):
+        raise BadCallError("not an object")
+    for pattern, reader in _READERS:
+        if match := pattern.fullmatch(path):
+            return reader(
+                asked, match.groupdict().get("model") or asked.get("model") or model, dims, index_last
+            )
+    raise BadCallError(f"nothing is at {path}")
+
+
+def _texts(value: Any) -> list[str]:
+    """Strings and lists of token ids, or one of either."""
+    if isinstance(value, str) or (isinstance(value, list) and value and type(value[0]) is int):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise BadCallError("no input")
+    if not all(isinstance(item, str) or _ids(item) for item in value):
+        raise BadCallError("an input is neither a text nor token ids")
+    return [item if isinstance(item, str) else json.dumps(item) for item in value]
+
+
+def _ids(item: Any) -> bool:
+    return isinstance(item, list) and bool(item) and all(type(each) is int for each in item)
+
+
+def _strings(value: Any) -> list[str]:
+    if not isinstance(value, list) or not value:
+        raise BadCallError("no list")
+    return [item if isinstance(item, str) else json.dumps(item, sort_keys=True) for item in value]
+
+
+def _usage(texts: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    count = sum(map(tokens_of, texts))
+    return count, {
+        "prompt_tokens": count,
+        "total_tokens": count,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+def _embeddings(asked: Mapping[str, Any], model: str, dims: int, index_last: bool) -> ListCall:
+    texts = _texts(asked.get("input"))
+    count, usage = _usage(texts)
+    size = asked.get("dimensions") or dims
+
+    def answer(wrong: bool) -> Any:
+        data = []
+        for index, found in enumerate(vectors(texts, size, wrong)):
+            embedding: Any = found
+            if asked.get("encoding_format") == "base64":
+                embedding = base64.b64encode(struct.pack(f"<{size}f", *found)).decode()
+            item = {"object": "embedding", "index": index, "embedding": embedding}
+            if index_last:
+                item["index"] = item.pop("index")
+            data.append(item)
+        return {"object": "list", "data": data, "model": model, "usage": usage}
+
+    return ListCall(texts, count, answer)
+
+
+def _embed(asked: Mapping[str, Any], _model: str, dims: int, _last: bool) -> ListCall:
+    texts = _texts(asked.get("inputs"))
+    return ListCall(texts, _usage(texts)[0], lambda wrong: vectors(texts, dims, wrong))
+
+
+def _instances(asked: Mapping[str, Any], _model: str, _dims: int, _last: bool) -> ListCall:
+    texts = _strings(asked.get("instances"))
+    return ListCall(
+        texts, _usage(texts)[0], lambda wrong: {"predictions": vectors(texts, 3, wrong)}, pretty=True
+    )
+
+
+def _predict(asked: Mapping[str, Any], _model: str, _dims: int, _last: bool) -> ListCall:
+    inputs = asked.get("inputs")
+    batch = isinstance(inputs, list) and bool(inputs) and isinstance(inputs[0], list)
+    rows = inputs if batch else [inputs if isinstance(inputs, list) else [inputs]]
+    if not isinstance(rows, list) or not all(isinstance(row, list) and 1 <= len(row) <= 2 for row in rows):
+        raise BadCallError("`inputs` are neither texts nor pairs of texts")
+    texts = _strings([row[0] if len(row) == 1 else row for row in rows])
+
+    def answer(wrong: bool) -> Any:
+        found = [
+            [{"score": score, "label": "yes"}, {"score": 1.0 - score, "label": "no"}]
+            for score in scores("", texts, wrong)
+        ]
+        return found if batch else found[0]
+
+    return ListCall(texts, _usage(texts)[0], answer)
+
+
+def _rerank(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> ListCall:
+    query, tei = asked.get("query"), "texts" in asked
+    if not isinstance(query, str):
+        raise BadCallError("no query")
+    texts = _strings(asked.get("texts" if tei else "documents"))
+    count, usage = _usage([query + text for text in texts])
+
+    def answer(wrong: bool) -> Any:
+        found = sorted(enumerate(scores(query, texts, wrong)), key=lambda pair: (-pair[1], pair[0]))
+        if tei:
+            return [{"index": index, "score": score} for index, score in found]
+        results = [
+            {"index": index, "document": {"text": texts[index]}, "relevance_score": score}
+            for index, score in found[: asked.get("top_n") or None]
+        ]
+        return {"id": "rerank-1", "model": model, "usage": usage, "results": results}
+
+    return ListCall(texts, count, answer)
+
+
+def _score(asked: Mapping[str, Any], model: str, _dims: int, _last: bool) -> ListCall:
+    ones, texts = asked.get("text_1"), asked.get("text_2")
+    texts = [texts] if isinstance(texts, str) else _strings(texts)
+    if isinstance(ones, list) and len(ones) == 1:
+        ones = ones[0]
+    if not isinstance(ones, str) and not (isinstance(ones, list) and len(ones) == len(texts)):
+        raise BadCallError("Input lengths must be either 1:1, 1:N or N:N")
+    count, usage = _usage(texts)
+
+    def answer(wrong: bool) -> Any:
+        data = [
+            {"index": index, "object": "score", "score": score}
+            for index, score in enumerate(scores(ones, texts, wrong))
+        ]
+        return {"id": "score-1", "object": "list", "created": 1, "model": model, "data": data, "usage": usage}
+
+    return ListCall(texts, count, answer)
+
+
+def _tensors(asked: Mapping[str, Any], model: str, dims: int, _last: bool) -> ListCall:
+    inputs = asked.get("inputs")
+    if not isinstance(inputs, list) or not inputs:
+        raise BadCallError("no inputs")
+    try:
+        columns = [_rows(tensor["data"], tensor["shape"]) for tensor in inputs]
+    except (KeyError, TypeError, IndexError):
+        raise BadCallError("a tensor without data or shape") from None
+    if len({len(column) for column in columns}) != 1:
+        raise BadCallError("input batch size does not match other inputs")
+    texts = [json.dumps(row) for row in zip(*columns, strict=True)]
+    nested = isinstance(inputs[0]["data"][0], list)
+
+    def answer(wrong: bool) -> Any:
+        rows = vectors(texts, dims, wrong)
+        flat = [number for row in rows for number in row]
+        outputs = [
+            {"name": "y", "datatype": "FP32", "shape": [len(rows), dims], "data": rows if nested else flat},
+            {
+                "name": "label",
+                "datatype": "BYTES",
+                "shape": [len(rows)],
+                "data": [f"a,{row[0]:.1f}" for row in rows],
+            },
+        ]
+        wanted = [output["name"] for output in asked.get("outputs") or outputs]
+        found = {"model_name": model, "model_version": "1"}
+        return {
+            **found,
+            **({"id": asked["id"]} if "id" in asked else {}),
+            "outputs": [output for output in outputs if output["name"] in wanted],
+        }
+
+    return ListCall(texts, _usage(texts)[0], answer)
+
+
+def _rows(data: Sequence[Any], shape: Sequence[int]) -> list[Any]:
+    """Flat data as they are nested."""
+    each = math.prod(shape[1:])
+    nested = len(shape) > 1 and isinstance(data[0], list)
+    if len(data) != (shape[0] if nested else shape[0] * each):
+        raise BadCallError("unexpected size of the data of an input")
+    return list(data) if nested else [list(data[at : at + each]) for at in range(0, len(data), each)]
+
+
+_READERS: Sequence[tuple[re.Pattern[str], Callable[[Mapping[str, Any], str, int, bool], ListCall]]] = (
+    (re.compile(r".*/embeddings"), _embeddings),
+    (re.compile(r".*/v1/models/(?P<model>[^/:]+)(?:/versions/\d+)?:predict"), _instances),
+    (re.compile(r".*/v2/models/(?P<model>[^/]+)(?:/versions/[^/]+)?/infer"), _tensors),
+    (re.compile(r".*/rerank"), _rerank),
+    (re.compile(r".*/score"), _score),
+    (re.compile(r".*/embed"), _embed),
+    (re.compile(r".*/predict"), _predict),
+)

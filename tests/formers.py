@@ -1,0 +1,58 @@
+"""A dispatcher of batches in virtual time, for the tests of the former."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+from dispatcher.core.batching import Form, FormedBy, Forming, Waiting, form
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A batch that went: when, which items by their number, and why."""
+
+    at: float
+    items: tuple[int, ...]
+    sizes: tuple[int, ...]
+    by: FormedBy
+
+
+def play(
+    arrivals: Iterable[Waiting],
+    rule: Forming,
+    *,
+    takes_s: float = 0.0,
+    calls: float = inf,
+    alone_known: bool = False,
+) -> list[Sent]:
+    """What goes when. `calls`: so many at once, each of which takes `takes_s`. `alone_known`: the former is
+    told when no further item can come."""
+    coming = sorted(enumerate(arrivals), key=lambda each: each[1].since)
+    waiting: list[tuple[int, Waiting]] = []
+    ends: list[float] = []
+    sent: list[Sent] = []
+    now = coming[0][1].since if coming else 0.0
+    while coming or waiting:
+        while coming and coming[0][1].since <= now:
+            waiting.append(coming.pop(0))
+        ends = [end for end in ends if end > now]
+        answer = form(
+            (item for _, item in waiting),
+            rule,
+            now,
+            room=len(ends) < calls,
+            alone=alone_known and not coming,
+        )
+        if isinstance(answer, Form):
+            going, waiting = waiting[: answer.count], waiting[answer.count :]
+            numbers, sizes = tuple(n for n, _ in going), tuple(item.size for _, item in going)
+            sent.append(Sent(now, numbers, sizes, answer.by))
+            if takes_s:
+                ends.append(now + takes_s)
+            continue
+        before = now
+        now = min(answer.until, *(item.since for _, item in coming[:1]), *ends, inf)
+        assert before < now < inf, "it waits for something that comes, and later"
+    return sent
