@@ -25,6 +25,14 @@ class ErrorCode(StrEnum):
     RETRIES_EXHAUSTED = "RETRIES_EXHAUSTED"
     DELIVERIES_EXHAUSTED = "DELIVERIES_EXHAUSTED"
     TOO_LARGE = "TOO_LARGE"
+    SEQUENCE_ABORTED = "SEQUENCE_ABORTED"
+    """An earlier request of its sequence has failed, or an operator gave the sequence up."""
+    SEQUENCE_ENDED = "SEQUENCE_ENDED"
+    """Its sequence was over, and takes no more."""
+    SEQUENCE_FULL = "SEQUENCE_FULL"
+    """Too many requests of its sequence wait."""
+    SEQUENCE_INDEX = "SEQUENCE_INDEX"
+    """Another request of its sequence has its index, or that one's turn has passed."""
 
 
 class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):

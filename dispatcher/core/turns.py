@@ -1,0 +1,241 @@
+"""A request's turn in its sequence: what a producer says of it, and what may come of it. Pure.
+
+A sequence is requests that belong together: they run in order, one at a time. docs/queue-contract.md has what
+a producer writes, core/sequences.py the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+import msgspec
+
+from dispatcher.core.result import ErrorCode
+
+MAX_SEQUENCE_BYTES = 256
+INDEX_MOST = 10**15 - 1
+"""Of an index: it stands in 16 digits, and floats count as far as that."""
+
+
+class OnError(StrEnum):
+    """What becomes of a sequence of which a request has failed."""
+
+    CONTINUE = "continue"
+    ABORT = "abort"
+    """All later ones are answered SEQUENCE_ABORTED, with the cause."""
+    HOLD = "hold"
+    """The later ones wait until an operator has decided."""
+
+
+class Carry(StrEnum):
+    """What a request is built on."""
+
+    OFF = "off"
+    """It is sent as it was written."""
+    MESSAGES = "messages"
+    """The conversation so far goes before what it says (core/carry.py)."""
+
+
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request's place in a sequence, as its producer wrote it."""
+
+    id: str
+    """Of the sequence: 1 to 256 bytes."""
+    index: int | None = None
+    """Its number, from 0 on; None: behind all that the sequence has when the request comes."""
+    last: bool = False
+    """The sequence ends with it."""
+    reset: bool = False
+    """The sequence begins anew with it, after all that came before it."""
+    on_error: OnError | None = None
+    """None: as the settings say."""
+    carry: Carry | None = None
+    """None: as the settings say."""
+
+
+class TurnFields(msgspec.Struct):
+    """`data.sequence` as a decoder reads it."""
+
+    id: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_SEQUENCE_BYTES)]
+    index: Annotated[int, msgspec.Meta(ge=0, le=INDEX_MOST)] | None = None
+    last: bool | None = None
+    reset: bool | None = None
+    on_error: Literal["continue", "abort", "hold"] | None = None
+    carry: Literal["off", "messages"] | None = None
+
+    def turn(self) -> Turn | None:
+        """None where the id is too long in bytes."""
+        if len(self.id.encode()) > MAX_SEQUENCE_BYTES:
+            return None
+        on_error = None if self.on_error is None else OnError(self.on_error)
+        carry = None if self.carry is None else Carry(self.carry)
+        return Turn(self.id, self.index, bool(self.last), bool(self.reset), on_error, carry)
+
+
+def foreign_turn(metadata: Mapping[str, str]) -> Turn | None:
+    """What a producer that knows no `data.sequence` says in its metadata: `sequence_id`, `sequence_index`.
+
+    Never a reason to refuse: whoever wrote such names before they meant something here wrote what he liked.
+    An id that can be none is none, and an index that can be none leaves the order to the arrival.
+    """
+    name = metadata.get("sequence_id", "")
+    if not 0 < len(name.encode()) <= MAX_SEQUENCE_BYTES:
+        return None
+    told = metadata.get("sequence_index", "")
+    index = int(told) if told.isascii() and told.isdigit() and len(told) <= 15 else None
+    return Turn(name, index)
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What the dispatcher says of a request's sequence on its way to the model server."""
+
+    headers: Mapping[str, str]
+    """Names in lower case. They go in the place of the caller's."""
+    token_header: str
+    """In the answer: what takes the next request to the same server. Nobody else's word in the request."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTerms:
+    """What the operator decided for all sequences of a line."""
+
+    max_idle_s: float = 600.0
+    """A sequence of which nothing runs or waits for so long has ended; and so long its end is remembered."""
+    max_age_s: float = 86_400.0
+    """One that began so long ago ends with the request that runs."""
+    max_active: int | None = None
+    """Sequences that are alive at once; the others wait until one ends. None: any number."""
+    max_waiting: int = 1000
+    """Requests of one sequence that wait; further ones are refused."""
+    on_error: OnError = OnError.ABORT
+    """For a request that does not say."""
+    gap_s: float = 60.0
+    """How long the others wait for an index that is missing, from when it could have gone."""
+    refuse_after_end: bool = False
+    """What comes after the end, as long as that is remembered, is refused; else it begins a new life."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """What a request leaves to its sequence when it ends."""
+
+    turn: Turn
+    """So that one which ends before it was lined up is not waited for."""
+    failed: bool = False
+    """It has no answer that the next one could build on."""
+    cause: str = ""
+    """One sentence: how it failed."""
+    token: str | None = None
+    """What takes the next request to the same server; None: as before, empty: none any more."""
+    carry: bytes | None = None
+    """What the next request is built on; None: as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goes:
+    """The request is its sequence's head: it may be sent, now and at each later try."""
+
+    index: int
+    token: str
+    """That of the sequence; empty: none."""
+    carry: bytes
+    fresh: bool
+    """It is the first of a life: nothing is known of one before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """It is not its turn: it was given back, undelivered, and waits in the line of its sequence. (Or its
+    lease is no longer the caller's.)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Barred:
+    """It will never go. Its lease stays the caller's, who settles it with this as its error; the sequence
+    does not know it."""
+
+    code: ErrorCode
+    why: str
+    """One sentence."""
+
+
+Verdict = Goes | Waits | Barred
+
+
+class SequenceStatus(StrEnum):
+    OPEN = "open"
+    """Its requests go, one at a time."""
+    PARKED = "parked"
+    """It has not begun: max_active others are alive."""
+    HELD = "held"
+    """A request has failed, and an operator is to decide."""
+    ABORTED = "aborted"
+    """What comes is answered SEQUENCE_ABORTED."""
+    ENDED = "ended"
+    """What comes is answered SEQUENCE_ENDED."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSeen:
+    """A sequence at one moment."""
+
+    id: str
+    status: SequenceStatus
+    next: int
+    """The index that goes next."""
+    head: int | None
+    """The entry whose turn it is."""
+    waiting: int
+    """Requests in its line, of lives to come too."""
+    lives: int
+    """That which runs, and those that begin with a reset which waits."""
+    done: int
+    """Requests of this life that have ended."""
+    failed: int
+    """Those of them without an answer."""
+    began_at: float | None
+    """Unix seconds: when the first of this life went."""
+    touched_at: float
+    """Unix seconds: its last activity."""
+    gap_since: float | None
+    """Unix seconds: since when it waits for an index that is missing."""
+    has_token: bool
+    carry_bytes: int
+    cause: str
+    """Why it is held, aborted or ended."""
+    line: Sequence[tuple[int, int]] = ()
+    """Index and entry of the first that wait in this life, where that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCounts:
+    """How many sequences a line has."""
+
+    active: int = 0
+    """Alive: they run, or are held."""
+    parked: int = 0
+    """They wait to begin."""
+    held: int = 0
+    aborted: int = 0
+    waiting: int = 0
+    """Requests that wait for their turn."""
+
+    @classmethod
+    def of(cls, count: Mapping[SequenceStatus, int], waiting: int) -> SequenceCounts:
+        """By their status."""
+        held, aborted = count.get(SequenceStatus.HELD, 0), count.get(SequenceStatus.ABORTED, 0)
+        alive = count.get(SequenceStatus.OPEN, 0) + held
+        return cls(alive, count.get(SequenceStatus.PARKED, 0), held, aborted, waiting)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePage:
+    """One page of a look at all sequences."""
+
+    found: Sequence[SequenceSeen]
+    after: str
+    """Where the next page begins; empty: this was the last one."""
