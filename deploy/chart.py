@@ -35,7 +35,8 @@ _PATTERNS: tuple[tuple[Any, str], ...] = (
     (QueueUrl, r"^$|^rediss?(\+(sentinel|cluster))?://"),
 )
 _TYPES = {str: "string", SecretUrl: "string", int: "integer", float: "number", bool: "boolean"}
-_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+_BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum",
+           "min_length": "minItems"}  # fmt: skip
 
 
 # ── the settings' part ──
@@ -48,16 +49,18 @@ def section(model: type[BaseModel], path: str = "") -> dict[str, Any]:
         for name, info in model.model_fields.items()
         if f"{path}{name}" not in NOT_HERE
     }
-    return {"type": "object", "additionalProperties": False, "properties": properties}
+    found: dict[str, Any] = {"type": "object", "additionalProperties": False, "properties": properties}
+    if path.endswith("[]."):  # what else must be there is asked for by a sentence
+        found["required"] = [name for name, info in model.model_fields.items() if info.is_required()]
+    return found
 
 
 def _field(info: FieldInfo, path: str) -> dict[str, Any]:
     kind = info.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return section(kind, f"{path}.")
-    found = _kind(kind)
-    for rule in info.metadata:
-        found |= {word: getattr(rule, sign) for sign, word in _BOUNDS.items() if hasattr(rule, sign)}
+    found = _kind(kind, path)
+    found |= _bounds(info.metadata)
     found |= _pattern(info.metadata)
     if AUTO in info.metadata:  # `pattern` speaks of texts only, the bounds of numbers only
         found |= {"type": ["number", "string"], "pattern": f"^{AUTO}$"}
@@ -68,28 +71,40 @@ def _field(info: FieldInfo, path: str) -> dict[str, Any]:
     return found
 
 
-def _kind(kind: Any) -> dict[str, Any]:
+def _bounds(rules: Sequence[Any]) -> dict[str, Any]:
+    return {
+        word: getattr(rule, sign) for rule in rules for sign, word in _BOUNDS.items() if hasattr(rule, sign)
+    }
+
+
+def _kind(kind: Any, path: str = "") -> dict[str, Any]:
+    """`path`: where it stands, for the sections of a list."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return section(kind, f"{path}[].")
     if kind in _TYPES:
         return {"type": _TYPES[kind]}
     origin, of = get_origin(kind), get_args(kind)
     if origin is Literal:
         return {"enum": list(of)}
     if origin is tuple:
-        return {"type": "array", "items": _item(of[0])}
+        return {"type": "array", "items": _item(of[0], path)}
     if origin is dict:
         names, text = _item(of[0]).get("enum"), {"type": "string"}
         if names is None:
             return {"type": "object", "additionalProperties": text}
         return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, text)}
     found = _kind(of[0])  # X | None is all that is left
+    if "enum" in found:
+        return {"enum": [*found["enum"], None]}
     return found | {"type": [found["type"], "null"]}
 
 
-def _item(kind: Any) -> dict[str, Any]:
+def _item(kind: Any, path: str = "") -> dict[str, Any]:
     """Of a list or a map: what each is."""
     if not hasattr(kind, "__metadata__"):
-        return _kind(kind)
-    return _kind(kind.__origin__) | _pattern(kind.__metadata__)
+        return _kind(kind, path)
+    rules = [rule for each in kind.__metadata__ for rule in getattr(each, "metadata", (each,))]
+    return _kind(kind.__origin__, path) | _bounds(rules) | _pattern(rules)
 
 
 def _pattern(rules: Sequence[Any]) -> dict[str, str]:

@@ -10,6 +10,8 @@ from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
 from dispatcher.dispatch.access import QueueView
+from dispatcher.dispatch.batching import Batching
+from dispatcher.dispatch.sequences import LineUp
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
@@ -28,6 +30,8 @@ def overview(
     poll: SourcePoll | None,
     watched: Endpoints,
     slow: str | None,
+    batching: Batching | None = None,
+    lineup: LineUp | None = None,
 ) -> Status:
     """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
     with its pace."""
@@ -64,6 +68,12 @@ def overview(
         ),
         line=_line(queue),
         price=_price(poll.price) if poll else show.PriceStatus(),
+        batching=_batching(batching) if batching else show.BatchingStatus(),
+        sequences=show.SequencesStatus(
+            sequences=asdict(queue.counts.sequences) if queue.counts else None,
+            sequence_turns=dict(lineup.turns) if lineup else {},
+            sequence_servers=dict(lineup.servers) if lineup else {},
+        ),
     )
 
 
@@ -239,4 +249,14 @@ def _price(price: Price) -> show.PriceStatus:
         price_source=price.source or None,
         price_why_not=price.why_not or None,
         batch_share=price.batch_share,
+    )
+
+
+def _batching(batching: Batching) -> show.BatchingStatus:
+    return show.BatchingStatus(
+        batching=[served.told() for served in batching.models],
+        batching_waiting=len(batching.company),
+        batching_calls=dict(batching.calls),
+        batching_requests=batching.requests,
+        batching_checks=dict(batching.checks),
     )

@@ -29,7 +29,7 @@ from dispatcher.core.budget import Reason
 from dispatcher.core.harvest import Work
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
-from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.dispatch import Dispatcher, Journal, Options, SequenceOptions
 from dispatcher.forward import HttpGateway
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
@@ -110,9 +110,8 @@ class Service:
             self._polled,
             batch_share=self._batch_share,
         )
-        # Model servers that the settings name are in no InferencePool, whose absence would close the gate.
-        access = NO_CLUSTER if settings.signals.vllm else ClusterAccess()
-        self.watch = CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=access)
+        self.watch = self._watch_of(settings)
+        self._watch_changed = asyncio.Event()
         self.pace = PaceWatch(self._slow)
         self.metrics.show(self.status)
         self._watched = Endpoints()
@@ -136,7 +135,7 @@ class Service:
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(self.poller.run(), name="signals"),
-                tasks.create_task(self.watch.run(), name="capacity"),
+                tasks.create_task(self._watching(), name="capacity"),
                 tasks.create_task(self.pace.run(), name="pace"),
             ]
             try:
@@ -144,6 +143,20 @@ class Service:
             finally:
                 for task in beside:
                     task.cancel()
+
+    def _watch_of(self, settings: Settings) -> CapacityWatch:
+        # Model servers that the settings name are in no InferencePool, whose absence would close the gate.
+        access = NO_CLUSTER if settings.signals.vllm else ClusterAccess()
+        return CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=access)
+
+    async def _watching(self) -> None:
+        """Watch the pool's endpoints, and anew where there is another watch."""
+        while True:
+            self._watch_changed.clear()
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(self.watch.run())
+                await self._watch_changed.wait()
+                watching.cancel()
 
     def apply(self, settings: Settings, text: str) -> None:
         """A new configuration, read from `text`, takes effect without losing a request. Raises OSError, and
@@ -161,7 +174,12 @@ class Service:
             self._gateway.reconfigure(settings.gateway)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
-        self.watch.reconfigure(settings.signals.epp)
+        if bool(settings.signals.vllm) == bool(before.signals.vllm):
+            self.watch.reconfigure(settings.signals.epp)
+        else:
+            self.watch = self._watch_of(settings)
+            self._endpoints(Endpoints())  # what was known is of the other kind of pool
+            self._watch_changed.set()
         if settings.log != before.log:
             logs.configure(settings.log.level, settings.log.format)
         self.metrics.count(series.RELOADS, "applied")
@@ -234,7 +252,7 @@ class Service:
 
     def status(self) -> Status:
         now = _now()
-        self._count_time()
+        self._count()
         return overview(
             now,
             process=ProcessStatus(
@@ -257,16 +275,29 @@ class Service:
             poll=self._poll,
             watched=self._watched,
             slow=self.pace.problem,
+            batching=self.dispatcher.batching,
+            lineup=self.dispatcher.lineup,
         )
 
-    def _count_time(self) -> None:
-        """The integrals over time, into the series."""
+    def _count(self) -> None:
+        """What the loop counts by itself, into the series."""
         meter = self.dispatcher.measure()
         for reason, seconds in meter.reason_s.items():
             self.metrics.set_total(series.GATE_SECONDS, str(reason), to=seconds)
         for work in Work:
             self.metrics.set_total(series.USED_SECONDS, str(work), to=meter.used_s[work])
             self.metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
+        batching = self.dispatcher.batching
+        self.metrics.set_total(series.MERGED_REQUESTS, to=batching.requests)
+        lineup = self.dispatcher.lineup
+        for counted, by in (
+            (series.MERGED_CALLS, batching.calls),
+            (series.MERGE_CHECKS, batching.checks),
+            (series.SEQUENCE_TURNS, lineup.turns),
+            (series.SEQUENCE_SERVERS, lineup.servers),
+        ):
+            for result, times in by.items():
+                self.metrics.set_total(counted, result, to=times)
 
 
 async def serve(
@@ -462,7 +493,7 @@ def _digest(text: str) -> str:
 
 
 def _options(settings: Settings, observe: bool) -> Options:
-    retry = settings.retry
+    retry, sequences = settings.retry, settings.sequences
     return Options(
         retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts, retry.max_deliveries),
         lease_s=settings.queue.lease_s,
@@ -470,6 +501,15 @@ def _options(settings: Settings, observe: bool) -> Options:
         max_payload_bytes=settings.queue.max_payload_bytes,
         gateway=f"{settings.gateway.url.bare}{settings.gateway.path}",
         tenant_from=settings.gateway.fairness_from,
+        path=settings.gateway.path,
+        batching=settings.batching.in_force(),
+        sequences=SequenceOptions(
+            terms=sequences.terms(),
+            header=sequences.header,
+            id_header=sequences.session_id_header,
+            carry=sequences.carries(),
+            max_carry_bytes=sequences.max_carry_bytes,
+        ),
         observe=observe,
     )
 

@@ -78,15 +78,30 @@ def _rows(model: type[BaseModel], path: str) -> Iterator[str]:
         if section is not None:
             yield from _rows(section, here)
             continue
+        rows = _listed(info)
         restart = any(here == key or here.startswith(f"{key}.") for key in NEEDS_RESTART)
         meaning = (info.description or "") + (" *restart*" if restart else "")
         yield f"| `{here}` | {_kind(info)} | {_default(info)} | {meaning.replace('|', chr(92) + '|')} |"
+        if rows is not None:
+            yield from _rows(rows, f"{here}[]")
 
 
 def _model(info: FieldInfo) -> type[BaseModel] | None:
     """The section that a field is; None where it is a key."""
     kind = info.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _listed(info: FieldInfo) -> type[BaseModel] | None:
+    """The section that each entry of a list is."""
+    return next(
+        (
+            each
+            for each in get_args(info.annotation)
+            if isinstance(each, type) and issubclass(each, BaseModel)
+        ),
+        None,
+    )
 
 
 _NAMES = {str: "text", SecretUrl: "URL", int: "whole number", float: "number", bool: "true or false"}
@@ -100,7 +115,10 @@ def _kind(info: FieldInfo) -> str:
     elif AUTO in info.metadata:
         text = f"`{AUTO}` or {_NAMES[choices[0]]}"
     elif type(None) in choices:
-        text = f"{_NAMES.get(choices[0], 'list')} or null"
+        names = get_args(choices[0])
+        words = all(isinstance(each, str) for each in names) if names else False
+        one_of = ", ".join(f"`{each}`" for each in names) if words else _NAMES.get(choices[0], "list")
+        text = f"{one_of} or null"
     elif choices and all(isinstance(choice, str) for choice in choices):
         text = ", ".join(f"`{choice}`" for choice in choices)
     else:
@@ -127,6 +145,8 @@ def _default(info: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, int | float):
         return f"`{value:g}`" if value != int(value) else f"`{int(value)}`"
+    if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
+        return " ".join(f"`{json.dumps(each.model_dump(exclude_unset=True))}`" for each in value)
     if isinstance(value, tuple):
         return f"`[{', '.join(map(repr, value))}]`".replace("'", '"')
     if isinstance(value, dict):
@@ -235,6 +255,7 @@ _INNER = {"arrived", "item", "number", "waiters"}
 """Fields of handles and results that are the client's own."""
 
 
+_NO_KINDS = ("Exception", "Generic[T, R]")
 _OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "JournalError", "SinkError")
 """What `run_file` takes, returns and raises: of `dispatcher.client.files`."""
 
@@ -243,14 +264,20 @@ def reference() -> str:
     """docs/python-reference.md, from the classes that the client offers."""
     offered = _assigned(ast.parse((_CLIENT / "__init__.py").read_text()))
     classes: dict[str, ast.ClassDef] = {}
-    for module in sorted(_CLIENT.rglob("*.py")):
+    for module in (_CLIENT.parent / "core" / "turns.py", *sorted(_CLIENT.rglob("*.py"))):
         classes |= {
             each.name: each for each in ast.parse(module.read_text()).body if isinstance(each, ast.ClassDef)
         }
     first = ("BatchClient", "BlockingBatchClient", "Item", "Handle", "Result")
+    first += ("OpenSequence", "BlockingSequence")
+    last = ("batched", "Batched")
     lines = [_REFERENCE]
-    for name in (*first, *(name for name in offered if name not in first), *_OF_FILES):
+    for name in (*first, *(name for name in offered if name not in (*first, *last)), *_OF_FILES):
         lines += _class(classes[name])
+    source = ast.parse((_CLIENT / "batched.py").read_text()).body
+    [decorator] = [each for each in source if isinstance(each, ast.FunctionDef) and each.name == last[0]]
+    lines += ["## batched", "", "```python", _signature(decorator), "```", "", _text(decorator), ""]
+    lines += _class(classes[last[1]])
     return "\n".join(lines) + "\n"
 
 
@@ -262,7 +289,7 @@ def _assigned(module: ast.Module) -> list[str]:
 
 def _class(made: ast.ClassDef) -> Iterator[str]:
     """A class with its fields and properties, then its methods."""
-    bases = ", ".join(f"`{ast.unparse(base)}`" for base in made.bases if ast.unparse(base) != "Exception")
+    bases = ", ".join(f"`{ast.unparse(base)}`" for base in made.bases if ast.unparse(base) not in _NO_KINDS)
     yield from (f"## {made.name}", "", *([f"A kind of {bases}.", ""] if bases else ()), _text(made), "")
     methods = [node for node in made.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     fields = [*_fields(made), *(_property(each) for each in methods if _is_property(each))]

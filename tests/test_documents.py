@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from dispatcher import __version__
+from dispatcher.check.settings import doubts
 from dispatcher.cli import VERBS
+from dispatcher.core.shapes import KNOWN_CAPS
+from dispatcher.settings import Settings, parse
 from tests.pages import anchors
 from tests.support import free_port, require_tool
 
@@ -138,6 +141,30 @@ def test_links_lead_to_what_is_there(page: Path) -> None:
 def test_commands_that_a_page_names_exist(page: Path) -> None:
     named = set(re.findall(r"(?:`|^)batch-dispatcher ([a-z]+)\b", page.read_text(), re.MULTILINE))
     assert named - set(VERBS) == set()
+
+
+def test_rules_of_batching_on_its_page_are_whole_and_find_their_shape() -> None:
+    page = (ROOT / "docs" / "batching.md").read_text()
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    shapes = []
+    for block in blocks:
+        text = block if "gateway:" in block else f"gateway: {{}}\n{block}"
+        settings = parse(text, {"BATCH_DISPATCHER__GATEWAY__URL": "http://gateway"})
+        assert isinstance(settings, Settings), settings
+        assert [each for each in doubts(settings) if each.where.startswith("batching")] == []
+        shapes += [rule.shape.name for rule in settings.batching.in_force()]
+    assert shapes == ["tensorflow", "kserve", "embeddings", "rerank"]
+
+
+def test_caps_on_the_page_of_batching_are_those_that_are_known() -> None:
+    page = (ROOT / "docs" / "batching.md").read_text()
+    table = page.partition("| Known caps |")[2].partition("\n\n")[0]
+    told = {
+        name.strip().lower(): int(items.replace(",", ""))
+        for names, items in re.findall(r"^\| ([^(|]+?)(?: \([^|]*)? \| ([\d,]+) \|", table, re.MULTILINE)
+        for name in names.split(",")
+    }
+    assert told == {name: cap.items for name, cap in KNOWN_CAPS.items()}
 
 
 def test_make_targets_that_a_page_names_exist() -> None:

@@ -6,7 +6,8 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -96,10 +97,11 @@ LINES_MOST = 400
 LINES_OF_ONE_IDEA = 520
 LONGER = {
     "dispatcher.client.batch": "one class, whose methods are what users of the client call",
-    "dispatcher.ports": "the protocols of the loop, each beside the values that cross it",
+    "dispatcher.ports.queue": "the protocol of the loop, each value beside the step that it crosses with",
     "dispatcher.service": "every part of a dispatcher is built, started and stopped here, in one order",
     "dispatcher.signals.capacity": "one watch: what it finds of a pool moves with what it watches",
     "dispatcher.signals.poller": "one loop: which source counts, how often each is asked, what is told",
+    "dispatcher.telemetry.catalogue": "every series, a table",
     "dispatcher.standin.live": "one world over HTTP: each option of the command beside what it builds",
     "dispatcher.sim.world": "one world, whose parts change its state at the same moments of virtual time",
 }
@@ -191,6 +193,51 @@ def test_adapters_never_import_each_other() -> None:
                 if other in adapters - set(own):
                     crossings.append(f"{path.name}:{node.lineno} imports {other}")
     assert crossings == []
+
+
+def imported(source: str, modules: set[str]) -> set[str]:
+    """Those of `modules` that a source names in an import, wherever in it: for types alone and inside of
+    functions too. What is taken from a package is the module of that name, else the package itself."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            inner = {f"{package}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else package for name in inner}
+    return found & modules
+
+
+def circle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import each other in a ring, the first one again at its end; empty: there are none."""
+    graph = {name: imported(source, set(sources)) for name, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Two that need each other are one idea, or one of them asks for too much of the other."""
+    assert circle({name_of(path): path.read_text() for path in MODULES}) == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "import a.b",
+        "from a import b",
+        "from a.b import thing",
+        "if TYPE_CHECKING:\n    from a.b import Thing",
+        "def call():\n    from a import b",
+    ],
+)
+def test_a_circle_is_found_wherever_the_import_stands(back: str) -> None:
+    sources = {"a": "", "a.b": "from a.c import thing", "a.c": "from a.d import other", "a.d": back}
+    assert sorted(set(circle(sources))) == ["a.b", "a.c", "a.d"]
+    assert circle(sources | {"a.d": "from a import anything"}) == []
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from dispatcher.queue.keys import LINE_KEYS, POOL_KEYS
+from dispatcher.queue.keys import LINE_KEYS, POOL_KEYS, SEQUENCE_KEYS
 from tests.symbols import PACKAGE, exists, symbols
 
 ROOT = PACKAGE.parent
@@ -82,7 +82,9 @@ def test_every_lasting_key_has_its_place() -> None:
         if owner in found:
             found[owner] |= set(re.findall(r"`([\w:]+)`", keys))
     assert found["the pool"] == {suffix for suffix, _ in POOL_KEYS.values()}
-    assert found["the line"] == {suffix for suffix, _ in LINE_KEYS.values() if suffix}
+    assert found["the line"] == {
+        suffix for suffix, _ in (*LINE_KEYS.values(), *SEQUENCE_KEYS.values()) if suffix
+    }
 
 
 def test_a_name_that_is_not_there_would_be_noticed() -> None:

@@ -20,7 +20,7 @@ from dispatcher.service import LIVE_WITHIN_S, Service, _Reloader
 from dispatcher.settings import Settings
 from dispatcher.settings.load import Refusal
 from dispatcher.settings.load import parse as parse_settings
-from dispatcher.signals.capacity import Endpoints
+from dispatcher.signals.capacity import ABSENT, Endpoints
 from dispatcher.signals.poller import SourcePoll
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry import catalogue as series
@@ -109,6 +109,36 @@ def test_changed_settings_reach_each_part() -> None:
         assert service.generation == 2
         assert service.metrics.value(series.RELOADS, "applied") == 1
         assert service.status().process.config_generation == 2
+
+    at_bench(check)
+
+
+def test_model_servers_that_are_named_end_the_watch_of_a_pool_and_the_picker_begins_it_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """They are in no InferencePool, which the watch would find missing, and close the gate."""
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    servers = CONFIG + "signals: {vllm: {urls: [http://a:8000]}}\n"
+
+    async def check(bench: Bench) -> None:
+        service = bench.service
+        watching = asyncio.create_task(service._watching())
+        await asyncio.sleep(1.0)
+        assert service._watched.problems, "there is no such file"
+        service._endpoints(Endpoints(ready=0))
+        service.apply(settings(servers), servers)
+        await asyncio.sleep(1.0)
+        assert service._watched == ABSENT
+        other = servers.replace("a:8000", "b:8000")
+        watch = service.watch
+        service.apply(settings(other), other)
+        assert service.watch is watch
+        service.apply(settings(CONFIG), CONFIG)
+        assert service._watched == Endpoints(), "nothing is known yet"
+        await asyncio.sleep(1.0)
+        assert service._watched.problems
+        watching.cancel()
+        await asyncio.wait([watching])
 
     at_bench(check)
 

@@ -101,6 +101,39 @@ def test_all_problems_are_told_at_once_each_with_its_line_and_the_nearest_key() 
         ("a: 1\n" * 2_500, "config.yaml: line 2000: holds too many values: not a configuration"),
         ("#" * 300_000, "config.yaml: is larger than 256 KiB: not a configuration"),
         (MINIMAL + MINIMAL, "config.yaml: line 2: gateway: is given twice (first in line 1)"),
+        (
+            MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], max_sise: 3}]}",
+            "config.yaml: line 2: batching.rules[0].max_sise: unknown key (did you mean max_size?)",
+        ),
+        (
+            MINIMAL + "batching:\n  rules:\n  - paths: [/v1/embeddings]\n  - paths: [/a/b]",
+            "config.yaml: line 5: batching.rules[1].shape: must be given: no shape is usual at /a/b",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], unit: calls}]}",
+            "config.yaml: line 2: batching.rules[0].unit: must be one of item, call (did you mean call?)",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{paths: []}]}",
+            "config.yaml: line 2: batching.rules[0].paths: must not be empty",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{shape: embed}]}",
+            "config.yaml: line 2: batching.rules[0].paths: is required",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{paths: /v1/embeddings}]}",
+            "config.yaml: line 2: batching.rules[0].paths: a list is expected",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], max_size: 0}]}",
+            "config.yaml: line 2: batching.rules[0].max_size: must be at least 1, not 0",
+        ),
+        (
+            MINIMAL + "batching: {rules: [{paths: [/v1/embeddings], max_size: 8, preferred_sizes: [4, 16]}]}",
+            "config.yaml: line 2: batching.rules[0].preferred_sizes: 16 is above max_size, 8, and would never be met",
+        ),
+        (MINIMAL + "batching: {rules: 5}", "config.yaml: line 2: batching.rules: a list is expected"),
         (MINIMAL + "admin: 5", "config.yaml: line 2: admin: a section with keys is expected"),
         (MINIMAL + "admin: {port: '80'}", "config.yaml: line 2: admin.port: a whole number is expected"),
         (MINIMAL + "admin: {port: true}", "config.yaml: line 2: admin.port: a whole number is expected"),
@@ -393,3 +426,31 @@ def test_settings_cannot_be_changed_in_place() -> None:
     settings = good()
     with pytest.raises(ValueError, match="frozen"):
         settings.budget.reserve = 0.5  # type: ignore[misc]
+
+
+def test_rules_of_batching_come_from_a_variable_as_json_and_are_refused_by_their_place_in_it() -> None:
+    rules = json.dumps([{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32]}])
+    settings = good(BATCHING__RULES=rules, BATCHING__MODE="on")
+    (rule,) = settings.batching.in_force()
+    assert (rule.shape.name, rule.mode, rule.forming.preferred_sizes) == ("tensorflow", "on", (16, 32))
+    assert bad(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
+        "environment: BATCH_DISPATCHER__BATCHING__RULES[1].shape: must be given: no shape is usual at /odd"
+    ]
+    (told,) = bad(MINIMAL, BATCHING__RULES="[{")
+    assert told.startswith("environment: BATCH_DISPATCHER__BATCHING__RULES: cannot be read")
+
+
+@pytest.mark.parametrize(
+    ("text", "rules"),
+    [
+        ("", ["embeddings"]),
+        ("batching: {mode: off}", []),
+        ("batching: {mode: on, rules: []}", []),
+        (
+            "batching: {rules: [{paths: [/v2/models/a/infer]}, {paths: ['/*'], shape: predict}]}",
+            ["kserve", "predict"],
+        ),
+    ],
+)
+def test_which_rules_of_batching_are_in_force(text: str, rules: list[str]) -> None:
+    assert [rule.shape.name for rule in good(MINIMAL + text).batching.in_force()] == rules

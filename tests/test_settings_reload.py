@@ -29,7 +29,7 @@ def test_what_takes_effect_at_once_is_taken() -> None:
     text = """
 gateway: {url: http://gw, timeout_s: 5, headers: {a: b}, token_file: /t, objective: batch}
 budget: {reserve: 0.2}
-signals: {interval_s: 2, use: requests}
+signals: {interval_s: 2, use: requests, vllm: {urls: ["http://a:8000"]}}
 retry: {max_attempts: 2}
 shutdown: {drain_s: 9}
 log: {level: debug}

@@ -42,6 +42,21 @@ def test_a_signal_ends_it_and_is_told() -> None:
         assert world.poll() == -signal.SIGKILL
 
 
+IN_A_THREAD = """
+import threading
+from tests.warm import warm_run
+for _ in range(2):
+    thread = threading.Thread(target=lambda: print(warm_run("version").returncode, flush=True))
+    thread.start()
+    thread.join()
+"""
+
+
+def test_it_outlives_the_thread_that_asked_first() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_A_THREAD], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("0\n0\n", "")
+
+
 START = """
 import subprocess, sys, time
 from tests.warm import warm

@@ -145,7 +145,8 @@ def _started(
 
 @cache
 def _interpreter() -> socket.socket:
-    """Of this process; it ends with it."""
+    """Of this process. It ends with it, for then nobody holds the other end of its socket; not with the
+    thread that happened to ask first, as PR_SET_PDEATHSIG would have it."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its:
         subprocess.Popen(
@@ -154,7 +155,6 @@ def _interpreter() -> socket.socket:
             stdout=subprocess.DEVNULL,
             cwd=Path(__file__).parents[1],  # a test may have gone elsewhere
             pass_fds=[its.fileno()],
-            preexec_fn=die_with_parent,
         )
     return ours
 

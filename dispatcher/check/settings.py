@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dispatcher.check.finding import Finding
+from dispatcher.core.patterns import fits, meet
 from dispatcher.settings import Settings
 from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.settings.load import key_paths
@@ -33,6 +34,25 @@ def doubts(settings: Settings) -> Iterator[Finding]:
             "the EPP's default detector can read near 0 while every slot is taken; use auto unless it runs "
         )
         yield Finding("warning", "signals.use", what + "the concurrency detector")
+    if settings.batching.mode != "off" and "rules" in settings.batching.model_fields_set:
+        yield from _rules_in_vain(settings)
+
+
+def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
+    """Paths of rules for batching by which no request ever goes."""
+    allowed = (*settings.gateway.allowed_paths, settings.gateway.path)
+    before: list[tuple[int, str]] = []
+    for number, rule in enumerate(settings.batching.rules):
+        where = f"batching.rules[{number}].paths"
+        for path in rule.paths:
+            taken = next((by for by, pattern in before if fits(pattern, path)), None)
+            if not any(meet(each, path) for each in allowed):
+                what = f"{path}: no request may go there: gateway.allowed_paths does not have it"
+                yield Finding("warning", where, what)
+            elif taken is not None:
+                what = f"{path}: never asked, for batching.rules[{taken}] has it already"
+                yield Finding("warning", where, what)
+        before += [(number, path) for path in rule.paths]
 
 
 def files(settings: Settings) -> Iterator[Finding]:

@@ -9,7 +9,18 @@ import typer
 
 from dispatcher.cli.screen import complain, fail, say
 from dispatcher.cli.sought import by_id, labelled, matching
-from dispatcher.cli.target import Config, Json, Labels, PoolName, QueueName, QueueUrl, ask, find, pairs_of
+from dispatcher.cli.target import (
+    Config,
+    Json,
+    Labels,
+    PoolName,
+    QueueName,
+    QueueTarget,
+    QueueUrl,
+    ask,
+    find,
+    pairs_of,
+)
 from dispatcher.core.located import Whereabouts
 
 if TYPE_CHECKING:
@@ -17,7 +28,13 @@ if TYPE_CHECKING:
     from dispatcher.core.request import Rejection, Request
     from dispatcher.queue.redis.desk import RedisDesk
 
-EXAMPLES = {"cancel": ["batch-dispatcher cancel r-1 r-2", "batch-dispatcher cancel --label job=nightly"]}
+EXAMPLES = {
+    "cancel": [
+        "batch-dispatcher cancel r-1 r-2",
+        "batch-dispatcher cancel --label job=nightly",
+        "batch-dispatcher cancel --sequence chat-7",
+    ]
+}
 _CANCELLED = "cancelled"
 _GONE = "neither in line nor running: it has ended, or the id is of another queue"
 
@@ -27,20 +44,27 @@ def cancel(
         list[str] | None, typer.Argument(metavar="ID...", help="The requests' ids.")
     ] = None,
     label: Labels = None,
+    sequence: Annotated[
+        str, typer.Option("--sequence", metavar="ID", help="All that is known of this sequence.")
+    ] = "",
     config: Config = None,
     queue_url: QueueUrl = "",
     queue: QueueName = "",
     pool: PoolName = "",
     json_output: Json = False,
 ) -> None:
-    """Cancel requests: their result is CANCELLED; in flight the connection is closed.
+    """Cancel requests, or a sequence: their result is CANCELLED; in flight the connection is closed.
 
-    Exit code 1: one has ended, is not known, or was submitted without a token; or none has the label.
+    A sequence ends with that; what of it no dispatcher has claimed yet is not known, and begins it anew. Exit
+    code 1: one has ended, is not known, or was submitted without a token; or none has the label.
     """
     labels = pairs_of("--label", label)
-    if bool(request_ids) == bool(labels):
-        raise fail("give ids, or --label name=value", 2)
+    if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
+        raise fail("give ids, or --label name=value, or --sequence ID", 2)
     target = find(config, queue_url, queue, pool)
+    if sequence:
+        _cancel_sequence(target, sequence, as_json=json_output)
+        return
 
     async def act(desk: RedisDesk) -> dict[str, str]:
         if not labels:
@@ -68,6 +92,24 @@ def cancel(
     if not json_output:
         complain(*(f"{each}: {what}" for each, what in told.items() if what != _CANCELLED))
     if len(done) < len(told) or not done:
+        raise typer.Exit(1)
+
+
+def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> None:
+    async def act(desk: RedisDesk) -> int | None:
+        seen = await desk.sequence(sequence)
+        done = await desk.cancel_sequence(sequence)
+        return (0 if seen is None else seen.waiting + (seen.head is not None)) if done else None
+
+    count = ask(target, act)
+    told = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
+    if as_json:
+        typer.echo(json.dumps(told))
+    elif count is not None:
+        say(f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'}")
+    else:
+        complain(f"{sequence}: no sequence of {target.names.queue} that is alive")
+    if count is None:
         raise typer.Exit(1)
 
 

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
+from dispatcher.cli.screen import fail
+
 EXAMPLES = {
     "completion": [
         "source <(batch-dispatcher completion bash)     # in ~/.bashrc",
@@ -53,9 +55,11 @@ class Offer:
 
 
 def completion(
-    shell: Annotated[Shell, typer.Argument(help="Whose script to print.")],
+    shell: Annotated[Shell | None, typer.Argument(help="Whose script to print.")] = None,
 ) -> None:
     """Print the script by which a shell completes verbs, options and files."""
+    if shell is None:  # typer would name them on a line each
+        raise fail(f"say for which shell: batch-dispatcher completion {'|'.join(get_args(Shell))}", 2)
     from dispatcher.cli import app
 
     program = typer.main.get_command(app)

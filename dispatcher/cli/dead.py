@@ -42,6 +42,7 @@ Older = Annotated[
     str, typer.Option("--older", help="Only those that died longer ago than this: 30m, 2h, 7d.")
 ]
 _PAGE = 500
+_NAMED_MOST = 5
 _DIGITS_MOST = 16
 """Of the number of an entry."""
 
@@ -70,6 +71,14 @@ class _Selection:
                 if named and self._fits(one):
                     yield one
             after = found[-1].entry
+
+    @property
+    def none(self) -> str:
+        """What is said where nothing of what was meant is there."""
+        if self.names:
+            named = ", ".join(sorted(self.names)[:_NAMED_MOST])
+            return f"not among the dead: {named}{', …' if len(self.names) > _NAMED_MOST else ''}"
+        return "no dead request fits" if self.reason or self.older_s else "no dead"
 
     def _fits(self, one: Dead) -> bool:
         return self.reason.lower() in one.reason.lower() and one.died_at <= time.time() - self.older_s
@@ -175,17 +184,19 @@ def requeue(
     choice = _choice(which, reason, older, everything=everything)
     target = find(config, queue_url, queue, pool)
 
-    async def act(desk: RedisDesk) -> tuple[int, int, int]:
+    async def act(desk: RedisDesk) -> tuple[int, int, int, bool]:
         named, moved = [], 0
         async for one in choice.of(desk):
             named.append(one.entry)
             moved += desk.names.is_clients_own(parse(one.member).results)
         done = await desk.dead_requeue(named, int(time.time() + deadline))
-        return done, max(len(named), len(choice.names)), moved
+        return done, max(len(named), len(choice.names)), moved, bool(named)
 
-    done, asked, moved = ask(target, act)
+    done, asked, moved, found = ask(target, act)
     if json_output:
         answer({"requeued": done, "asked": asked, "results_by_id": moved})
+    elif not found:
+        complain(f"{target.names.queue}: {choice.none}", fg=None)
     else:
         say(f"{done} of {asked} are pending again; a second result may come for each")
         if moved:
@@ -219,6 +230,8 @@ def purge(
     done = ask(target, lambda desk: desk.dead_purge(named)) if named else 0
     if json_output:
         answer({"purged": done})
+    elif not named:
+        complain(f"{target.names.queue}: {choice.none}", fg=None)
     else:
         say(f"{done} forgotten")
     if done < max(1, len(choice.names)) and not everything:

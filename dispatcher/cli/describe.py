@@ -15,6 +15,7 @@ from dispatcher.cli.sought import (
     gate_of,
     shown,
     shown_result,
+    turn_of,
     why,
 )
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
@@ -61,7 +62,7 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[s
     now, requests, lines = time.time(), [], []
     for one, read in found:
         ahead = await desk.ahead(one)
-        sentence = why(one, read, ahead, gate, now)
+        sentence = why(one, read, ahead, gate, now, await turn_of(desk, one, read))
         requests.append({**shown(one, read, ahead), "why": sentence})
         rows = details(one, read, ahead, sentence)
         lines.append([request_id, *(f"  {name:<17} {value}" for name, value in rows)])

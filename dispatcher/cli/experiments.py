@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from dispatcher.cli.screen import fail, fold
+from dispatcher.cli.screen import fail, fold, warn
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
@@ -25,10 +25,6 @@ PATIENCE_S = 1.0
 """Who waits longer is shown how far it is."""
 COST = {Name.NONE: 1.0, Name.ALL_KNOWING: 2.0, Name.LAW: 8.0}
 """What a run takes beside others, about; what is not here takes 2."""
-
-
-def warn(message: str) -> None:
-    typer.secho(f"warning: {message}", err=True, fg=typer.colors.YELLOW)
 
 
 def compare(

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.cli.screen import complain
+from dispatcher.cli.screen import complain, warn
 from dispatcher.core.plain import plain
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ class FileScreen:
             complain(f"{self._name}:{line.n}: {line.message}", fg=None)
         if (more := len(start.faulty) - FAULTS_SHOWN) > 0:
             complain(f"… and {more:,} more bad lines, which the errors file names", fg=None)
+        if start.unknown:
+            counted = [f"{field} ({lines:,})" for field, lines in start.unknown.items()]
+            warn(
+                f"{self._name}: fields that no line of a batch file has, and how many lines do: "
+                f"{', '.join(counted)}. They are not sent."
+            )
         if start.resumed and not start.finished:
             complain(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done", fg=None)
         if not start.finished:

@@ -176,11 +176,13 @@ queue:
   # data_dir: ./batch-dispatcher-data    # of that Valkey, relative to this file
 
 signals:
-  # How full the pool is. In a cluster leave both out: the endpoint picker is found through the pool.
+  # How full the pool is. In a cluster leave all of it out: the endpoint picker is found through the pool.
   epp:
     {epp}
   # prometheus:
   #   url: http://prometheus:9090
+  # vllm:    # with neither: the model servers' own pages (vLLM, SGLang, TensorRT-LLM)
+  #   urls: ["http://127.0.0.1:8000"]    # or service: the DNS name of a headless Service
 
 budget:
   reserve: {answers.reserve:g}    # share of the capacity that batch work never takes; takes effect at once

@@ -39,6 +39,10 @@ EXAMPLES = {
 }
 
 
+_GO = tuple(place for place in IN_LINE if place is not Whereabouts.SEQUENCED)
+"""What is in line and may be sent: nobody claims what waits for its turn."""
+
+
 class Shown(StrEnum):
     """What may be listed, in the words of `status`."""
 
@@ -120,7 +124,7 @@ def _row(one: FoundRequest, read: Request | Rejection, now: float) -> Sequence[s
         str(one.state),
         deadline_of(read, now),
         tries_of(one),
-        note_of(one, now),
+        note_of(one, now, read.sequence),
     ]
 
 
@@ -168,7 +172,7 @@ def peek(
     target = find(config, queue_url, queue, pool)
 
     async def act(desk: RedisDesk) -> tuple[Any, int, str]:
-        return await _first(desk, IN_LINE, most), (await desk.counts()).pending, await gate_of(target, desk)
+        return await _first(desk, _GO, most), (await desk.counts()).pending, await gate_of(target, desk)
 
     found, total, gate = ask(target, act)
     rows = [(one, parse(one.member)) for one in found]
@@ -189,5 +193,5 @@ def _next(one: FoundRequest, read: Request | Rejection, now: float) -> Sequence[
         read.id or "(unreadable)",
         "-" if priority is None else str(priority),
         deadline_of(read, now),
-        note_of(one, now),
+        note_of(one, now, read.sequence),
     ]

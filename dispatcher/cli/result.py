@@ -189,6 +189,8 @@ def results(
                 await desk.take_result(where, one)
         if rows:
             say(*table(["ID", "STATUS", "ERROR", "BYTES", "PAYLOAD"], rows))
+        if not count and not await desk.is_list(where):
+            raise fail(f"{where} is no list: no results lie there")
         if not count:
             complain(f"{where} is empty", fg=None)
         return count

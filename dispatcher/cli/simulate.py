@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli import experiments, traffic
-from dispatcher.cli.experiments import warn
-from dispatcher.cli.screen import fail
+from dispatcher.cli.screen import fail, warn
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.parallel import cores

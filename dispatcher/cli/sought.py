@@ -14,6 +14,7 @@ from dispatcher.core.oversize import bytes_before_cut
 from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.turns import SequenceStatus, Turn
 
 if TYPE_CHECKING:
     from dispatcher.cli.target import QueueTarget
@@ -120,14 +121,21 @@ def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str
         "due_at": found.at if found.state is Whereabouts.DELAYED else None,
         "leased_until": found.at if found.state is Whereabouts.LEASED else None,
         "died_at": found.at if found.state is Whereabouts.DEAD else None,
-        "reason": found.reason or None,
+        "reason": (found.reason or None) if found.state is Whereabouts.DEAD else None,
+        "last_try": last_try_of(found) or None,
         "endpoint": (request.endpoint or None) if request else None,
         "results": read.results or None,
         "labels": dict(request.labels) if request else {},
+        "sequence": None if read.sequence is None else read.sequence.id,
         "cancellable": bool(read.token) and found.state is not Whereabouts.DEAD,
         "bytes": size_of(found),
         "problem": read.message if isinstance(read, Rejection) else None,
     }
+
+
+def last_try_of(found: FoundRequest) -> str:
+    """What the last try that counted came to; empty: there was none, or it is dead, and has a reason."""
+    return "" if found.state is Whereabouts.DEAD else found.reason
 
 
 def size_of(found: FoundRequest) -> int:
@@ -153,7 +161,9 @@ async def _unserved(desk: RedisDesk) -> str:
     if last_s is not None and last_s < UNSERVED_AFTER_S:
         return ""
     since = "ever has" if last_s is None else f"has for {told(last_s)}"
-    return f"no dispatcher works on {desk.names.queue}, none {since}: is the pool's name right, does one run?"
+    # Who only observes writes nothing, so it is not seen here.
+    ask = "is the pool's name right, does one run (without --observe)?"
+    return f"no dispatcher works on {desk.names.queue}, none {since}: {ask}"
 
 
 async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
@@ -200,6 +210,8 @@ async def _glimpse(desk: RedisDesk, request_id: str) -> tuple[FoundRequest | Non
 def _under_way(found: FoundRequest) -> str:
     """What is done with it now; empty where it stands in line, for then the gate holds it."""
     before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
+    if before and (last := last_try_of(found)):
+        before += f", the last: {last}"
     match found.state:
         case Whereabouts.LEASED:
             return f"a dispatcher has sent it, the answer is not there yet{before}"
@@ -209,8 +221,27 @@ def _under_way(found: FoundRequest) -> str:
             return ""
 
 
-def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float) -> str:
-    """Why it is not answered yet, in one sentence."""
+async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
+    """What one that waits for its turn waits for; empty: it does not."""
+    if found.state is not Whereabouts.SEQUENCED or read.sequence is None:
+        return ""
+    of = f"its turn in the sequence {read.sequence.id}"
+    if (seen := await desk.sequence(read.sequence.id)) is None:
+        return of
+    index = next((index for index, entry in seen.line if entry == found.entry), None)
+    told_ = of if index is None else f"{of}, where it has index {index}"
+    if seen.status in (SequenceStatus.HELD, SequenceStatus.PARKED):
+        return f"{told_}; that is {seen.status}" + (f": {seen.cause}" if seen.cause else "")
+    if seen.head is not None:
+        ids = await desk.ids_of([seen.head])
+        return f"{told_}, behind {ids.get(seen.head, f'entry {seen.head}')}, which has it now"
+    if seen.gap_since is not None:
+        return f"{told_}; index {seen.next} is missing for {told(time.time() - seen.gap_since)}"
+    return told_
+
+
+def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: float, turn: str = "") -> str:
+    """Why it is not answered yet, in one sentence. `turn`: of `turn_of`."""
     if found.state is Whereabouts.DEAD:
         return f"it was set aside: {found.reason}"
     if isinstance(read, Request) and read.deadline <= now and found.state is not Whereabouts.LEASED:
@@ -220,6 +251,8 @@ def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: floa
         return f"it is with {found.owner}, whose lease runs out {runs_out} unless it is renewed"
     if found.state is Whereabouts.DELAYED:
         return f"it waits for its next try, which is due {until(found.at or now, now)}; the gate: {gate}"
+    if turn:
+        return f"it waits for {turn}; the gate: {gate}"
     others = ahead_of_it(ahead)
     apart = (
         f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "
@@ -245,7 +278,7 @@ def deadline_of(read: Read, now: float) -> str:
     return until(read.deadline, now) if isinstance(read, Request) else "-"
 
 
-def note_of(found: FoundRequest, now: float) -> str:
+def note_of(found: FoundRequest, now: float, sequence: Turn | None = None) -> str:
     """What else there is to say of it in a table."""
     match found.state:
         case Whereabouts.LEASED:
@@ -256,6 +289,8 @@ def note_of(found: FoundRequest, now: float) -> str:
             return found.reason
         case Whereabouts.SUSPECT:
             return f"{found.deaths} owners died holding it"
+        case Whereabouts.SEQUENCED:
+            return "waits for its turn" + ("" if sequence is None else f" in {sequence.id}")
         case _:
             return "was given back" if found.state is Whereabouts.RETURNED else ""
 
@@ -275,10 +310,12 @@ def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -
     if found.entry:
         rows.append(("entry", str(found.entry)))
     rows.append(("tries", tries_of(found)))
+    rows += [("last try", last)] if (last := last_try_of(found)) else []
     if isinstance(read, Request):
         rows.append(("deadline", f"{time_of(read.deadline)}, {until(read.deadline, now)}"))
         if read.created:
             rows.append(("submitted", f"{time_of(read.created)}, {told(now - read.created)} ago"))
+        rows += [("sequence", read.sequence.id)] if read.sequence else []
         rows += [("endpoint", read.endpoint)] if read.endpoint else []
         rows += [("labels", ", ".join(f"{k}={v}" for k, v in read.labels.items()))] if read.labels else []
     else:

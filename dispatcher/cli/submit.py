@@ -19,6 +19,7 @@ from dispatcher.cli.submit_file import (
     Group,
     Ordered,
     Output,
+    SequenceBy,
     SkipBad,
     TemplateField,
     file_options,
@@ -62,6 +63,7 @@ def submit(
     skip_bad: SkipBad = False,
     ordered: Ordered = False,
     group: Group = "prefix",
+    sequence_by: SequenceBy = "",
     template: BodyTemplate = None,
     field: TemplateField = "",
     config: Config = None,
@@ -77,6 +79,9 @@ def submit(
     header: Pairs = None,
     metadata: Pairs = None,
     label: Labels = None,
+    sequence: Annotated[
+        str, typer.Option("--sequence", metavar="ID", help="It comes behind all that this sequence has.")
+    ] = "",
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Print the id once it is in line, and await no result.")
     ] = False,
@@ -92,8 +97,8 @@ def submit(
     headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
     labels = dict(pairs_of("--label", label))
     if file is not None:
-        if payload is not None or request_id or no_wait:
-            raise fail("--file: give it no request, no --id and no --no-wait", 2)
+        if payload is not None or request_id or no_wait or sequence:
+            raise fail("--file: give it no request, no --id, no --no-wait and no --sequence", 2)
         paths = file_paths(file, output, errors)
         options = file_options(
             target,
@@ -106,6 +111,7 @@ def submit(
             template=template,
             field=field,
             group=group,
+            sequence_by=sequence_by,
             ordered=ordered,
             skip_bad=skip_bad,
         )
@@ -126,6 +132,7 @@ def submit(
         headers=headers,
         metadata=attributes,
         labels=labels,
+        sequence=sequence or None,
     )
     _submit_one(target, item, body, wait=not no_wait, json_output=json_output)
 

@@ -49,6 +49,14 @@ Group = Annotated[
         help="With --file: prefix sends lines of one model and system prompt side by side; or none."
     ),
 ]
+SequenceBy = Annotated[
+    str,
+    typer.Option(
+        "--sequence-by",
+        metavar="FIELD",
+        help="With --file: lines with one value here, such as metadata.conversation, are a sequence.",
+    ),
+]
 BodyTemplate = Annotated[
     Path | None,
     typer.Option("--template", help="With --file: a request body; each line of the file is text for it."),
@@ -83,6 +91,7 @@ def file_options(
     template: Path | None,
     field: str,
     group: str,
+    sequence_by: str,
     ordered: bool,
     skip_bad: bool,
 ) -> FileOptions:
@@ -94,6 +103,8 @@ def file_options(
         raise _wrong(f"--group {group}: give prefix or none")
     if (template is None) != (not field):
         raise _wrong("give --template and --field together")
+    if sequence_by and (template is not None or not all(sequence_by.split("."))):
+        raise _wrong(f"--sequence-by {sequence_by}: a path such as metadata.conversation, without --template")
     if endpoint and template is None:
         raise _wrong("--endpoint: each line of a batch file has its own url")
     settings, rules = target.settings, LineRules()
@@ -108,6 +119,7 @@ def file_options(
         skip_bad=skip_bad,
         ordered=ordered,
         group="prefix" if group == "prefix" else "none",
+        sequence_by=sequence_by,
         deadline=deadline,
         priority=priority,
         headers=headers,

@@ -7,6 +7,8 @@ from typing import Any
 from dispatcher.core.duration import until
 from dispatcher.telemetry.status import CAPACITIES
 
+MODELS_MOST = 8
+"""Of which it is said what is merged, a line each."""
 COUNTS = ("pending", "leased", "delayed", "dead")
 
 
@@ -32,7 +34,7 @@ def details(gate: dict[str, Any]) -> list[str]:
     once = (_capacity(gate), _pace(gate), _deadlines(gate), _price(gate))
     capacity, pace, deadlines, price = ([line] if line else [] for line in once)
     problems, readings, replicas = _problems(gate), _readings(gate), _replicas(gate)
-    return [*capacity, *problems, *readings, *pace, *deadlines, *price, *replicas]
+    return [*capacity, *problems, *readings, *pace, *deadlines, *price, *_batching(gate), *replicas]
 
 
 def glance(gate: dict[str, Any]) -> list[str]:
@@ -172,6 +174,11 @@ def _problems(told: dict[str, Any]) -> list[str]:
     for_s = "" if failing_s is None else f" for {failing_s:.0f} s now"
     found += [(f"The signals cannot be read{for_s}", told.get("signals_problem"))]
     found += [("The Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
+    found += [
+        (f"Batching has ended for {_of(each)}", each["why_off"])
+        for each in told.get("batching") or ()
+        if each["why_off"]
+    ][:MODELS_MOST]
     return [f"{what}: {why}" for what, why in found if why and why not in told["explanation"]]
 
 
@@ -229,6 +236,19 @@ def _price(told: dict[str, Any]) -> str:
         "" if told["batch_share"] is None else f", while batch held {told['batch_share']:.0%} of the capacity"
     )
     return f"Price to realtime, last 5 minutes: {'; '.join(values)}; of {whose}{share}."
+
+
+def _batching(told: dict[str, Any]) -> list[str]:
+    """What is merged of each model, or why not; where it has ended is told among the problems."""
+    merged = [each for each in told.get("batching") or () if not each["why_off"]]
+    lines = [f"Batching of {_of(each)}: {each['sentence']}." for each in merged[:MODELS_MOST]]
+    more = len(merged) - len(lines)
+    return [*lines, *([f"Batching of {more} more: see --json."] if more else [])]
+
+
+def _of(served: dict[str, Any]) -> str:
+    model = served["model"]
+    return f"{model} at {served['path']}" if model else str(served["path"])
 
 
 def _replicas(told: dict[str, Any]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import re
 import secrets
@@ -14,24 +13,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 
-from dispatcher.client.errors import HookError, NoResultError, QueueAwayError, TooManyPendingError
-from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, submission_of
+from dispatcher.client.blocking import BlockingBatchClient
+from dispatcher.client.errors import NoResultError, QueueAwayError, TooManyPendingError
+from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, item_of, submission_of
 from dispatcher.client.mailbox import WAIT_S, Mailbox
 from dispatcher.client.outage import Outage, away
-from dispatcher.client.result import Result, of_error
+from dispatcher.client.result import HookError, Result, called, of_error
+from dispatcher.client.sequence import CarryWord, OnErrorWord, OpenSequence, SequenceDoors, mapped
 from dispatcher.client.stream import Items, streamed
 from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
 from dispatcher.core.submission import QueueUnavailableError, Submission
+from dispatcher.core.turns import SequenceSeen, Turn
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.connect import connect, place_of
 from dispatcher.queue.redis.producer import Box
 from dispatcher.queue.redis.scripts import Scripts
 
 if TYPE_CHECKING:
-    from dispatcher.client.blocking import BlockingBatchClient
     from dispatcher.client.files import FileProgress
+    from dispatcher.queue.redis.desk import RedisDesk
 
 T = TypeVar("T")
 Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
@@ -95,7 +97,8 @@ class BatchClient:
             raise ValueError(f"name {name!r}: 1 to 64 letters, digits, dots, dashes and underscores")
         if max_pending < 1:
             raise ValueError(f"max_pending {max_pending}: must be at least 1")
-        names = names_of(pool, queue, results)
+        queue = queue or f"batch:{{{pool}}}:requests"
+        names = Names(queue, results or f"{queue.removesuffix(':requests')}:results")
         self.name = name
         self._url = url
         self._names = names
@@ -104,7 +107,7 @@ class BatchClient:
         self._cancel_on_close = cancel_on_close and not name
         redis = connect(url, answer_s=WAIT_S + 3.0)
         self._backend = Backend(redis, names)
-        self._outage = Outage(retry_for)
+        self._outage = Outage(retry_for, place_of(url))
         self._submitter = Submitter(self._backend, self._outage)
         me = f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}" if name else ""
         self._mailbox = Mailbox(
@@ -117,6 +120,16 @@ class BatchClient:
         )
         self._tokens = Tokens()
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
+        self._redis = redis
+        self._doors = SequenceDoors(
+            self.enqueue,
+            self._taken,
+            self._arrived,
+            self._mailbox.give_back,
+            self.cancel,
+            self.known_sequence,
+            self.cancel_sequence,
+        )
         self._cancelling: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -152,9 +165,7 @@ class BatchClient:
     def sync(url: str, **options: Any) -> BlockingBatchClient:
         """The same for scripts and notebooks: the same verbs, which block. Safe to use from several
         threads."""
-        from dispatcher.client.blocking import BlockingBatchClient
-
-        return BlockingBatchClient(url, **options)
+        return BlockingBatchClient(lambda: BatchClient(url, **options))
 
     async def __aenter__(self) -> BatchClient:
         return self
@@ -174,6 +185,7 @@ class BatchClient:
         metadata: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         results: str | None = None,
+        sequence: Turn | str | None = None,
     ) -> Handle:
         """Submit one request, and return when it is in line. The arguments are those of `Item`.
 
@@ -190,6 +202,7 @@ class BatchClient:
             metadata or _NO_STRINGS,
             labels or _NO_STRINGS,
             results,
+            sequence,
         )
         handle, submission = await self._made(item)
         await self._submit([(handle, submission)])
@@ -204,7 +217,7 @@ class BatchClient:
         made = []
         for number, item in enumerate(items):
             try:
-                made.append(await self._made_or_failed(_item(item), HookError))
+                made.append(await self._made_or_failed(item_of(item), HookError))
             except (ValueError, TypeError) as error:
                 raise type(error)(f"item {number}: {error}") from error
         await self._submit([(handle, submission) for handle, submission in made if submission is not None])
@@ -272,6 +285,49 @@ class BatchClient:
 
         return await self._call(cancel)
 
+    def sequence(
+        self,
+        sequence_id: str,
+        *,
+        on_error: OnErrorWord | None = None,
+        reset: bool = False,
+        index: int | None = None,
+        carry: CarryWord | None = None,
+    ) -> OpenSequence:
+        """A sequence to send: its requests run in order, one at a time, and are numbered by it.
+
+        `on_error`: what becomes of the later ones when one has no answer (`continue`, `abort`, `hold`).
+        `carry`: whether the conversation so far goes before each body (`messages`, `off`). None: as the
+        dispatcher's `sequences` say. `reset`: it begins anew, behind all that came before. `index`: of its
+        first request. Without either it goes on behind what the queue knows of it.
+        """
+        return OpenSequence(self._doors, sequence_id, on_error, reset, index, carry)
+
+    async def map_sequences(
+        self,
+        sequences: Mapping[str, Iterable[Item | Body]],
+        *,
+        on_error: OnErrorWord | None = None,
+        reset: bool = True,
+        carry: CarryWord | None = None,
+        at_once: int = 500,
+    ) -> dict[str, list[Result]]:
+        """All results of these sequences, by id and in order. Each begins anew, unless `reset` is false, and
+        ends with its last request; no more than `at_once` of them are under way, and of each as many requests
+        as `OpenSequence.send_many` submits."""
+        return await mapped(
+            lambda each: self.sequence(each, on_error=on_error, reset=reset, carry=carry), sequences, at_once
+        )
+
+    async def known_sequence(self, sequence_id: str) -> SequenceSeen | None:
+        """What the queue knows of one, by what dispatchers have claimed of it; None: nothing (any more)."""
+        return await self._call(lambda: self._desk().sequence(sequence_id))
+
+    async def cancel_sequence(self, sequence_id: str) -> bool:
+        """Cancel all that the queue knows of one, whoever submitted it; it ends with that. False: it is not
+        alive."""
+        return await self._call(lambda: self._desk().cancel_sequence(sequence_id))
+
     async def run_file(
         self,
         source: str | Path | BinaryIO,
@@ -289,7 +345,8 @@ class BatchClient:
         """
         from dispatcher.client.files import FileOptions, FilePaths, run_file
 
-        paths = FilePaths(_path(source), _path(output), None if errors is None else Path(errors))
+        read, written = (Path(each) if isinstance(each, str) else each for each in (source, output))
+        paths = FilePaths(read, written, None if errors is None else Path(errors))
         return await run_file(self._url, self._names, paths, FileOptions(**options), on_progress=on_progress)
 
     async def aclose(self) -> None:
@@ -315,7 +372,7 @@ class BatchClient:
             raise QueueAwayError("the client was closed")
         if self._before is not None:
             try:
-                item = await _called(self._before, item) or item
+                item = await called(self._before, item) or item
             except Exception as error:
                 raise HookError(f"before: {type(error).__name__}: {error}") from error
         results = self.box.results if item.results is None else item.results
@@ -373,12 +430,21 @@ class BatchClient:
         item, handle.item = handle.item, None
         if self._after is not None and item is not None:
             try:
-                await _called(self._after, item, result)
+                await called(self._after, item, result)
             except Exception as error:
                 told = HookError(f"{handle.id}: after: {type(error).__name__}: {error}")
                 told.result = result
                 raise told from error
         return result
+
+    async def _arrived(self, handle: Handle) -> None:
+        with suppress(NoResultError):
+            await self._mailbox.take(handle, None)
+
+    def _desk(self) -> RedisDesk:
+        from dispatcher.queue.redis.desk import RedisDesk
+
+        return RedisDesk(self._redis, self._names)
 
     async def _of_id(self, request_id: str, timeout: float | None) -> Result:
         if not self.name:
@@ -422,7 +488,7 @@ class BatchClient:
     ) -> AsyncGenerator[Result, None]:
         async def enqueue(some: Sequence[Item | Body]) -> Sequence[Handle]:
             made = [
-                await self._made_or_failed(_item(item), (HookError, ValueError, TypeError)) for item in some
+                await self._made_or_failed(item_of(item), (HookError, ValueError, TypeError)) for item in some
             ]
             await self._submit(
                 [(handle, submission) for handle, submission in made if submission is not None]
@@ -452,23 +518,3 @@ class BatchClient:
         task = asyncio.create_task(cancel(), name="batch client: cancel")
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
-
-
-def names_of(pool: str, queue: str = "", results: str = "") -> Names:
-    """The queue of a pool and its default result list, unless they are named."""
-    queue = queue or f"batch:{{{pool}}}:requests"
-    return Names(queue, results or f"{queue.removesuffix(':requests')}:results")
-
-
-def _item(item: Item | Body) -> Item:
-    return item if isinstance(item, Item) else Item(item)
-
-
-async def _called(hook: Callable[..., Any], *arguments: Any) -> Any:
-    """What a hook returns, plain function or coroutine function."""
-    returned = hook(*arguments)
-    return await returned if inspect.isawaitable(returned) else returned
-
-
-def _path(place: str | Path | BinaryIO) -> Path | BinaryIO:
-    return Path(place) if isinstance(place, str) else place

@@ -5,20 +5,41 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from dispatcher.client.batch import BatchClient
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
+from dispatcher.client.sequence import OpenSequence
 from dispatcher.client.stream import Items
+from dispatcher.core.turns import SequenceSeen
 
 if TYPE_CHECKING:
     from dispatcher.client.files import FileProgress
 
 T = TypeVar("T")
 _END = object()
+
+
+class AwaitedVerbs(Protocol):
+    """What is asked of the client in that thread, BatchClient, which says what each promises and takes."""
+
+    def enqueue(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Handle]: ...
+    def enqueue_many(self, items: Sequence[Item | Body]) -> Coroutine[Any, Any, list[Handle]]: ...
+    def result(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Result]: ...
+    def submit(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Result]: ...
+    def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[Result, None]: ...
+    def map(self, items: Items) -> Coroutine[Any, Any, list[Result]]: ...
+    def run_file(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, FileProgress]: ...
+    def cancel(self, handle: Handle | str) -> Coroutine[Any, Any, bool]: ...
+    def sequence(self, *arguments: Any, **options: Any) -> OpenSequence: ...
+    def map_sequences(
+        self, *arguments: Any, **options: Any
+    ) -> Coroutine[Any, Any, dict[str, list[Result]]]: ...
+    def known_sequence(self, sequence_id: str) -> Coroutine[Any, Any, SequenceSeen | None]: ...
+    def cancel_sequence(self, sequence_id: str) -> Coroutine[Any, Any, bool]: ...
+    def aclose(self) -> Coroutine[Any, Any, None]: ...
 
 
 class BlockingBatchClient:
@@ -28,13 +49,13 @@ class BlockingBatchClient:
     alone awaited is cancelled. Hooks run in a thread of the client. It does not outlive a fork.
     """
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, make: Callable[[], AwaitedVerbs]) -> None:
         self._loop = asyncio.new_event_loop()
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._loop.run_forever, name="batch client", daemon=True)
         self._thread.start()
         try:
-            self._client = self._run(_made(url, options))
+            self._client = self._run(_made(make))
         except BaseException:
             self._end()
             raise
@@ -85,6 +106,24 @@ class BlockingBatchClient:
         """Ask for it to be cancelled; False where it has ended."""
         return self._run(self._client.cancel(handle))
 
+    def sequence(self, sequence_id: str, **options: Any) -> BlockingSequence:
+        """A sequence to send."""
+        return BlockingSequence(self._client.sequence(sequence_id, **options), self._run)
+
+    def map_sequences(
+        self, sequences: Mapping[str, Iterable[Item | Body]], **options: Any
+    ) -> dict[str, list[Result]]:
+        """All results of these sequences, by id and in order."""
+        return self._run(self._client.map_sequences(sequences, **options))
+
+    def known_sequence(self, sequence_id: str) -> SequenceSeen | None:
+        """What the queue knows of one."""
+        return self._run(self._client.known_sequence(sequence_id))
+
+    def cancel_sequence(self, sequence_id: str) -> bool:
+        """Cancel all that the queue knows of one."""
+        return self._run(self._client.cancel_sequence(sequence_id))
+
     def close(self) -> None:
         """End it, and close its connections."""
         if self._thread.is_alive() and self._pid == os.getpid():
@@ -112,8 +151,55 @@ class BlockingBatchClient:
         self._loop.close()
 
 
-async def _made(url: str, options: dict[str, Any]) -> BatchClient:
-    return BatchClient(url, **options)
+class BlockingSequence:
+    """`client.sequence(…)` of a client that blocks: the verbs of `OpenSequence`."""
+
+    def __init__(self, of: OpenSequence, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self._of, self._run = of, run
+
+    def __repr__(self) -> str:
+        return f"<BlockingSequence of {self._of!r}>"
+
+    def __enter__(self) -> BlockingSequence:
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._run(self._of.__aexit__(*raised))
+
+    @property
+    def id(self) -> str:
+        """The sequence's."""
+        return self._of.id
+
+    @property
+    def next_index(self) -> int | None:
+        """Of the next request; None: the queue is asked with the first one."""
+        return self._of.next_index
+
+    def enqueue(self, body: Body, **options: Any) -> Handle:
+        """Submit its next request, and return when it is in line."""
+        handle: Handle = self._run(self._of.enqueue(body, **options))
+        return handle
+
+    def send(self, body: Body, **options: Any) -> Result:
+        """Submit its next request and await the result."""
+        result: Result = self._run(self._of.send(body, **options))
+        return result
+
+    def send_many(self, items: Iterable[Item | Body], *, last: bool = False) -> list[Result]:
+        """All their results, in this order."""
+        results: list[Result] = self._run(self._of.send_many(items, last=last))
+        return results
+
+    def cancel(self) -> bool:
+        """Cancel what of it is not answered, and end it."""
+        done: bool = self._run(self._of.cancel())
+        return done
+
+
+async def _made(make: Callable[[], AwaitedVerbs]) -> AwaitedVerbs:
+    """Made in that thread: what a client is made of belongs to the loop that runs there."""
+    return make()
 
 
 async def _next(source: Any) -> Any:

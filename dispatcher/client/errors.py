@@ -1,13 +1,9 @@
-"""What a client raises. All are a BatchError; a wrong argument is a ValueError or a TypeError."""
+"""What a client raises; errors that hold a result lie with it. All are a BatchError; a wrong argument is a
+ValueError or a TypeError."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from dispatcher.core.submission import QueueUnavailableError
-
-if TYPE_CHECKING:
-    from dispatcher.client.result import Result
 
 
 class BatchError(Exception):
@@ -30,47 +26,22 @@ class NameInUseError(BatchError):
 
 
 class TooManyPendingError(BatchError):
-    """`max_pending` requests of this client are unanswered, and it was told to raise then."""
+    """As many are unanswered as may be (`max_pending`; `max_queue` of `batched`), and it was told to raise
+    then."""
 
 
-class HookError(BatchError):
-    """`before` or `after` raised; the cause is what it raised."""
-
-    result: Result | None = None
-    """The answer that had come, where it was `after`."""
+class ClosedError(BatchError):
+    """What `batched` made was closed, or a sequence was left or has had its last request: it takes no
+    more."""
 
 
-class RequestFailedError(BatchError):
-    """A request that has no answer, or one with a status of 400 or more."""
-
-    def __init__(self, message: str, result: Result) -> None:
-        super().__init__(message)
-        self.result = result
-
-    @property
-    def id(self) -> str:
-        """Of the request."""
-        return self.result.id
-
-    @property
-    def code(self) -> str:
-        """Why there is no answer: an error code of the queue contract, or empty where there was one."""
-        return self.result.code
-
-    @property
-    def status(self) -> int | None:
-        """Of the last answer; None: there was none."""
-        return self.result.status
-
-    @property
-    def body(self) -> str:
-        """Of the last answer, or what was told instead."""
-        return self.result.text
+class SequenceBusyError(BatchError):
+    """Others have submitted so much of a sequence that it cannot be seen which index comes next."""
 
 
-class RequestCancelledError(RequestFailedError):
-    """Somebody cancelled it."""
+class WrongLengthError(BatchError):
+    """A function under `batched` returned something else than one result for each item."""
 
 
-class DeadlineExceededError(RequestFailedError):
-    """Its deadline passed before it was answered."""
+class WorkerCrashedError(BatchError):
+    """The worker process of a class under `batched` ended while it held this item, or could not start."""

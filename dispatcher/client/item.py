@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -17,6 +18,7 @@ from dispatcher.core.duration import seconds_of
 from dispatcher.core.request import encode_member
 from dispatcher.core.score import score_of
 from dispatcher.core.submission import Submission
+from dispatcher.core.turns import Turn
 from dispatcher.telemetry.tracing import sending
 
 Body = Mapping[str, Any] | bytes
@@ -50,6 +52,13 @@ class Item:
     results: str | None = None
     """The list its result goes to. None: this client's; empty: the queue's own. Of another list than this
     client's nothing can be awaited here."""
+    sequence: Turn | str | None = None
+    """Its turn in a sequence, or the id of one: then it comes behind all that the sequence has."""
+
+
+def item_of(item: Item | Body) -> Item:
+    """A body alone is an item, too."""
+    return item if isinstance(item, Item) else Item(item)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
@@ -133,6 +142,7 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
                 headers=item.headers,
                 metadata=metadata,
                 labels=item.labels,
+                sequence=Turn(item.sequence) if isinstance(item.sequence, str) else item.sequence,
             )
     except UnicodeEncodeError as error:
         raise ValueError("the request holds a lone surrogate, which is no character") from error
@@ -141,12 +151,35 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
     return Submission(member, score, request_id, token, deadline)
 
 
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """As JSON. Raises ValueError for what JSON has no form for."""
+    try:
+        found = msgspec.json.encode(body)
+        # A number that JSON does not have is null by now: without one there is none.
+        astray = _no_number(msgspec.to_builtins(body, enc_hook=str)) if b"null" in found else None
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise ValueError(f"the body cannot be encoded as JSON: {error}") from error
+    if astray is not None:
+        raise ValueError(f"the body: {astray}, which JSON has no number for")
+    return found
+
+
+def _no_number(value: Any, path: str = "") -> str | None:
+    """Where a number is infinite or none at all: `logit_bias.7 is nan`."""
+    if isinstance(value, float) and not isfinite(value):
+        return f"{path} is {value}"
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        inner = value.items()
+    elif isinstance(value, list | tuple):
+        inner = enumerate(value)
+    told = (_no_number(each, f"{path}.{name}" if path else str(name)) for name, each in inner)
+    return next((each for each in told if each is not None), None)
+
+
 def _body(body: Body) -> bytes:
     if isinstance(body, Mapping):
-        try:
-            return msgspec.json.encode(body)
-        except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
-            raise ValueError(f"the body cannot be encoded as JSON: {error}") from error
+        return encoded(body)
     if not isinstance(body, bytes | bytearray | memoryview):
         raise TypeError(f"the body: give a mapping or bytes, not {type(body).__name__}")
     body = bytes(body)

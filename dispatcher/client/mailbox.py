@@ -285,7 +285,8 @@ class Mailbox:
         unserved = last_s is None or last_s > producer.UNSERVED_AFTER_S
         if unserved and not self._unserved:
             _log.warning(
-                "no dispatcher works on %s: is the pool's name right, does one run?", self._names.queue
+                "no dispatcher works on %s: is the pool's name right, does one run (without --observe)?",
+                self._names.queue,
             )
         self._unserved = unserved
 

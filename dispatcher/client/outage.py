@@ -10,6 +10,7 @@ from redis import exceptions as errors
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
+from dispatcher.queue.redis.scripts import BrokenCallError
 
 FIRST_S = 10.0
 """A client that never reached its queue has probably a wrong URL, and says so after this."""
@@ -21,12 +22,14 @@ class Outage:
     """Of one client, for all of its calls.
 
     What will not pass by itself (a wrong password, a right that is missing, a reply that nobody foresaw) is
-    raised at once. The rest is borne for `retry_for_s`; None: until the call's own end, but FIRST_S at most
+    raised at once. The rest is borne for `retry_for_s`; None: until the call's own end, but `first_s` at most
     where the queue was never reached.
     """
 
-    def __init__(self, retry_for_s: float | None) -> None:
-        self._retry_for_s = retry_for_s
+    def __init__(self, retry_for_s: float | None, place: str, *, first_s: float = FIRST_S) -> None:
+        """`place`: where Redis is, for who is told that it cannot be reached."""
+        self._retry_for_s, self._first_s = retry_for_s, first_s
+        self._place = place
         self._reached = False
         self._since: float | None = None
         self._tries = 0
@@ -40,18 +43,23 @@ class Outage:
         self._reached = True
         self._since, self._tries, self.trouble = None, 0, None
 
-    def ill(self, error: QueueUnavailableError) -> QueueAwayError | None:
-        """A call did not get through. What to raise; None: it is to be tried again after `pause`."""
+    def ill(self, error: QueueUnavailableError, began: float | None = None) -> QueueAwayError | None:
+        """A call did not get through, which began then (None: now). What to raise; None: it is to be tried
+        again after `pause`."""
         now = time.monotonic()
         if self._since is None:
-            self._since = now
+            self._since = now if began is None else began
         self._tries += 1
         self.trouble = error
+        # A refusal (it loads its data, it is a replica) shows that there is a Redis.
+        self._reached = self._reached or not isinstance(error, BrokenCallError)
         bears = self._retry_for_s
         if bears is None and not self._reached:
-            bears = FIRST_S
-        if _lasting(error) or (bears is not None and now - self._since >= bears):
+            bears = self._first_s
+        if _lasting(error):
             return away(error)
+        if bears is not None and now - self._since >= bears:
+            return away(error, "" if self._reached else self._place)
         if self._tries == 2:
             _log.warning("waiting for the queue: %s", error)
         return None
@@ -60,8 +68,9 @@ class Outage:
         await asyncio.sleep(_PAUSES_S[min(self._tries, len(_PAUSES_S)) - 1])
 
 
-def away(error: QueueUnavailableError) -> QueueAwayError:
-    told = QueueAwayError(str(error))
+def away(error: QueueUnavailableError, place: str = "") -> QueueAwayError:
+    """`place`: said where the error does not name it."""
+    told = QueueAwayError(str(error) if place in str(error) else f"{error} ({place})")
     told.__cause__ = error
     return told
 

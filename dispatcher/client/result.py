@@ -1,25 +1,20 @@
-"""What came of a request."""
+"""What came of a request, and what is raised with it."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from dispatcher.client.errors import (
-    BatchError,
-    DeadlineExceededError,
-    HookError,
-    NoResultError,
-    RequestCancelledError,
-    RequestFailedError,
-)
-from dispatcher.core.result import PoppedResult
+from dispatcher.client.errors import BatchError, NoResultError
+from dispatcher.core.content import content
+from dispatcher.core.result import ErrorCode, PoppedResult
 from dispatcher.core.usage import tokens
 
 _SHOWN_CHARS = 200
-_KINDS = {"CANCELLED": RequestCancelledError, "DEADLINE_EXCEEDED": DeadlineExceededError}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +67,12 @@ class Result:
             raise ValueError(f"the body of {self.id} is no JSON: {error}") from error
 
     @property
+    def content(self) -> str | None:
+        """The model's words: the first choice of a (chat) completion, the output text of a response. None for
+        other answers, for calls of tools, and where it is not `ok`."""
+        return content(self.text.encode(errors="replace")) if self.ok else None
+
+    @property
     def usage(self) -> TokenUsage | None:
         """Tokens that the answer says it took; None where it says nothing of them."""
         came, went = tokens(self.text.encode(errors="replace")) if self.ok else (0, 0)
@@ -86,6 +87,90 @@ class Result:
         why = self.code or f"status {self.status}"
         told = self.message or self.text[:_SHOWN_CHARS]
         raise _KINDS.get(self.code, RequestFailedError)(f"{self.id}: {why}: {told}", self)
+
+
+class HookError(BatchError):
+    """`before` or `after` raised; the cause is what it raised."""
+
+    result: Result | None = None
+    """The answer that had come, where it was `after`."""
+
+
+class RequestFailedError(BatchError):
+    """A request that has no answer, or one with a status of 400 or more."""
+
+    def __init__(self, message: str, result: Result) -> None:
+        super().__init__(message)
+        self.result = result
+
+    @property
+    def id(self) -> str:
+        """Of the request."""
+        return self.result.id
+
+    @property
+    def code(self) -> str:
+        """Why there is no answer: an error code of the queue contract, or empty where there was one."""
+        return self.result.code
+
+    @property
+    def status(self) -> int | None:
+        """Of the last answer; None: there was none."""
+        return self.result.status
+
+    @property
+    def body(self) -> str:
+        """Of the last answer, or what was told instead."""
+        return self.result.text
+
+
+class RequestCancelledError(RequestFailedError):
+    """Somebody cancelled it."""
+
+
+class DeadlineExceededError(RequestFailedError):
+    """Its deadline passed before it was answered."""
+
+
+class SequenceError(RequestFailedError):
+    """Its sequence did not let it go."""
+
+
+class SequenceAbortedError(SequenceError):
+    """An earlier request of its sequence has failed, or an operator gave the sequence up."""
+
+    @property
+    def cause(self) -> str:
+        """How that one failed, or what the operator said."""
+        return self.result.message
+
+
+class SequenceEndedError(SequenceError):
+    """Its sequence was over, and takes no more for now."""
+
+
+class SequenceFullError(SequenceError):
+    """Too many requests of its sequence waited. It may be sent again, with the same index."""
+
+
+class SequenceIndexError(SequenceError):
+    """Another request of its sequence has its index, or that one's turn has passed."""
+
+
+_KINDS: Mapping[str, type[RequestFailedError]] = {
+    ErrorCode.CANCELLED: RequestCancelledError,
+    ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    ErrorCode.SEQUENCE_ABORTED: SequenceAbortedError,
+    ErrorCode.SEQUENCE_ENDED: SequenceEndedError,
+    ErrorCode.SEQUENCE_FULL: SequenceFullError,
+    ErrorCode.SEQUENCE_INDEX: SequenceIndexError,
+}
+
+
+async def called(hook: Callable[..., Any], *arguments: Any) -> Any:
+    """What a hook returns, plain function or coroutine function."""
+    returned = hook(*arguments)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def of_popped(popped: PoppedResult, number: int) -> Result:

@@ -74,6 +74,9 @@ async def streamed(
         for each in tasks:
             each.cancel()
         await asyncio.wait(tasks)
+        while not came.empty():
+            if (task := came.get_nowait()) is not None:
+                tasks.append(task)
         for each in tasks:  # what they raised was raised, or nobody wants to know
             _ = each.cancelled() or each.exception()
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from hashlib import blake2b
 from json import JSONDecodeError, loads
 from typing import Any
 
 import msgspec
 
+from dispatcher.core.lineturns import LineTurn, TurnFaultError, turn_in
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.plain import shortened
 from dispatcher.core.result import ErrorCode, PoppedResult
@@ -32,7 +34,9 @@ EXPIRED = "batch_expired"
 """The error of a request whose time is over."""
 
 _SHOWN_CHARS = 60
-_FIELDS = ("custom_id", "method", "url", "body")
+_UNKNOWN_MOST = 20
+"""Of a line: so many fields that are none of it are told."""
+_FIELDS = ("custom_id", "method", "url", "body", "sequence")
 _QUOTED = tuple(f'"{name}"'.encode() for name in _FIELDS)
 _SYSTEM = ("system", "developer")
 """Roles of the messages that stand before what differs from line to line."""
@@ -46,6 +50,10 @@ class BatchLine:
     url: str
     body: bytes
     """A JSON object, byte for byte."""
+    turn: LineTurn | None = None
+    """In a sequence."""
+    unknown: tuple[str, ...] = ()
+    """Fields that stand beside these and mean nothing: perhaps misspelt ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,8 @@ class LineRules:
     urls: Sequence[str] = URLS
     """Patterns of the paths that are allowed."""
     max_body_bytes: int = BODY_BYTES
+    sequence_by: str = ""
+    """A field that names a line's sequence, where the line has no `sequence`."""
 
     @property
     def longest_bytes(self) -> int:
@@ -80,11 +90,12 @@ class LineRules:
         return self.max_body_bytes + BESIDE_BYTES
 
 
-class _StrictLine(msgspec.Struct):
+class _StrictLine(msgspec.Struct, forbid_unknown_fields=True):
     custom_id: str
     method: str
     url: str
     body: msgspec.Raw
+    sequence: msgspec.Raw = msgspec.Raw()
 
 
 class _LooseLine(msgspec.Struct):
@@ -95,6 +106,7 @@ class _LooseLine(msgspec.Struct):
     url: msgspec.Raw = msgspec.Raw()
     body: msgspec.Raw = msgspec.Raw()
     params: msgspec.Raw = msgspec.Raw()
+    sequence: msgspec.Raw = msgspec.Raw()
 
 
 class _BodyFields(msgspec.Struct):
@@ -133,6 +145,7 @@ class _WrittenLine(msgspec.Struct):
 
 _decode_line = msgspec.json.Decoder(_StrictLine).decode
 _decode_any = msgspec.json.Decoder(_LooseLine).decode
+_decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _decode_body = msgspec.json.Decoder(_BodyFields).decode
 _decode_messages = msgspec.json.Decoder(list[_PromptMessage]).decode
 _encode = msgspec.json.Encoder().encode
@@ -156,7 +169,8 @@ def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
     try:
         line = _decode_line(text)
         body = _decode_body(bytes(line.body))
-    except (msgspec.DecodeError, RecursionError):
+        turn = turn_in(bytes(line.sequence), text, rules.sequence_by)
+    except (msgspec.DecodeError, RecursionError, TurnFaultError):
         return _told(text, rules)
     right = (
         line.method == "POST"
@@ -165,30 +179,32 @@ def read_line(text: bytes, rules: LineRules) -> BatchLine | BadLine:
         and not _faults_of_body(bytes(line.body), body, rules)
         and not _repeated(text)
     )
-    return BatchLine(line.custom_id, line.url, bytes(line.body)) if right else _told(text, rules)
+    return BatchLine(line.custom_id, line.url, bytes(line.body), turn) if right else _told(text, rules)
 
 
-def _told(text: bytes, rules: LineRules) -> BadLine:
-    """Everything that is wrong with a line."""
+def _told(text: bytes, rules: LineRules) -> BatchLine | BadLine:
+    """Everything that is wrong with a line; or the request that it is all the same, with unknown fields."""
     try:
         line = _decode_any(text)
+        unknown = [shortened(name, _SHOWN_CHARS) for name in _decode_fields(text) if name not in _FIELDS]
     except msgspec.ValidationError:
         return _bad("invalid_json_line", f"must be a JSON object, not {_kind(text.strip())}")
     except msgspec.DecodeError as error:
         return _bad("invalid_json_line", _not_json(text, error))
     except RecursionError:
         return _bad("invalid_json_line", "nested too deeply")
+    del unknown[_UNKNOWN_MOST:]
     faults = [LineFault("invalid_json_line", f"{name}: given twice") for name in _repeated(text)]
-    custom_id, wrong = _string("custom_id", bytes(line.custom_id))
+    custom_id, wrong = _string("custom_id", bytes(line.custom_id), unknown)
     faults += wrong
     if custom_id is not None and len(custom_id) > CUSTOM_ID_CHARS:
         faults.append(LineFault("invalid_custom_id", f"custom_id: longer than {CUSTOM_ID_CHARS} characters"))
         custom_id = None
-    method, wrong = _string("method", bytes(line.method))
+    method, wrong = _string("method", bytes(line.method), unknown)
     faults += wrong
     if method is not None and method != "POST":
         faults.append(LineFault("invalid_method", f"method: must be POST, not {_shown(method)}"))
-    url, wrong = _string("url", bytes(line.url))
+    url, wrong = _string("url", bytes(line.url), unknown)
     faults += wrong
     if url is not None:
         faults += _faults_of_url(url, rules)
@@ -196,18 +212,33 @@ def _told(text: bytes, rules: LineRules) -> BadLine:
     if raw.startswith(b"{"):
         faults += _faults_of_body(raw, _decode_body(raw), rules)
     else:
-        faults.append(_no_body(raw, bytes(line.params)))
-    return BadLine(tuple(faults), custom_id)
+        faults.append(_no_body(raw, bytes(line.params), unknown))
+    turn = None
+    try:
+        turn = turn_in(bytes(line.sequence), text, rules.sequence_by)
+    except (TurnFaultError, msgspec.DecodeError) as error:
+        faults.append(LineFault("invalid_sequence", str(error)))
+    if faults or custom_id is None or url is None:
+        return BadLine(tuple(faults), custom_id)
+    named = rules.sequence_by.partition(".")[0]
+    return BatchLine(custom_id, url, raw, turn, tuple(name for name in unknown if name != named))
 
 
 def _bad(code: str, message: str) -> BadLine:
     return BadLine((LineFault(code, message),))
 
 
-def _string(name: str, raw: bytes) -> tuple[str | None, list[LineFault]]:
+def _missing(name: str, unknown: Sequence[str]) -> str:
+    """What is said of a field that is not there, but perhaps under another name."""
+    named = {each.lower(): each for each in unknown}
+    near = get_close_matches(name, named, 1, 0.65)
+    return f"{name}: is missing" + (f" (is it what stands under {_shown(named[near[0]])}?)" if near else "")
+
+
+def _string(name: str, raw: bytes, unknown: Sequence[str]) -> tuple[str | None, list[LineFault]]:
     """A field that must be a string with something in it."""
     if not raw:
-        return None, [LineFault("missing_required_parameter", f"{name}: is missing")]
+        return None, [LineFault("missing_required_parameter", _missing(name, unknown))]
     if not raw.startswith(b'"'):
         return None, [LineFault("invalid_type", f"{name}: must be a string, not {_kind(raw)}")]
     value = msgspec.json.decode(raw, type=str)
@@ -246,12 +277,12 @@ def _faults_of_body(raw: bytes, body: _BodyFields, rules: LineRules) -> list[Lin
     return faults
 
 
-def _no_body(raw: bytes, params: bytes) -> LineFault:
+def _no_body(raw: bytes, params: bytes, unknown: Sequence[str]) -> LineFault:
     if not raw and params:
         what = "body: is missing (params is what Anthropic's message batches call it)"
         return LineFault("missing_required_parameter", what)
     if not raw:
-        return LineFault("missing_required_parameter", "body: is missing")
+        return LineFault("missing_required_parameter", _missing("body", unknown))
     what = f"body: must be a JSON object, not {_kind(raw)}"
     if raw.startswith(b'"{'):
         what += ": it was encoded twice"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w)\s*")
@@ -12,15 +13,20 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 def seconds_of(written: str) -> float:
-    """`90`, `90s`, `1.5m`, `1h30m`, `1d`, `250ms`. Raises ValueError, whose message says how to write it."""
+    """`90`, `90s`, `1.5m`, `1h30m`, `1d`, `250ms`: seconds, or units of which each stands once, the larger
+    one first. Raises ValueError, whose message says how to write it."""
     text = written.strip()
-    seconds = math.inf
+    seconds, why = math.inf, ""
     if _NUMBER.fullmatch(text):
         seconds = float(text)
     elif _PARTS.fullmatch(text):
-        seconds = sum(float(count) * _UNITS[unit] for count, unit in _PART.findall(text))
-    if not math.isfinite(seconds):
-        raise ValueError(f"{written!r} is no span of time: write 90s, 10m, 1h30m, 8h or 1d")
+        parts = [(float(count), unit) for count, unit in _PART.findall(text)]
+        for (_, unit), (_, following) in pairwise(parts):
+            if _UNITS[following] >= _UNITS[unit]:
+                why = f" ({following} behind {unit}: each unit once, the larger one first)"
+        seconds = sum(count * _UNITS[unit] for count, unit in parts)
+    if why or not math.isfinite(seconds):
+        raise ValueError(f"{written!r} is no span of time{why}: write 90s, 10m, 1h30m, 8h or 1d")
     return seconds
 
 

@@ -20,6 +20,8 @@ OLD_OBJECTIVE = "x-gateway-inference-objective"
 OLD_FAIRNESS_ID = "x-gateway-inference-fairness-id"
 """As endpoint pickers before llm-d's router have them."""
 REQUEST_ID = "x-request-id"
+SESSION_TOKEN = "x-session-token"  # noqa: S105 -- the name of a header
+"""Of llm-d's session affinity: the server that an answer came from, and that the next request is to go to."""
 DROP_REASON = "x-llm-d-request-dropped-reason"
 """In an answer: the endpoint picker itself refused the request."""
 

@@ -3,7 +3,7 @@
 What is known of a request says in which lane it lies (`lane_of`), and it keeps its place in the order.
 With each claim an owner says how many of each lane it may lease, by the rule of that lane
 (dispatch/lanes.py). Those that it may not are passed over at no cost, however many they are: a full lane's
-set is not looked at.
+set is not looked at. Of a closed lane nobody may claim any: a step of the queue takes them out of it.
 
 A new lane is a member here, a set in queue/keys.py, a row of LANES in queue/lua/common.lua, the word for its
 place in core/located.py, and a rule.
@@ -27,13 +27,25 @@ class Lane(enum.Enum):
 
     SUSPECTS = "suspects"
     """Its owners died, often enough that it may be what killed them."""
+    SEQUENCED = "sequenced"
+    """It waits for its turn in its sequence. Closed: what ends the one before takes it out."""
 
 
+CLOSED = frozenset({Lane.SEQUENCED})
 ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
-def lane_of(deaths: int) -> Lane | None:
-    """Where a request waits whose owners died so often; None: with all others."""
+def rooms(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
+    """How many of each lane a claim may take that asks for so many: none of one that is closed, or not
+    named."""
+    return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in Lane}
+
+
+def lane_of(deaths: int, *, in_line: bool = False) -> Lane | None:
+    """Where a request waits whose owners died so often; None: with all others. `in_line`: for its turn in a
+    sequence."""
+    if in_line:
+        return Lane.SEQUENCED
     return Lane.SUSPECTS if deaths >= SUSPECT_DEATHS else None
 
 

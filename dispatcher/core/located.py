@@ -23,15 +23,19 @@ class Whereabouts(StrEnum):
     """Given back to its place in the line."""
     SUSPECT = "suspect"
     """The same, but its owners died: it runs apart from others like it."""
+    SEQUENCED = "sequenced"
+    """Waits for its turn in its sequence."""
     DELAYED = "delayed"
     LEASED = "leased"
     DEAD = "dead"
 
 
-OF_LANE: Mapping[Lane, Whereabouts] = MappingProxyType({Lane.SUSPECTS: Whereabouts.SUSPECT})
+OF_LANE: Mapping[Lane, Whereabouts] = MappingProxyType(
+    {Lane.SUSPECTS: Whereabouts.SUSPECT, Lane.SEQUENCED: Whereabouts.SEQUENCED}
+)
 """Each lane's."""
 IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, *(OF_LANE[lane] for lane in Lane))
-"""What a claim takes from."""
+"""What is in line: a claim takes from these, but for lanes that are closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +59,7 @@ class FoundRequest:
     at: float | None = None
     """Unix seconds: when a delayed one is due, a lease runs out, or a dead one died."""
     reason: str = ""
-    """Why it is dead."""
+    """Why it is dead; of others, what the last try that counted came to."""
 
     def name(self, queue: str) -> str:
         """What it is known by where it was copied to: it alone of all that this queue ever held."""

@@ -24,3 +24,25 @@ def fits(pattern: str, name: str) -> bool:
             return False
         at = found + len(part)
     return len(name) - len(tail) >= at and name.endswith(tail)
+
+
+def meet(one: str, other: str) -> bool:
+    """Whether some name fits both patterns."""
+    seen: set[tuple[int, int]] = set()
+    left = [(0, 0)]
+    while left:
+        at = left.pop()
+        if at in seen:
+            continue
+        seen.add(at)
+        here, there = at
+        mine, theirs = one[here : here + 1], other[there : there + 1]
+        if not mine and not theirs:
+            return True
+        if mine == "*":  # it ends here, or it stands for what the other one has next
+            left += [(here + 1, there), *([(here, there + 1)] if theirs else [])]
+        elif theirs == "*":
+            left += [(here, there + 1), *([(here + 1, there)] if mine else [])]
+        elif mine == theirs:
+            left.append((here + 1, there + 1))
+    return False

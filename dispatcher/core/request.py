@@ -11,7 +11,6 @@ request must not be cancelled under one id and answered under another. Inside `h
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -22,8 +21,10 @@ from dispatcher.core.headers import VALUE as HEADER_VALUE
 from dispatcher.core.oversize import ENVELOPE_BYTES, bytes_before_cut
 from dispatcher.core.plain import shortened
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.scan import scan
 from dispatcher.core.score import PRIORITY_STEP
 from dispatcher.core.surrogates import without_surrogates
+from dispatcher.core.turns import MAX_SEQUENCE_BYTES, Session, Turn, TurnFields, foreign_turn
 
 MAX_ID_BYTES = 1024
 """An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
@@ -31,7 +32,6 @@ MAX_HEADERS_CHARS = 16_384
 """Of names and values of a request's own headers: gateways refuse longer heads, some close the connection."""
 
 
-_MAX_TOKENS = 50_000
 _MESSAGE_CHARS = 200
 
 
@@ -61,6 +61,10 @@ class Request(msgspec.Struct, frozen=True):
     correlation_id: str = ""
     retry_count: int = 0
     """As the producer wrote it; attempts are counted elsewhere."""
+    sequence: Turn | None = None
+    """Its turn in a sequence; None: it is of none."""
+    session: Session | None = None
+    """Of ours, once its turn has come; no member has it."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
@@ -72,6 +76,8 @@ class Rejection(msgspec.Struct, frozen=True):
     id: str | None = None
     token: str = ""
     results: str = ""
+    sequence: Turn | None = None
+    """Where it could be read beyond doubt: others wait for its end."""
 
 
 class _Internal(msgspec.Struct):
@@ -92,6 +98,7 @@ class _Data(msgspec.Struct):
     endpoint: str | None = None
     headers: dict[str, str] | None = None
     metadata: dict[str, str] | None = None
+    sequence: TurnFields | None = None
 
 
 class _Member(msgspec.Struct):
@@ -132,11 +139,6 @@ _FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
 _READ = frozenset((section, name) for section, kind in _FIELDS.items() for name in kind.__struct_fields__)
 _NAMES = frozenset(name.encode() for _, name in _READ)
 
-_PAYLOAD = (2, "data", "payload")
-
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[\[\]{},:"]', re.DOTALL)
-"""A string, or one structural character; a lone quote is a string that never ends."""
-
 
 def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
     """The request in a queue member, or why it is none. Never raises."""
@@ -156,7 +158,9 @@ def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | R
         return _reject(member, "nested too deeply")
     if max_payload_bytes is not None and len(request.payload) > max_payload_bytes:
         why = f"data.payload: {len(request.payload)} bytes, at most {max_payload_bytes} are accepted"
-        return Rejection(ErrorCode.TOO_LARGE, why, request.id, request.token, request.results)
+        return Rejection(
+            ErrorCode.TOO_LARGE, why, request.id, request.token, request.results, request.sequence
+        )
     return request
 
 
@@ -201,7 +205,17 @@ def _parse(member: bytes) -> Request:
         internal.queue_id or "",
         internal.transport_correlation_id or "",
         internal.retry_count or 0,
+        _turn_of(data) if data.sequence is not None or data.metadata else None,
     )
+
+
+def _turn_of(data: _Data) -> Turn | None:
+    if data.sequence is None:
+        return foreign_turn(data.metadata or _EMPTY)
+    turn = data.sequence.turn()
+    if turn is None:
+        raise _Invalid(f"data.sequence.id: longer than {MAX_SEQUENCE_BYTES} bytes")
+    return turn
 
 
 def _measured(member: bytes) -> bytes | None:
@@ -268,55 +282,9 @@ def _may_repeat(envelope: bytes) -> bool:
 
 
 def _refuse_duplicates(member: bytes, payload: bytes) -> None:
-    for (section, name), values in _scan(member, payload).items():
+    for (section, name), values in scan(member, payload).items():
         if len(values) > 1 and (section, name) in _READ:
             raise _Invalid(f"{section + '.' if section else ''}{name}: given twice")
-
-
-def _scan(text: bytes, payload: bytes) -> dict[tuple[str, str], list[str | None]]:
-    """Every key of the two outer levels of an object, by (section, name), with its string values.
-
-    A value that is no string is None. `payload`: passed over where it stands. Reads as far as the text makes
-    sense, at most 50,000 tokens and without recursion, so that it serves for broken members too.
-    """
-    found: dict[tuple[str, str], list[str | None]] = {}
-    depth, section, name, is_value, keyed = 0, "", "", False, True
-    at = 0
-    for _ in range(_MAX_TOKENS):
-        match = _TOKEN.search(text, at)
-        if match is None or (token := match[0]) == b'"':
-            break
-        at = match.end()
-        if token in b"[{":
-            if payload and (depth, section, name) == _PAYLOAD and text.startswith(payload, match.start()):
-                at = match.start() + len(payload)
-                continue
-            depth += 1
-            if depth <= 2:
-                section, keyed, is_value = name, token == b"{", False
-        elif token in b"]}":
-            depth -= 1
-            if depth == 1:
-                section, keyed = "", True
-            elif depth <= 0:
-                break
-        elif depth > 2 or not keyed:
-            continue
-        elif token in b":,":
-            is_value = token == b":"
-        elif is_value:
-            found.setdefault((section, name), [None])[-1] = _string(token)
-        else:
-            name = _string(token) or ""
-            found.setdefault((section, name), []).append(None)
-    return found
-
-
-def _string(token: bytes) -> str | None:
-    try:
-        return msgspec.json.decode(token, type=str)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
 
 
 def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST) -> Rejection:
@@ -325,7 +293,7 @@ def _reject(member: bytes, why: str, code: ErrorCode = ErrorCode.INVALID_REQUEST
         payload = bytes(_decode_outline(member).data.payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         payload = b""
-    found = _scan(member, payload)
+    found = scan(member, payload)
 
     def read(section: str, name: str) -> str:
         values = found.get((section, name), [])
@@ -362,6 +330,7 @@ def encode_member(
     queue: str = "",
     queue_id: str = "",
     correlation_id: str = "",
+    sequence: Turn | None = None,
 ) -> bytes:
     """The member for a request. Raises ValueError where `parse` would refuse it.
 
@@ -384,6 +353,7 @@ def encode_member(
         "metadata": metadata,
         "headers": headers,
         "endpoint": endpoint,
+        "sequence": sequence,
     }
     member = _encode(
         {

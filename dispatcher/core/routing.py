@@ -17,6 +17,7 @@ from dispatcher.core.headers import FAIRNESS_ID, OBJECTIVE, REQUEST_ID, doubtful
 from dispatcher.core.outcome import Refused
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.request import Request
+from dispatcher.core.turns import Session
 
 ENDPOINT_MOST = 2048
 
@@ -82,7 +83,10 @@ class Route:
         in the place of the producer's."""
         headers = self._headers.copy()
         if request.headers:
-            headers.update(self._passed_on(request.headers))
+            headers.update(self._passed_on(request.headers, request.session))
+        if request.session is not None:
+            for name, value in request.session.headers.items():
+                headers[name] = _header_safe(value)
         if bearer:
             headers["authorization"] = bearer
         headers[REQUEST_ID] = _header_safe(request.id)
@@ -99,15 +103,17 @@ class Route:
             headers["traceparent"] = traceparent
         return headers
 
-    def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
+    def _passed_on(self, headers: Mapping[str, str], session: Session | None) -> dict[str, str]:
         """A caller's headers without those that are not the caller's to set; of equal names the last."""
         lowered = {name.lower(): value for name, value in headers.items()}
         named = {name.strip() for name in lowered.get("connection", "").lower().split(",")}
+        ours = () if session is None else {plain(name) for name in (*session.headers, session.token_header)}
         return {
             name: value
             for name, value in lowered.items()
             if passed_on(known := plain(name))
             and known not in self._chosen
+            and known not in ours
             and name not in named
             and self._passes(known)
         }

@@ -12,6 +12,10 @@ from dispatcher.core.request import Request
 
 _RECENT = 32
 """So many requests the typical weight is of, more or less."""
+_SHARED = 0.75
+"""Requests that weigh less on average share units."""
+_RIDE_MOST = 64
+"""So many requests are asked for to share a unit, at the most."""
 
 
 def units_of(_request: Request) -> int:
@@ -25,7 +29,7 @@ class Weights:
     def __init__(self) -> None:
         self._mean = 1.0
 
-    def seen(self, units: int) -> None:
+    def seen(self, units: float) -> None:
         self._mean += (units - self._mean) / _RECENT
 
     @property
@@ -33,7 +37,14 @@ class Weights:
         """Their mean, rounded up: better a lease that counts too much for a moment than one too little."""
         return math.ceil(self._mean - 1e-9)
 
-    def claim(self, free: int) -> tuple[int, int]:
-        """How many requests to ask for where so many units are free (1 at least), and what each counts."""
+    def claim(self, free: int, riding: int = 0) -> tuple[int, int]:
+        """How many requests to ask for where so many units are free (1 at least), and what each counts.
+
+        Where several share a unit, as calls that count one have it, each counts 0 until it is known with whom
+        it travels: as many are asked for as such units have room for, less the `riding` that are held and
+        count nothing yet.
+        """
+        if self._mean < _SHARED:
+            return max(0, math.ceil(free / max(self._mean, 1 / _RIDE_MOST)) - riding), 0
         units = min(self.typical, free)
         return free // units, units

@@ -2,6 +2,6 @@
 
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.loop import Dispatcher
-from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.options import Options, SequenceOptions
 
-__all__ = ["Dispatcher", "Journal", "Options"]
+__all__ = ["Dispatcher", "Journal", "Options", "SequenceOptions"]

@@ -17,6 +17,7 @@ from dispatcher.ports import (
     CallRefusedError,
     Claimed,
     Counts,
+    LinedUp,
     Overload,
     Permit,
     Queue,
@@ -31,8 +32,8 @@ PAUSE_S = (0.1, 1.0)
 """Pauses between tries while the queue cannot be reached: they double from the first to the second."""
 RESTS_S = (0.5, 10.0)
 """How long a call that is only made through an open gate keeps it closed: doubling each time in a row."""
-LOOKS = frozenset({"counts", "line", "expired", "work"})
-PASSING = frozenset({"claim", "probe", "expire"})
+LOOKS = frozenset({"counts", "line", "expired", "unserved", "work"})
+PASSING = frozenset({"claim", "probe", "expire", "line_up"})
 """These are not made while the gate is closed, or not for the same requests again."""
 
 T = TypeVar("T")
@@ -162,7 +163,7 @@ class QueueAccess:
             self.robbed.set()
         self._lost = lost
 
-    def learn(self, told: Claimed | Renewed | Weighed) -> None:
+    def learn(self, told: Claimed | Renewed | Weighed | LinedUp) -> None:
         """Counts, and what other replicas know."""
         count, shared = told.count, told.shared
         self.view.shared = shared

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dispatcher.core.outcome import Answered, Bury, Errored, Outcome, Retry, RetryPolicy, after
-from dispatcher.core.request import Rejection, Request
+from dataclasses import replace
+
+from dispatcher.core.outcome import Answered, Bury, Errored, Outcome, Retry, RetryPolicy, after, too_late
+from dispatcher.core.plain import shortened
+from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed, misdirected
-from dispatcher.ports import Burial, Lease, Release, Settlement
+from dispatcher.core.turns import Turn, TurnEnd
+from dispatcher.ports import Burial, Lease, Release, Settlement, Unserved
 
 Ending = Settlement | Release | Burial
 
@@ -13,24 +17,53 @@ NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=
 """The lease of a request that expires without one."""
 
 
+_ID_CHARS, _CAUSE_CHARS = 80, 300
+"""Of what is told to those who come later in a sequence."""
+
+
 def lease_of(ending: Ending) -> Lease:
     """The lease that it ends."""
     return ending.settlement.lease if isinstance(ending, Burial) else ending.lease
 
 
+def turn_of(ending: Settlement | Burial) -> TurnEnd | None:
+    """What it leaves to its sequence."""
+    return ending.settlement.turn if isinstance(ending, Burial) else ending.turn
+
+
 def error(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
     """The request ends with an error of ours as its result."""
-    return _settlement(lease, request, failed(request.id, code, message, token=request.token), code)
+    result = failed(request.id, code, message, token=request.token)
+    return _settlement(lease, request, result, code, f"{code}: {message}")
+
+
+def barred(lease: Lease, request: Request, code: ErrorCode, why: str) -> Settlement:
+    """Its sequence will not have it, and knows nothing of it."""
+    return replace(error(lease, request, code, why), turn=None)
+
+
+def unserved(one: Unserved) -> Settlement:
+    """Without a lease: its sequence has ended, and knows that it has not gone."""
+    parsed = parse(one.item.member)
+    if isinstance(parsed, Request):
+        return barred(NOBODY, parsed, one.code, one.why)
+    if parsed.id is None:
+        return Settlement(NOBODY, b"", "")
+    refused = Rejection(one.code, one.why, parsed.id, parsed.token, parsed.results)
+    ending = rejected(NOBODY, refused)
+    return ending.settlement if isinstance(ending, Burial) else ending
 
 
 def unlisted(lease: Lease, request: Request, why: str) -> Settlement:
     """Not sent, for its result may not go where it asks: it says so on the default list."""
     result = misdirected(request.id, request.results, why, token=request.token)
-    return Settlement(lease, result, "", request.id, request.token, ErrorCode.INVALID_REQUEST)
+    settlement = _settlement(lease, request, result, ErrorCode.INVALID_REQUEST, why)
+    return replace(settlement, results="")
 
 
 def expired(lease: Lease, request: Request) -> Settlement:
-    return error(lease, request, ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+    ended = too_late(lease.last_try)
+    return error(lease, request, ended.code, ended.message)
 
 
 def cancelled(lease: Lease, request: Request) -> Settlement:
@@ -54,6 +87,7 @@ def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
         request_id=rejection.id,
         request_token=rejection.token,
         code=rejection.code,
+        turn=_left(rejection.id, rejection.sequence, f"{rejection.code}: {rejection.message}"),
     )
 
 
@@ -66,8 +100,16 @@ def after_try(
     lease: Lease, request: Request, outcome: Outcome, now: float, policy: RetryPolicy, rand: float
 ) -> Ending:
     """What is decided on an outcome. `now` in Unix time, `rand` in [0, 1)."""
-    counted = {"attempts": lease.attempts, "refusals": lease.refusals}
-    decision = after(outcome, **counted, deadline=request.deadline, now=now, policy=policy, rand=rand)
+    decision = after(
+        outcome,
+        last_try=lease.last_try,
+        attempts=lease.attempts,
+        refusals=lease.refusals,
+        deadline=request.deadline,
+        now=now,
+        policy=policy,
+        rand=rand,
+    )
     match decision:
         case Retry():
             return Release(
@@ -76,12 +118,14 @@ def after_try(
                 attempt=decision.attempt,
                 refusal=decision.refusal,
                 undelivered=decision.undelivered,
+                last_try=decision.last_try,
             )
         case Bury():
             return _burial(lease, request, decision)
         case Answered(status, body):
             result = answered(request.id, status, body, token=request.token)
-            return _settlement(lease, request, result, f"{status // 100}xx")
+            failure = "" if 200 <= status < 300 else f"the gateway answered {status}"
+            return _settlement(lease, request, result, f"{status // 100}xx", failure)
         case Errored(code, message):
             return error(lease, request, code, message)
 
@@ -90,8 +134,18 @@ def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:
     result = failed(
         request.id, verdict.code, verdict.message, verdict.status, verdict.body, token=request.token
     )
-    return Burial(_settlement(lease, request, result, verdict.code), verdict.message)
+    failure = f"{verdict.code}: {verdict.message}"
+    return Burial(_settlement(lease, request, result, verdict.code, failure), verdict.message)
 
 
-def _settlement(lease: Lease, request: Request, result: bytes, code: str) -> Settlement:
-    return Settlement(lease, result, request.results, request.id, request.token, code)
+def _settlement(lease: Lease, request: Request, result: bytes, code: str, failure: str) -> Settlement:
+    turn = _left(request.id, request.sequence, failure)
+    return Settlement(lease, result, request.results, request.id, request.token, code, turn)
+
+
+def _left(request_id: str, turn: Turn | None, failure: str) -> TurnEnd | None:
+    """What it leaves to its sequence. `failure`: what came instead of an answer; empty: it has one."""
+    if turn is None or not failure:
+        return None if turn is None else TurnEnd(turn)
+    cause = f"request {shortened(request_id, _ID_CHARS)} has failed: {failure}"
+    return TurnEnd(turn, failed=True, cause=shortened(cause, _CAUSE_CHARS))

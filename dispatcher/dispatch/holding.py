@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.request import Request
+from dispatcher.core.turns import Goes
 from dispatcher.ports import Lease
 from dispatcher.telemetry.tracing import Trail
 
-Cut = Literal["cancelled", "lost", "drain"]
+Cut = Literal["cancelled", "lost", "late", "drain"]
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +27,19 @@ class Try:
     request: Request
     """What is sent."""
     riders: list[HeldLease]
+    """Those that wait for its answer."""
     task: asyncio.Task[None] | None = None
+    bundled: bool = False
+    """What its answer means for each of them is for `Batching` to say."""
+    again: bool = False
+    """It follows from another try of these leases."""
     units: int = field(init=False)
-    """What its leases count of the limit."""
+    """What its leases count of the limit, and a unit at least."""
+    left: int = 0
+    """Units of those that have left it, and are still at the gateway with it."""
 
     def __post_init__(self) -> None:
-        self.units = sum(held.lease.units for held in self.riders)
+        self.units = max(1, sum(held.lease.units for held in self.riders))
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +51,8 @@ class HeldLease:
     """It was claimed to see whether the gateway is back."""
     request: Request | None = None
     """None where the member is none."""
+    waits: bool = False
+    """It waits for company."""
     rides: Try | None = None
     """Set while it is at the gateway."""
     cut: Cut | None = None
@@ -54,12 +64,16 @@ class HeldLease:
     """When the newest call was asked that told it to be ours, by the clock of `Tenure`."""
     trail: Trail | None = None
     """What is traced of it; None: nothing."""
+    goes: Goes | None = None
+    """It is of a sequence, and its turn has come."""
 
 
 class Holding:
     """The leases by token, and the tries that are at the gateway."""
 
     def __init__(self) -> None:
+        self.left: Callable[[HeldLease], object] = lambda _held: None
+        """Told of each that leaves a try which goes on for others."""
         self.units = 0
         """What the leases count of the limit."""
         self.running_units = 0
@@ -84,6 +98,10 @@ class Holding:
 
     def at_gateway(self) -> list[HeldLease]:
         return [held for each in self._tries.values() for held in each.riders]
+
+    def in_work(self) -> list[HeldLease]:
+        """At the gateway, or waiting for company to go there."""
+        return [held for held in self._by_token.values() if held.rides is not None or held.waits]
 
     @property
     def tries(self) -> list[Try]:
@@ -114,6 +132,7 @@ class Holding:
         if self._tries.pop(ended.token, None) is not None:
             self._running -= len(ended.riders)
             self.running_units -= ended.units
+            self.units -= ended.left
             # A task holds what it runs: in a circle they would live until they are searched for.
             ended.task = None
             for held in ended.riders:
@@ -131,13 +150,23 @@ class Holding:
         return held
 
     def cut(self, held: HeldLease, why: Cut) -> None:
-        """Its answer is not waited for any more; where nobody's is, the try is cancelled, which closes the
-        connection."""
-        if held.rides is None or held.cut is not None:
+        """Its answer is not waited for any more. Where others wait for it the lease leaves the try, and what
+        it counts stays with that; else the try is cancelled, which closes the connection."""
+        tried = held.rides
+        if (tried is None and not held.waits) or held.cut is not None:
             return
         held.cut = why
-        if all(rider.cut is not None for rider in held.rides.riders) and held.rides.task is not None:
-            held.rides.task.cancel()
+        if tried is None:
+            return
+        if len(tried.riders) > 1:
+            tried.riders = [rider for rider in tried.riders if rider is not held]
+            held.rides = None
+            self._running -= 1
+            tried.left += held.lease.units
+            self.units += held.lease.units
+            self.left(held)
+        elif tried.task is not None:
+            tried.task.cancel()
 
     def recheck(self) -> None:
         """Have `emptied` look again at how long it may wait."""

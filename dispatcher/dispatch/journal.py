@@ -159,6 +159,11 @@ class Journal:
         self._metrics.count(series.RESULTS, ErrorCode.DEADLINE_EXCEEDED, by=count)
 
     @_ends_nothing
+    def unserved(self, code: ErrorCode, count: int) -> None:
+        """So many of sequences ended unsent, with this error."""
+        self._metrics.count(series.RESULTS, code, by=count)
+
+    @_ends_nothing
     def reclaimed(self, count: int) -> None:
         """So many leases were taken back from whoever held them."""
         self._metrics.count(series.RECLAIMED, by=count)

@@ -30,30 +30,22 @@ from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request
-from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenure import Tenure
 from dispatcher.core.units import units_of
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
+from dispatcher.dispatch.batching import Batching
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
 from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
 from dispatcher.dispatch.weighing import Weighing
-from dispatcher.ports import (
-    Burial,
-    Claimed,
-    Gateway,
-    Permit,
-    Queue,
-    Release,
-    Settled,
-    Settlement,
-)
+from dispatcher.ports import Burial, Claimed, Gateway, Permit, Queue, Release, Settled, Settlement
 from dispatcher.telemetry.events import Event, emit
 
 GATHER_S = 0.002
@@ -94,7 +86,8 @@ class Dispatcher:
         self._holding = Holding()
         tenure = Tenure(options.lease_s, options.owner_timeout_s)
         self._access = QueueAccess(queue, limiter, tenure, clock or now)
-        self._weighing = Weighing(self._access, self._holding, self._finish, weigh)
+        self._weigh = weigh
+        self._weighing = Weighing(self._access, self._holding, self._finish, self._units_of, self._drop)
         self._upkeep = Upkeep(self._access, self._holding, limiter, options, journal)
         self._tries = Tries(
             gateway,
@@ -108,6 +101,9 @@ class Dispatcher:
             self._finish,
             self._drop,
         )
+        self.view: QueueView = self._access.view
+        self.batching: Batching = self._tries.batching
+        self.lineup: LineUp = self._tries.lineup
         self._done: list[Ending] = []
         self._free: float | None = None
         self._free_by = float("nan"), 0
@@ -147,9 +143,8 @@ class Dispatcher:
         self._holding.recheck()
 
     def reconfigure(self, options: Options) -> None:
-        if options.gateway != self._options.gateway:
-            self._tries.stranger = Stranger()
-        self._options = self._upkeep.options = self._tries.options = options
+        self._options = self._upkeep.options = options
+        self._tries.reconfigure(options)
         tenure = self._access.tenure
         tenure.lease_s, tenure.owner_timeout_s = options.lease_s, options.owner_timeout_s
 
@@ -170,10 +165,6 @@ class Dispatcher:
         """Requests of this process at the gateway."""
         return self._holding.running
 
-    @property
-    def view(self) -> QueueView:
-        return self._access.view
-
     def allowance(self) -> Allowance:
         return self.limiter.allowance(now())
 
@@ -188,6 +179,7 @@ class Dispatcher:
                 await self._hand_in()
             if not self._options.observe:
                 await self._take()
+                await self._send_together()
             self._set_alarm()
 
     def _set_alarm(self) -> None:
@@ -196,6 +188,8 @@ class Dispatcher:
         at = loop.time()
         allowance = self.limiter.allowance(at)
         alarm_at = at + (self._access.pause_s if self._done else TURN_S)
+        if (together_at := self._tries.batching.company.next_at) is not None:
+            alarm_at = max(min(alarm_at, together_at), at)
         if allowance.next_check_at is not None:
             alarm_at = max(min(alarm_at, allowance.next_check_at), at + 1e-4)
         if self._alarm is not None:
@@ -228,8 +222,10 @@ class Dispatcher:
             free = allowance.limit - self._holding.units - self.limiter.others
             if free <= 0 or not self._access.work:
                 return
-            most, units = self._weighing.claim(free)
+            most, units = self._weighing.claim(free, self._tries.batching.company.weightless)
             most = min(most, self._tries.tenants.at_once or most)
+            if most < 1:  # those that will share what is free are held
+                return
             lanes = self._lanes.room(self._holding.in_lanes, now())
             if not self._nonce:
                 self._nonce, self._asked_at = secrets.token_hex(8), self._access.clock()
@@ -246,7 +242,9 @@ class Dispatcher:
             again = self._lanes.claimed(claimed.waiting)
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
-                await self._start(claimed, self._asked_at, permit)
+                waits = await self._start(claimed, self._asked_at, permit)
+                if waits and self._done:  # what waits takes no room: without an end, others would come first
+                    return
             elif not again:
                 return
 
@@ -270,11 +268,14 @@ class Dispatcher:
                     self._holding.add(lease, self._probe_asked_at, probe=True)
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
-            await self._start(claimed, self._probe_asked_at, permit, probe=True)
+            if await self._start(claimed, self._probe_asked_at, permit, probe=True):
+                self.poke()  # it was not its turn: let another one probe, at once
+                return
         self.limiter.probed(now(), others=self._tries.others_wait)
 
-    async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> None:
-        """Look at what was claimed by a call at `asked_at`, and start what may be sent."""
+    async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> bool:
+        """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
+        wait for their turn in a sequence."""
         cases: list[tuple[HeldLease, Case]] = []
         unix_now = self._queue.unix_now()
         for lease in claimed.leases:
@@ -284,6 +285,7 @@ class Dispatcher:
                 self._finish(request)
                 continue
             held.request = request
+            self._tries.batching.read(held, request)
             case = Case(lease, request, unix_now, self._options.retry)
             if (ending := judge(case, BY_ITSELF)) is not None:
                 self._finish(ending)
@@ -291,6 +293,7 @@ class Dispatcher:
             if len(lease.member) > LARGE_BYTES:
                 held.lease = case.lease = replace(lease, member=b"")
             cases.append((held, case))
+        cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]
         gone = await self._weighing.without_room(read, permit, self.limiter.most)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
@@ -304,8 +307,35 @@ class Dispatcher:
             case.rest_s = partial(self._tries.rest_s, held)
             if (ending := judge(case, TO_SEND)) is not None:
                 self._finish(ending)
-            else:
+            elif not self._tries.batching.gathers(held, now(), case.request.deadline - unix_now):
                 self._tries.begin(Try(case.lease.token, case.request, [held]), self._tasks)
+        return waits
+
+    def _units_of(self, held: HeldLease, request: Request) -> float:
+        item = self._tries.batching.item_of(held)
+        return self._weigh(request) if item is None else item.units
+
+    async def _send_together(self) -> None:
+        """Send those that have company, or have waited for it; give all back where none may be sent."""
+        batching = self._tries.batching
+        if batching.company.next_at is None:
+            return
+        allowance = self.allowance()
+        if allowance.reason.closed or self._stop.is_set():
+            self._tries.give_up(batching.company.given_up())
+            return
+        room = allowance.limit - self._holding.units - self.limiter.others
+        nobody_comes = not self._tries.others_wait or (room <= 0 and not self.running)
+        tries, gone = batching.formed(now(), nobody_comes=nobody_comes, ours=self._access.ours)
+        self._tries.give_up(gone)
+        seated = [each for each in tries if batching.counts_one(each)]
+        back = await self._weighing.seat(seated, permit_of(allowance, self._options)) if seated else ()
+        for each in tries:
+            if back and any(held.lease.token in back for held in each.riders):
+                batching.cut(each)
+                self._tries.give_up(held for held in each.riders if held.lease.token not in back)
+            else:
+                self._tries.begin(each, self._tasks)
 
     def _finish(self, ending: Ending) -> None:
         self._done.append(ending)
@@ -340,11 +370,15 @@ class Dispatcher:
             lease = endings.lease_of(ending)
             held = self._drop(lease.token)
             self._journal.ended(held, ending, answer, at, unix_now)
-            if self._lanes.ended(lease, ending) or (isinstance(ending, Release) and ending.delay_s <= 0):
+            at_once = (
+                ending.delay_s <= 0 if isinstance(ending, Release) else endings.turn_of(ending) is not None
+            )
+            if self._lanes.ended(lease, ending) or at_once:
                 self._access.work = True
 
     def _drop(self, token: str) -> HeldLease | None:
         self.poke()
+        self._tries.batching.forget(token)
         return self._holding.drop(token)
 
     async def _run_dry(self) -> None:

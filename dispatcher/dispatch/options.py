@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from dispatcher.core.headers import SESSION_TOKEN
 from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.turns import Carry, SequenceTerms
+
+if TYPE_CHECKING:
+    from dispatcher.core.batching import BatchRule
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOptions:
+    """What holds for all sequences."""
+
+    terms: SequenceTerms = field(default_factory=SequenceTerms)
+    header: str = SESSION_TOKEN
+    """In an answer, and then in the next request: the server that it is to go to. Empty: none."""
+    id_header: str = "x-session-id"
+    """The sequence's id, as the gateway gets it. Empty: it does not."""
+    carry: Carry = Carry.OFF
+    """For a request that does not say."""
+    max_carry_bytes: int = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,5 +40,10 @@ class Options:
     """Where requests go; at another address a stranger answers."""
     tenant_from: str = ""
     """The metadata attribute that names a request's tenant."""
+    path: str = ""
+    """Of a request that names none."""
+    batching: Sequence[BatchRule] = ()
+    """Which requests may travel together."""
+    sequences: SequenceOptions = field(default_factory=SequenceOptions)
     observe: bool = False
     """Decide and show everything, touch nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -16,10 +16,13 @@ from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
+from dispatcher.dispatch.batching import Batching
+from dispatcher.dispatch.bundles import FollowUp
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
+from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.upkeep import Upkeep
 from dispatcher.ports import Forwarded, Gateway, Lease, Overload
 from dispatcher.telemetry.events import Event, emit
@@ -50,6 +53,8 @@ class Tries:
         self.tenants = Tenants()
         self.bounces = Bounces()
         self.stranger = Stranger()
+        self.batching = Batching(options, rand)
+        self.lineup = LineUp(access, options, finish, drop)
         self._gateway = gateway
         self._limiter = limiter
         self._holding = holding
@@ -60,6 +65,14 @@ class Tries:
         self._finish = finish
         self._drop = drop
         self._looking: asyncio.TimerHandle | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        holding.left = self._was_cut
+
+    def reconfigure(self, options: Options) -> None:
+        if options.gateway != self.options.gateway:
+            self.stranger = Stranger()
+        self.options = self.lineup.options = options
+        self.batching.reconfigure(options)
 
     def close(self) -> None:
         """Nothing runs any more."""
@@ -67,15 +80,30 @@ class Tries:
             self._looking.cancel()
 
     def begin(self, begun: Try, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
         begun.task = tasks.create_task(self._run(begun))
         begun.task.add_done_callback(partial(self._never_began, begun))
         self._holding.started(begun)
+        if len(begun.riders) > 1:
+            self._end_the_late(begun)
+
+    def _end_the_late(self, begun: Try) -> None:
+        """Each whose deadline comes before the answer ends then; the last of them ends the try."""
+        unix_now = self._access.queue.unix_now()
+        deadlines = [(held.request.deadline, held) for held in begun.riders if held.request is not None]
+        for deadline, held in deadlines:
+            if deadline <= unix_now and len(begun.riders) > 1 and held.rides is begun:
+                self._holding.cut(held, "late")
+        left = [deadline for deadline, held in deadlines if held.rides is begun]
+        if len(left) > 1 and (soonest := min(left)) < begun.request.deadline:
+            wait_s = max(0.0, soonest - unix_now)
+            asyncio.get_running_loop().call_later(wait_s, self._end_the_late, begun)
 
     async def _run(self, running: Try) -> None:
         started, unix_now = now(), self._access.queue.unix_now()
         self._limiter.sent(running.token, started, running.units)
-        for held in running.riders:
-            self._journal.sent(held, running.request, unix_now)
+        for held in () if running.again else running.riders:
+            self._journal.sent(held, held.request or running.request, unix_now)
         try:
             forwarded = await self._gateway.forward(
                 running.request,
@@ -87,8 +115,7 @@ class Tries:
             self._limiter.answered(running.token, now())
             if any(held.cut is None for held in running.riders):
                 raise
-            for held in running.riders:
-                self._was_cut(held)
+            self._cut(running)
             return
         except Exception as error:
             emit(Event.SURPRISE, where="forward", error=repr(error))
@@ -99,13 +126,50 @@ class Tries:
         outcome = self.stranger.judged(forwarded.outcome)
         seen = forwarded if outcome is forwarded.outcome else replace(forwarded, outcome=outcome)
         self._gateway_seen(running, seen)
-        for held in running.riders:
-            if held.cut is not None and len(running.riders) > 1:
-                self._was_cut(held)
-                continue
-            outcome = self._counted(held, seen)
-            self._journal.tried(held, forwarded, outcome)
-            self._finish(self._decide(held.lease, held.request or running.request, outcome))
+        if running.bundled:
+            self._follow(running, self._answered(running, seen))
+        else:
+            for held in running.riders:
+                self._end(held, running.request, forwarded, seen)
+
+    def _end(self, held: HeldLease, request: Request, forwarded: Forwarded, seen: Forwarded) -> None:
+        outcome = self._counted(held, seen)
+        self._journal.tried(held, forwarded, outcome)
+        ending = self._decide(held.lease, held.request or request, outcome)
+        self._finish(ending if held.goes is None else self.lineup.leaves(held, ending, forwarded))
+
+    def _answered(self, running: Try, seen: Forwarded) -> FollowUp:
+        """What the answer means for each; a defect of ours costs each an attempt, and no more."""
+        try:
+            return self.batching.answered(running, seen)
+        except Exception as error:
+            emit(Event.SURPRISE, where="batching", error=repr(error))
+            lost = replace(seen, outcome=Failed(f"the dispatcher failed: {error!r}"))
+            return FollowUp([(held, lost) for held in running.riders])
+
+    def _follow(self, tried: Try, answered: FollowUp) -> None:
+        """End those that have their answer, begin what follows for the others: where nothing may be sent any
+        more they are given back."""
+        for held, seen in answered.ends:
+            self._end(held, tried.request, seen, seen)
+        for held in answered.back:
+            self._finish(endings.returned(held.lease))
+        for following in answered.tries:
+            if self._tasks is None or self._limiter.allowance(now()).reason.closed:
+                self._follow(following, self.batching.unsent(following))
+            else:
+                self.begin(following, self._tasks)
+
+    def give_up(self, waited: Iterable[HeldLease]) -> None:
+        """They wait for company no longer, and are not sent."""
+        for held in waited:
+            held.waits = False
+            self._was_cut(held)
+
+    def _cut(self, tried: Try) -> None:
+        for held in tried.riders:
+            self._was_cut(held)
+        self._follow(tried, self.batching.cut(tried))
 
     def _all_ours(self, running: Try) -> bool:
         # Asked before each send: a generator for the one rider there mostly is costs more than asking.
@@ -118,13 +182,14 @@ class Tries:
         """A task that is cut before its first step runs nothing of its own, so its end is seen to here."""
         if begun.task is not None and any(held.rides is begun for held in begun.riders):
             self._holding.back(begun)
-            for held in begun.riders:
-                self._was_cut(held)
+            self._cut(begun)
 
     def _was_cut(self, held: HeldLease) -> None:
         """Nobody waits for its answer any more; one that was cut with the whole process is given back."""
         if held.cut == "cancelled" and held.request is not None:
             self._finish(endings.cancelled(held.lease, held.request))
+        elif held.cut == "late" and held.request is not None:
+            self._finish(endings.expired(held.lease, held.request))
         elif held.cut == "lost":
             self._drop(held.lease.token)
         else:
@@ -153,9 +218,11 @@ class Tries:
     def _refused(self, tried: Try, outcome: Overloaded, at: float) -> None:
         read_at = self._limiter.allowance(at).read_at
         alone = all(other.claimed_at >= read_at for other in self._holding.at_gateway())
+        # Those that travel together are of one tenant, which is refused once.
+        refused = {self._tenant(held): held.lease.refusals > 0 for held in tried.riders}
         teaches = [
-            self.tenants.refused(self._tenant(held), at, read_at, again=held.lease.refusals > 0, alone=alone)
-            for held in tried.riders
+            self.tenants.refused(tenant, at, read_at, again=again, alone=alone)
+            for tenant, again in refused.items()
         ]
         overload = Overload(
             at=at,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
 from dispatcher.dispatch.changes import Changes, terms
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
-from dispatcher.ports import Overload, Permit, Swept
+from dispatcher.ports import Expired, Overload, Permit, Settlement, Swept
 from dispatcher.telemetry.events import Event, emit
 
 EACH_S = 1.0
@@ -167,7 +169,7 @@ class Upkeep:
         for held in held_now:
             if held.lease.entry not in gone:
                 held.confirmed_at = asked_at
-        for held in self._holding.at_gateway():  # another's lease may just have ended by our own hand
+        for held in self._holding.in_work():  # another's lease may just have ended by our own hand
             if held.lease.entry in gone:
                 self._journal.lost(held)
                 emit(Event.LEASE_LOST, entry=held.lease.entry)
@@ -184,11 +186,12 @@ class Upkeep:
             self._tell(swept)
             if swept is not None:
                 self._access.heard_of_losses(swept.lost)
-                if swept.reclaimed or swept.due:
+                if swept.reclaimed or swept.due or swept.turns:
                     self._access.found_work()
                 if now() - self._expired_at >= EACH_S:
                     self._expired_at = now()
                     await self._expire()
+                    await self._end_unserved()
                 if swept.next_due_at is not None:
                     pause = min(pause, max(0.01, swept.next_due_at - now()))
             await asyncio.sleep(pause)
@@ -211,20 +214,37 @@ class Upkeep:
             unix_now = self._queue.unix_now()
             parsed = [(one, parse(one.member)) for one in found]
             over = [
-                (one, endings.expired(endings.NOBODY, request))
+                (one, endings.expired(replace(endings.NOBODY, last_try=one.last_try), request))
                 for one, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]
             if over:
                 self._journal.expired(await self._access.ask("expire", self._queue.expire(over)) or 0)
+                if any(settlement.turn is not None for _, settlement in over):
+                    self._access.found_work()
             if len(found) < EXPIRED_AT_ONCE or not over:
+                return
+
+    async def _end_unserved(self) -> None:
+        """Answer requests of sequences that will not go any more."""
+        for _ in range(EXPIRED_ROUNDS):
+            found = await self._access.ask("unserved", self._queue.unserved(EXPIRED_AT_ONCE)) or ()
+            by_code: dict[ErrorCode, list[tuple[Expired, Settlement]]] = {}
+            for one in found:
+                by_code.setdefault(one.code, []).append((one.item, endings.unserved(one)))
+            ended = 0
+            for code, items in by_code.items():
+                answered = await self._access.ask("expire", self._queue.expire(items)) or 0
+                self._journal.unserved(code, answered)
+                ended += answered
+            if not ended:
                 return
 
     async def _cut_cancelled(self) -> None:
         """Cut requests in flight that were cancelled: closing the connection is the gateway's cue."""
         while True:
             await asyncio.sleep(EACH_S)
-            running = self._holding.at_gateway()
+            running = self._holding.in_work()
             for held, gone in zip(running, await self._access.cancelled(running), strict=True):
                 if gone:
                     self._holding.cut(held, "cancelled")

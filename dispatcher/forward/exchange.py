@@ -40,6 +40,8 @@ async def exchange(wire: Wire, request: Prepared, current: Progress, limit_bytes
                 return Unreachable(f"no connection: {addressed(error)}")
             return Failed(f"no answer: {addressed(error)}")
     stream, headers = response.body, _plain(response.raw_headers)
+    if current.token_header:
+        current.token = headers.get(current.token_header, "")
     try:
         body = await read(headers, stream, limit_bytes)
     except ERRORS as error:

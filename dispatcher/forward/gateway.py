@@ -143,6 +143,8 @@ class HttpGateway:
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         ends = min(deadline, started + plan.timeout_s)
         current = self._tries[token] = Progress(may_send=may_send)
+        if request.session is not None:
+            current.token_header = request.session.token_header
         prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
         wire.running += 1
@@ -164,7 +166,7 @@ class HttpGateway:
         if current.connected_at is None:
             return Forwarded(outcome, ended, ended)
         opened_s = None if current.reused or current.fresh else current.connected_at - started
-        return Forwarded(outcome, current.connected_at, ended, opened_s)
+        return Forwarded(outcome, current.connected_at, ended, opened_s, current.token)
 
     def _refresh(self, now: float) -> Wire | Unreachable:
         """The wire to use, after a look at the files that rotate: certificates and token."""

@@ -54,6 +54,10 @@ class Progress:
     may_send: Callable[[], bool] = lambda: True
     unsent: bool = False
     """It might not be sent when it came to that."""
+    token_header: str = ""
+    """A header of the answer that is wanted; empty: none."""
+    token: str = ""
+    """What it says."""
 
     def end(self) -> None:
         """A connection that is kept keeps the context that it was made in, and this with it: no request."""

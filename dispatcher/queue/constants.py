@@ -6,8 +6,10 @@ They are no settings: all dispatchers of a queue must agree about them, and so m
 from __future__ import annotations
 
 from dispatcher.core.lanes import SUSPECT_DEATHS
+from dispatcher.core.lives import LINE_SEEN, LOOK_S
 from dispatcher.core.oversize import HEAD_BYTES
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
+from dispatcher.core.sequences import LIVES_MOST, UNPARK_MOST
 
 PREFIX_BYTES = 512
 """Of a member: so much decides the order of equal scores once it was claimed."""
@@ -23,6 +25,8 @@ AHEAD_S = 1.0
 """Nothing is of so much later than now, unless a clock stepped."""
 GAP_S = 2.0
 """Between sweeps this is an outage at the latest, for every owner sweeps each second."""
+LOOKED_MOST = 200
+"""Sequences whose time has come: so many one sweep looks at."""
 REPLY_TTL_S = 60
 """How long a repetition of a call gets the same reply."""
 CANCEL_TTL_S = 604_800
@@ -42,6 +46,11 @@ LUA = {
     "SAME_READING_S": SAME_READING_S,
     "AHEAD_S": AHEAD_S,
     "GAP_S": GAP_S,
+    "LOOK_S": LOOK_S,
+    "LOOKED_MOST": LOOKED_MOST,
+    "UNPARK_MOST": UNPARK_MOST,
+    "LIVES_MOST": LIVES_MOST,
+    "LINE_SEEN": LINE_SEEN,
     "DONE": DONE,
     "LOST": LOST,
     "BAD_LIST": BAD_LIST,

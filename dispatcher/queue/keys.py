@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
-from dispatcher.core.lanes import Lane
+from dispatcher.core.lanes import CLOSED, Lane
 from dispatcher.core.lists import OURS, usual
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.slot import fault_of_braces, tag_of
@@ -38,9 +38,19 @@ POOL_KEYS = {
     "BEATS": ("beats", "zset"),
     "PAUSED": ("paused", "string"),
 }
+SEQUENCE_KEYS = {
+    "SEQUENCED": ("sequenced", "zset"),
+    "SEQUENCES": ("sequences", "hash"),
+    "CARRIED": ("sequences:carried", "hash"),
+    "TURNS": ("sequences:turns", "zset"),
+    "PARKED": ("sequences:parked", "zset"),
+    "OVER": ("sequences:over", "zset"),
+    "LOOKS": ("sequences:looks", "zset"),
+}
 """What the scripts call each lasting key; its suffix (none: the queue itself), and its type. A line has its
-own of the first, and shares the second with all lines of its pool."""
-KEYS = {**LINE_KEYS, **POOL_KEYS}
+own of the first and the last, and shares the second with all lines of its pool. Those of sequences come last:
+scripts look at their types only where there is a sequence."""
+KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS}
 """In the order in which every script gets them."""
 _SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
@@ -104,7 +114,8 @@ class Names:
     def keys(self) -> tuple[str, ...]:
         """Every lasting key of the line and of its pool, as the scripts expect them."""
         line = (f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in LINE_KEYS.values())
-        return (*line, *(f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()))
+        pool = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
+        return (*line, *pool, *(f"{self.prefix}:{suffix}" for suffix, _ in SEQUENCE_KEYS.values()))
 
     @property
     def control(self) -> str:
@@ -123,7 +134,7 @@ class Names:
     @property
     def waiting(self) -> tuple[str, ...]:
         """The sets that a claim takes from."""
-        lanes = (f"{self.prefix}:{lane.value}" for lane in Lane)
+        lanes = (f"{self.prefix}:{lane.value}" for lane in Lane if lane not in CLOSED)
         return self.queue, f"{self.prefix}:returned", *lanes
 
     @property

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dispatcher.core.request import Rejection, encode_member, parse
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, score_of
+from dispatcher.core.turns import Turn
 from dispatcher.ports import Submission
 from dispatcher.queue.keys import Names
+
+
+def _behind(turn: Turn | None) -> Turn | None:
+    """Its sequence has gone on without it: it comes behind all that is there by now."""
+    return None if turn is None else Turn(turn.id, on_error=turn.on_error)
 
 
 def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Submission | None:
@@ -31,6 +37,7 @@ def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Sub
         queue=request.queue,
         queue_id=request.queue_id,
         correlation_id=request.correlation_id,
+        sequence=_behind(request.sequence),
     )
     band = score // PRIORITY_STEP
     priority = int(band) if band in PRIORITIES else 0

@@ -6,7 +6,7 @@ import os.path
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -24,7 +24,7 @@ from dispatcher.settings.source import (
     read_yaml,
 )
 
-NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url", "signals.vllm")
+NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
 """What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
 PATH_ENDINGS = ("_file", "_dir")
 """Of the keys whose values are paths."""
@@ -222,7 +222,7 @@ def _problem(details: ErrorDetails, root: Node, name: str) -> Problem:
     path = [part for part in details["loc"] if part != "[key]"]
     node = _node(root, path)
     if node is not None and node.variable:
-        return Problem(ENVIRONMENT, node.variable, _what(details, path))
+        return Problem(ENVIRONMENT, node.variable + _dotted(_within(path)), _what(details, path))
     if name == ENVIRONMENT:  # no file, which could lack it
         return Problem(name, PREFIX + "__".join(map(str, path)).upper(), _what(details, path))
     return Problem(name, _dotted(path), _what(details, path), None if node is None else node.line)
@@ -244,6 +244,11 @@ def _node(root: Node, path: Sequence[str | int]) -> Node | None:
     return None if node is root else node
 
 
+def _within(path: Sequence[str | int]) -> Sequence[str | int]:
+    """From the first place in a list on: no variable is of less than a whole list."""
+    return path[next((at for at, part in enumerate(path) if isinstance(part, int)), len(path)) :]
+
+
 def _dotted(path: Sequence[str | int]) -> str:
     text = ""
     for part in path:
@@ -263,6 +268,7 @@ _KINDS = {
     "model_attributes_type": "a section with keys is expected",
     "finite_number": "must be a finite number",
     "string_too_short": "must not be empty",
+    "too_short": "must not be empty",
     "missing": "is required",
 }
 _BOUNDS = {
@@ -296,8 +302,10 @@ def _unknown(path: Sequence[str | int]) -> str:
     *parents, last = (str(part) for part in path)
     siblings: type[BaseModel] = Settings
     for parent in parents:
+        if parent.isdigit():
+            continue  # the place in a list
         kind = siblings.model_fields[parent].annotation
-        assert isinstance(kind, type)  # noqa: S101 -- pydantic only refuses keys of models
+        (kind,) = [each for each in (kind, *get_args(kind)) if isinstance(each, type)][:1]
         siblings = kind
     hint = nearest(last, siblings.model_fields)
     if not hint:

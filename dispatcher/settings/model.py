@@ -17,8 +17,10 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dispatcher.core.budget import Policy
+from dispatcher.settings.batching import BatchingSettings
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.section import Section
+from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.tls import TlsSettings
@@ -266,6 +268,8 @@ class Settings(Section, BaseSettings):
     queue: QueueSettings = QueueSettings()
     signals: SignalsSettings = SignalsSettings()
     budget: BudgetSettings = BudgetSettings()
+    batching: BatchingSettings = BatchingSettings()
+    sequences: SequenceSettings = SequenceSettings()
     retry: RetrySettings = RetrySettings()
     shutdown: ShutdownSettings = ShutdownSettings()
     admin: AdminSettings = AdminSettings()

@@ -21,11 +21,12 @@ from dispatcher.core.headers import (
     OLD_FAIRNESS_ID,
     OLD_OBJECTIVE,
     REQUEST_ID,
+    SESSION_TOKEN,
 )
 from dispatcher.standin.model import BATCH_CONTEXT, work_s
 from dispatcher.standin.model import generated as drawn
 from dispatcher.standin.pool import Job, Level, Pool
-from dispatcher.standin.prefixes import PrefixCache
+from dispatcher.standin.prefixes import PrefixServers
 from dispatcher.standin.wire import Exchange, Server, chunk, head
 
 
@@ -81,6 +82,8 @@ class LogEntry(msgspec.Struct):
     """When it got its slot."""
     ended_at: float | None = None
     """When its answer was sent, or its client was gone."""
+    server: str = ""
+    """The model server that it went to."""
     status: int | None = None
     """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
 
@@ -109,7 +112,7 @@ class Gateway:
         *,
         seconds: float | None,
         path_s: float,
-        prefixes: PrefixCache,
+        prefixes: PrefixServers,
         drop_reason: str,
         seed: int,
         log_max: int,
@@ -262,7 +265,7 @@ class Gateway:
             self._travel(self._answer, exchange, entry, refusal)
             return
 
-        self.prefixes.read(exchange.body)
+        entry.server = self.prefixes.read(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
 
         def gone() -> None:
             self._pool.leave(job)
@@ -321,7 +324,7 @@ def _content(
     exchange: Exchange, entry: LogEntry, how: Answer, generated: int
 ) -> tuple[list[tuple[str, str]], bytes, bool]:
     """Headers and body of an answer, and whether the body is chunked."""
-    headers = []
+    headers = [(SESSION_TOKEN, entry.server)] if entry.server else []
     if how.reason:
         headers.append((DROP_REASON, how.reason))
     if how.retry_after:

@@ -33,7 +33,7 @@ from msgspec import Meta
 from dispatcher.standin.gateway import Answer, Fault, Gateway, LogEntry
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
-from dispatcher.standin.prefixes import PrefixCache
+from dispatcher.standin.prefixes import PrefixServers
 from dispatcher.standin.shapes import parse_steps
 from dispatcher.standin.trace import TraceError, load
 from dispatcher.standin.traffic import Realtime
@@ -89,6 +89,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prefix_blocks: Annotated[
         int, Meta(description="Blocks of prompts (64 bytes each) that the model servers keep; 0: none.")
     ] = 0
+    prefix_servers: Annotated[
+        int, Meta(description="Model servers that keep prompts, each its own; sessions stay at one.")
+    ] = 1
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
@@ -142,6 +145,8 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Rewrite the picker's averages now; one that started cold has them from then on."""
     realtime: int | msgspec.UnsetType = msgspec.UNSET
     """Realtime requests to hold in the pool from now on."""
+    kill_server: str = ""
+    """The model server of this session token ends."""
     restart: bool = False
     """Begin a new measurement: peaks, means, counts, quantiles. The log and what is known of ids stay."""
 
@@ -182,7 +187,7 @@ class LiveWorld:
             _tls(config),
             seconds=config.seconds,
             path_s=config.path_s,
-            prefixes=PrefixCache(config.prefix_blocks),
+            prefixes=PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed),
             # With flow control off it is the model server that refuses, and it knows no such header.
             drop_reason="rejected-saturated" if config.flow_control else "",
             seed=config.seed,
@@ -235,6 +240,7 @@ class LiveWorld:
             await self._break_metrics(control.metrics)
         if control.gateway is not unset:
             await self.gateway.break_(control.gateway)
+        self.gateway.prefixes.kill(control.kill_server)
         if control.restart:
             self.pool.restart()
             self.gateway.restart()

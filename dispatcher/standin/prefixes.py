@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from hashlib import blake2b
 
@@ -59,3 +60,36 @@ class PrefixCache:
 
     def report(self) -> dict[str, int]:
         return {"asked": self.asked, "hits": self.hits}
+
+
+class PrefixServers:
+    """Model servers with a cache each, behind a picker that keeps sessions where they are: a request that
+    names a server goes there while it is there, any other one to some server, and each answer says which.
+    """
+
+    def __init__(self, servers: int, blocks: int, seed: int = 0) -> None:
+        self._blocks = blocks
+        self._random = random.Random(seed)
+        self._caches = {f"server-{number}": PrefixCache(blocks) for number in range(max(1, servers))}
+        self._gone: list[PrefixCache] = []
+
+    def read(self, body: bytes, token: str) -> str:
+        """A request comes in; the token of the server that it goes to."""
+        name = token if token in self._caches else self._random.choice(list(self._caches))
+        self._caches[name].read(body)
+        return name
+
+    def kill(self, token: str) -> None:
+        """That server ends, and what it kept; one at least stays."""
+        if token in self._caches and len(self._caches) > 1:
+            self._gone.append(self._caches.pop(token))
+
+    def restart(self) -> None:
+        """Begin a new measurement. What is kept stays."""
+        self._gone.clear()
+        for cache in self._caches.values():
+            cache.restart()
+
+    def report(self) -> dict[str, int]:
+        every = [*self._caches.values(), *self._gone]
+        return {"asked": sum(each.asked for each in every), "hits": sum(each.hits for each in every)}

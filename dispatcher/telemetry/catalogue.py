@@ -58,7 +58,8 @@ class Series:
     sampled: Sampled | None = None
     """How a gauge is read from the status, when it is scraped."""
     free: bool = False
-    """An information: its label values are not declared, and there is one at a time."""
+    """Its label values are not declared: an information, of which there is one at a time, or a gauge with few
+    values at a time."""
 
     @property
     def page_name(self) -> str:
@@ -101,6 +102,11 @@ def _info(name: str, values: Callable[[Status], Mapping[str, str]], meaning: str
         told = values(status)
         return {"\0".join(told[label] for label in labels): 1.0}
 
+    return _declare(Series(name, Kind.GAUGE, meaning, dict.fromkeys(labels, ()), sampled=sampled, free=True))
+
+
+def _table(name: str, sampled: Callable[[Status], Mapping[str, float]], meaning: str, *labels: str) -> Series:
+    """A gauge for each line of a table that is short, and whose labels nobody knows beforehand."""
     return _declare(Series(name, Kind.GAUGE, meaning, dict.fromkeys(labels, ()), sampled=sampled, free=True))
 
 
@@ -149,6 +155,8 @@ READS = (
 WORK = tuple(str(work) for work in Work)
 QUANTILES = ("0.5", "0.95")
 PARTS = ("queue", "gateway", "signals")
+MERGED = ("split", "halved", "unsplittable", "failed")
+CHECKS = ("same", "differs", "unsure")
 
 _LATENCY = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 _WAIT = (1, 2.5, 5, 10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
@@ -328,6 +336,70 @@ WAIT = _histogram("wait_seconds", "From the request's birth (data.created) to it
 TRY = _histogram("try_seconds", "From sending to the outcome", _LATENCY)
 SETTLE = _histogram("settle_seconds", "From the outcome to the queue's word that it is written", _SETTLE)
 WHOLE = _histogram("request_seconds", "From the request's birth (data.created) to its written result", _WAIT)
+
+# ── requests that travel together ───────────────────────────────────────────────────────────────────────────
+
+MERGED_CALLS = _counter(
+    "merged_calls", "Calls that several requests shared, by what became of them", result=MERGED
+)
+MERGED_REQUESTS = _counter("merged_requests", "Requests that such calls answered")
+MERGE_CHECKS = _counter(
+    "merge_checks", "Single calls that were made to compare the answers of merged ones", result=CHECKS
+)
+MERGE_WAITING = _gauge(
+    "merge_waiting", lambda s: s.batching.batching_waiting, "Requests that wait for company in this process"
+)
+MERGE_SIZE = _table(
+    "merge_size",
+    lambda s: s.batching.of_each(lambda each: float(each["size"])),
+    "Items that a call may have, as far as it pays; 1: nothing is merged",
+    "path",
+    "model",
+)
+MERGE_GAIN = _table(
+    "merge_gain",
+    lambda s: s.batching.of_each(lambda each: each["gain"]),
+    "How many times the items per unit-second of single calls that makes; absent where not measured",
+    "path",
+    "model",
+)
+MERGE_OFF = _table(
+    "merge_off",
+    lambda s: s.batching.of_each(lambda each: float(each["why_off"] is not None)),
+    "1 where merged calls were not answered as single ones are, and nothing is merged any more",
+    "path",
+    "model",
+)
+
+# ── sequences ───────────────────────────────────────────────────────────────────────────────────────────────
+
+SEQUENCES_ACTIVE = _gauge(
+    "sequences_active", lambda s: s.sequences.number("active"), "Sequences that are alive, the held included"
+)
+SEQUENCES_PARKED = _gauge(
+    "sequences_parked",
+    lambda s: s.sequences.number("parked"),
+    "Sequences that wait to begin, for sequences.max_active are alive",
+)
+SEQUENCES_HELD = _gauge(
+    "sequences_held",
+    lambda s: s.sequences.number("held"),
+    "Sequences that wait for an operator, for a request of them has failed",
+)
+SEQUENCES_ABORTED = _gauge(
+    "sequences_aborted", lambda s: s.sequences.number("aborted"), "Sequences that were aborted lately"
+)
+SEQUENCES_WAITING = _gauge(
+    "sequences_waiting", lambda s: s.sequences.number("waiting"), "Requests that wait for their turn"
+)
+SEQUENCE_TURNS = _counter(
+    "sequence_turns", "What was said of claimed requests of sequences", verdict=("goes", "waits", "barred")
+)
+SEQUENCE_SERVERS = _counter(
+    "sequence_servers",
+    "Answers to requests with a session token, by the server that gave them",
+    server=("same", "other", "lost"),
+)
 
 # ── the price that realtime pays ────────────────────────────────────────────────────────────────────────────
 

@@ -66,6 +66,16 @@ class Event(Enum):
         logging.WARNING,
         "Leases of dispatchers that are gone, silent or late were taken back: their requests run again",
     )
+    BATCHING_OFF = (
+        "batching-off",
+        logging.ERROR,
+        "Merged calls are not answered as single ones are: nothing of this model is merged any more",
+    )
+    BATCHING_LIMIT = (
+        "batching-limit",
+        logging.INFO,
+        "The server refused a list for its length: what it is taken to take from now on",
+    )
     SURPRISE = (
         "surprise",
         logging.ERROR,

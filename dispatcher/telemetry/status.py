@@ -5,7 +5,7 @@ On /status all subjects share one object: no two fields have the same name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,8 @@ CAPACITIES: Mapping[str, str] = {
 """Whose word the capacity is, as people are told it. Learned: where that is less than all the others say; the
 watch: where it lowers what the others say; a setting: `budget.per_endpoint` × the ready endpoints too."""
 SOURCES = get_args(Source)
+TABLE_MOST = 32
+"""Models behind paths that have series of their own; /status has them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,45 @@ class PriceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class BatchingStatus:
+    """Requests that travel together, in this process."""
+
+    batching: Sequence[Mapping[str, Any]] = ()
+    """Each model behind a path of a rule: `size` of its calls, `takes`, `gain`, `checked`, `why_off`, and the
+    `sentence` that says so."""
+    batching_waiting: int = 0
+    """Requests that wait for company."""
+    batching_calls: Mapping[str, int] = field(default_factory=dict)
+    """Merged calls by what became of them."""
+    batching_requests: int = 0
+    """Requests that merged calls answered."""
+    batching_checks: Mapping[str, int] = field(default_factory=dict)
+    """Single calls that were made to compare their answers, by what they showed."""
+
+    def of_each(self, value: Callable[[Mapping[str, Any]], float | None]) -> Mapping[str, float]:
+        """A value by path and model, where it is known."""
+        told = {f"{each['path']}\0{each['model']}": value(each) for each in self.batching[:TABLE_MOST]}
+        return {name: known for name, known in told.items() if known is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class SequencesStatus:
+    """Requests that belong together."""
+
+    sequences: Mapping[str, int] | None = None
+    """Of all replicas: `active`, `parked`, `held`, `aborted`; `waiting`: requests. None: not known."""
+    sequence_turns: Mapping[str, int] = field(default_factory=dict)
+    """In this process: what was said of claimed requests, by `goes`, `waits`, `barred`."""
+    sequence_servers: Mapping[str, int] = field(default_factory=dict)
+    """In this process: answers to requests with a session token, by `same` server, `other`, `lost` (none
+    told)."""
+
+    def number(self, name: str) -> int | None:
+        """One of `sequences`."""
+        return None if self.sequences is None else self.sequences.get(name)
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """All of it."""
 
@@ -194,6 +235,8 @@ class Status:
     watch: Watch = field(default_factory=Watch)
     line: LineStatus = field(default_factory=LineStatus)
     price: PriceStatus = field(default_factory=PriceStatus)
+    batching: BatchingStatus = field(default_factory=BatchingStatus)
+    sequences: SequencesStatus = field(default_factory=SequencesStatus)
 
     def json(self) -> dict[str, Any]:
         """One flat object."""

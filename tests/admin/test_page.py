@@ -14,7 +14,16 @@ from typing import Any
 import pytest
 
 from dispatcher.telemetry.events import Event
-from tests.admin.stage import Stage, configured, dead_request, quarter_of_an_hour, status, write_token
+from tests.admin.stage import (
+    ENDED,
+    Stage,
+    configured,
+    dead_request,
+    merged,
+    quarter_of_an_hour,
+    status,
+    write_token,
+)
 from tests.browser import Browser, Page
 from tests.support import wait_until
 
@@ -142,6 +151,40 @@ async def test_what_is_not_known_is_called_unknown(page: Page) -> None:
             assert await says(page, name, "unknown"), name
         assert "NaN" not in await page.text("body")
         assert "undefined" not in await page.text("main")
+        await quiet(page)
+
+
+async def test_what_is_merged_has_a_card_where_there_is_something_of_the_kind(page: Page) -> None:
+    stage = Stage(told=status("open"))
+    async with shown(stage, page):
+        assert await page.ask("document.querySelector('#batching-card').hidden")
+        batching = [merged(), merged("", takes=8), merged("e5", **ENDED), merged("<b>odd</b>", gain=None)]
+        counts = {"split": 2000, "halved": 3, "unsplittable": 1, "failed": 0}
+        stage.told |= {
+            "batching": batching,
+            "batching_calls": counts,
+            "batching_requests": 31007,
+            "batching_waiting": 5,
+        }
+        await soon(lambda: says(page, "#batching", "bge-m3"), what="the card")
+        assert not await page.ask("document.querySelector('#batching-card').hidden")
+        assert await page.text("#batching-sum") == "31,007 requests in 2,004 merged calls, 5 wait for company"
+        rows = await page.ask(
+            "[...document.querySelectorAll('#batching tbody tr')].map(row =>"
+            " [...row.children].map(cell => cell.textContent))"
+        )
+        assert rows[0] == ["/v1/embeddings", "e5", "1", "unknown", "unknown", "3", ENDED["sentence"]]
+        assert [row[1] for row in rows] == ["e5", "bge-m3", "none", "<b>odd</b>"], (
+            "what has ended comes first"
+        )
+        assert rows[2][3] == "8"
+        assert rows[1][4] == "6.18 ×"
+        notice = f"Batching has ended for e5 at /v1/embeddings: {ENDED['why_off']}"
+        assert await says(page, "#notices", notice)
+        stage.told |= {"batching": [merged(f"m-{n}", **ENDED) for n in range(60)]}
+        await soon(lambda: says(page, "#batching", "m-49"), what="many of them")
+        assert await says(page, "#batching-note", "And 10 more on /status.")
+        assert await says(page, "#notices", "Batching has ended for 57 more models")
         await quiet(page)
 
 
@@ -285,6 +328,7 @@ async def test_axe_finds_nothing_serious(page: Page, tmp_path: Path, width: int,
     )
     quarter_of_an_hour(stage, "no-room")
     stage.told |= {"config_problem": "config.yaml: budget.reserv: unknown key", "watch_problems": ["401"]}
+    stage.told["batching"] = [merged(), merged("e5", **ENDED)]
     await page.look(width=width, dark=dark)
     async with stage.open(ticking=True) as url:
         await page.open(url)

@@ -59,7 +59,6 @@ async def a_bad_day(folder: Path, seed: int, place: Place, engine: str, fsync: s
     begun_at = time.monotonic()
     with ground(place, engine, fsync, folder / "queue") as servers, ExitStack() as stack:
         stage = Stage(folder, servers.servers[0], stack)
-        # From this thread: the warm interpreter ends with the thread that started it.
         world = stage.world(slots=SLOTS, seed=seed)
         settings = stage.settings(
             world,

@@ -34,6 +34,12 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def test_without_a_shell_it_says_which_there_are_in_a_line() -> None:
+    told = warm_run("completion")
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr == "say for which shell: batch-dispatcher completion bash|zsh|fish\n"
+
+
 def bash(script: Path, line: str, folder: Path) -> set[str]:
     words = line.split(" ")
     asked = "\n".join(

@@ -25,12 +25,13 @@ from typer.testing import CliRunner
 from dispatcher.cli import VERBS, app
 from dispatcher.core.request import encode_member
 from dispatcher.core.result import answered
+from dispatcher.core.turns import OnError, SequenceTerms, Turn, TurnEnd
 from dispatcher.ports import Burial, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
-from tests.queue.made import claim, queues
+from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import wait_until
-from tests.warm import warm, warm_run
+from tests.warm import warm
 
 POOL = "row"
 NAMES = Names("batch:{row}:requests", "batch:{row}:results")
@@ -71,11 +72,26 @@ class Row:
 
 REQUEST = {
     *("id", "state", "place", "entry", "score", "priority", "deadline", "created", "deliveries", "attempts"),
-    *("refusals", "deaths", "owner", "due_at", "leased_until", "died_at", "reason", "endpoint", "results"),
-    *("labels", "cancellable", "bytes", "problem"),
+    *(
+        "refusals",
+        "deaths",
+        "owner",
+        "due_at",
+        "leased_until",
+        "died_at",
+        "reason",
+        "last_try",
+        "endpoint",
+        "results",
+    ),
+    *("labels", "sequence", "cancellable", "bytes", "problem"),
 }
 RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note"}
 DEAD = {"entry", "id", "reason", "died_at", "deliveries", "attempts", "refusals"}
+SEQUENCE = {
+    *("id", "status", "next", "head", "waiting", "lives", "done", "failed", "began_at", "touched_at"),
+    *("gap_since", "sticky", "carry_bytes", "cause"),
+}
 STATUS = {
     *("queue", "pending", "leased", "delayed", "dead", "paused", "queue_problem", "dispatcher"),
     *("dispatcher_problem", "config_problems"),
@@ -109,6 +125,8 @@ ROWS = {
             ("{}", "--label", "job"),
             ("{}", "--file", "in.jsonl"),
             ("--file", "in.jsonl"),
+            ("--file", "in.jsonl", "--output", "out.jsonl", "--sequence", "s"),
+            ("--file", "in.jsonl", "--output", "out.jsonl", "--sequence-by", "a..b"),
             ("--file", "{folder}/none.jsonl", "--output", "{folder}/out.jsonl"),
         ),
         fields={"": {"id"}},
@@ -155,9 +173,9 @@ ROWS = {
     "resume": Row(fields={"": {"queue", "paused"}}),
     "cancel": Row(
         happy=("first", "second"),
-        also=(("--label", "a=b"),),
+        also=(("--label", "a=b"), ("--sequence", "chat-7")),
         empty=1,
-        wrong=((), ("x", "--label", "a=b"), ("--label", "job")),
+        wrong=((), ("x", "--label", "a=b"), ("--label", "job"), ("x", "--sequence", "y")),
         fields={"": {"cancelled", "not_cancelled"}},
     ),
     "dead list": Row(wrong=(("--older", "long"), ("-n", "0")), fields={"": DEAD}, table=True),
@@ -171,12 +189,23 @@ ROWS = {
         fields={"": {"requeued", "asked", "results_by_id"}},
     ),
     "dead purge": Row(happy=("dead", "--yes"), empty=1, wrong=((), ("x", "--all")), fields={"": {"purged"}}),
+    "sequences list": Row(wrong=(("--status", "lost"), ("-n", "0")), fields={"": SEQUENCE}, table=True),
+    "sequences show": Row(
+        happy=("chat-7",),
+        empty=1,
+        wrong=((), ("a", "b")),
+        fields={"": {*SEQUENCE, "head_id", "line"}, "line": {"index", "entry", "id"}},
+    ),
+    "sequences release": Row(happy=("chat-7",), empty=1, wrong=((),), fields={"": {"id", "released"}}),
+    "sequences abort": Row(
+        happy=("chat-7",), empty=1, wrong=((), ("chat-7", "--why", " ")), fields={"": {"id", "aborted"}}
+    ),
     "queue copy": Row(
         happy=("--from", "{url}", "--to", "{other}", "--live", "--pool", POOL),
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
         fields={
             "": {"queue", "copied", "read", "left_leased"},
-            "read": {"pending", "returned", "suspect", "delayed", "dead"},
+            "read": {"pending", "returned", "suspect", "sequenced", "delayed", "dead"},
         },
         asks=False,
     ),
@@ -241,7 +270,6 @@ def said(*arguments: str) -> Said:
 
 @pytest.fixture(scope="module")
 def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    warm_run("version")  # the warm interpreter ends with the thread that started it, so not with a test's
     with server(ENGINES[-1], tmp_path_factory.mktemp("rows")) as running:
         yield running
 
@@ -276,6 +304,7 @@ async def furnish(place: Place) -> None:
         for name in ("answered", "dead"):
             client.lpush(NAMES.answers(name), answered(name, 200, b'{"text": "hello"}'))
     async with queues(place.server.url, "owner", names=NAMES) as (queue,):
+        await furnish_sequence(queue)
         for at, name in enumerate(("dead", "delayed", "running", "first", "second", "third" + "-" * 90)):
             token = f"token-of-{name}"
             member = encode_member(name.rstrip("-"), b'{"prompt": "hi"}', LATER + at, token=token)
@@ -284,6 +313,19 @@ async def furnish(place: Place) -> None:
         dead, delayed, _ = (await claim(queue, 3)).leases
         await queue.bury([Burial(Settlement(dead, b"", ""), "CUDA out of memory, " * 9)])
         await queue.release([Release(delayed, 600.0, attempt=True)])
+
+
+async def furnish_sequence(queue: OwnerAndDesk) -> None:
+    """One that is held, and a request that waits in it."""
+    for index in range(2):
+        turn = Turn("chat-7", index)
+        member = encode_member(f"chat-{index}", b"{}", LATER, token=f"token-{index}", sequence=turn)
+        await queue.submit([Submission(member, LATER, f"chat-{index}", f"token-{index}", LATER)])
+    leases = (await claim(queue, 2)).leases
+    terms = SequenceTerms(on_error=OnError.HOLD)
+    await queue.line_up([(lease, Turn("chat-7", at)) for at, lease in enumerate(leases)], terms)
+    end = TurnEnd(Turn("chat-7", 0), failed=True, cause="out of memory")
+    await queue.settle([Settlement(leases[0], answered("chat-0", 200, b"{}"), NAMES.answers("x"), turn=end)])
 
 
 def names_of_verbs() -> set[str]:

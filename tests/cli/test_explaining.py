@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from dispatcher.telemetry.status import BudgetStatus, GateStatus, ProcessStatus, SignalsStatus, Status
+from dispatcher.telemetry.status import (
+    BatchingStatus,
+    BudgetStatus,
+    GateStatus,
+    ProcessStatus,
+    SignalsStatus,
+    Status,
+)
 from tests.queue.servers import ENGINES, Server, server
 from tests.support import free_port
 from tests.warm import warm_run
@@ -30,18 +37,17 @@ def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(autouse=True, scope="module")
-def warmed() -> None:
-    """The warm interpreter dies with the thread that started it: no thread of these tests lives long."""
-    warm_run("version")
-
-
-def gate(queue: str = "batch:{qwen}:requests", refused: str | None = None) -> dict[str, Any]:
+def gate(
+    queue: str = "batch:{qwen}:requests",
+    refused: str | None = None,
+    merged: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
     return Status(
         ProcessStatus("1", "3", "qwen", queue, "one", False, 0.0, config_problem=refused),
         GateStatus("queue-unreachable", False, "Nothing is sent: no queue.", 0, 0, 0, None, None),
         BudgetStatus(0.05),
         SignalsStatus("epp", 1.0),
+        batching=BatchingStatus(merged),
     ).json()
 
 
@@ -133,6 +139,33 @@ async def test_a_refused_reload_and_another_dispatchers_queue_are_told(
     assert "works on another queue, batch:{other}:requests:" in explained.stdout
     assert explained.stdout.startswith("0 requests wait"), "first what was asked for"
     assert "is refused, the one before is in force: pool.name" in listed.stdout
+
+
+async def test_what_is_merged_of_each_model_or_why_not_is_told_in_a_line(
+    configured: Callable[..., Path], queue_server: Server
+) -> None:
+    queue = int(queue_server.url.rsplit(":", 1)[1].split("/")[0])
+    path = "/v1/embeddings"
+    ended = "a merged call was answered otherwise than single ones: item 0: cosine 0.4210"
+    told: list[dict[str, Any]] = [
+        {"path": path, "model": "bge-m3", "sentence": "up to 16 items a call", "why_off": None},
+        {"path": path, "model": "e5", "sentence": f"each request goes alone: {ended}", "why_off": ended},
+        {"path": "/v1/models/a:predict", "model": "", "sentence": "whether it pays", "why_off": None},
+        *({"path": path, "model": f"m-{n}", "sentence": "s", "why_off": None} for n in range(20)),
+    ]
+    async with dispatcher(gate(merged=told)) as port:
+        config = configured(queue, port)
+        listed, whole = (
+            await verb("status", "--config", config),
+            await verb("status", "--json", "--config", config),
+        )
+    lines = listed.stdout.splitlines()
+    assert "Batching of bge-m3 at /v1/embeddings: up to 16 items a call." in lines
+    assert "Batching of /v1/models/a:predict: whether it pays." in lines
+    assert f"Batching has ended for e5 at /v1/embeddings: {ended}" in lines
+    assert "Batching of 14 more: see --json." in lines
+    assert len([line for line in lines if line.startswith("Batching")]) == 10
+    assert json.loads(whole.stdout)["dispatcher"]["batching"] == told
 
 
 async def test_with_no_dispatcher_it_says_where_it_asked_and_what_to_do(

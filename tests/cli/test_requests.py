@@ -37,7 +37,6 @@ LATER = int(time.time()) + 3600
 
 @pytest.fixture(scope="module")
 def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    warm_run("version")  # the warm interpreter ends with the thread that started it, so not with a test's
     with server(ENGINES[-1], tmp_path_factory.mktemp("requests")) as running:
         yield running
 
@@ -288,7 +287,32 @@ async def test_a_number_is_that_of_a_dead_request_and_only_else_an_id(queue_serv
     assert left == [str(first.entry), "77777"]
     for name in (*left, "9" * 5_000):
         purged = await verb(queue_server, "dead", "purge", name, "--yes")
-        assert purged.stdout == f"{int(name in left)} forgotten\n"
+        assert purged.stdout == ("1 forgotten\n" if name in left else "")
+        assert (f"not among the dead: {name}" in purged.stderr) == (name not in left)
+
+
+@pytest.mark.parametrize("act", ["purge", "requeue"])
+async def test_where_none_of_the_dead_is_meant_it_says_so(queue_server: Server, act: str) -> None:
+    yes = ["--yes"] if act == "purge" else []
+    for named, words in (
+        (["--all"], "no dead"),
+        (["--reason", "CUDA"], "no dead request fits"),
+        (["a", "b"], "not among the dead: a, b"),
+        ([f"r-{n}" for n in range(9)], "not among the dead: r-0, r-1, r-2, r-3, r-4, …"),
+    ):
+        done = await verb(queue_server, "dead", act, *named, *yes)
+        assert (done.stdout, done.stderr) == ("", f"{NAMES.queue}: {words}\n")
+
+
+async def test_a_key_that_is_no_list_holds_no_results(queue_server: Server) -> None:
+    with queue_server.client() as client:
+        client.set("celery", "x")
+    for options in ((), ("--take",), ("--json",)):
+        done = await verb(queue_server, "results", "--list", "celery", *options)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "celery is no list: no results lie there" in done.stderr
+    empty = await verb(queue_server, "results", "--list", "nothing")
+    assert (empty.returncode, empty.stderr) == (0, "nothing is empty\n")
 
 
 async def test_what_a_client_left_dead_is_answered_where_its_id_finds_it(queue_server: Server) -> None:
@@ -476,13 +500,18 @@ async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_
 
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "r-1", results=NAMES.answers("r-1"))
-        assert (await waited()).startswith(
-            "waiting: no dispatcher works on batch:{default}:requests, none ever"
+        assert await waited() == (
+            "waiting: no dispatcher works on batch:{default}:requests, none ever has: "
+            "is the pool's name right, does one run (without --observe)?"
         )
         await queue.sweep()
         assert await waited() == "waiting: pending, it is next in line"
         (lease,) = await taken(queue, 1)
         assert await waited() == "waiting: a dispatcher has sent it, the answer is not there yet"
-        await queue.release([Release(lease, 60.0, attempt=True)])
+        await queue.release([Release(lease, 60.0, attempt=True, last_try="the gateway answered 503")])
         assert (await waited()).startswith("waiting: its next try, due in ")
-        assert (await waited()).endswith("after 1 failed")
+        assert (await waited()).endswith("after 1 failed, the last: the gateway answered 503")
+        (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
+        assert (shown["reason"], shown["last_try"]) == (None, "the gateway answered 503")
+        described = (await verb(queue_server, "describe", "r-1")).stdout
+        assert re.search(r"^ *last try +the gateway answered 503$", described, re.MULTILINE)

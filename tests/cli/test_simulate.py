@@ -209,6 +209,8 @@ def test_realtime_that_lacks_slots_itself_is_told() -> None:
     assert done.returncode == 0
     assert "realtime alone needs more than 16 slots" in done.stderr
     assert "realtime alone" not in simulate("--seconds", "60", "--policy", "law").stderr
+    told = simulate("--seconds", "60", "--slots", "16", "--policy", "law", "--json")
+    assert "realtime alone needs more than 16 slots" in json.loads(told.stderr)["warning"]
 
 
 def test_azure_trace_gives_what_the_bundled_cut_gives(tmp_path: Path) -> None:

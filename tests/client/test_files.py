@@ -398,7 +398,9 @@ def test_a_chunk_that_is_submitted_again_is_byte_for_byte_the_same(paths: FilePa
     options = FileOptions()
     job = FileJob(paths, options, NAMES, Path())
     job.begin()
-    _, first = job.next_chunk(10, 4_000_000_000)
+    found = job.next_chunk(10, 4_000_000_000)
+    assert found is not None
+    _, first = found
     job.close()
     with sqlite3.connect(f"{output(paths)}.journal") as journal:  # an hour ago
         journal.execute("update chunk set created = created - 3600")

@@ -125,7 +125,9 @@ async def test_what_never_came_to_the_queue_has_the_time_of_the_run_that_sends_i
     write(source(paths), *requests(10))
     job = FileJob(paths, FileOptions(), NAMES, Path())
     job.begin()
-    chunk, submissions = job.next_chunk(10, int(time.time()) - 86_400)
+    found = job.next_chunk(10, int(time.time()) - 86_400)
+    assert found is not None
+    chunk, submissions = found
     queue = LineQueue(one_redis.url, NAMES, job.naming)
     if taken:
         await queue.submit(chunk.number, submissions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ from dispatcher.client import (
     HookError,
     Item,
     NoResultError,
+    QueueAwayError,
     Result,
     TooManyPendingError,
 )
@@ -217,6 +219,25 @@ async def test_a_stream_that_is_left_leaves_no_task_behind(
         await stream.aclose()
     left = [task.get_name() for task in asyncio.all_tasks() if "stream" in task.get_name()]
     assert left == []
+
+
+async def test_closing_the_client_under_a_stream_is_raised_once_and_told_nowhere_else(
+    one_redis: Server,
+) -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about))
+    client = BatchClient(one_redis.url, pool=POOL)
+    async with client:
+        stream = client.stream([{"n": n} for n in range(20)])
+        first = asyncio.ensure_future(anext(stream))
+        await wait_until(lambda: client.pending == 20)
+    with pytest.raises(QueueAwayError):
+        await first
+    await stream.aclose()
+    del first, stream
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
 
 
 async def test_a_full_client_waits_or_raises(answering: Answering, one_redis: Server) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -34,8 +36,18 @@ def test_the_page_has_blocks() -> None:
 @pytest.mark.parametrize(
     "block", BLOCKS + README, ids=lambda block: block.strip().splitlines()[-1].strip()[:40]
 )
-async def test_a_block_runs(answering: Answering, one_redis: Server, block: str) -> None:
+async def test_a_block_runs(
+    answering: Answering, one_redis: Server, block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = block.replace("redis://localhost:6379", one_redis.url)
+    if "__main__" in block:
+        program = tmp_path / "program.py"
+        program.write_text(block)
+        monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        command = [sys.executable, str(program)]
+        done = await asyncio.to_thread(lambda: subprocess.run(command, capture_output=True, check=False))
+        assert (done.returncode, done.stderr) == (0, b"")
+        return
     names: dict[str, Any] = {"BatchClient": BatchClient, "__name__": "block"}
     async with answering.always(completion):
         if "asyncio.run(" in block or "BatchClient.sync(" in block:

@@ -168,6 +168,16 @@ async def test_usage_is_that_of_the_answer(answering: Answering, producer: Batch
     assert other.usage is None
 
 
+@pytest.mark.parametrize(("status", "words"), [(200, "Paris"), (400, None)])
+async def test_content_is_the_models_words_where_it_answered(
+    answering: Answering, producer: BatchClient, status: int, words: str | None
+) -> None:
+    body = b'{"choices": [{"message": {"role": "assistant", "content": "Paris"}}]}'
+    async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
+        result = await producer.submit({})
+    assert (result.content, result.text) == (words, body.decode())
+
+
 async def test_results_of_another_list_are_not_awaited_here(
     answering: Answering, raw: redis.asyncio.Redis, producer: BatchClient
 ) -> None:

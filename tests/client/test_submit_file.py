@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.batchfiles import BAD, line
+from tests.batchfiles import BAD, bent, line, write
 from tests.client.answering import NAMES, Answering
 from tests.queue.servers import Server
 from tests.support import free_port, wait_until
@@ -85,6 +87,18 @@ async def test_failed_lines_are_an_exit_code_and_a_file(
     ]
 
 
+async def test_fields_that_mean_nothing_are_named_once(
+    one_redis: Server, answering: Answering, source: Path
+) -> None:
+    odd = [bent(custom_id=f"o-{n}", urll="/v1/x", **({"prio\x1brity": 1} if n else {})) for n in range(2)]
+    await asyncio.to_thread(write, source, line("c-1"), *odd)
+    async with answering.always():
+        done = await submit(one_redis, "--file", source, "--output", source.with_name("out.jsonl"))
+    assert done.returncode == 0, "they are answered all the same"
+    said = "fields that no line of a batch file has, and how many lines do: urll (2), prio\\x1brity (1)."
+    assert f"in.jsonl: {said} They are not sent." in done.stderr.splitlines()
+
+
 async def test_standard_input_goes_to_standard_output(one_redis: Server, answering: Answering) -> None:
     command = [sys.executable, "-m", "dispatcher", "submit", "--queue-url", one_redis.url]
     command += ["--queue", NAMES.queue, "--file", "-", "--output", "-"]
@@ -126,7 +140,22 @@ async def test_wrong_use_is_told(
 
 async def test_without_redis_it_says_so_in_a_line(source: Path, tmp_path: Path) -> None:
     given = ("--file", str(source), "--output", str(tmp_path / "out.jsonl"))
-    done = await submit_to(f"redis://127.0.0.1:{free_port()}", *given)
+    place = f"127.0.0.1:{free_port()}"
+    began = time.monotonic()
+    done = await submit_to(f"redis://alice:secret@{place}", *given)
+    assert time.monotonic() - began < 6, "a slip in the URL: nobody waits ten seconds for it"
     assert done.returncode == 1
-    assert "Redis cannot be reached" in done.stderr
+    assert done.stderr.splitlines()[-1] == f"Redis cannot be reached: {place}: connection refused"
     assert "Traceback" not in done.stderr
+
+
+async def test_an_address_that_never_answers_is_named(source: Path, tmp_path: Path) -> None:
+    """Something listens there, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        place = f"127.0.0.1:{silent.getsockname()[1]}"
+        given = ("--file", str(source), "--output", str(tmp_path / "out.jsonl"))
+        done = await submit_to(f"redis://alice:secret@{place}", *given)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (
+        1,
+        f"Redis did not answer in time ({place})",
+    )

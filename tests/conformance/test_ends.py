@@ -11,7 +11,7 @@ from dispatcher.core.oversize import cut
 from dispatcher.core.request import Rejection, parse
 from dispatcher.core.result import decode_result
 from dispatcher.ports import Burial, Expired, Lease, Release, Settled, Settlement
-from tests.conformance.worlds import NOW, World, answer, claim, member
+from tests.conformance.worlds import NOW, World, answer, claim, member, permit
 from tests.support import wait_until
 
 UNLEASED = Lease(0, "", b"", 0, 0, 0, 0, 0)
@@ -157,6 +157,37 @@ async def test_expired_finds_by_score_in_every_priority_and_every_place(world: W
         await world.zadd(priority * BAND + future, b"future %d" % priority)
     expected = {b"returned", b"delayed", b"past 0", b"past 3", b"past 9"}
     assert await all_expired(world, expected) == expected
+
+
+async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> None:
+    owner = world.owner()
+    for number, name in enumerate((b"returned", b"delayed", b"untried", b"heavy")):
+        await world.zadd(NOW - 10 + number, name)
+    leases = {lease.member: lease for lease in await claim(owner)}
+    await owner.weigh([(leases[b"heavy"], 3)], permit(100))
+    await owner.release(
+        [
+            Release(leases[b"returned"], last_try="refused"),
+            Release(leases[b"delayed"], delay_s=500, last_try="reset"),
+            Release(leases[b"untried"]),
+            Release(leases[b"heavy"], last_try="no room"),
+        ]
+    )
+    await world.zadd(NOW - 5, b"never claimed")
+    told: dict[bytes, str] = {}
+
+    async def found() -> bool:
+        told.update({one.member: one.last_try for one in await owner.expired(10)})
+        return len(told) == 5
+
+    await wait_until(found)
+    assert told == {
+        b"returned": "refused",
+        b"delayed": "reset",
+        b"untried": "",
+        b"heavy": "no room",
+        b"never claimed": "",
+    }
 
 
 async def test_suspects_expire_too(world: World) -> None:

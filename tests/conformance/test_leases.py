@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -176,7 +177,7 @@ async def test_release_counts_what_it_says(world: World) -> None:
     await fill(world, 1)
     owner = world.owner()
 
-    async def after(**said: bool) -> tuple[int, int, int]:
+    async def after(**said: Any) -> tuple[int, int, int]:
         [lease] = await claim(owner)
         assert await owner.release([Release(lease, **said)]) == [Settled.DONE]
         [lease] = await claim(owner)
@@ -188,6 +189,32 @@ async def test_release_counts_what_it_says(world: World) -> None:
     assert await after(attempt=True) == (3, 1, 0)
     assert await after(refusal=True) == (4, 1, 1)
     assert await after(attempt=True, refusal=True, undelivered=True) == (4, 2, 2)
+
+
+async def test_what_the_last_try_came_to_stays_with_the_request_until_another_one_counts(
+    world: World,
+) -> None:
+    await fill(world, 2)
+    owner = world.owner()
+    one, other = await claim(owner)
+    assert (one.last_try, other.last_try) == ("", "")
+
+    async def after(last_try: str, delay_s: float = 0.0) -> tuple[str, str]:
+        """As the next claim has it, and who looks."""
+        (lease,) = await claim(owner)
+        await owner.release([Release(lease, delay_s, attempt=True, last_try=last_try)])
+        page = await world.desk.search([], entries_only=True)
+        if delay_s:
+            return "", next(each.reason for each in page.found if each.entry == lease.entry)
+        (lease,) = await claim(owner)
+        await owner.release([Release(lease, undelivered=True)])
+        return lease.last_try, next(each.reason for each in page.found if each.entry == lease.entry)
+
+    await owner.release([Release(one)])
+    assert await after("no healthy upstream") == ("no healthy upstream",) * 2
+    assert await after("") == ("no healthy upstream",) * 2
+    assert await after("ä\n") == ("ä\n",) * 2
+    assert await after("reset", delay_s=60) == ("", "reset")
 
 
 async def test_delayed_request_comes_back_to_its_place_when_it_is_due(world: World) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, spellings
 from dispatcher.core.request import encode_member
+from dispatcher.core.turns import SequenceTerms, Turn
 from dispatcher.ports import Burial, Desk, Release, Submission
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
 
@@ -51,13 +52,14 @@ async def everywhere(world: World) -> dict[Whereabouts, str]:
     """One request in each place; by place, its id."""
     owner = world.owner("owner-1")
     names = {state: f"is-{state}" for state in W}
-    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED)
+    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED)
     for at, state in enumerate(order):
         await world.desk.submit([submission(names[state], NOW + 1000 + at)])
     for _ in range(2):
         (suspect,) = await claim(owner, 1)
         await world.lose(owner, suspect)
-    suspect, dead, delayed, returned, _ = await claim(owner)
+    suspect, dead, delayed, returned, leased, second = await claim(owner)
+    await owner.line_up([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
     await owner.bury([Burial(answer(dead), "it broke")])
     await owner.release([Release(suspect), Release(delayed, 100.0, attempt=True, refusal=True)])
     await owner.release([Release(returned)])
@@ -160,7 +162,8 @@ async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world
 
 async def test_what_is_restored_lies_where_it_lay_and_only_once(world: World) -> None:
     names = await everywhere(world)
-    before = {state: await lying(world, state) for state in W if state is not W.LEASED}
+    (second,) = await lying(world, W.SEQUENCED)
+    before = {state: await lying(world, state) for state in W if state not in (W.LEASED, W.SEQUENCED)}
     found = [one for each in before.values() for one in each]
     far = world.line("batch:{qwen}:other")
     assert await far.desk.restore("there", found) == 5
@@ -181,3 +184,6 @@ async def test_what_is_restored_lies_where_it_lay_and_only_once(world: World) ->
     }
     await far.owner("owner-2").settle([answer(lease) for lease in leases])
     assert await far.desk.restore("there", found) == 0, "although they have ended here"
+    assert await far.desk.restore("there", [second]) == 1
+    (copied,) = await lying(far, W.RETURNED)
+    assert copied.member == second.member, "it is lined up anew: its sequence did not come with it"

@@ -165,6 +165,72 @@ async def test_a_repeated_call_says_the_same(world: World) -> None:
     assert (await queue.renew([])).count.live == 3
 
 
+async def test_what_counts_nothing_yet_may_be_claimed_beside_a_full_limit_and_counts_when_it_is_weighed(
+    world: World,
+) -> None:
+    await fill(world, 6)
+    queue = world.owner()
+    told = await queue.claim(4, "n", permit(2), units=0)
+    assert [lease.units for lease in told.leases] == [0, 0, 0, 0]
+    assert told.count.live == 0
+    assert (await world.desk.counts()).leased == 4
+    first, second, third, fourth = told.leases
+    weights = (first, 1), (second, 1), (third, 1), (fourth, 0)
+    assert await weigh(queue, *weights, limit=2) == [True, True, False, True]
+    assert (await queue.renew([])).count.live == 2
+    assert await claim(queue, limit=2) == []
+    assert await queue.settle([answer(first), answer(second), answer(third), answer(fourth)]) == [
+        Settled.DONE,
+        Settled.DONE,
+        Settled.LOST,
+        Settled.DONE,
+    ]
+    assert (await queue.renew([])).count.live == 0
+    assert [lease.units for lease in await claim(queue)] == [1, 1, 1]
+
+
+async def test_a_unit_passes_from_one_lease_to_another_in_a_full_pool(world: World) -> None:
+    await fill(world, 4)
+    queue = world.owner()
+    one, other = await claim(queue, most=2, limit=2)
+    assert await weigh(queue, (one, 0), limit=2) == [True]
+    assert len(await claim(queue, limit=2)) == 1
+    assert await weigh(queue, (one, 1), limit=2) == [False], "its unit is another's by now"
+    (again,) = (await queue.claim(1, "again", permit(3))).leases
+    assert (again.entry, again.units) == (one.entry, 1)
+    assert await weigh(queue, (other, 0), (again, 2), limit=3) == [True, True]
+    assert (await queue.renew([])).count.live == 3
+
+
+@pytest.mark.parametrize("end", ["release", "lose"])
+async def test_one_that_counted_nothing_counts_again_when_it_is_leased_anew(world: World, end: str) -> None:
+    await fill(world, 1)
+    queue = world.owner()
+    (lease,) = await claim(queue)
+    assert await weigh(queue, (lease, 0)) == [True]
+    if end == "lose":
+        await world.lose(queue, lease)
+    else:
+        await queue.release([Release(lease)])
+    count = (await queue.renew([])).count
+    assert (count.live, count.lost) == (0, 0)
+    told = await queue.claim(1, "anew", permit(1), units=0)
+    assert [lease.units for lease in told.leases] == [1]
+
+
+async def test_leases_that_count_nothing_are_taken_back_from_an_owner_that_died(world: World) -> None:
+    await fill(world, 3)
+    living, dead = world.owner("living"), world.owner("dead")
+    await living.sweep()
+    leases = await claim(dead)
+    assert await weigh(dead, (leases[1], 0), (leases[2], 0)) == [True, True]
+    assert (await living.renew([])).count.others == 1
+    await world.fall_silent("dead")
+    assert (await living.sweep()).reclaimed == 3
+    count = (await living.renew([])).count
+    assert (count.live, count.others, count.lost) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_three_owners_with_mixed_weights_never_pass_the_limit(world: World, seed: int) -> None:
     """Each request has its weight, which is seen when it is claimed. Owners die, and renew when it is too

@@ -24,6 +24,7 @@ from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
+from tests.queue.aging import age_memory, age_redis
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import entry_of
 from tests.queue.roles import grant, url_of
@@ -69,7 +70,7 @@ async def full_claim(
     return await queue.claim(most, f"nonce-{next(_nonces)}", permit(limit, lost=lost), lanes=lanes)
 
 
-def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: str) -> Settlement:
+def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: Any) -> Settlement:
     """The settlement of a lease with a result that can be told from others."""
     return Settlement(
         lease, b'{"id":"r-1","entry":%d}' % lease.entry if result is None else result, results, **ids
@@ -134,6 +135,14 @@ class World(ABC):
     @abstractmethod
     async def step_line_back(self, seconds: float) -> None:
         """The same of what is stored of one line alone, where `step_back` was another one's."""
+
+    @abstractmethod
+    async def age_sequences(self, seconds: float) -> None:
+        """As if all that is known of sequences had been so much earlier."""
+
+    @abstractmethod
+    async def end_silently(self, lease: Lease) -> None:
+        """As a dispatcher of a version ends it that knows nothing of sequences."""
 
     async def pass_time(self, sweeper: Queue, seconds: int) -> int:
         """As if it had swept each second of so many; how many leases that reclaimed."""
@@ -244,6 +253,14 @@ class MemoryWorld(World):
     async def step_line_back(self, seconds: float) -> None:
         pass  # it is the pool's clock that did
 
+    async def age_sequences(self, seconds: float) -> None:
+        age_memory(self.store, seconds)
+
+    async def end_silently(self, lease: Lease) -> None:
+        grant = self.store.pool.grants[lease.entry]
+        self.store.pool.end_lease(grant)
+        self.store.line.forget(grant.entry)
+
 
 class RedisWorld(World):
     """The real scripts on an empty server of their own, with no more rights than docs/security.md gives."""
@@ -348,8 +365,23 @@ class RedisWorld(World):
 
     async def step_line_back(self, seconds: float) -> None:
         await self._move(seconds, (), (f"tick:{self.names.queue}",))
-        for name in await self._raw.zrange(f"{self.names.prefix}:delayed", 0, -1):
-            await self._raw.zincrby(f"{self.names.prefix}:delayed", seconds, name)
+        for key in (f"{self.names.prefix}:delayed", f"{self.names.prefix}:sequences:looks"):
+            for name in await self._raw.zrange(key, 0, -1):
+                await self._raw.zincrby(key, seconds, name)
+
+    async def age_sequences(self, seconds: float) -> None:
+        with self._server.client() as raw:
+            age_redis(raw, self.names, seconds)
+
+    async def end_silently(self, lease: Lease) -> None:
+        pool = self.names.pool_prefix
+        (name,) = [
+            one for one in await self._raw.zrange(f"{pool}:leases", 0, -1) if entry_of(one) == lease.entry
+        ]
+        await self._raw.zrem(f"{pool}:leases", name)
+        await self._raw.hdel(f"{pool}:owners", name.partition(b":")[2])
+        for key in ("entries", "members"):
+            await self._raw.hdel(f"{self.names.prefix}:{key}", lease.entry)
 
     async def _move(self, seconds: float, sets: Sequence[str], fields: Sequence[str]) -> None:
         pool = self.names.pool_prefix

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.bar import bar, cells
+from dispatcher.core.bar import bar, cells, legend, pool
 
 AMOUNTS = st.lists(st.floats(0, 1e6, allow_subnormal=False), max_size=6)
 
@@ -34,3 +34,10 @@ def test_as_it_looks() -> None:
     assert bar([("█", 20), ("▒", 10)], 40, 8) == "████▒▒··"
     assert bar([("█", 50), ("▒", 30)], 40, 8) == "█████▒▒▒", "more than there is"
     assert bar([], 0, 4) == "····"
+
+
+def test_a_pool_is_shown_in_its_order_with_what_the_reserve_still_keeps_at_the_end() -> None:
+    whole = {"realtime": 2.0, "waiting": 1.0, "ours": 3.0, "reserve": 2.0, "capacity": 10.0}
+    assert pool(**whole, width=10) == "██▓▒▒▒··░░"
+    assert pool(**{**whole, "realtime": 6.0}, width=10) == "██████▓▒▒▒", "the reserve is used up"
+    assert legend(**whole) == "█ realtime 2  ▓ waiting 1  ▒ ours 3  · free 2  ░ reserve 2"

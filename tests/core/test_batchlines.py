@@ -25,6 +25,7 @@ from dispatcher.core.result import ErrorCode, PoppedResult
 from tests.batchfiles import BAD, CHAT, bent, line
 
 RULES = LineRules()
+GOOD = json.loads(bent())
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("abcd"), inner, max_size=3),
@@ -69,8 +70,30 @@ def test_a_body_is_kept_byte_for_byte() -> None:
     assert good(text) == BatchLine("a", "/v1/completions", body)
 
 
-def test_unknown_fields_are_no_fault() -> None:
-    assert good(bent(priority="low")).custom_id == "bent"
+def test_unknown_fields_are_no_fault_and_are_named() -> None:
+    found = good(bent(priority="low", urll="/v1/x", params={}))
+    assert found.unknown == ("priority", "urll", "params")
+    assert (found.custom_id, found.url, found.body) == ("bent", CHAT, good(bent()).body)
+    assert good(bent()).unknown == ()
+
+
+@pytest.mark.parametrize(
+    ("field", "written"),
+    [("url", "urll"), ("url", "uri"), ("url", "URL"), ("custom_id", "customId"), ("body", "bdy")],
+)
+def test_a_missing_field_is_told_with_the_one_that_may_be_it(field: str, written: str) -> None:
+    text = json.dumps({written if name == field else name: value for name, value in GOOD.items()}).encode()
+    assert faults(text) == [f"{field}: is missing (is it what stands under '{written}'?)"]
+
+
+def test_what_is_nothing_like_it_is_not_taken_for_it() -> None:
+    assert faults(bent(url=None, endpoint=CHAT, id=7)) == ["url: is missing"]
+
+
+def test_of_fields_without_end_the_first_ones_are_named() -> None:
+    found = good(bent(**{"x" * 1000: 1, **{f"f{n}": n for n in range(1000)}}))
+    assert len(found.unknown) == 20
+    assert max(map(len, found.unknown)) == 60
 
 
 def test_sizes_are_held() -> None:

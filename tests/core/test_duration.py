@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.duration import seconds_of, told, until
+
+UNITS = ["w", "d", "h", "m", "s", "ms"]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +26,8 @@ from dispatcher.core.duration import seconds_of, told, until
         (" 5min ", 300),
         ("1h30m", 5400),
         ("1d 2h 3min", 93_780),
+        ("1w1d1h1m1s1ms", 694_861.001),
+        ("1.5h30m", 7200),
     ],
 )
 def test_a_span_is_read_as_it_is_written(written: str, seconds: float) -> None:
@@ -34,6 +40,32 @@ def test_a_span_is_read_as_it_is_written(written: str, seconds: float) -> None:
 def test_what_is_no_span_is_refused_with_how_to_write_it(written: str) -> None:
     with pytest.raises(ValueError, match="write 90s, 10m, 1h30m, 8h or 1d"):
         seconds_of(written)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        ("1h1h", "(h behind h:"),
+        ("30m1h", "(h behind m:"),
+        ("1h 5m 5min", "(min behind m:"),
+        ("1d30s2h", "(h behind s:"),
+    ],
+)
+def test_a_unit_that_stands_twice_or_behind_a_smaller_one_is_a_slip(written: str, why: str) -> None:
+    with pytest.raises(ValueError, match="each unit once, the larger one first") as told_why:
+        seconds_of(written)
+    assert why in str(told_why.value)
+
+
+@given(st.lists(st.tuples(st.integers(0, 999), st.sampled_from(UNITS)), min_size=1, max_size=5))
+def test_it_is_the_sum_of_its_parts_or_refused(parts: list[tuple[int, str]]) -> None:
+    written = "".join(f"{count}{unit}" for count, unit in parts)
+    falling = [UNITS.index(unit) for _, unit in parts]
+    if all(later > earlier for earlier, later in pairwise(falling)):
+        assert seconds_of(written) == sum(seconds_of(f"{count}{unit}") for count, unit in parts)
+    else:
+        with pytest.raises(ValueError, match="each unit once"):
+            seconds_of(written)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dispatcher.core.outcome import (
     RETRY_AFTER_CAP_S,
@@ -25,6 +27,7 @@ from dispatcher.core.outcome import (
     after_losses,
     classify,
     parse_retry_after,
+    told,
 )
 from dispatcher.core.result import ErrorCode
 
@@ -200,18 +203,22 @@ def test_an_unreachable_gateway_costs_nothing() -> None:
 
 def test_the_first_refusal_is_back_at_once_and_the_next_wait_twice_as_long_each() -> None:
     delays = [decide(Overloaded(429, "", capacity=True), refusals=n) for n in range(8)]
-    assert delays == [Retry(s, refusal=True) for s in (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)]
+    why = "the gateway refused it for now: 429"
+    waits = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)
+    assert delays == [Retry(s, refusal=True, last_try=why) for s in waits]
 
 
 def test_failures_back_off_with_full_jitter() -> None:
     for attempts, most in enumerate((2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0)):
         for rand in (0.0, 0.25, 0.999):
-            assert decide(Failed("x"), attempts=attempts, rand=rand) == Retry(most * rand, attempt=True)
+            decision = decide(Failed("x"), attempts=attempts, rand=rand)
+            assert decision == Retry(most * rand, attempt=True, last_try="x")
 
 
 def test_a_failure_waits_as_long_as_it_was_told_to() -> None:
-    assert decide(Failed("x", retry_after_s=20.0), rand=0.0) == Retry(20.0, attempt=True)
-    assert decide(Failed("x", retry_after_s=600.0), rand=0.0) == Retry(60.0, attempt=True)
+    for asked_s, delay_s in ((20.0, 20.0), (600.0, 60.0)):
+        decision = decide(Failed("x", retry_after_s=asked_s), rand=0.0)
+        assert decision == Retry(delay_s, attempt=True, last_try="x")
 
 
 def test_the_last_failure_is_dead_with_the_last_answer() -> None:
@@ -229,15 +236,43 @@ def test_the_last_failure_is_dead_with_the_last_answer() -> None:
 
 
 def test_a_delay_ends_with_the_deadline() -> None:
-    assert decide(Failed("x"), attempts=6, rand=0.9, left=5.0) == Retry(5.0, attempt=True)
-    assert decide(Overloaded(429, "", capacity=True), refusals=5, left=5.0) == Retry(5.0, refusal=True)
-    assert decide(Unreachable("gone", rest_s=9.0), left=5.0) == Retry(5.0, undelivered=True)
+    for outcome in (Failed("x"), Overloaded(429, "", capacity=True), Unreachable("gone", rest_s=9.0)):
+        decision = decide(outcome, attempts=6, refusals=5, rand=0.9, left=5.0)
+        assert isinstance(decision, Retry)
+        assert decision.delay_s == 5.0
 
 
 @pytest.mark.parametrize("outcome", [Failed("x"), Overloaded(429, "", capacity=True), Unreachable("x")])
 @pytest.mark.parametrize("left", [0.0, -3.0])
 def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float) -> None:
-    assert decide(outcome, left=left) == Errored(ErrorCode.DEADLINE_EXCEEDED, "deadline exceeded")
+    ended = decide(outcome, left=left)
+    assert isinstance(ended, Errored)
+    assert ended.code is ErrorCode.DEADLINE_EXCEEDED
+    why = f"; the last try: {told(outcome)}" if isinstance(outcome, Failed | Overloaded) else ""
+    assert ended.message == f"deadline exceeded{why}"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "words"),
+    [
+        (Failed("reset"), "reset"),
+        (Failed("the gateway answered 503", 503), "the gateway answered 503"),
+        (Failed("answered 503", 503, b"no\n healthy  upstream"), "answered 503: no healthy upstream"),
+        (Failed("it", 500, b"\x1b[2J\xff"), "it: \\x1b[2J\ufffd"),
+        (Overloaded(429, "", capacity=True), "the gateway refused it for now: 429"),
+        (Overloaded(503, "saturated", capacity=True), "the gateway refused it for now: 503, saturated"),
+    ],
+)
+def test_what_a_try_came_to_is_told_in_a_line(outcome: Failed | Overloaded, words: str) -> None:
+    assert told(outcome) == words
+
+
+@given(st.text(), st.binary(max_size=2000))
+def test_what_is_kept_of_a_try_is_short_and_plain(why: str, body: bytes) -> None:
+    words = told(Failed(why, 500, body))
+    assert len(words) <= 200
+    assert words.isprintable()
+    assert len(told(Overloaded(503, why, capacity=True))) <= 200
 
 
 def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None:

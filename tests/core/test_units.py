@@ -43,3 +43,27 @@ def test_a_claim_asks_for_some_and_for_no_more_than_is_free(seen: list[int], fre
     requests, units = weights.claim(free)
     assert 1 <= units <= weights.typical <= max([1, *seen])
     assert 1 <= requests * units <= free
+
+
+def test_where_requests_share_units_a_claim_asks_for_all_that_have_room_in_what_is_free() -> None:
+    weights = Weights()
+    for _ in range(500):
+        weights.seen(1 / 32)
+    most, units = weights.claim(2)
+    assert units == 0
+    assert 60 <= most <= 70
+    assert weights.claim(2, riding=most - 3) == (3, 0)
+    assert weights.claim(2, riding=1000) == (0, 0)
+
+
+@given(st.lists(st.floats(0.001, 1)), st.integers(1, 10_000), st.integers(0, 100_000))
+def test_of_those_that_share_no_more_are_held_than_64_for_each_unit(
+    seen: list[float], free: int, riding: int
+) -> None:
+    weights = Weights()
+    for each in seen:
+        weights.seen(each)
+    most, units = weights.claim(free, riding)
+    assert (units == 0) or most * units <= free
+    assert most >= 0
+    assert most + (riding if units == 0 and most else 0) <= 64 * free

@@ -56,8 +56,11 @@ def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code
 @pytest.mark.parametrize(
     ("outcome", "release"),
     [
-        (Failed("reset"), Release(LEASE, delay_s=2.0, attempt=True)),
-        (Overloaded(429, "", capacity=True), Release(LEASE, refusal=True)),
+        (Failed("reset"), Release(LEASE, delay_s=2.0, attempt=True, last_try="reset")),
+        (
+            Overloaded(429, "", capacity=True),
+            Release(LEASE, refusal=True, last_try="the gateway refused it for now: 429"),
+        ),
         (Unreachable("no connection", rest_s=3.0), Release(LEASE, delay_s=3.0, undelivered=True)),
         (Unsent(), Release(LEASE, undelivered=True)),
     ],
@@ -90,6 +93,31 @@ def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
     ending = after_try(Failed("reset"), now=1000.0)
     assert isinstance(ending, Settlement)
     assert ending.code == ErrorCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(
+    ("outcome", "before", "told"),
+    [
+        (None, "", ""),
+        (None, "no upstream", "no upstream"),
+        (Failed("reset"), "no upstream", "reset"),
+        (Unreachable("gone"), "no upstream", "no upstream"),
+        (TooLate(), "no upstream", "no upstream"),
+    ],
+)
+def test_who_is_too_late_is_told_what_the_last_try_came_to(
+    outcome: Outcome | None, before: str, told: str
+) -> None:
+    """Of which nobody else would know: it was given back, and its answer with it."""
+    held = lease(7, last_try=before)
+    if outcome is None:
+        ending: Ending = endings.expired(held, REQUEST)
+    else:
+        ending = endings.after_try(held, REQUEST, outcome, 1000.0, POLICY, rand=0.5)
+    assert isinstance(ending, Settlement)
+    result = decode_result(ending.result)
+    assert result.error_code == ErrorCode.DEADLINE_EXCEEDED
+    assert result.error_message == "deadline exceeded" + (f"; the last try: {told}" if told else "")
 
 
 def test_member_without_an_id_is_dead_and_nobody_is_told() -> None:

@@ -41,14 +41,18 @@ class Bench:
         self.limiter = open_limiter()
         self.access = QueueAccess(self.queue, self.limiter, Tenure(30.0, 5.0), clock)
         self.weighing = Weighing(
-            self.access, self.holding, self.finished.append, lambda each: int(each.metadata["weight"])
+            self.access,
+            self.holding,
+            self.finished.append,
+            lambda _held, each: int(each.metadata["weight"]),
+            self.holding.drop,
         )
 
     async def claim(self, *weights: int, limit: int = 100) -> list[HeldLease]:
         """Claim a request of each weight, and read them."""
         for number in range(len(weights)):
             self.store.add(member(f"r-{number}", 10**10), float(number))
-        most, units = self.weighing.claim(limit)
+        most, units = self.weighing.claim(limit, 0)
         claimed = await self.queue.claim(most, "n", self.permit(limit), units=units)
         held = [self.holding.add(lease, 2.0, probe=False) for lease in claimed.leases]
         for each, weight in zip(held, weights, strict=True):
@@ -127,9 +131,9 @@ def test_one_that_is_heavier_than_all_the_limit_can_be_counts_just_that(
 
 def test_next_claim_takes_unread_requests_to_weigh_what_these_did() -> None:
     async def check(bench: Bench) -> None:
-        assert bench.weighing.claim(8) == (8, 1)
+        assert bench.weighing.claim(8, 0) == (8, 1)
         await bench.weigh(await bench.claim(*[4] * 20))
-        assert bench.weighing.claim(8) == (2, 3)
+        assert bench.weighing.claim(8, 0) == (2, 3)
 
     at_bench(check)
 

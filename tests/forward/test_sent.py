@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from dispatcher import __version__
 from dispatcher.core.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.core.outcome import Delivered, Refused, Unreachable, Unsent
+from dispatcher.core.turns import Session
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
 from tests.forward.scripted import Connection, a_request, always, forward, options, outcome, serving
 from tests.support import wait_until
@@ -284,3 +286,23 @@ async def test_changed_options_hold_for_the_next_request_and_not_for_a_running_o
         assert len(server.connections) == 2  # nothing about the connections changed: they were kept
     assert server.received[1].line == "POST /v1/new HTTP/1.1"
     assert server.received[1].headers["x-new"] == "1"
+
+
+async def test_a_request_of_a_sequence_takes_its_session_there_and_back(gateway_to: MakeGateway) -> None:
+    """What the answer says is read for such a request alone; a caller's own word is not passed on."""
+    session = Session({"x-session-id": "chät 1", "x-session-token": "pod-1"}, "x-session-token")
+    theirs = {"X-Session-Token": "theirs", "X_Session_Id": "theirs", "X-Fine": "fine"}
+    async with serving(always(headers="X-Session-Token: pod-2\r\n")) as server:
+        gateway = gateway_to(server.url, allowed_headers=("*",))
+        request = msgspec.structs.replace(a_request(), headers=theirs)
+        plainly = await forward(gateway, request)
+        told = await forward(gateway, msgspec.structs.replace(request, session=session))
+        first = Session({"x-session-id": "a"}, "x-session-token")
+        await forward(gateway, msgspec.structs.replace(request, session=first))
+    assert (plainly.session, told.session) == ("", "pod-2")
+    of_none, of_one, without_token = (each.headers for each in server.received)
+    assert of_none["x-session-token"] == "theirs", "of no sequence: as gateway.allowed_headers say"
+    assert (of_one["x-session-id"], of_one["x-session-token"]) == ("ch%C3%A4t%201", "pod-1")
+    assert of_one["x-fine"] == "fine"
+    assert "x_session_id" not in of_one
+    assert "x-session-token" not in without_token

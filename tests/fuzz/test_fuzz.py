@@ -27,6 +27,19 @@ from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
 from dispatcher.core.request import Rejection, encode_member, parse
 from dispatcher.core.result import PoppedResult, answered, decode_result
+from dispatcher.core.shapes import (
+    SHAPES,
+    Part,
+    cut,
+    differs,
+    join,
+    merge,
+    read,
+    split,
+    too_many,
+    too_many_tokens,
+)
+from dispatcher.core.turns import OnError, Turn
 from dispatcher.core.usage import tokens
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import QueueUrlError, connect
@@ -60,6 +73,7 @@ MEMBER = encode_member(
     token="t",
     results="batch-results:a",
     labels={"a": "b"},
+    sequence=Turn("chat-7", 3, last=True, on_error=OnError.HOLD),
 )
 LONG_AGO = 1_900_000_000.0
 
@@ -201,6 +215,60 @@ def result(data: bytes) -> None:
         classify(status, {}, data, LONG_AGO)
 
 
+LISTS = [
+    b'{"model":"m","input":["a","b \\u00e9"],"encoding_format":"float"}',
+    b'{"input":[[1,2],[3]],"x":{"b":[1.0,null],"a":"y"}}',
+    b'{"instances":[{"a":1},[2,3]],"signature_name":"s"}',
+    b'{"query":"q","documents":["a","b"],"top_n":1}',
+    b'{"text_1":["a","b"],"text_2":["c","d"]}',
+    b'{"inputs":[["a"],["b","c"]]}',
+    b'{"id":"a","inputs":[{"name":"x","shape":[2,2],"datatype":"FP32","data":[1,2.5,3,4]}]}',
+    b'{"inputs":[{"name":"x","shape":[1,2],"datatype":"BYTES","data":[["a,b","c"]]}]}',
+]
+LISTED = [
+    b'{"data":[{"index":1,"embedding":[0.5,1e-3]},{"index":0,"embedding":[1,2]}],"usage":{"n":5,"d":{"n":3}}}',
+    b'{"data":[{"index":0,"embedding":"AACAPw=="},{"index":1,"embedding":[[1],[2]]}]}',
+    b'{"predictions":[[0.1],[0.2]]}',
+    b'{"results":[{"index":1,"relevance_score":0.9},{"index":0,"relevance_score":0.2}]}',
+    b'{"data":[{"index":0,"score":0.5},{"index":1,"score":0.25}],"usage":{"total_tokens":7}}',
+    b'[[{"score":0.5,"label":"a"}],[{"score":0.5,"label":"b"}]]',
+    b'{"outputs":[{"name":"y","shape":[2,2],"datatype":"FP32","data":[1,2.5,3,4]}]}',
+    b'{"detail":[{"msg":"List should have at most 2048 items after validation, not 3000"}]}',
+]
+WHOLE_BYTES = 65_536
+"""What is longer is taken in by one shape only, for each of them may cost what the law allows."""
+PARTS = [one for data in LISTS for shape in SHAPES.values() if isinstance(one := read(shape, data), Part)]
+
+
+def list_call(data: bytes) -> None:
+    """Read by every shape; what is understood is merged, cut, and as good as before."""
+    shapes = list(SHAPES.values())
+    for shape in shapes if len(data) <= WHOLE_BYTES else [shapes[len(data) % len(shapes)]]:
+        one = read(shape, data)
+        if isinstance(one, Part):
+            assert one.size > 0
+            twice = read(shape, merge([one, one]))
+            assert isinstance(twice, Part)
+            assert twice.size == 2 * one.size
+            assert sum(piece.size for piece in cut(one, max(1, one.size // 3))) == one.size
+        else:
+            assert one.why
+            assert len(one.why) < 700
+
+
+def list_answer(data: bytes) -> None:
+    for one in PARTS if len(data) <= WHOLE_BYTES else [PARTS[len(data) % len(PARTS)]]:
+        answers = split([one, one], data)
+        assert isinstance(answers, list) or 0 < len(answers.why) < 700
+        pieces = cut(one, 1)
+        joined = join(one, pieces, [data] * len(pieces))
+        assert isinstance(joined, bytes) or joined.why
+        assert len(differs(one, data, data) or "") < 700
+    for status in (400, 413, 422):
+        for most in (too_many(status, data), too_many_tokens(status, data)):
+            assert most is None or 0 <= most <= 10_000_000
+
+
 GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
     "member": (
         member,
@@ -208,6 +276,8 @@ GOOD: dict[str, tuple[Callable[[bytes], None], int, list[bytes]]] = {
         [MEMBER, MEMBER.replace(b"plain", b"redis"), b'{"data":{"id":"a","deadline":5}}'],
     ),
     "batch line": (batch_line, 300, [line("a", system="b", tools=[1]), bent(url="/v1/completions")]),
+    "list call": (list_call, 200, LISTS),
+    "list answer": (list_answer, 100, LISTED),
     "page": (page, 120, [path.read_bytes() for path in sorted(PAGES.glob("*.txt"))[::4]]),
     "prometheus": (
         prometheus,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dispatcher.telemetry.status import (
+    BatchingStatus,
     BudgetStatus,
     GateStatus,
     LineStatus,
@@ -16,6 +17,10 @@ from dispatcher.telemetry.status import (
     Terms,
 )
 
+MERGED = {
+    "path": "/v1/embeddings", "model": "bge-m3", "shape": "embeddings", "mode": "auto", "size": 16, "takes": None,
+    "gain": 4.2, "checked": 3, "why_off": None, "sentence": "…",
+}  # fmt: skip
 IDLE = Status(
     process=ProcessStatus("1.0", "3.11", "qwen", "batch:{qwen}:requests", "me", observe=False, started_at=0.0),
     gate=GateStatus("idle", True, "…", 30, 0, 0, 30.0, None),
@@ -25,8 +30,10 @@ IDLE = Status(
     signals=SignalsStatus("epp", 0.3),
     line=LineStatus(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
     price=PriceStatus(batch_share=0.0),
+    batching=BatchingStatus([MERGED]),
 )  # fmt: skip
 REPLICAS = ("a:8080", "b:8080")
+OFF = 'merge_off{model="bge-m3",path="/v1/embeddings"}'
 SCRAPE_S = 30
 
 Changes = Mapping[str, str | None]
@@ -165,6 +172,8 @@ CASES = [
     Case("too little CPU", {"loop_lag_seconds": "0.5x4000"}, {"BatchDispatcherSlow": ""}, "6m", "4m"),
     Case("late now and then", {"loop_lag_seconds": "0x9 0.9 0x9 0.9 0x9 0.9 0x400"}, {}, "20m"),
     Case("a defect", {'events_total{event="surprise"}': "0x20 1x4000"}, {"BatchDispatcherDefect": ""}, "15m", "9m"),
+    Case("merged calls that are answered wrongly", {OFF: "0x20 1x4000"}, {"BatchDispatcherMergingOff": ""}, "11m", "9m",
+         only=REPLICAS[:1]),
     # It is set up wrong.
     Case("a refused configuration", {"config_refused": "1x4000"}, {"BatchDispatcherConfigRefused": ""}, "6m", "4m"),
     Case("a blind watch", {"watch_failing": "1x4000"}, {"BatchDispatcherWatchFailing": ""}, "11m", "9m"),

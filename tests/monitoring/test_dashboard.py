@@ -24,7 +24,17 @@ from tests.monitoring.files import (
 from tests.monitoring.promql import named
 from tests.support import require_tool
 
-ROWS = ["Now", "Budget", "Gate", "Queue and deadlines", "Gateway", "Harvest and price", "Replicas"]
+ROWS = [
+    "Now",
+    "Budget",
+    "Gate",
+    "Queue and deadlines",
+    "Gateway",
+    "Batching",
+    "Harvest and price",
+    "Replicas",
+    "Sequences",
+]
 ROOT = Path(__file__).parents[2]
 UNITS = {"short", "none", "percentunit", "s", "reqps", "cps", "bytes"}
 each_panel = pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel["title"])

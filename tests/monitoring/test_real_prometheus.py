@@ -17,13 +17,24 @@ import pytest
 
 from dispatcher.telemetry.catalogue import CATALOGUE, Kind
 from dispatcher.telemetry.metrics import Metrics
-from dispatcher.telemetry.status import BudgetStatus, LineStatus, PriceStatus, Terms, Watch
-from tests.monitoring.cases import IDLE
+from dispatcher.telemetry.status import (
+    BatchingStatus,
+    BudgetStatus,
+    LineStatus,
+    PriceStatus,
+    SequencesStatus,
+    Terms,
+    Watch,
+)
+from tests.monitoring.cases import IDLE, MERGED
 from tests.monitoring.files import Query, alerts, recorded
 from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue, seen_of_catalogue
 from tests.scenarios.processes import POOL, Stage
 
 NOT_HERE = {
+    "batch_dispatcher_merge_gain",  # no request of a rule
+    "batch_dispatcher_merge_off",
+    "batch_dispatcher_merge_size",
     "batch_dispatcher_picker_max_concurrency",
     "batch_dispatcher_per_endpoint",  # max_sys is set
     "batch_dispatcher_signals_failing_seconds",  # they can be read
@@ -48,6 +59,8 @@ ALL_KNOWN = replace(
         earliest_deadline_s=-5.0, at_risk=4, service_rate=0.5, replica_count=2,
     ),
     price=PriceStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
+    batching=BatchingStatus([MERGED, {**MERGED, "model": "other", "why_off": "it mixes things up"}], 3),
+    sequences=SequencesStatus({"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9}),
 )  # fmt: skip
 
 

@@ -123,7 +123,7 @@ class QueueModel(Twins):
         lag=lags,
         suspects=st.integers(0, 2),
         lose=lost,
-        units=st.sampled_from([1, 1, 1, 2, 4]),
+        units=st.sampled_from([0, 1, 1, 1, 2, 4]),
     )
     def claim(
         self, owner: int, most: int, limit: int, lag: int, suspects: int, lose: bool, units: int = 1
@@ -225,6 +225,7 @@ class QueueModel(Twins):
                 "attempt": st.booleans(),
                 "refusal": st.booleans(),
                 "undelivered": st.booleans(),
+                "last_try": st.sampled_from(["", "reset", "ä"]),
             }
         )
         chosen = self.pick(owner, data)
@@ -242,7 +243,7 @@ class QueueModel(Twins):
     def weigh(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
         """Some requests were read: heavier or lighter than they were taken for. Heavy ones may go back."""
         chosen = self.pick(owner, data)
-        units = [data.draw(st.integers(1, 8)) for _ in chosen]
+        units = [data.draw(st.integers(0, 8)) for _ in chosen]
         sides = [
             [((held.real, held.twin)[which], each) for held, each in zip(chosen, units, strict=True)]
             for which in (0, 1)
@@ -322,7 +323,8 @@ class QueueModel(Twins):
             held.expires_at = 0.0
             heapq.heappush(self.store.pool.expiries, (0.0, entry))
             units = held.entry.units
-            name = f"{entry}:{held.owner}" if units == 1 else f"{entry}*{units}:{held.owner}"
+            weight = {0: "*00", 1: ""}.get(units, f"*{units}")
+            name = f"{entry}{weight}:{held.owner}"
             assert self.bench.raw.zscore(key, name) is not None
             self.bench.raw.zadd(key, {name: 0.0}, xx=True)
 

@@ -23,7 +23,7 @@ header_values = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", 
 maps = st.dictionaries(text, text, max_size=4)
 FIELDS = [
     *("internal", "request_kind", "data", "id", "deadline", "payload", "created", "headers", "metadata"),
-    *("endpoint", "request_token", "result_queue_name", "labels", "retry_count", "other"),
+    *("endpoint", "request_token", "result_queue_name", "labels", "retry_count", "sequence", "other"),
 ]
 member_like = st.fixed_dictionaries(
     {},

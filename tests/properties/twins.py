@@ -246,14 +246,15 @@ class Twins(RuleBasedStateMachine):
         """Where each claimed request lies in Redis; fails on one that lies in two places, or in none."""
         raw, prefix = self.bench.raw, NAMES.prefix
         pipe = raw.pipeline(transaction=False)
-        for suffix in ("returned", "suspects", "delayed:order", "leases", "dead"):
+        for suffix in ("returned", "suspects", "sequenced", "delayed:order", "leases", "dead"):
             pipe.zrange(f"{prefix}:{suffix}", 0, -1, withscores=True)
         pipe.zrange(f"{prefix}:delayed", 0, -1)
         pipe.hgetall(f"{prefix}:members")
         pipe.hkeys(f"{prefix}:entries")
-        returned, suspects, order, leases, dead, delayed, members, entries = pipe.execute()
+        *waiting, order, leases, dead, delayed, members, entries = pipe.execute()
+        returned = [seat for several in waiting for seat in several]
         found: list[tuple[int, str]] = []
-        found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in [*returned, *suspects]]
+        found += [(int(seat[-16:]), Place.RETURNED.value) for seat, _ in returned]
         found += [(int(seat[-16:]), Place.DELAYED.value) for seat, _ in order]
         found += [(entry_of(name), Place.LEASED.value) for name, _ in leases]
         found += [(int(entry), Place.DEAD.value) for entry, _ in dead]
@@ -261,7 +262,7 @@ class Twins(RuleBasedStateMachine):
         assert len(places) == len(found)
         assert {int(name) for name in delayed} == {entry for entry, at in found if at == "delayed"}
         assert {int(entry) for entry in members} == {int(entry) for entry in entries} == set(places)
-        scores = {int(seat[-16:]): score for seat, score in [*returned, *suspects, *order]}
+        scores = {int(seat[-16:]): score for seat, score in [*returned, *order]}
         return {
             entry: (place, members[b"%d" % entry], scores.get(entry, self.store.line.entries[entry].score))
             for entry, place in places.items()

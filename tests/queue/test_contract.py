@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import pytest
 import redis.asyncio
 from redis.crc import key_slot
 
+from dispatcher.core.turns import SequenceTerms, Turn, TurnEnd
 from dispatcher.ports import Burial, Release
 from dispatcher.queue.constants import LUA
 from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError, queue_of
@@ -28,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "keep", "line", "markers", "need", "results", "rights"}
+FRAGMENTS = {"common", "keep", "line", "markers", "need", "results", "rights", "sequences"}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
@@ -93,6 +95,7 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
     assert await queue.cancel("r-7", "t")
     leases = (await claim(queue, 6)).leases
+    await sequences_of_every_kind(queue)
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
     await queue.bury([Burial(answer(leases[2]), "why")])
     await client.zadd(f"{QWEN.prefix}:leases", {f"{leases[3].entry}:a": 0}, xx=True)
@@ -102,6 +105,7 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
         await client.zadd(f"{QWEN.prefix}:leases", {f"{last.entry}:a": 0}, xx=True)
     await queue.sweep()
     await queue.release([Release(leases[4])])
+    await queue.submit([submission("waits")])
     await queue.pause("me", "why")
     seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}
     expected = {key: kind for key, kind in own.items() if key != QWEN.outbox}  # a Cluster's, tested there
@@ -109,6 +113,20 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     for key in seen.keys() - own.keys() - {QWEN.results}:
         assert key.startswith(tuple(passing)), key
         assert await client.ttl(key) > 0, key
+
+
+async def sequences_of_every_kind(queue: OwnerAndDesk) -> None:
+    """One that carries something, one with a line that is over, one that may not begin."""
+    await queue.submit([submission(f"s-{number}", 1_000_000_000) for number in range(5)])
+    leases = (await claim(queue, 5)).leases
+    terms = SequenceTerms(max_active=2)
+    a, b, c = Turn("a"), Turn("b"), Turn("c")
+    await queue.line_up([(leases[0], a), (leases[1], b), (leases[2], b), (leases[3], b)], terms)
+    end = TurnEnd(a, token="t", carry=b"so far")
+    await queue.settle([replace(answer(leases[0]), turn=end)])
+    await queue.abort_sequence("b", "why")
+    (again,) = (await claim(queue, 1)).leases
+    await queue.line_up([(leases[4], c), (again, Turn("d"))], terms)
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

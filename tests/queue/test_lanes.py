@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,12 @@ import redis.asyncio
 import dispatcher.queue
 from dispatcher.core.lanes import Lane
 from dispatcher.core.located import OF_LANE
-from tests.queue.made import NAMES, OwnerAndDesk, claim, queues, submission
+from dispatcher.core.turns import Goes, SequenceTerms, Turn, TurnEnd
+from dispatcher.ports import Lease
+from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission
 from tests.queue.servers import Server
 
+LONG = (pytest.mark.long, pytest.mark.timeout(1800))
 PASSED = 600
 OTHERS = 20
 
@@ -54,6 +58,85 @@ async def test_a_claim_costs_the_same_whatever_it_passes_over(
     assert max(count for count, _ in passing) <= max(count for count, _ in alone) + 1
     _, scores = await commands(queue, client, 3)
     assert scores == [3_000_000_000.0] * 3 + [4_000_000_001.0] * 2
+
+
+TERMS = SequenceTerms(max_waiting=10**6, max_idle_s=86_400)
+
+
+async def count(client: redis.asyncio.Redis, step: Awaitable[object]) -> int:
+    """How many commands a step runs on the server."""
+    await client.config_resetstat()
+    await step
+    stats = await client.info("commandstats")
+    return sum(told["calls"] for name, told in stats.items() if name != "cmdstat_config|resetstat")
+
+
+async def costs(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> tuple[int, int]:
+    """Of a claim of three requests that are of no sequence, and of their settlement."""
+    await queue.submit([submission(f"single-{number}", 3_000_000_000) for number in range(3)])
+    claimed: list[Lease] = []
+
+    async def take() -> None:
+        claimed.extend((await claim(queue, 3, 10**6)).leases)
+
+    claims = await count(client, take())
+    assert [lease.score for lease in claimed] == [3_000_000_000.0] * 3
+    return claims, await count(client, queue.settle([answer(lease) for lease in claimed]))
+
+
+async def line_up(queue: OwnerAndDesk, names: Sequence[str]) -> list[Lease]:
+    """One request of each of these sequences, claimed and lined up; those that go."""
+    going: list[Lease] = []
+    for at in range(0, len(names), 250):
+        some = names[at : at + 250]
+        await queue.submit([submission(f"{at + number:09}", 1_000) for number in range(len(some))])
+        leases = (await claim(queue, 250, 10**6)).leases
+        turns = [(lease, Turn(name)) for lease, name in zip(leases, some, strict=True)]
+        verdicts = (await queue.line_up(turns, TERMS)).verdicts
+        going += [one for one, said in zip(leases, verdicts, strict=True) if isinstance(said, Goes)]
+    return going
+
+
+@pytest.mark.parametrize(
+    ("in_one", "sequences"),
+    [(1_000, 0), (0, 1_000), pytest.param(10_000, 0, marks=LONG), pytest.param(0, 100_000, marks=LONG)],
+)
+async def test_what_is_of_no_sequence_costs_the_same_beside_many(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, in_one: int, sequences: int
+) -> None:
+    await costs(queue, client)  # scripts are loaded
+    alone = await costs(queue, client)
+    await line_up(queue, ["chat"] * in_one)
+    names = [f"chat-{number}" for number in range(sequences)]
+    await line_up(queue, names + names)
+    waiting = await client.zcard(f"{NAMES.prefix}:sequenced")
+    assert waiting == max(0, in_one - 1) + sequences
+    claims, settlements = await costs(queue, client)
+    assert claims <= alone[0]
+    assert settlements <= alone[1]
+
+
+async def test_a_turn_costs_the_same_however_many_wait_behind_it(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
+    head: list[Lease]
+
+    async def turn() -> tuple[int, int, int]:
+        """Of the settlement of the one that goes, and of the claim and line-up of the next."""
+        ended = replace(answer(head.pop()), turn=TurnEnd(Turn("chat")))
+        settlement = await count(client, queue.settle([ended]))
+
+        async def take() -> None:
+            head.extend((await claim(queue, 1, 10**6)).leases)
+
+        claims = await count(client, take())
+        return settlement, claims, await count(client, queue.line_up([(head[0], Turn("chat"))], TERMS))
+
+    head = await line_up(queue, ["chat"] * 5)
+    await turn()
+    few = await turn()
+    await line_up(queue, ["chat"] * 1_000)
+    assert await turn() == few
 
 
 def test_a_lane_is_named_in_the_tables_alone() -> None:

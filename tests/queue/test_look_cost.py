@@ -63,7 +63,9 @@ async def test_large_members_are_read_in_smaller_pages(
         while True:
             page = await queue.search([], after)
             seen |= {each.member for each in page.found}
-            assert len(page.found) <= 10, "one bucket of the server's own table, whatever it holds"
+            # One bucket of the server's own table, whatever it holds: seven in Valkey, and those that found
+            # no room there. Its hash is another in each run; of 40 members 12 have been seen in one.
+            assert len(page.found) <= 20
             if not (after := page.after):
                 break
         assert seen == set(large)

@@ -18,8 +18,10 @@ from typing import Any, cast
 import pytest
 import redis.asyncio
 
+from dispatcher.core.turns import Goes, SequenceTerms, Turn
 from dispatcher.ports import Counts, Lease, Release, Settled
 from dispatcher.queue.embedded import embedded_valkey
+from tests.queue.aging import age_redis
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, ids, member, permit, queues
 from tests.queue.servers import Server
@@ -225,6 +227,37 @@ async def test_an_older_replica_beside_us_never_passes_the_limit_with_us(
         if theirs:
             assert await old.do("settle", theirs.pop()) == "lost"
         assert await results(client) == dict.fromkeys(requests, 1)
+
+
+async def test_an_older_replica_gives_a_turn_back_or_ends_it_and_the_next_one_goes(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    async with older(any_server.url, "older-1") as old, queues(any_server.url, "a") as (queue,):
+        await client.zadd(NAMES.queue, {member(f"r-{number}"): number for number in range(3)})
+        turn, terms = Turn("s"), SequenceTerms()
+        leases = (await claim(queue)).leases
+        await queue.line_up([(lease, turn) for lease in leases], terms)
+        await queue.release([Release(leases[0])])
+
+        told = await old.do("claim", 9, "n-1", 9, 0)
+        assert list(told["members"]) == [str(leases[0].entry)], "it sees nothing of what waits"
+        assert await old.do("release", leases[0].entry, 0.0) == "done"
+        (again,) = (await claim(queue)).leases
+        (said,) = (await queue.line_up([(again, turn)], terms)).verdicts
+        assert said == Goes(0, "", b"", True), "it has kept its seat"
+        await queue.release([Release(again)])
+
+        await old.do("claim", 9, "n-2", 9, 0)
+        assert await old.do("settle", leases[0].entry) == "done"
+        with any_server.client() as raw:
+            age_redis(raw, NAMES, 31)
+        assert (await queue.sweep()).turns == 1
+        for expected in (leases[1], leases[2]):
+            (lease,) = (await claim(queue)).leases
+            assert lease.entry == expected.entry
+            await queue.line_up([(lease, turn)], terms)
+            await queue.settle([answer(lease)])
+        assert await results(client) == {"r-0": 1, "r-1": 1, "r-2": 1}
 
 
 CONTROL = f"{NAMES.prefix}:control"

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -18,6 +19,7 @@ from dispatcher.client import BatchClient
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.turns import Goes, SequenceTerms, Turn, TurnEnd, Waits
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Release, Settled
 from dispatcher.queue.keys import Names
@@ -269,6 +271,22 @@ async def test_release_and_sweep_on_a_cluster(queue: OwnerAndDesk) -> None:
     await wait_until(due)
     assert (await claim_one(queue)).attempts == 1
     assert 0 <= (await queue.unserved_s() or 0.0) < 30
+
+
+async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> None:
+    """One shard has all of it."""
+    await queue.submit([submission(f"r-{number}") for number in range(3)])
+    leases = (await claim(queue)).leases
+    turns = [(lease, Turn("s", 2 - at)) for at, lease in enumerate(leases)]
+    said = (await queue.line_up(turns, SequenceTerms())).verdicts
+    assert [type(one) for one in said] == [Waits, Waits, Goes]
+    await queue.settle([replace(answer(leases[2]), turn=TurnEnd(turns[2][1], failed=True, cause="it broke"))])
+    unserved = await queue.unserved(9)
+    assert [(one.code, one.why) for one in unserved] == [("SEQUENCE_ABORTED", "it broke")] * 2
+    items = [(one.item, replace(answer(leases[0]), results="elsewhere")) for one in unserved]
+    assert await queue.expire(items) == 2
+    assert (await queue.counts()).pending == 0
+    assert [one.id for one in (await queue.sequences(9)).found] == ["s"]
 
 
 class Counts(RedisQueue):

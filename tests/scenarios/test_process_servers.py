@@ -17,6 +17,26 @@ def signals(world: World) -> dict[str, Any]:
     return {"source": "vllm", "interval_s": 0.5, "epp": {"urls": []}, "vllm": {"urls": urls}}
 
 
+def test_which_servers_are_read_and_whether_a_picker_is_changes_while_it_runs(stage: Stage) -> None:
+    world = stage.world(slots=SERVERS * PER_SERVER, endpoints=SERVERS, seconds=0.1)
+    settings = stage.settings(world, max_sys=None, budget={"per_endpoint": PER_SERVER})
+    by_picker, by_servers = settings["signals"], signals(world)
+    one = stage.dispatcher(settings)
+    one.wait_for(source="epp", max_sys=SERVERS * PER_SERVER)
+
+    one.reconfigure(signals={**by_servers, "use": "auto"})
+    one.wait_for(source="vllm", max_sys=SERVERS * PER_SERVER)
+    one.reconfigure(signals={"vllm": {"urls": by_servers["vllm"]["urls"][:1]}})
+    one.wait_for(source="vllm", max_sys=PER_SERVER)
+    stage.producer.submit(100)
+    stage.producer.wait_for_all(timeout_s=30)
+
+    one.reconfigure(signals={"source": "epp", "vllm": {"urls": []}, "epp": by_picker["epp"]})
+    one.wait_for(source="epp", max_sys=SERVERS * PER_SERVER)
+    assert one.status()["config_problem"] is None
+    assert stage.producer.answers() == {"200": 100}
+
+
 def test_model_servers_own_pages_fill_the_pool_and_one_that_goes_away_closes_the_gate(stage: Stage) -> None:
     world = stage.world(slots=SERVERS * PER_SERVER, endpoints=SERVERS, flow_control=False, seconds=0.2)
     settings = stage.settings(

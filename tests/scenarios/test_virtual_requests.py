@@ -40,6 +40,21 @@ async def test_deadline_is_the_try_s_time_limit_too(stage: Stage) -> None:
     assert stage.in_flight == 0, "its connection was closed"
 
 
+@scenario(retry=RetryPolicy(base_s=2.0, max_s=10.0, max_attempts=50))
+async def test_a_request_that_expires_between_tries_says_what_the_last_one_came_to(stage: Stage) -> None:
+    async def fault(request: Request) -> Outcome | None:
+        await asyncio.sleep(0.01)
+        return Failed(f"the gateway answered 50{len(stage.tries)}", status=500, body=b"it broke")
+
+    stage.fault = fault
+    await stage.submit(1, deadline_s=8)
+    await stage.until_answered(12)
+    (result,) = stage.results
+    assert result.error_code == "DEADLINE_EXCEEDED"
+    last = f"the gateway answered 50{len(stage.tries)}: it broke"
+    assert result.error_message == f"deadline exceeded; the last try: {last}"
+
+
 @scenario(retry=RetryPolicy(base_s=2.0, max_s=10.0, max_attempts=5))
 async def test_failed_tries_back_off_and_end_dead(stage: Stage) -> None:
     async def fault(request: Request) -> Outcome | None:

@@ -285,6 +285,7 @@ function render() {
   queue();
   price();
   outcomes();
+  batching();
   theDead();
   replicas();
   eventList();
@@ -307,6 +308,7 @@ function gate() {
     ...[["Queue", status.queue_problem], ["Gateway", status.gateway_problem], ["Signals", status.signals_problem]]
       .map(([part, problem]) => problem && !explanation.includes(problem) && `${part}: ${problem}`),
     each(),
+    ...ended(),
   ].filter(Boolean);
   if (changed("notices", notices)) $("notices").replaceChildren(...notices.map((each) => make("li", {}, each)));
   $("notices").hidden = !notices.length;
@@ -324,6 +326,11 @@ function whose() { // as `batch-dispatcher status` says it
   if (by === "setting") return known(each) ? `budget.per_endpoint, ${count(each)}, × ready endpoints` : BY.setting;
   if (by === "picker" && (from === "unseen" || from === "assumption")) return "an assumption";
   return BY[by] || by;
+}
+function ended() {
+  const off = (status.batching || []).filter((one) => one.why_off);
+  const told = off.slice(0, 3).map((one) => `Batching has ended for ${one.model || "requests"} at ${one.path}: ${one.why_off}`);
+  return off.length > 3 ? [...told, `Batching has ended for ${off.length - 3} more models`] : told;
 }
 function each() {
   const { per_endpoint: runs, per_endpoint_from: from, picker_max_concurrency: k } = status;
@@ -647,7 +654,15 @@ function queue() {
     ["Earliest deadline", status.pending === 0 ? "none waits" : maybe(slack, (s) => (s < 0 ? `${span(s)} ago` : `in ${span(s)}`)), slack < 0 ? "wrong" : ""],
     ["Deadlines at risk", maybe(status.at_risk, count), status.at_risk ? "wrong" : ""],
     ["Ended per second", maybe(status.service_rate, count)],
+    ...sequences(status.sequences || {}),
   ]);
+}
+
+function sequences(told) {
+  const many = [["active", "alive"], ["parked", "not begun"], ["held", "held"], ["aborted", "aborted"]].filter(([name]) => told[name]);
+  if (!many.length && !told.waiting) return [];
+  return [["Sequences", many.map(([name, word]) => `${count(told[name])} ${word}`).join(", ") || "none", told.held ? "wrong" : ""],
+    ["Wait for their turn", count(told.waiting || 0)]];
 }
 
 function price() {
@@ -669,6 +684,21 @@ function outcomes() {
   facts("outcomes", rows.length ? rows.map(([code, total]) => [code, `${whole.format(total)}  (${share(total / every)})`])
     : [["Results", Object.keys(totals).length ? "none yet" : null]]);
   $("outcomes-note").textContent = `Results that this process wrote${known(status.started_at) ? ` since ${day(status.started_at)}` : ""}.`;
+}
+
+function batching() {
+  const told = [...status.batching || []].sort((one, other) => !!other.why_off - !!one.why_off);
+  const rows = told.slice(0, 50).map((each) => [
+    each.path, each.model || "none", String(each.size), known(each.takes) ? String(each.takes) : "unknown",
+    known(each.gain) ? `${each.gain.toFixed(2)} ×` : "unknown", String(each.checked), each.sentence]);
+  const calls = Object.values(status.batching_calls || {}).reduce((sum, each) => sum + each, 0);
+  const sum = `${whole.format(status.batching_requests || 0)} requests in ${whole.format(calls)} merged calls, `
+    + `${whole.format(status.batching_waiting || 0)} wait for company`;
+  $("batching-card").hidden = !rows.length;
+  if (!changed("batching", [rows, sum])) return;
+  $("batching-sum").textContent = sum;
+  table("batching", ["Path", "Model", "#Items a call", "#Server takes", "#Gain", "#Checked", "What is merged"], rows);
+  $("batching-note").textContent = told.length > rows.length ? `And ${told.length - rows.length} more on /status.` : "";
 }
 
 function theDead() {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import select
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ from dispatcher.core.template import Template
 
 FAULTS_MOST = 10_000
 """After so many the rest is not looked at, unless bad lines are skipped."""
+UNKNOWN_MOST = 20
 STOPPED_WITHIN_S = 0.2
 """Of a wait for what comes in by a stream."""
 _AT_ONCE = 5_000
@@ -139,21 +140,40 @@ class Input:
         return hashlib.file_digest(self._file, "sha256").hexdigest()
 
 
+@dataclass(slots=True)
+class Findings:
+    """What there is to say of an input."""
+
+    faulty: list[FaultyLine] = field(default_factory=list)
+    """The first FAULTS_MOST bad lines."""
+    unknown: dict[str, int] = field(default_factory=dict)
+    """Fields that mean nothing, the first UNKNOWN_MOST: how many good lines have each."""
+
+    def note(self, unknown: Iterable[str]) -> None:
+        for name in unknown:
+            if name in self.unknown or len(self.unknown) < UNKNOWN_MOST:
+                self.unknown[name] = self.unknown.get(name, 0) + 1
+
+
 def check_input(
     source: Input, reader: LineReader, journal: FileJournal, *, skip_bad: bool, by_group: bool
-) -> list[FaultyLine]:
-    """Read the whole input, and leave in the journal what is to be sent in which order. Returns the first
-    FAULTS_MOST bad lines; raises BadInputError for them unless they are skipped."""
+) -> Findings:
+    """Read the whole input, and leave in the journal what is to be sent in which order. Raises BadInputError
+    for bad lines unless they are skipped."""
     stamp = source.stamp()
     digest = hashlib.sha256()
     with journal.step():
         journal.clear()
-    faulty, more = _read_all(source, reader, journal, digest, skip_bad=skip_bad)
+    findings = Findings()
+    more = _read_all(source, reader, journal, digest, findings, skip_bad=skip_bad)
+    faulty = findings.faulty
     with journal.step():
-        while again := journal.repeated(FAULTS_MOST):
-            found = [_repeated(source, reader, *row) for row in again]
+        while found := [_repeated(source, reader, *row) for row in journal.repeated(FAULTS_MOST)] or [
+            _misplaced(source, reader, *row) for row in journal.misplaced(FAULTS_MOST)
+        ]:
             journal.refuse(found)
-            faulty = sorted([*faulty, *found], key=lambda each: each.n)
+            faulty += found
+            faulty.sort(key=lambda each: each.n)
             if not skip_bad:
                 break
         more = more or len(faulty) > FAULTS_MOST
@@ -168,14 +188,19 @@ def check_input(
             raise InputError(f"{source.path}: was changed while it was read")
         journal.facts.input = {**stamp, "sha256": digest.hexdigest()}
         journal.facts.checked = True
-    return faulty
+    return findings
 
 
 def _read_all(
-    source: Input, reader: LineReader, journal: FileJournal, digest: Any, *, skip_bad: bool
-) -> tuple[list[FaultyLine], bool]:
-    """All lines into the journal; the first bad ones, and whether there may be more of them."""
-    faulty: list[FaultyLine] = []
+    source: Input,
+    reader: LineReader,
+    journal: FileJournal,
+    digest: Any,
+    findings: Findings,
+    *,
+    skip_bad: bool,
+) -> bool:
+    """All lines into the journal; whether there may be more bad ones than were found."""
     good: list[InputLine] = []
     bad: list[FaultyLine] = []
 
@@ -188,24 +213,31 @@ def _read_all(
     for piece in source.pieces(reader.rules.longest_bytes, digest):
         line = reader.read(piece.n, piece.text)
         if isinstance(line, BatchLine):
-            good.append(InputLine(piece.n, piece.at, len(piece.text), line.custom_id, group_of(line)))
+            good.append(
+                InputLine(piece.n, piece.at, len(piece.text), line.custom_id, group_of(line), line.turn)
+            )
+            findings.note(line.unknown)
         else:
             told = "; ".join(fault.message for fault in line.faults)
             bad.append(FaultyLine(piece.n, line.custom_id, line.faults[0].code, told))
-            if len(faulty) < FAULTS_MOST:
-                faulty.append(bad[-1])
+            if len(findings.faulty) < FAULTS_MOST:
+                findings.faulty.append(bad[-1])
             elif not skip_bad:
-                return faulty, True
+                return True
         if len(good) + len(bad) >= _AT_ONCE:
             flush()
     flush()
-    return faulty, False
+    return False
 
 
 def _repeated(source: Input, reader: LineReader, n: int, first: int, at: int, size: int) -> FaultyLine:
     line = reader.read(n, source.read(at, size))
     custom_id = line.custom_id or ""
     return FaultyLine(n, custom_id, "duplicate_custom_id", f"custom_id: line {first} has the same")
+
+
+def _misplaced(source: Input, reader: LineReader, n: int, why: str, at: int, size: int) -> FaultyLine:
+    return FaultyLine(n, reader.read(n, source.read(at, size)).custom_id, "invalid_sequence", why)
 
 
 def spool(stream: BinaryIO, path: Path, stopped: Event, known_sha256: str = "") -> None:

@@ -13,15 +13,16 @@ from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar
 
-from dispatcher.client.files.intake import Input, InputError, check_input, spool
-from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, JournalError, SendLine
+from dispatcher.client.files.intake import Findings, Input, InputError, check_input, spool
+from dispatcher.client.files.journal import Chunk, DoneLine, FaultyLine, FileJournal, SendLine
 from dispatcher.client.files.naming import Naming
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart, reader_of, shape_of
+from dispatcher.client.files.order import Ahead, turn_of
 from dispatcher.client.files.progress import FileProgress
 from dispatcher.client.files.sinks import FileSink, Sink, StreamSink
 from dispatcher.core.batchlines import EXPIRED, BatchLine, OutLine, answered_line, error_line
 from dispatcher.core.request import encode_member
-from dispatcher.core.result import PoppedResult
+from dispatcher.core.result import ErrorCode, PoppedResult
 from dispatcher.core.score import score_of
 from dispatcher.core.submission import Submission
 from dispatcher.core.usage import tokens
@@ -60,13 +61,14 @@ class FileJob:
         self.open = 0
         """Lines that were sent and are not done."""
         self.open_bytes = 0
+        self._ahead = Ahead({})
 
     def begin(self) -> FileStart:
         """Check the input, or find out where an earlier process was."""
         self._paths.check()
         path = self._beside(".journal")
         if not path.exists():
-            self._refuse_unknown_output(path)
+            self._paths.refuse_unknown_output(path)
         self._journal = self._to_close(FileJournal(path))
         if self.stopped.is_set():  # while it was opened
             self._journal.end()
@@ -76,12 +78,12 @@ class FileJob:
         if resumed:
             self._compare()
         else:
-            self._refuse_unknown_output(path)
+            self._paths.refuse_unknown_output(path)
         source = self._source()
         if facts.finished_at and not source.exists():
             return FileStart(facts.lines, facts.done, resumed=True, finished=True)
         self._input = self._to_close(Input(source, self.stopped))
-        faulty: list[FaultyLine] = []
+        findings = Findings()
         if resumed:
             self._compare_input()
             if facts.finished_at:
@@ -89,7 +91,7 @@ class FileJob:
                 return FileStart(facts.lines, facts.done, resumed=True, finished=True)
             self._count_open()
         else:
-            faulty = self._check()
+            findings = self._check()
         self.naming = Naming(facts, self._names)
         results = self.naming.results
         if (why := self._names.refused_list(results)) is not None:
@@ -97,7 +99,9 @@ class FileJob:
         self._open_sinks()
         if self._spool is not None:
             self._write_in_order(self._spool)
-        return FileStart(facts.lines, facts.done, faulty, resumed, name=facts.job)
+        return FileStart(
+            facts.lines, facts.done, findings.faulty, resumed, name=facts.job, unknown=findings.unknown
+        )
 
     def end(self) -> None:
         """From another thread: break off, however long it would still take. Nothing is lost."""
@@ -146,13 +150,6 @@ class FileJob:
 
     # The begin.
 
-    def _refuse_unknown_output(self, journal: Path) -> None:
-        """What somebody else has written is not overwritten, nor what a run wrote whose journal is lost."""
-        for path in (self._paths.output, self._paths.errors_path):
-            if isinstance(path, Path) and path.is_file() and path.stat().st_size:
-                why = f"holds something, and there is no {journal} of a run that could go on"
-                raise JournalError(f"{path} {why}: name another file, or remove it")
-
     def _source(self) -> Path:
         source = self._paths.source
         if isinstance(source, Path):
@@ -161,7 +158,7 @@ class FileJob:
         spool(source, path, self.stopped, self._journal.facts.input.get("sha256", ""))
         return path
 
-    def _check(self) -> list[FaultyLine]:
+    def _check(self) -> Findings:
         facts, options = self._journal.facts, self._options
         facts.job = f"file-{secrets.token_hex(5)}"
         facts.secret = secrets.token_bytes(16)
@@ -221,18 +218,22 @@ class FileJob:
             after = page[-1][0]
             self.open += len(page)
             self.open_bytes += sum(size for _, size, _ in page)
+        self._ahead = Ahead(self._journal.open_of_sequences())
 
     # What is sent.
 
-    def next_chunk(self, room: int, deadline: int) -> tuple[Chunk, list[Submission]]:
-        """The next lines, at most so many, as a chunk that the journal knows."""
+    def next_chunk(self, room: int, deadline: int) -> tuple[Chunk, list[Submission]] | None:
+        """The next lines, at most so many, as a chunk that the journal knows. None: too many of the sequence
+        whose turn it is are open."""
         lines: list[SendLine] = []
         size = 0
         for line in self._journal.next_lines(min(room, CHUNK_LINES)):
             size += line.size
-            if lines and size > CHUNK_BYTES:
+            if (lines and size > CHUNK_BYTES) or not self._ahead.add(line.sequence):
                 break
             lines.append(line)
+        if not lines:
+            return None
         found = self._begin_chunk(lines, deadline)
         self.open += len(lines)
         self.open_bytes += sum(line.size for line in lines)
@@ -279,6 +280,7 @@ class FileJob:
             headers=options.headers,
             metadata=options.metadata,
             labels={**options.labels, "file": self._journal.facts.job},
+            sequence=None if found.turn is None else turn_of(found.turn, line.index, line.ends),
         )
         return Submission(member, score_of(deadline, options.priority), request_id, token, deadline)
 
@@ -288,13 +290,14 @@ class FileJob:
         """Write the lines of at most a thousand results, each once."""
         facts = self._journal.facts
         lines = []
-        for n, (custom_id, size) in self._journal.still_open(list(results)).items():
+        for n, (custom_id, size, sequence) in self._journal.still_open(list(results)).items():
+            if results[n].error_code == ErrorCode.SEQUENCE_FULL:
+                continue  # it never was of its sequence: like what is lost it is sent again
             lines.append((n, answered_line(self.naming.request_id(n), custom_id, results[n])))
             came, went = tokens(results[n].payload.encode(errors="replace"))
             facts.tokens_in += came
             facts.tokens_out += went
-            self.open -= 1
-            self.open_bytes -= size
+            self._close_line(size, sequence)
         if lines:
             self._write(lines)
 
@@ -313,11 +316,15 @@ class FileJob:
     def write_off(self, numbers: Sequence[int]) -> None:
         """Lines that were sent, and have no result long after their deadline."""
         lines = []
-        for n, (custom_id, size) in self._journal.still_open(numbers).items():
+        for n, (custom_id, size, sequence) in self._journal.still_open(numbers).items():
             lines.append(self._failure(n, custom_id, _NO_RESULT))
-            self.open -= 1
-            self.open_bytes -= size
+            self._close_line(size, sequence)
         self._write(lines)
+
+    def _close_line(self, size: int, sequence: str | None) -> None:
+        self.open -= 1
+        self.open_bytes -= size
+        self._ahead.done(sequence)
 
     def open_lines(self, after: int, sure: bool = False) -> list[tuple[int, int, int]]:
         """Lines that were sent (`sure`: and that the queue has taken) and are not done, AT_ONCE from a number

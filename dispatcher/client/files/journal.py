@@ -16,20 +16,26 @@ from typing import Any
 import msgspec
 
 from dispatcher.client.errors import BatchError
+from dispatcher.client.files.order import arrange, columns_of, misplaced
+from dispatcher.core.lineturns import LineTurn
 
-FORMAT = 2
+FORMAT = 3
 _CACHE_KIB = 16_384
 _SCHEMA = """
 create table fact (name text primary key, value blob) without rowid;
 create table line (
     n integer primary key, at integer, bytes integer, custom_id text, grouped blob, chunk integer,
+    sequence text, idx integer, ends integer, opens integer,
     done integer default 0, spool_at integer, spool_bytes integer, is_answer integer
 );
 create table bad (n integer primary key, custom_id text, code text, message text);
 create table place (position integer primary key, n integer);
 create table chunk (number integer primary key, deadline integer, created integer, sure integer default 0);
 """
-_SEND_LINES = "select line.n, position, at, bytes, custom_id from place join line on line.n = place.n where "
+_SEND_LINES = (
+    "select line.n, position, at, bytes, custom_id, sequence, idx, ends"
+    " from place join line on line.n = place.n where "
+)
 _LARGE = ("line", "bad", "place", "chunk")
 
 
@@ -48,6 +54,7 @@ class InputLine:
     size: int
     custom_id: str
     group: bytes
+    turn: LineTurn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +76,10 @@ class SendLine:
     at: int
     size: int
     custom_id: str
+    sequence: str | None = None
+    index: int | None = None
+    ends: bool = False
+    """It is the last one of its sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,8 +247,12 @@ class FileJournal:
 
     def add(self, lines: Iterable[InputLine], bad: Iterable[FaultyLine]) -> None:
         self._db.executemany(
-            "insert into line (n, at, bytes, custom_id, grouped) values (?, ?, ?, ?, ?)",
-            ((each.n, each.at, each.size, each.custom_id, each.group) for each in lines),
+            "insert into line (n, at, bytes, custom_id, grouped, sequence, idx, ends)"
+            " values (?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                (each.n, each.at, each.size, each.custom_id, each.group, *columns_of(each.turn))
+                for each in lines
+            ),
         )
         self._db.executemany(
             "insert into bad values (?, ?, ?, ?)",
@@ -256,24 +271,18 @@ class FileJournal:
         self._db.execute("drop index customs")
         return found
 
+    def misplaced(self, most: int) -> list[tuple[int, str, int, int]]:
+        """Lines that can have no turn in their sequence: number, why, place, bytes."""
+        return misplaced(self._db, most)
+
     def refuse(self, bad: Sequence[FaultyLine]) -> None:
         """Lines that turned out to be no requests."""
         self._db.executemany("delete from line where n = ?", ((each.n,) for each in bad))
         self.add((), bad)
 
     def arrange(self, *, by_group: bool) -> None:
-        """Decide in which order lines are sent: by groups in the order in which they first appear, and within
-        each as they stand in the input; or all as they stand there."""
-        if by_group:
-            self._db.execute("create index groups on line (grouped, n)")
-            self._db.execute(
-                "insert into place (n) select line.n from line join"
-                " (select grouped, min(n) as first from line group by grouped) as earliest"
-                " on line.grouped = earliest.grouped order by first, line.n"
-            )
-            self._db.execute("drop index groups")
-        else:
-            self._db.execute("insert into place (n) select n from line order by n")
+        """Decide in which order lines are sent."""
+        arrange(self._db, by_group=by_group)
         self._db.execute("create unique index places on place (n)")
         (self.facts.positions,) = self._db.execute("select count(*) from place").fetchone()
         (self.facts.bad,) = self._db.execute("select count(*) from bad").fetchone()
@@ -344,14 +353,19 @@ class FileJournal:
 
     # What is done.
 
-    def still_open(self, numbers: Sequence[int]) -> Mapping[int, tuple[str, int]]:
-        """Those of at most a thousand lines that were sent and are not done: custom_id and bytes of each."""
+    def still_open(self, numbers: Sequence[int]) -> Mapping[int, tuple[str, int, str | None]]:
+        """Those of at most a thousand lines that were sent and are not done: custom_id, bytes and sequence of
+        each."""
         marks = ",".join("?" * len(numbers))
-        rows = self._rows(
-            f"select n, custom_id, bytes from line where not done and chunk is not null and n in ({marks})",  # noqa: S608
-            tuple(numbers),
-        )
-        return {n: (custom_id, size) for n, custom_id, size in rows}
+        where = f"not done and chunk is not null and n in ({marks})"
+        query = f"select n, custom_id, bytes, sequence from line where {where}"  # noqa: S608
+        rows = self._rows(query, tuple(numbers))
+        return {n: (custom_id, size, sequence) for n, custom_id, size, sequence in rows}
+
+    def open_of_sequences(self) -> dict[str, int]:
+        """Of each sequence, how many lines were sent and are not done."""
+        where = "sequence is not null and not done and chunk is not null"
+        return dict(self._rows(f"select sequence, count(*) from line where {where} group by sequence"))  # noqa: S608
 
     def finish_lines(self, lines: Sequence[DoneLine]) -> None:
         """Inside a step: what they got is written."""

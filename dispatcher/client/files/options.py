@@ -9,11 +9,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-import msgspec
-
 from dispatcher.client.files.intake import InputError, LineReader
-from dispatcher.client.files.journal import FaultyLine
-from dispatcher.client.item import Body, Deadline
+from dispatcher.client.files.journal import FaultyLine, JournalError
+from dispatcher.client.item import Body, Deadline, encoded
 from dispatcher.core.batchlines import LineRules
 from dispatcher.core.template import Template
 
@@ -31,6 +29,8 @@ class FileOptions:
     """Output and errors are in the order of the input."""
     group: Literal["prefix", "none"] = "prefix"
     """`prefix`: lines of one model and system prompt are sent one after another."""
+    sequence_by: str = ""
+    """A field of each line, or of its body, that names its sequence, such as `metadata.conversation`."""
     deadline: Deadline = "24h"
     """Counted from the start of this process, for what it sends."""
     priority: int | None = None
@@ -50,14 +50,17 @@ class FileOptions:
     def __post_init__(self) -> None:
         if self.max_pending < 1:
             raise ValueError(f"max_pending {self.max_pending}: must be at least 1")
+        if self.sequence_by and (self.template is not None or not all(self.sequence_by.split("."))):
+            raise ValueError(f"sequence_by {self.sequence_by!r}: a path such as metadata.id, and no template")
         if self.group not in ("prefix", "none"):
             raise ValueError(f"group {self.group!r}: give prefix or none")
 
 
 def reader_of(options: FileOptions) -> LineReader:
     """What lines mean. Raises TemplateError."""
+    rules = dataclasses.replace(options.rules, sequence_by=options.sequence_by)
     template = None if options.template is None else Template(_body_of(options), options.field)
-    return LineReader(options.rules, template, options.path)
+    return LineReader(rules, template, options.path)
 
 
 def shape_of(options: FileOptions) -> dict[str, Any]:
@@ -68,6 +71,7 @@ def shape_of(options: FileOptions) -> dict[str, Any]:
         "--endpoint": options.path,
         "--group": options.group,
         "--ordered": options.ordered,
+        "--sequence-by": options.sequence_by,
     }
 
 
@@ -75,7 +79,7 @@ def _body_of(options: FileOptions) -> bytes:
     """Of the template."""
     if options.template is None or isinstance(options.template, bytes):
         return options.template or b""
-    return msgspec.json.encode(options.template)
+    return encoded(options.template)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,13 @@ class FilePaths:
         if self.errors is None and isinstance(self.output, Path):
             return self.output.with_name(f"{self.output.stem}.errors{self.output.suffix}")
         return self.errors
+
+    def refuse_unknown_output(self, journal: Path) -> None:
+        """What somebody else has written is not overwritten, nor what a run wrote whose journal is lost."""
+        for path in (self.output, self.errors_path):
+            if isinstance(path, Path) and path.is_file() and path.stat().st_size:
+                why = f"holds something, and there is no {journal} of a run that could go on"
+                raise JournalError(f"{path} {why}: name another file, or remove it")
 
     def check(self) -> None:
         """Raises InputError where one file would be two."""
@@ -127,3 +138,5 @@ class FileStart:
     """It was finished before: nothing is to do."""
     name: str = ""
     """Of the run: line 7 is the request `<name>-7` in the queue, and its label is `file=<name>`."""
+    unknown: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Fields of lines that mean nothing, perhaps misspelt ones, and how many lines have each."""

@@ -13,12 +13,15 @@ from dispatcher.core.submission import QueueUnavailableError, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import producer
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.connect import connect, place_of
 from dispatcher.queue.redis.producer import Box, Collected
 from dispatcher.queue.redis.scripts import Scripts
 
 T = TypeVar("T")
 
+FIRST_S = 1.5
+"""Where Redis was never reached, a run says so after this and the try that is under way: the same command
+goes on later, and who waits at it wants to know of a wrong URL."""
 WAIT_S = 5.0
 """One wait for results takes at most this long; then another one follows."""
 REMEMBERED_S = 7 * 86_400
@@ -34,7 +37,7 @@ class LineQueue:
         self._box = Box(naming.results)
         self._backend = Backend(connect(url, answer_s=WAIT_S + 3.0), names)
         self._waits = Scripts(self._backend.scripts.client, try_s=WAIT_S + 3.0)
-        self._outage = Outage(None)
+        self._outage = Outage(None, place_of(url), first_s=FIRST_S)
         self._done_with: list[str] = []
         self.passed_over = 0
         """Elements of the list that are no result of this job."""
@@ -122,10 +125,11 @@ class LineQueue:
 
     async def _patiently(self, act: Callable[[], Awaitable[T]]) -> T:
         while True:
+            began = time.monotonic()
             try:
                 done = await act()
             except QueueUnavailableError as error:
-                if (told := self._outage.ill(error)) is not None:
+                if (told := self._outage.ill(error, began)) is not None:
                     raise told from error
                 await self._outage.pause()
             else:

@@ -152,14 +152,17 @@ class FileRun:
             if left_s <= 1:
                 await self._do(self._job.give_up_rest)
                 return
+            self._room.clear()
             room = self._max_pending - self._job.open
-            if room <= 0 or self._job.open_bytes >= PENDING_BYTES:
-                self._room.clear()
+            found = None
+            if room > 0 and self._job.open_bytes < PENDING_BYTES:
+                found = await self._do(self._job.next_chunk, room, int(self._ends_at))
+            if found is None:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(left_s):
                         await self._room.wait()
                 continue
-            chunk, submissions = await self._do(self._job.next_chunk, room, int(self._ends_at))
+            chunk, submissions = found
             await self._queue.submit(chunk.number, submissions)
             await self._do(self._job.sure, chunk.number)
 

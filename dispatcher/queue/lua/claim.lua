@@ -3,8 +3,8 @@
 -- ARGV   owner, owner_timeout_s, lease_s, most, bytes, token base, reply_s, 1: to probe with, or 0, limit, read_at,
 --        lost, retry_after_max_s, the bytes of the largest member that is moved, the units that a request is taken
 --        to weigh that never was leased, then how many may be leased of each lane…
--- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, units, …}}; in place of a member
---        of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
+-- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, units, last try, …}}; in place of
+--        a member of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
 -- Keeps: the units of all leases never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. Only one probe runs at a time: until its lease ends, or its owner claims otherwise.
 -- A probe that finds the limit used up reserves the next unit that comes free, or the owners that use it up would claim
@@ -24,7 +24,7 @@ local function tell(id, state, member)
   local at = #leased
   leased[at + 1], leased[at + 2], leased[at + 3], leased[at + 4] = id, state[TOKEN], member, state[SCORE]
   leased[at + 5], leased[at + 6], leased[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
-  leased[at + 8], leased[at + 9] = state[DEATHS], units_of(state)
+  leased[at + 8], leased[at + 9], leased[at + 10] = state[DEATHS], units_of(state), state[REASON] or ''
   local lane = lane_of(state)
   if lane then rooms[lane] = rooms[lane] - 1 end
 end

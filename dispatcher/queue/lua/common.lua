@@ -1,19 +1,24 @@
 -- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how
--- many they are (OWN), their TYPES, and the numbers that stand in capitals come before this, from keys.py and
--- constants.py.
+-- many they are (OWN, of which OFTEN are used by whatever script), their TYPES, and the numbers that stand in capitals
+-- come before this, from keys.py and constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
-local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS = 6, 7, 8, 9, 10, 11, 12, 13
+local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS, TURN = 6, 7, 8, 9, 10, 11, 12, 13, 14
 -- WHERE is the set that holds it: 'L'eases, 'R'eturned, that of a lane, 'D'elayed, dead ('X'). SCORE stays the
--- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties. UNITS is what
--- it weighs, as far as that is known, and what its lease counts; where it is not there, 1.
+-- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties. REASON is why
+-- it died, and before that what the last try that counted came to. UNITS is what it weighs, as far as that is known, and
+-- what its lease counts; where it is not there, 1. TURN is its seat in a sequence (sequences.lua), there as long as the
+-- sequence knows it.
+local IN_LINE = 1 -- of a seat: it waits for its turn
 local call = redis.call
 
 -- Lanes (core/lanes.py): entries that wait apart, for a claim may lease only so many of each. In the order of their rooms
--- in a claim. An entry waits in the first whose `holds` is true of its state.
+-- in a claim. An entry waits in the first whose `holds` is true of its state. Of a closed one no claim takes any.
+local function in_line(state) return state[TURN] and state[TURN][IN_LINE] == 1 end
 local LANES = {
-  {set = SUSPECTS, letter = 'S', holds = function(state) return state[DEATHS] >= SUSPECT_DEATHS end},
+  {set = SUSPECTS, letter = 'S', holds = function(state) return not in_line(state) and state[DEATHS] >= SUSPECT_DEATHS end},
+  {set = SEQUENCED, letter = 'Q', holds = in_line, closed = true},
 }
 
 local function lane_of(state)
@@ -30,12 +35,15 @@ for number, lane in ipairs(LANES) do
 end
 
 -- A foreign key under one of our names would fail a script half way: look before the first write.
-for number = 1, OWN do
-  local found = call('TYPE', KEYS[number]).ok
-  if found ~= 'none' and found ~= TYPES[number] then
-    return redis.error_reply('WRONGKEY ' .. KEYS[number] .. ' holds a ' .. found .. ', not a ' .. TYPES[number])
+local function check_types(first, last)
+  for number = first, last do
+    local found = call('TYPE', KEYS[number]).ok
+    if found ~= 'none' and found ~= TYPES[number] then
+      error({err = 'WRONGKEY ' .. KEYS[number] .. ' holds a ' .. found .. ', not a ' .. TYPES[number]})
+    end
   end
 end
+check_types(1, OFTEN)
 
 local function clock()
   local time = call('TIME')
@@ -78,10 +86,18 @@ local function weigh(state, units)
   state[REASON], state[DIED], state[UNITS] = state[REASON] or '', state[DIED] or '', units
 end
 
--- What a lease counts stands in its name where it is not 1, for whoever looks at it may not know its line.
+-- The seat of an entry, or false: none any more.
+local function seat(state, turn)
+  if not turn and not state[TURN] then return end
+  state[REASON], state[DIED], state[UNITS] = state[REASON] or '', state[DIED] or '', units_of(state)
+  state[TURN] = turn
+end
+
+-- What a lease counts stands in its name where it is not 1, for whoever looks at it may not know its line. Nothing is
+-- written with two digits: one is an abandoned lease.
 local function lease_name(id, state)
   local units = units_of(state)
-  return id .. (units == 1 and ':' or '*' .. units .. ':') .. state[OWNER]
+  return id .. (units == 1 and ':' or units == 0 and '*00:' or '*' .. units .. ':') .. state[OWNER]
 end
 
 -- A lease that nobody took back when it ran out, for nobody sweeps its line, goes on under this name: it counts nothing,
@@ -125,6 +141,7 @@ local function end_leases(items, probe)
     counts[owner], leases[owner] = (counts[owner] or 0) + item.counted, (leases[owner] or 0) + 1
     if probe and tostring(item.id) == probe then call('HDEL', CONTROL, 'probe', 'prober') end
     state[TOKEN], state[OWNER] = '', ''
+    if units_of(state) == 0 then weigh(state, 1) end -- nobody counts for it any more
   end
   for owner, units in pairs(counts) do hold(owner, -units, leases[owner] - units) end
 end

@@ -41,14 +41,16 @@ local function earlier(a, b)
 end
 
 -- Up to `most` from the front of the line, until their members sum to `bytes` (one at least), within `room` units (nil:
--- whatever they weigh), and of each lane as many as `rooms` has (nil: all); and how many of them are pending.
+-- whatever they weigh), and of each lane as many as `rooms` has (nil: all; none of a closed one); and how many of them
+-- are pending.
 -- Who never was leased is taken to weigh `units`. One that is heavier than the limit itself is passed over: no end of
 -- a lease makes room for it. Before one that is heavier than the room the line ends: it would starve behind others.
 local function first(most, bytes, rooms, room, limit, units)
   local found, size, passed = {}, 0, 0
   local at, heads, left = {}, {}, {}
   for source = 1, #WAITING do
-    at[source], left[source] = 0, rooms and source > 2 and rooms[source - 2] or math.huge
+    local lane = LANES[source - 2]
+    at[source], left[source] = 0, lane and (lane.closed and 0 or rooms and rooms[source - 2]) or math.huge
   end
   while #found < most do
     local best

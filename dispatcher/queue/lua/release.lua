@@ -1,6 +1,7 @@
 -- Give leases back: to their place at once, or delayed.
 -- KEYS   own…, reply record
--- ARGV   reply_s, then per request: id, token, delay_s, attempt, refusal, undelivered (0/1 each)
+-- ARGV   reply_s, then per request: id, token, delay_s, attempt, refusal, undelivered (0/1 each), what the try came to
+--        (empty: what is known of an earlier one stays)
 -- Returns {now, status per request (0 done, 1 lost)…}
 -- Keeps: the request is in exactly one place, under its old score.
 local REPLY = KEYS[OWN + 1]
@@ -9,7 +10,7 @@ if recorded then return cmsgpack.unpack(recorded) end
 local now, probe = clock(), call('HGET', CONTROL, 'probe')
 local statuses, ended, seen = {text(now)}, {}, {}
 open()
-for at = 2, #ARGV, 6 do
+for at = 2, #ARGV, 7 do
   local item = {id = tonumber(ARGV[at]), at = at}
   item.state = not seen[item.id] and held(item.id, ARGV[at + 1])
   statuses[#statuses + 1] = item.state and 0 or 1
@@ -24,6 +25,7 @@ for _, item in ipairs(ended) do
   state[ATTEMPTS] = state[ATTEMPTS] + tonumber(ARGV[item.at + 3])
   state[REFUSALS] = state[REFUSALS] + tonumber(ARGV[item.at + 4])
   state[DELIVERIES] = state[DELIVERIES] - tonumber(ARGV[item.at + 5])
+  if ARGV[item.at + 6] ~= '' then state[REASON] = ARGV[item.at + 6] end
   if delay_s > 0 then
     state[WHERE], state[MOVES] = 'D', state[MOVES] + 1
     call('ZADD', DELAYED, text(now + delay_s), string.format('%016d', item.id))

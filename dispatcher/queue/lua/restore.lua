@@ -1,7 +1,7 @@
 -- Take over requests of another queue, each to the place where it lay, with what was counted of it.
 -- KEYS   own…, the hash of what was taken over
 -- ARGV   ttl_s of that hash, channel, then per request: its name there, name of its place, score, member, deliveries, attempts,
---        refusals, deaths, units, when it is due or died, why it is dead, request id (empty: it cannot be cancelled),
+--        refusals, deaths, units, when it is due or died, why it is dead or what its last try came to, request id (empty: it cannot be cancelled),
 --        token, deadline
 -- Returns how many are new
 -- Keeps: each is taken over once, however often it is handed in, also when it has ended here since.
@@ -20,6 +20,7 @@ for at = 3, #ARGV, 14 do
       local state = {place, score, tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5]), tonumber(ARGV[at + 6]),
                      tonumber(ARGV[at + 7]), 1, '', '', string.sub(member, 1, PREFIX_BYTES)}
       weigh(state, tonumber(ARGV[at + 8]))
+      if reason ~= '' then state[REASON] = reason end
       call('HSET', MEMBERS, fresh, member)
       call('HSET', CONTROL, 'next', fresh)
       if place == 'D' then

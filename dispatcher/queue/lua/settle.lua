@@ -2,24 +2,27 @@
 -- KEYS   own…, reply record, default list
 -- ARGV   reply_s, ttl_s, foreign (1: markers of llm-d's producers are reached from here), dead_max, then per request:
 --        id, token, how (0 no result, 1 push, 2 by the outbox), list, result,
---        request id (empty: its markers stay) and token, bury (0/1), reason
+--        request id (empty: its markers stay) and token, bury (0/1), reason, what it leaves to its sequence (packed, as
+--        end_turn has it; or empty), and what the next of that is built on
 -- Returns {now, dead ones dropped for dead_max, status per request…}
--- Keeps: a result is written exactly when its lease ends, in this one step, by the holder of its token only.
+-- Keeps: a result is written exactly when its lease ends, in this one step, by the holder of its token only. In the same
+-- step the next of its sequence may be claimed.
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return cmsgpack.unpack(recorded) end
 local reply_s, ttl_s, foreign, dead_max = ARGV[1], tonumber(ARGV[2]), ARGV[3] == '1', tonumber(ARGV[4])
 local now, probe = clock(), call('HGET', CONTROL, 'probe')
 local items, live, seen = {}, {}, {}
-for at = 5, #ARGV, 9 do
+for at = 5, #ARGV, 11 do
   local item = {id = tonumber(ARGV[at]), how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
                 result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
-                reason = ARGV[at + 8], status = LOST}
+                reason = ARGV[at + 8], told = told_of(ARGV[at + 9]), carried = ARGV[at + 10], status = LOST}
   items[#items + 1] = item
   item.state = not seen[item.id] and held(item.id, ARGV[at + 1])
   if item.state then
     seen[item.id] = true
     live[#live + 1] = item
+    if item.told or item.state[TURN] then all() end
   end
 end
 
@@ -34,6 +37,7 @@ if #live > 0 then
   end_leases(ended, probe)
   if #ended > 0 then call('HINCRBY', CONTROL, 'settled', #ended) end
   for _, item in ipairs(ended) do
+    end_turn(item.id, item.state, item.told, item.carried, now)
     if item.bury then
       local state = item.state
       state[WHERE], state[MOVES], state[REASON], state[DIED] = 'X', state[MOVES] + 1, item.reason, text(now)

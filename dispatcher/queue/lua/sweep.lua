@@ -5,7 +5,7 @@
 -- KEYS   own…
 -- ARGV   owner, owner_timeout_s, lease_s, most of each kind, then owners that are proven gone…
 -- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, units lost so far,
---         owners that hold leases}
+--         owners that hold leases, requests of sequences whose turn has come}
 -- Keeps: a lease is reclaimed when its owner is proven gone, has not shown itself for its own owner_timeout_s, or
 -- has not renewed it. Who lives is given time to say so: after a gap between sweeps (the queue was away, all
 -- owners were, or its clock jumped forward) longer than lease_s/3 no lease runs out for lease_s/3, and after one
@@ -13,6 +13,7 @@
 -- jumps back, every time kept here moves back with it, but for what `rewind` has of now.
 local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = clock(), control()
+all()
 open()
 rewind(shared, now)
 
@@ -55,7 +56,10 @@ end
 -- What is delayed goes by a tick of this line: another one's sweep may have been the first since the jump.
 local line_tick = 'tick:' .. PENDING
 local line_swept = tonumber(call('HGET', CONTROL, line_tick) or now)
-if now < line_swept - 1 then shift(DELAYED, now - line_swept, '-inf') end
+if now < line_swept - 1 then
+  shift(DELAYED, now - line_swept, '-inf')
+  shift(LOOKS, now - line_swept, '-inf')
+end
 call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now), line_tick, text(now))
 beat(me, now, timeout_s)
 
@@ -171,5 +175,6 @@ for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', text(now), 'LIMIT',
   due = due + 1
 end
 local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
-local more = (reclaimed == most or due == most) and 1 or 0
-return {text(now), reclaimed, due, next_due or false, more, shared.lost, call('HKEYS', OWNERS)}
+local looked = sweep_sequences(now, LOOKED_MOST)
+local more = (reclaimed == most or due == most or looked == LOOKED_MOST) and 1 or 0
+return {text(now), reclaimed, due, next_due or false, more, shared.lost, call('HKEYS', OWNERS), moved}

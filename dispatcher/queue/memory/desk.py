@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
+from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import desk_steps as steps
-from dispatcher.queue.memory import search
+from dispatcher.queue.memory import search, sequences
 from dispatcher.queue.memory.state import Line, Pool
 
 
@@ -119,6 +120,28 @@ class MemoryStore:
     async def counts(self) -> Counts:
         self.pool.check_up()
         return self.line.counts()
+
+    async def sequences(
+        self, most: int, after: str = "", status: SequenceStatus | None = None
+    ) -> SequencePage:
+        self.pool.check_up()
+        return sequences.page(self.line, most, after, status)
+
+    async def sequence(self, sequence_id: str) -> SequenceSeen | None:
+        self.pool.check_up()
+        return sequences.show(self.line, sequence_id)
+
+    async def release_sequence(self, sequence_id: str) -> bool:
+        self.pool.check_up()
+        return sequences.release(self.line, sequence_id)
+
+    async def abort_sequence(self, sequence_id: str, why: str) -> bool:
+        self.pool.check_up()
+        return sequences.abort(self.line, sequence_id, why)
+
+    async def cancel_sequence(self, sequence_id: str) -> bool:
+        self.pool.check_up()
+        return sequences.cancel(self.line, sequence_id)
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         self.pool.check_up()

@@ -44,7 +44,7 @@ def cancel(line: Line, request_id: str, request_token: str, *, found: bool = Fal
 
 
 def peek(line: Line, most: int) -> list[tuple[float, bytes]]:
-    return [(score, member) for score, member, _ in heapq.nsmallest(most, line.waiting())]
+    return [(score, member) for score, member, _ in heapq.nsmallest(most, line.open())]
 
 
 def dead_after(line: Line, entry: int, most: int) -> list[Dead]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
+from dispatcher.core.turns import SequenceTerms, Turn
 from dispatcher.ports import (
     Burial,
     Claimed,
@@ -15,6 +16,7 @@ from dispatcher.ports import (
     Expired,
     Lease,
     Leases,
+    LinedUp,
     Overload,
     Permit,
     Release,
@@ -23,9 +25,10 @@ from dispatcher.ports import (
     Settlement,
     Shared,
     Swept,
+    Unserved,
     Weighed,
 )
-from dispatcher.queue.memory import results, steps
+from dispatcher.queue.memory import results, sequences, steps
 from dispatcher.queue.memory.desk import MemoryStore
 from dispatcher.queue.memory.state import Grant
 from dispatcher.queue.memory.steps import Caller
@@ -115,6 +118,15 @@ class MemoryQueue:
         fits = steps.weigh(self._line, me, weights, self._theirs_of(permit))
         return Weighed(fits, self._leases(me), self._shared())
 
+    async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
+        me = self._begin()
+        verdicts = sequences.line_up(self._line, turns, terms)
+        return LinedUp(verdicts, self._leases(me), self._shared())
+
+    async def unserved(self, most: int) -> Sequence[Unserved]:
+        self._begin()
+        return sequences.unserved(self._line, most)
+
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         me = self._begin()
         if overload is not None:
@@ -139,11 +151,12 @@ class MemoryQueue:
 
     async def sweep(self) -> Swept:
         me = self._begin()
-        reclaimed, due, due_at = sweep(self._line, me, ())
+        reclaimed, due, due_at, turns = sweep(self._line, me, ())
         if gone := self._gone():
-            more, _, due_at = sweep(self._line, me, gone)
-            reclaimed += more
-        return Swept(reclaimed, due, None if due_at is None else self._mine(due_at), self._pool.lost)
+            more, _, due_at, again = sweep(self._line, me, gone)
+            reclaimed, turns = reclaimed + more, turns + again
+        due_at = None if due_at is None else self._mine(due_at)
+        return Swept(reclaimed, due, due_at, self._pool.lost, turns)
 
     def _gone(self) -> Sequence[str]:
         """Those of the owners that hold leases which are proven to have ended."""
@@ -226,4 +239,5 @@ def _lease(grant: Grant) -> Lease:
         entry.losses,
         entry.lane,
         entry.units,
+        entry.last_try,
     )

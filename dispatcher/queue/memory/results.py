@@ -13,17 +13,18 @@ from dispatcher.ports import (
     Settled,
     Settlement,
 )
-from dispatcher.queue.memory.state import NEVER_CLAIMED, Line, Place
+from dispatcher.queue.memory import sequences
+from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
 
 
 def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Settled | None]:
     """Each with why it is set aside as dead, or None. One whose result has no place keeps its lease, and its
     neighbours go on."""
     said: list[Settled | None] = []
-    stuck = None
+    stuck, now = None, line.pool.clock()
     for settlement, why in ends:
         try:
-            said.append(_settle(line, settlement, why))
+            said.append(_settle(line, settlement, why, now))
         except QueueUnavailableError as error:
             stuck = error
             said.append(None)
@@ -32,7 +33,7 @@ def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Se
     return said
 
 
-def _settle(line: Line, settlement: Settlement, bury: str | None) -> Settled:
+def _settle(line: Line, settlement: Settlement, bury: str | None, now: float) -> Settled:
     pool = line.pool
     grant = line.held(settlement.lease)
     if grant is None:
@@ -40,6 +41,7 @@ def _settle(line: Line, settlement: Settlement, bury: str | None) -> Settled:
     said = _write(line, settlement)
     pool.end_lease(grant)
     pool.settled += 1
+    sequences.end_turn(line, grant.entry, settlement.turn, now)
     if bury is None:
         line.forget(grant.entry)
     else:
@@ -91,18 +93,21 @@ def overdue(line: Line, most: int) -> list[Expired]:
             line.overdue.append((moves, entry))
             if len(entry.member) > line.largest:
                 continue
-            found.append(Expired(entry.where, entry.member))
+            found.append(Expired(entry.where, entry.member, entry.last_try))
     return found
 
 
 def expire(line: Line, items: Sequence[tuple[Expired, Settlement]]) -> int:
-    done = 0
+    there: dict[int, tuple[Entry, Settlement]] = {}
     for item, settlement in items:
         entry_id = int(item.place.partition(":")[0])
         never_claimed = entry_id == NEVER_CLAIMED
         entry = line.pending.get(item.member) if never_claimed else line.entries.get(entry_id)
         if entry is not None and entry.where == item.place:
-            _write(line, settlement)
-            line.forget(entry)
-            done += 1
-    return done
+            there.setdefault(id(entry), (entry, settlement))
+    now = line.pool.clock()
+    for entry, settlement in there.values():
+        _write(line, settlement)
+        line.forget(entry)
+        sequences.end_turn(line, entry, settlement.turn, now)
+    return len(there)

@@ -57,6 +57,7 @@ def restore(line: Line, queue: str, requests: Sequence[FoundRequest]) -> int:
         entry = Entry(each.member, each.score)
         entry.id, entry.units, entry.deaths = pool.new_id(), each.units, each.deaths
         entry.deliveries, entry.attempts, entry.refusals = each.deliveries, each.attempts, each.refusals
+        entry.last_try = "" if each.state is Whereabouts.DEAD else each.reason
         line.entries[entry.id] = entry
         if each.state is Whereabouts.DEAD:
             line.move(entry, Place.DEAD)
@@ -101,7 +102,7 @@ def _all(line: Line) -> Iterator[FoundRequest]:
     pool = line.pool
     due = {item[5].id: item[0] for item in line.delayed.heap if item[5].moves == item[4]}
     for entry in (*line.pending.values(), *line.entries.values()):
-        state, at, owner, reason = _state(entry), None, "", ""
+        state, at, owner, reason = _state(entry), None, "", entry.last_try
         if entry.place is Place.DELAYED:
             at = due[entry.id] + pool.unix_origin
         elif entry.place is Place.LEASED:

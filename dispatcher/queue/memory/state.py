@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from dispatcher.core.lanes import Lane, lane_of, losses_of
+from dispatcher.core.lanes import CLOSED, Lane, lane_of, losses_of
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.result import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
+from dispatcher.core.sequences import Sequences
+from dispatcher.core.turns import SequenceCounts
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
 
@@ -45,6 +47,8 @@ class Entry:
         "deaths",
         "deliveries",
         "id",
+        "in_line",
+        "last_try",
         "member",
         "moves",
         "place",
@@ -61,7 +65,10 @@ class Entry:
         self.moves = 0
         self.units = 0
         """What it weighs, as far as is known; 0: it never was leased."""
+        self.in_line = False
+        """It waits for its turn in a sequence."""
         self.deliveries = self.attempts = self.refusals = self.deaths = 0
+        self.last_try = ""
 
     @property
     def losses(self) -> int:
@@ -69,7 +76,7 @@ class Entry:
 
     @property
     def lane(self) -> Lane | None:
-        return lane_of(self.deaths)
+        return lane_of(self.deaths, in_line=self.in_line)
 
     @property
     def where(self) -> str:
@@ -225,6 +232,7 @@ class Pool:
         del self.grants[grant.entry.id]
         counted = 0 if grant.abandoned else grant.entry.units
         self.hold(grant.owner, -counted)
+        grant.entry.units = grant.entry.units or 1  # nobody counts for it any more
         if self.probe == grant.entry.id:
             self.probe = None
         return counted
@@ -259,6 +267,7 @@ class Line:
         """Oldest first. To find the first of a plain dict is to walk past all that were deleted before it."""
         self.active: dict[str, dict[str, float]] = {}
         """By id: the tokens that can be cancelled under it, each until then."""
+        self.sequences = Sequences()
         self.copied: set[str] = set()
         """What was taken over from another queue."""
         self.cancels: dict[str, tuple[str, float]] = {}
@@ -284,6 +293,7 @@ class Line:
             delayed=count[Place.DELAYED],
             dead=count[Place.DEAD],
             units=self.pool.units,
+            sequences=SequenceCounts.of(self.sequences.count, self.in_lanes[Lane.SEQUENCED]),
         )
 
     @property
@@ -301,6 +311,11 @@ class Line:
     def waiting(self) -> Iterator[tuple[float, bytes, int]]:
         """Score, member and entry of all that is pending, in no order."""
         return itertools.chain.from_iterable(each.live() for each in self.sets.values())
+
+    def open(self) -> Iterator[tuple[float, bytes, int]]:
+        """The same of what some claim may take."""
+        sets = (waiting for lane, waiting in self.sets.items() if lane not in CLOSED)
+        return itertools.chain.from_iterable(each.live() for each in sets)
 
     def move(self, entry: Entry, place: Place, due_at: float = 0.0) -> None:
         """Put an entry into a place; every other mention of it is void from here on."""
@@ -325,6 +340,14 @@ class Line:
             self.sets[lane].put(entry.score, entry)
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)
+
+    def leave_lane(self, entry: Entry) -> None:
+        """Its turn in its sequence has come: it waits there no longer."""
+        if entry.place is Place.RETURNED and entry.in_line:
+            self.in_lanes[Lane.SEQUENCED] -= 1
+            entry.in_line = False
+            if (lane := entry.lane) is not None:
+                self.in_lanes[lane] += 1
 
     def put_back(self, entry: Entry) -> None:
         """What was popped from its place, and lies there still."""

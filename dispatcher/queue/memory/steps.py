@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dispatcher.core.lanes import Lane
+from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
 from dispatcher.ports import (
     Lease,
@@ -67,7 +67,7 @@ def claim(
     probing: bool = False,
 ) -> tuple[Sequence[Grant], int]:
     """What was leased, and how many wait that the next claim could lease."""
-    pool, now = line.pool, me.now
+    pool, now, lanes = line.pool, me.now, rooms(lanes)
     taken = _claimed_before(line, me.owner, nonce)
     if taken is None:
         pool.beat(me.owner, me.timeout_s, now)
@@ -263,6 +263,7 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
         entry.attempts += release_.attempt
         entry.refusals += release_.refusal
         entry.deliveries -= release_.undelivered
+        entry.last_try = release_.last_try or entry.last_try
         line.pool.end_lease(grant)
         if release_.delay_s > 0:
             line.move(entry, Place.DELAYED, now + release_.delay_s)

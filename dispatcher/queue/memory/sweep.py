@@ -7,12 +7,14 @@ from collections import deque
 from collections.abc import Collection
 
 from dispatcher.queue.constants import AHEAD_S, GAP_S
+from dispatcher.queue.memory import sequences
 from dispatcher.queue.memory.state import Grant, Line, Place, Pool
 from dispatcher.queue.memory.steps import Caller
 
 
-def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None]:
-    """How many leases of this line were taken back, how many delayed were due, and when the next one is."""
+def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None, int]:
+    """How many leases of this line were taken back, how many delayed were due, when the next one is, and how
+    many turns in sequences have come."""
     pool, now = line.pool, me.now
     if pool.tick is not None:
         gap_s = now - pool.tick
@@ -26,6 +28,7 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
             pool.beats_quiet_until = max(pool.beats_quiet_until, now + quiet_s)
     if line.tick is not None and now - line.tick < -AHEAD_S:
         line.delayed.shift(now - line.tick)
+        line.sequences.step_back(now - line.tick)
     pool.tick = line.tick = now
     pool.beat(me.owner, me.timeout_s, now)
     before = pool.lost
@@ -38,7 +41,7 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
         line.move(line.delayed.pop(), Place.RETURNED)
         due += 1
     line.deadlines.tidy(sum(line.count.values()))
-    return reclaimed, due, due_at
+    return reclaimed, due, due_at, sequences.sweep(line)
 
 
 def _stepped_back(pool: Pool, me: Caller, by: float) -> None:

@@ -64,6 +64,12 @@ def connect(
         return client
 
 
+def place_of(url: str) -> str:
+    """Where a URL leads, without its user and password. Raises QueueUrlError as `connect` does."""
+    parts = _split(url)
+    return parts.netloc.rpartition("@")[2] or parts.path
+
+
 @contextmanager
 def _told(url: str) -> Iterator[None]:
     """Whatever is wrong with a URL as a QueueUrlError, without what may be its password."""

@@ -11,9 +11,11 @@ import msgspec
 from redis import exceptions as errors
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
+from dispatcher.core.request import Request, parse
+from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import producer, search, steps
+from dispatcher.queue.redis import producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -140,6 +142,10 @@ class RedisDesk:
         """What lies in a result list, the oldest first, behind so many; nothing is taken."""
         return await search.results(self.backend, name, most, after)
 
+    async def is_list(self, name: str) -> bool:
+        """Whether results can lie under that name: False where something else does."""
+        return await search.is_list(self.backend, name)
+
     async def take_result(self, name: str, result: bytes) -> bool:
         """Remove it, the oldest that equals it; False where it is gone."""
         return await search.take(self.backend, name, result)
@@ -150,6 +156,52 @@ class RedisDesk:
 
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)
+
+    async def sequences(
+        self, most: int, after: str = "", status: SequenceStatus | None = None
+    ) -> SequencePage:
+        """A page of a walk over about so many, in no order; of those, the ones with that status."""
+        return await sequences.page(self.backend, most, after, status)
+
+    async def sequence(self, sequence_id: str) -> SequenceSeen | None:
+        """One, with the first of its line; None: nothing is known of it."""
+        return await sequences.show(self.backend, sequence_id)
+
+    async def ids_of(self, entries: Sequence[int]) -> dict[int, str]:
+        """The ids of requests that were claimed once, those that are there and can be read."""
+        scripts, key = self.backend.scripts, self.names.members
+        found = {}
+        for entry in entries:
+            member = await scripts.attempt(lambda entry=entry: scripts.client.hget(key, entry))  # type: ignore[misc]
+            if name := parse(member or b"").id:
+                found[entry] = name
+        return found
+
+    async def release_sequence(self, sequence_id: str) -> bool:
+        """Let one that is held go on; False: it is not held."""
+        done = bool(await sequences.decide(self.backend, "release", sequence_id))
+        return await self._decided(done=done)
+
+    async def abort_sequence(self, sequence_id: str, why: str) -> bool:
+        """Answer what waits of it, and what comes, SEQUENCE_ABORTED; False: it is not alive."""
+        told = sequences.sentence(why)
+        done = bool(await sequences.decide(self.backend, "abort", sequence_id, told))
+        return await self._decided(done=done)
+
+    async def cancel_sequence(self, sequence_id: str) -> bool:
+        """Answer what waits of it CANCELLED, and cancel what runs; False: it is not alive."""
+        head = await sequences.decide(self.backend, "cancel", sequence_id)
+        if head:
+            scripts, key = self.backend.scripts, self.names.members
+            request = parse(await scripts.attempt(lambda: scripts.client.hget(key, head)) or b"")
+            if isinstance(request, Request) and request.token:
+                await self.cancel(request.id, request.token, found=True)
+        return await self._decided(done=head is not None)
+
+    async def _decided(self, *, done: bool) -> bool:
+        if done:
+            await self.backend.scripts.attempt(lambda: self._wake("sequence"))
+        return done
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""

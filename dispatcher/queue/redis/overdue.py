@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from dispatcher.ports import Expired
 
 FROM_THE_START = "-inf"
+UNSERVED = "u0"
+"""In the place of one that no walk has found."""
 
 
 @dataclass
@@ -58,13 +60,18 @@ class Overdue:
         self._rests = not self._rests
         return self.fresh if self._rests else self.rest
 
-    def found(self, walk: Walk, rows: Sequence[tuple[int, bytes, bytes]]) -> list[Expired]:
+    def found(self, walk: Walk, rows: Sequence[tuple[int, bytes, bytes, bytes]]) -> list[Expired]:
         side = "f" if walk is self.fresh else "r"
-        return [Expired(f"{side}{at}|{place.decode()}", member) for at, place, member in rows]
+        return [
+            Expired(f"{side}{at}|{place.decode()}", member, last_try.decode(errors="replace"))
+            for at, place, member, last_try in rows
+        ]
 
     def removed(self, item: Expired) -> None:
         """The ranks behind a removed request fall by one."""
         side, at = item.place[0], int(item.place[1:].partition("|")[0])
+        if side == UNSERVED[0]:
+            return
         walk = self.fresh if side == "f" else self.rest
         if walk.range == at and walk.offset > 0:
             walk.offset -= 1

@@ -11,16 +11,19 @@ import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.oversize import ENVELOPE_BYTES
+from dispatcher.core.turns import SequenceTerms, Turn, Verdict
 from dispatcher.ports import (
     Burial,
     Claimed,
     Counts,
     Expired,
     Lease,
+    LinedUp,
     Overload,
     Permit,
     Release,
@@ -28,16 +31,17 @@ from dispatcher.ports import (
     Settled,
     Settlement,
     Swept,
+    Unserved,
     Weighed,
 )
 from dispatcher.queue.constants import BAD_LIST, DONE, LOST, STUCK, TOO_LARGE
 from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import steps
+from dispatcher.queue.redis import sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.destinations import Destinations
 from dispatcher.queue.redis.outbox import Outbox
-from dispatcher.queue.redis.overdue import Overdue
+from dispatcher.queue.redis.overdue import UNSERVED, Overdue
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
 from dispatcher.queue.redis.steps import OwnerTerms, Write, key_of
 from dispatcher.queue.redis.wake import WakeUps
@@ -191,6 +195,31 @@ class RedisQueue:
             if at >= len(weights):
                 return replace(told, fits=fits)
 
+    async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
+        await self._learn_clock()
+        verdicts: list[Verdict] = []
+        at = 0
+        while True:
+            some = turns[at : at + SCRIPT_ITEMS]
+            told = await sequences.line_up(self.backend, self.owner, self._me.lease_s, some, terms)
+            verdicts += told.verdicts
+            at += SCRIPT_ITEMS
+            if at >= len(turns):
+                return replace(told, verdicts=verdicts)
+
+    async def unserved(self, most: int) -> Sequence[Unserved]:
+        scripts, found = self.backend.scripts, []
+        for row in await sequences.unserved(self.backend, min(most, SCRIPT_ITEMS), self._largest):
+            member: bytes | None
+            if isinstance(row.member, int):
+                read = partial(scripts.client.hget, self.names.members, row.place.split(":")[1])
+                member = await scripts.attempt(read, size=row.member)
+            else:
+                member = row.member
+            if member is not None:
+                found.append(Unserved(Expired(f"{UNSERVED}|{row.place}", member), row.code, row.why))
+        return found
+
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
         return await steps.renew(self.backend, self._me, permit=permit, overload=overload)
@@ -238,19 +267,20 @@ class RedisQueue:
         ]
 
     async def sweep(self) -> Swept:
-        reclaimed = due = 0
+        reclaimed = due = turns = 0
         gone: Sequence[str] = ()
         while True:
             told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone)
             reclaimed += told.reclaimed
             due += told.due
+            turns += told.turns
             before, gone = gone, self._gone(told.holders)
             # Those that were named already hold leases of other lines, unless this sweep had not enough.
             if not told.more and set(gone) <= set(before):
                 break
         if self.backend.scripts.is_cluster:
             await self._outbox.carry()
-        return Swept(reclaimed, due, told.next_due_at, told.lost)
+        return Swept(reclaimed, due, told.next_due_at, told.lost, turns)
 
     def _gone(self, holders: Sequence[str]) -> Sequence[str]:
         """Those of the owners that hold leases which are proven to have ended."""

@@ -7,7 +7,9 @@ from typing import Any
 
 from dispatcher.core.lanes import lane_of, losses_of
 from dispatcher.core.outlook import Head, LineAhead, Replica, Span
-from dispatcher.ports import Dead, Lease
+from dispatcher.ports import Dead, Lease, Leases, Overload, Shared
+from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.scripts import Reply
 
 
 def line_of(told: Sequence[Any]) -> LineAhead:
@@ -34,6 +36,7 @@ def lease_of(
     refusals: int,
     deaths: int,
     units: int,
+    last_try: bytes,
 ) -> Lease:
     """Of a claim; without its member where only the size of that was told."""
     return Lease(
@@ -47,6 +50,7 @@ def lease_of(
         losses=losses_of(deaths),
         lane=lane_of(deaths),
         units=units,
+        last_try=last_try.decode(errors="replace") if last_try else "",
     )
 
 
@@ -85,4 +89,23 @@ def dead_of(
         attempts,
         refusals,
         losses_of(deaths),
+    )
+
+
+def facts_of(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
+    """What every step of an owner's tells."""
+    now, live, own, young, lost, stray, limit, read_at, *rest = facts
+    overload_at, until, capacity, in_flight, prober, paused = rest
+    backend.saw(reply, now)
+    count = Leases(backend.loop_time(now), live, live - own, young, lost, stray)
+    overload = None
+    if overload_at is not None:
+        at, until_at = backend.loop_time(overload_at), backend.loop_time(until)
+        overload = Overload(at, until_at, bool(capacity), in_flight)
+    return count, Shared(
+        limit,
+        0.0 if limit is None else backend.loop_time(read_at),
+        overload,
+        None if prober is None else prober.decode(),
+        bool(paused),
     )

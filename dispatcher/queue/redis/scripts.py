@@ -18,12 +18,13 @@ from typing import Any, TypeVar
 from redis import exceptions as errors
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.sentinel import MasterNotFoundError
 
 from dispatcher.core.plain import shortened
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.peer import words
 from dispatcher.queue import constants
-from dispatcher.queue.keys import KEYS
+from dispatcher.queue.keys import KEYS, SEQUENCE_KEYS
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
@@ -35,12 +36,14 @@ SCRIPT_ITEMS = 256
 _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
-    "settle": (*_STEP, "markers", "keep", "results"),
-    "expire": (*_STEP, "markers", "keep", "results"),
+    "settle": (*_STEP, "markers", "keep", "results", "sequences"),
+    "expire": (*_STEP, "markers", "keep", "results", "sequences"),
     "release": _STEP,
     "renew": _STEP,
     "weigh": _STEP,
-    "sweep": _STEP,
+    "sweep": (*_STEP, "sequences"),
+    "line_up": (*_STEP, "sequences"),
+    "sequence": ("need", "common", "sequences"),
     "submit": ("need", "common", "markers"),
     "requeue": ("need", "common", "markers"),
     "cancel": ("need", "common", "markers"),
@@ -114,7 +117,8 @@ def _prelude() -> str:
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1)]
     types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
     numbers = [f"local {name} = {value}" for name, value in constants.LUA.items()]
-    return "\n".join([*keys, f"local OWN, TYPES = {len(KEYS)}, {{{types}}}", *numbers, ""])
+    counts = f"local OWN, OFTEN, TYPES = {len(KEYS)}, {len(KEYS) - len(SEQUENCE_KEYS)}, {{{types}}}"
+    return "\n".join([*keys, counts, *numbers, ""])
 
 
 def _whole(name: str) -> tuple[str, str]:
@@ -240,6 +244,11 @@ def _told(error: Exception) -> QueueUnavailableError:
     if isinstance(error, errors.ResponseError):
         return OddReplyError(
             f"Redis refused a call in a way that was not foreseen: {shortened(message, _MOST_CHARS)}"
+        )
+    if isinstance(error, MasterNotFoundError):  # what follows its first words are the client's innards
+        why = message.partition(" : ")[0]
+        return BrokenCallError(
+            f"Redis cannot be reached: no sentinel names a primary: {shortened(why, _MOST_CHARS)}"
         )
     if isinstance(error, _CONNECTION):
         # The client's own words hold numbers of the system, and the address in brackets.

@@ -101,6 +101,22 @@ def _mark(found: FoundRequest) -> tuple[str | int, ...]:
     return told or ("", "", 0)
 
 
+async def is_list(backend: Backend, name: str) -> bool:
+    """Whether results can lie under that name: False where something else does."""
+    scripts = backend.scripts
+
+    async def read() -> bool:
+        try:
+            await scripts.client.lrange(name, 0, 0)
+        except errors.ResponseError as error:
+            if str(error).startswith("WRONGTYPE"):
+                return False
+            raise
+        return True
+
+    return await scripts.attempt(read)
+
+
 async def results(backend: Backend, name: str, most: int, after: int) -> list[bytes]:
     """One by one where they are large: no more than a megabyte is asked for than was told."""
     scripts = backend.scripts

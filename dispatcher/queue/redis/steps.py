@@ -9,9 +9,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from dispatcher.core.lanes import Lane
+from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
 from dispatcher.ports import (
     Claimed,
@@ -19,14 +18,12 @@ from dispatcher.ports import (
     Dead,
     Expired,
     Lease,
-    Leases,
     Overload,
     Permit,
     Release,
     Renewed,
     Settled,
     Settlement,
-    Shared,
     Submission,
     Weighed,
 )
@@ -40,8 +37,9 @@ from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
-from dispatcher.queue.redis.replies import dead_of, lease_of, line_of
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Reply, Scripts, source
+from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, source
+from dispatcher.queue.redis.sequences import counted_of, left_by
 
 _SPLITS = 200
 """Of spans in an outlook, at the most."""
@@ -89,12 +87,12 @@ async def claim(
 ) -> ClaimReply:
     """`largest`: bytes of the longest member that is moved whole."""
     args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, secrets.token_hex(16)]
-    args += [REPLY_TTL_S, int(probing), *_permit(backend, permit), largest, max(1, units)]
-    args += [max(0, lanes.get(lane, 0)) for lane in Lane]
+    args += [REPLY_TTL_S, int(probing), *_permit(backend, permit), largest, max(0, units)]
+    args += rooms(lanes).values()
     reply = await backend.run("claim", args, [backend.names.reply(f"{me.owner}:{nonce}")])
     facts, waiting, flat = reply.value
-    count, shared = _facts(backend, reply, facts)
-    leases = [lease_of(*flat[at : at + 9]) for at in range(0, len(flat), 9)]
+    count, shared = facts_of(backend, reply, facts)
+    leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
     untold = flat[2] if flat and isinstance(flat[2], int) else 0
     return ClaimReply(Claimed(leases, count, shared, waiting), untold)
 
@@ -123,7 +121,7 @@ async def renew(
             args += [int(overload.capacity), overload.in_flight]
     reply = await backend.run("renew", args)
     facts, lost = reply.value
-    return Renewed(lost, *_facts(backend, reply, facts))
+    return Renewed(lost, *facts_of(backend, reply, facts))
 
 
 async def weigh(
@@ -131,17 +129,17 @@ async def weigh(
 ) -> Weighed:
     args: list[Argument] = [*me.arguments, *_permit(backend, permit)]
     for lease, units in weights:
-        args += (lease.entry, lease.token, max(1, units))
+        args += (lease.entry, lease.token, max(0, units))
     reply = await backend.run("weigh", args)
     facts, fits = reply.value
-    return Weighed([bool(each) for each in fits], *_facts(backend, reply, facts))
+    return Weighed([bool(each) for each in fits], *facts_of(backend, reply, facts))
 
 
 async def release(backend: Backend, releases: Sequence[Release]) -> list[Settled]:
     args: list[Argument] = [REPLY_TTL_S]
     for each in releases:
         args += (each.lease.entry, each.lease.token, f"{each.delay_s:.6f}")
-        args += (int(each.attempt), int(each.refusal), int(each.undelivered))
+        args += (int(each.attempt), int(each.refusal), int(each.undelivered), each.last_try)
     reply = await backend.run("release", args, [backend.new_reply()])
     now, *statuses = reply.value
     backend.saw(reply, now)
@@ -158,12 +156,14 @@ class SweepReply:
     lost: int
     holders: Sequence[str]
     """Owners that hold leases."""
+    turns: int
+    """Of sequences, that have come."""
 
 
 async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]) -> SweepReply:
     """`gone`: owners that are proven to have ended."""
     reply = await backend.run("sweep", [*me.arguments, most, *gone])
-    now, reclaimed, due, next_due, more, lost, holders = reply.value
+    now, reclaimed, due, next_due, more, lost, holders, turns = reply.value
     backend.saw(reply, now)
     return SweepReply(
         reclaimed,
@@ -172,6 +172,7 @@ async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]
         bool(more),
         lost,
         [holder.decode(errors="replace") for holder in holders],
+        turns,
     )
 
 
@@ -193,7 +194,9 @@ class Write:
 
     @property
     def size(self) -> int:
-        return len(self.settlement.result) + (0 if self.lies is None else len(self.lies.member))
+        turn = self.settlement.turn
+        carried = 0 if turn is None or turn.carry is None else len(turn.carry)
+        return len(self.settlement.result) + carried + (0 if self.lies is None else len(self.lies.member))
 
     @property
     def ends(self) -> tuple[int, str] | Expired:
@@ -214,6 +217,7 @@ async def settle(backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_
         lease, why = write.settlement.lease, write.bury
         args += (lease.entry, lease.token, *_result(backend, write.settlement))
         args += (0, "") if why is None else (1, why)
+        args += left_by(write.settlement.turn)
     size = sum(write.size for write in writes)
     reply = await backend.run("settle", args, _results_keys(backend), size=size)
     now, dropped, *statuses = reply.value
@@ -227,6 +231,7 @@ async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Se
     for write in writes:
         if write.lies is not None:
             args += (place_of(write.lies), write.lies.member, *_result(backend, write.settlement))
+            args += left_by(write.settlement.turn)
     size = sum(write.size for write in writes)
     statuses: Sequence[int] = (await backend.run("expire", args, _results_keys(backend), size=size)).value
     return statuses
@@ -256,8 +261,8 @@ class OverdueReply:
     next_range: int
     """-1: at the end."""
     next_offset: int
-    rows: Sequence[tuple[int, bytes, bytes]]
-    """Of each: the range it was found in, its place, its member."""
+    rows: Sequence[tuple[int, bytes, bytes, bytes]]
+    """Of each: the range it was found in, its place, its member, what its last try came to."""
     alone_bytes: int
     """The first has so many and wants a call of its own: the only row has no member. Else 0."""
 
@@ -308,9 +313,9 @@ async def forget(backend: Backend, marker: bytes, token: bytes) -> None:
 
 async def counts(backend: Backend) -> Counts:
     reply = await backend.run("counts", [])
-    now, *counted = reply.value
+    now, pending, leased, delayed, dead, units, *of_sequences = reply.value
     backend.saw(reply, now)
-    return Counts(*counted)
+    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences))
 
 
 async def outlook(backend: Backend, timeout_s: float, rate: float | None, service_s: float) -> LineAhead:
@@ -371,21 +376,3 @@ def key_of(name: str) -> bytes:
 
 def _permit(backend: Backend, permit: Permit) -> tuple[Argument, ...]:
     return permit.limit, backend.server_time(permit.read_at), permit.lost, permit.retry_after_max_s
-
-
-def _facts(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
-    now, live, own, young, lost, stray, limit, read_at, *rest = facts
-    overload_at, until, capacity, in_flight, prober, paused = rest
-    backend.saw(reply, now)
-    count = Leases(backend.loop_time(now), live, live - own, young, lost, stray)
-    overload = None
-    if overload_at is not None:
-        at, until_at = backend.loop_time(overload_at), backend.loop_time(until)
-        overload = Overload(at, until_at, bool(capacity), in_flight)
-    return count, Shared(
-        limit,
-        0.0 if limit is None else backend.loop_time(read_at),
-        overload,
-        None if prober is None else prober.decode(),
-        bool(paused),
-    )

@@ -1,26 +1,16 @@
-"""What the dispatch loop needs of the world: the smallest Protocols, and the values that cross them.
-
-Every time here is on one clock, the running event loop's (``loop.time()``, seconds). An adapter that
-speaks to something with another clock (Redis TIME, Prometheus) translates at its boundary, so that no
-decision ever compares two clocks. Deadlines alone are Unix seconds: ``Queue.unix_now`` tells the queue's
-idea of them.
-"""
+"""The queue as one dispatcher sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
-from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
-from dispatcher.core.outcome import Outcome
 from dispatcher.core.outlook import LineAhead
-from dispatcher.core.request import Request
-from dispatcher.core.submission import CallRefusedError as CallRefusedError
-from dispatcher.core.submission import QueueUnavailableError as QueueUnavailableError
-from dispatcher.core.submission import Submission as Submission
+from dispatcher.core.result import ErrorCode
+from dispatcher.core.turns import SequenceCounts, SequenceTerms, Turn, TurnEnd, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +65,8 @@ class Lease:
     """Where it waits until it is claimed, apart from others; None: with all others."""
     units: int = 1
     """What it counts of the limit: what its request weighs, as far as that was known when it was leased."""
+    last_try: str = ""
+    """What the last try that counted came to; empty: there was none, or of a version that does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +111,14 @@ class Weighed:
 
 
 @dataclass(frozen=True, slots=True)
+class LinedUp:
+    verdicts: Sequence[Verdict]
+    """For each lease."""
+    count: Leases
+    shared: Shared
+
+
+@dataclass(frozen=True, slots=True)
 class Claimed:
     leases: Sequence[Lease]
     count: Leases
@@ -140,6 +140,9 @@ class Settlement:
     """Both given: the markers of the request are deleted, those under its id where they hold this token."""
     code: str = ""
     """What the result is counted as: the class of the gateway's answer (`2xx`) or an error code."""
+    turn: TurnEnd | None = None
+    """What it leaves to its sequence, whether it was lined up or not. None: it is of none, or was refused by
+    it. (A request that was lined up ends its turn all the same, as one that has not failed.)"""
 
 
 class Settled(StrEnum):
@@ -166,6 +169,8 @@ class Release:
     """Counts as a refusal (Overloaded)."""
     undelivered: bool = False
     """The delivery is taken back: it was given back untouched (drain, unreachable), not lost."""
+    last_try: str = ""
+    """What the try came to, where it counts; empty: what is known of an earlier one stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +196,18 @@ class Expired:
     place: str
     """Opaque to all but the queue."""
     member: bytes
+    last_try: str = ""
+    """As in Lease."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unserved:
+    """A request of a sequence that will not go any more: what its result is to say."""
+
+    item: Expired
+    code: ErrorCode
+    why: str
+    """One sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,18 +220,21 @@ class Swept:
     """When the next delayed request is due."""
     lost: int
     """As in Leases."""
+    turns: int = 0
+    """Requests of sequences whose turn has come by that, and that may be claimed now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     pending: int
-    """Including those returned to their place, in a lane or not."""
+    """Including those returned to their place, in a lane or not, and those in line in their sequences."""
     leased: int
     """Of all lines of the pool."""
     delayed: int
     dead: int
     units: int = field(default=0, repr=False, compare=False)
     """Of all leases: what they count of the limit."""
+    sequences: SequenceCounts = field(default=SequenceCounts(), repr=False, compare=False)
 
 
 class Queue(Protocol):
@@ -248,10 +268,10 @@ class Queue(Protocol):
     ) -> Claimed:
         """Lease up to `most` requests, best score first, never past the permit.
 
-        Each counts what it did when it was leased last, or what `weigh` has said since; one that never was
-        leased is taken to weigh `units`. One that is heavier than the room there is now ends the claim, so
-        that it does not starve behind lighter ones; one heavier than the limit itself is passed over until
-        that has risen.
+        Each counts what it did when it was leased last, or what `weigh` has said since, and 1 at least; one
+        that never was leased is taken to weigh `units`, which may be 0: it is weighed before it is sent.
+        One that is heavier than the room there is now ends the claim, so that it does not starve behind
+        lighter ones; one heavier than the limit itself is passed over until that has risen.
 
         Room: a permit whose reading is no older than the shared one becomes the shared one (not while
         paused), and its limit holds; by an older permit the smaller of both limits holds. Each is lowered
@@ -261,8 +281,8 @@ class Queue(Protocol):
         later than now (the queue's clock has stepped back) is of now from then on; a permit's reading that is
         said to be of later is older than any.
 
-        `lanes`: how many requests of each lane may be among them (none of one that is not named). Such a
-        request keeps its place in the order, and is passed over where it may not be claimed.
+        `lanes`: how many requests of each lane may be among them (none of one that is closed or not named).
+        Such a request keeps its place in the order, and is passed over where it may not be claimed.
         Members are read in order until they sum to 1 MB (2**20 bytes); the one that passes it is left, but
         a first one is always taken. Equal score and bytes: the one claimed before goes first.
 
@@ -285,10 +305,28 @@ class Queue(Protocol):
         ...
 
     async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
-        """Have each lease count what its request weighs (at least 1), which is known once it was read; it is
-        remembered for its next lease. By the room that a claim would have; what does not fit is given back
-        at once, undelivered. A lighter one always fits, and makes room for those after it.
+        """Have each lease count what its request weighs, which is known once it was read, and is remembered
+        for its next lease. One that travels with another, which counts for both, weighs 0 while it is held.
+        By the room that a claim would have; what does not fit is given back at once, undelivered. A lighter
+        one always fits, and makes room for those after it.
         """
+        ...
+
+    async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
+        """Whose turn it is of leased requests that are of sequences, once they were read. Ask it of each such
+        lease, before anything else may end it, and again for each new lease of a request.
+
+        `Goes`: nothing of its sequence but this request goes until that has ended for good (`settle`,
+        `bury`, `expire`); while it is released, reclaimed or delayed it stays the one. `Waits`: it was given
+        back, undelivered, and lies in a lane that no claim takes from, until its turn. `Barred`: its lease
+        stays the caller's, who settles it. In the order given; the same call again says the same of those
+        that go and wait, and judges anew what was barred.
+        """
+        ...
+
+    async def unserved(self, most: int) -> Sequence[Unserved]:
+        """Requests of sequences that will not go any more, about 1 MB of them (one at least): hand them to
+        `expire` with their results. One whose member cannot be read has none (`Settlement.result` empty)."""
         ...
 
     async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
@@ -299,7 +337,8 @@ class Queue(Protocol):
         ...
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
-        """Write each result and end its lease. None: not now, the lease stands; hand it in again.
+        """Write each result and end its lease. None: not now, the lease stands; hand it in again. By the
+        same step the next of a sequence may be claimed: whoever settled one claims again.
 
         One that cannot be written holds up no other. Raises where nothing could be written.
         """
@@ -318,7 +357,7 @@ class Queue(Protocol):
 
     async def sweep(self) -> Swept:
         """Return leases whose owners are gone, or that ran out, to their old place, and delayed requests that
-        are due to pending.
+        are due to pending; end what time ends of sequences.
 
         An owner is gone when that is proven, or when it was silent for its owner_timeout_s: each claim,
         renew, share and sweep shows that it lives. After a sweep that comes more than 2 s, or half of this
@@ -361,131 +400,4 @@ class Queue(Protocol):
 
         A wake-up since the last call is not missed: then it returns at once.
         """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Dead:
-    """A request that was put aside."""
-
-    entry: int
-    member: bytes
-    score: float
-    reason: str
-    died_at: float
-    """Unix seconds."""
-    deliveries: int
-    attempts: int
-    refusals: int
-    losses: int
-
-
-class Desk(Protocol):
-    """The queue as producers and operators see it. Raises QueueUnavailableError like Queue."""
-
-    async def submit(self, submissions: Sequence[Submission]) -> int:
-        """Put them into the queue and wake the dispatchers; how many were not pending already."""
-        ...
-
-    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
-        """Have those cancelled that are active under the id, or the one with that token; False where there is
-        none. `found`: it was seen in the queue with that token, whoever submitted it."""
-        ...
-
-    async def pause(self, by: str, why: str) -> None: ...
-
-    async def resume(self) -> None: ...
-
-    async def paused(self) -> tuple[str, str] | None:
-        """Who paused it and why; None when nobody did."""
-        ...
-
-    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
-        """Score and member of the first that a claim would take, those of all lanes included, in order."""
-        ...
-
-    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
-        """A page in order, by rank: what leaves meanwhile shifts it. `whole`: members with all bytes."""
-        ...
-
-    async def near(self, request_id: str, after: str = "") -> Looked:
-        """A page of those that hold this id and are found at little cost: of our client, or leased."""
-        ...
-
-    async def search(
-        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
-    ) -> Looked:
-        """A page of a walk over all, or over those claimed at least once: those that hold of each word one
-        spelling. What is in the queue all the while is found; some are met twice. `whole`: as in `lying`."""
-        ...
-
-    async def ahead(self, found: FoundRequest) -> int | None:
-        """How many lie before it in line; None where it does not wait there (any more)."""
-        ...
-
-    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
-        """Take over requests found in that other queue, none of them leased, each to the place where it lay;
-        how many are new. Each is taken over once in a week, however often it is handed in."""
-        ...
-
-    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
-        """What lies in a result list behind so many, the oldest first, about 1 MB; nothing is taken."""
-        ...
-
-    async def take_result(self, name: str, result: bytes) -> bool:
-        """Remove the oldest that equals it; False where it is gone."""
-        ...
-
-    async def counts(self) -> Counts: ...
-
-    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
-        """The dead with an entry above `after`, by entry."""
-        ...
-
-    async def dead_newest(self, most: int) -> Sequence[Dead]:
-        """Those with the highest entries, the highest first."""
-        ...
-
-    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
-        """Accept them anew with this deadline (in the member and in the score, the priority kept)."""
-        ...
-
-    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
-        """Forget them; None: all."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Forwarded:
-    """What came of one try."""
-
-    outcome: Outcome
-    sent_at: float
-    """When the connection it went over was there; `ended_at` where none ever was."""
-    ended_at: float
-    opened_s: float | None = None
-    """How long opening that connection took; None: it was there before, or none ever was."""
-
-
-class Gateway(Protocol):
-    """The inference gateway: one try of one request."""
-
-    async def forward(
-        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
-    ) -> Forwarded:
-        """Try once. `token`: names this try, and no other one. `deadline`: loop time at which it ends,
-        whatever happens. `may_send`: asked right before the first byte of each sending leaves, for it may be
-        long until then; else it is Unsent.
-
-        Never raises for what a network or a server can do: that is an Outcome. Cancelling it closes the
-        connection, which is the gateway's cue to stop.
-        """
-        ...
-
-    def connected(self, token: str) -> float | None:
-        """Since when a running try holds a connection; None: it holds none (yet)."""
-        ...
-
-    def resize(self, limit: int) -> None:
-        """Keep no more connections than `limit` requests can use at once; 0: only those in use."""
         ...

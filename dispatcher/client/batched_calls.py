@@ -1,0 +1,108 @@
+"""One batch and what comes of it, item by item. No thread, no loop, no process.
+
+A function over lists answers, raises, or returns what is no list of that length. Where it raises, one item
+may be to blame: the batch is run again in halves until whoever is to blame stands alone.
+
+    run ── returned ──▶ each item has its answer, or the exception in its place
+        ── raised ────▶ one item: the exception is its own;  more: the first half, then the second
+
+What was answered is not run again. Where the first half of a part that raised is answered, the second is
+known to raise: it is halved at once, and not run as a whole. Nobody is blamed but alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from dispatcher.client.errors import BatchError, WrongLengthError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An item's outcome, or a whole call's, that is no answer."""
+
+    error: Exception
+
+
+def raised(name: str, error: BaseException) -> Raised:
+    """What a caller is told of this error: the error itself, where a future can carry it."""
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+        return Raised(error)
+    told = BatchError(f"{name} raised {type(error).__name__}: {error}")
+    told.__cause__ = error
+    return Raised(told)
+
+
+def answers(name: str, returned: Any, count: int) -> list[Any]:
+    """What a function returned for so many items, one by one; an exception among it is Raised.
+
+    Raises WrongLengthError.
+    """
+    wanted = f"it must return a list with one result for each of {count} items, in their order"
+    if isinstance(returned, str | bytes | bytearray | Mapping | Set) or not hasattr(returned, "__len__"):
+        if hasattr(returned, "close"):
+            returned.close()  # a coroutine that nobody awaits, a generator
+        raise WrongLengthError(f"{name} returned a {type(returned).__name__}: {wanted}")
+    if len(returned) != count:
+        raise WrongLengthError(f"{name} returned {len(returned)} results: {wanted}")
+    return [raised(name, each) if isinstance(each, Exception) else each for each in returned]
+
+
+@dataclass(slots=True)
+class _Share:
+    start: int
+    stop: int
+    known: Exception | None = None
+    """It is known to raise, and that it was this when it last did."""
+    other: Exception | None = None
+    """It is a first half, and this is what the whole raised."""
+
+
+_NOT_RUN = Raised(BatchError("it was not run"))
+
+
+class Attempt(Generic[T, R]):
+    """A batch until each item has its outcome: run `part()`, tell `ran()`, until there is no further part."""
+
+    def __init__(self, items: Sequence[T], *, isolate: bool = True) -> None:
+        self._items = items
+        self._isolate = isolate
+        self._parts = [_Share(0, len(items))]
+        self.outcomes: list[R | Raised] = [_NOT_RUN] * len(items)
+
+    def part(self) -> list[T]:
+        """The items to run next; none: all have their outcome."""
+        while self._parts:
+            part = self._parts[-1]
+            if part.known is None or part.stop - part.start == 1:
+                return list(self._items[part.start : part.stop])
+            self._parts.pop()
+            self._halve(part, part.known)
+        return []
+
+    def ran(self, came: Iterable[R | Raised] | Raised) -> None:
+        """What came of `part()`: an outcome for each item, or what the call raised."""
+        part = self._parts.pop()
+        if not isinstance(came, Raised):
+            self.outcomes[part.start : part.stop] = came
+            if part.other is not None:
+                self._parts[-1].known = part.other
+        elif not self._isolate or part.stop - part.start == 1 or isinstance(came.error, WrongLengthError):
+            self.outcomes[part.start : part.stop] = [came] * (part.stop - part.start)
+        else:
+            self._halve(part, came.error)
+
+    def give_up(self, outcome: Raised) -> None:
+        """What has no outcome yet has this one, and no further part is run."""
+        while self._parts:
+            part = self._parts.pop()
+            self.outcomes[part.start : part.stop] = [outcome] * (part.stop - part.start)
+
+    def _halve(self, part: _Share, error: Exception) -> None:
+        middle = (part.start + part.stop) // 2
+        self._parts += [_Share(middle, part.stop), _Share(part.start, middle, other=error)]

@@ -1,0 +1,133 @@
+"""In which order the lines of a file are sent: by groups, and those of a sequence by their indexes.
+
+Lines of a sequence lie together, a block of them at a time, so that many sequences go side by side and a long
+one does not wait alone in the queue.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections import Counter
+
+from dispatcher.core.lineturns import LineTurn
+from dispatcher.core.turns import Turn
+
+AHEAD_MOST = 500
+"""Of one sequence, sent and not done: a queue lets only so many of it wait (`sequences.max_waiting`)."""
+_BLOCK = 100
+_MIXED = """
+select line.n, null, at, bytes from line where idx is null and sequence in (
+    select sequence from line group by sequence having count(idx) between 1 and count(*) - 1
+) order by line.n limit ?
+"""
+_TWICE = """
+select line.n, first, at, bytes from (
+    select sequence as s, idx as i, min(n) as first from line
+    where sequence is not null and idx is not null group by sequence, idx having count(*) > 1
+) join line on sequence = s and idx = i where line.n > first order by line.n limit ?
+"""
+_BEHIND_THE_LAST = """
+select line.n, ending, at, bytes from (
+    select sequence as s, min(coalesce(idx, n)) as i, min(n) as ending from line
+    where sequence is not null and ends group by sequence
+) join line on sequence = s where coalesce(idx, line.n) > i order by line.n limit ?
+"""
+_NUMBERED = """
+insert into numbered select n, row_number() over lines - 1, count(*) over whole, min(n) over whole
+from line where sequence is not null
+window lines as (partition by sequence order by n), whole as (partition by sequence)
+"""
+_OPENS = """
+update line set opens = (select opens from numbered where numbered.n = line.n) where sequence is not null
+"""
+_INDEXED = """
+update line set
+    ends = (select numbered.idx = of - 1 from numbered where numbered.n = line.n),
+    idx = (select idx from numbered where numbered.n = line.n)
+where sequence is not null and idx is null
+"""
+_GROUPED = """
+update line set grouped = (select opener.grouped from line as opener where opener.n = line.opens)
+where sequence is not null
+"""
+_FIRST_OF_GROUP = " join (select grouped as g, min(n) as first from line group by grouped) on grouped = g"
+_TOLD = (
+    "sequence: other lines of it have an index: give all of them one, or none",
+    "sequence.index: line {} of this sequence has the same",
+    "sequence: it ends with line {}, which is the last one",
+)
+
+
+def misplaced(db: sqlite3.Connection, most: int) -> list[tuple[int, str, int, int]]:
+    """Lines that can have no turn in their sequence: number, why, place, bytes."""
+    if not _has_sequences(db):
+        return []
+    db.execute("create index turns on line (sequence, idx)")
+    try:
+        for query, why in zip((_MIXED, _TWICE, _BEHIND_THE_LAST), _TOLD, strict=True):
+            if rows := db.execute(query, (most,)).fetchall():
+                return [(n, why.format(other), at, size) for n, other, at, size in rows]
+        return []
+    finally:
+        db.execute("drop index turns")
+
+
+def arrange(db: sqlite3.Connection, *, by_group: bool) -> None:
+    """Give each line its position: by groups in the order in which they first appear, and within each as
+    they stand in the input; or all as they stand there. Lines of a sequence get their indexes, and are of the
+    group of its first line."""
+    place = "{}, line.n"
+    if _has_sequences(db):
+        _number(db)
+        place = f"coalesce(idx, 0) / {_BLOCK}, {{}}, coalesce(opens, line.n), coalesce(idx, 0), line.n"
+    if by_group:
+        db.execute("create index groups on line (grouped, n)")
+    join, first = (_FIRST_OF_GROUP, "first") if by_group else ("", "null")
+    db.execute(f"insert into place (n) select line.n from line{join} order by {place.format(first)}")  # noqa: S608
+    db.execute("drop index if exists groups")
+
+
+def _has_sequences(db: sqlite3.Connection) -> bool:
+    found = db.execute("select exists (select 1 from line where sequence is not null)").fetchone()
+    return bool(found[0])
+
+
+def _number(db: sqlite3.Connection) -> None:
+    """Where lines have no index the file is the whole sequence: it is counted, and its last line ends it."""
+    db.execute("create temp table numbered (n integer primary key, idx integer, of integer, opens integer)")
+    for statement in (_NUMBERED, _OPENS, _INDEXED, _GROUPED):
+        db.execute(statement)
+    db.execute("drop table numbered")
+
+
+def columns_of(turn: LineTurn | None) -> tuple[str | None, int | None, bool]:
+    """What a line says of its sequence, as it is kept."""
+    return (None, None, False) if turn is None else (turn.id, turn.index, turn.last)
+
+
+def turn_of(told: LineTurn, index: int | None, ends: bool) -> Turn:
+    """The turn of a line, by what was decided for it: sent again it is the same."""
+    return Turn(told.id, index, last=bool(ends), on_error=told.on_error, carry=told.carry)
+
+
+class Ahead:
+    """How many lines of each sequence are sent and not done."""
+
+    def __init__(self, found: dict[str, int]) -> None:
+        self._open = Counter(found)
+
+    def add(self, sequence: str | None) -> bool:
+        """One more; False: it would be too many."""
+        if sequence is None:
+            return True
+        if self._open[sequence] >= AHEAD_MOST:
+            return False
+        self._open[sequence] += 1
+        return True
+
+    def done(self, sequence: str | None) -> None:
+        """One is done."""
+        if sequence is not None:
+            self._open[sequence] -= 1
+            if self._open[sequence] <= 0:
+                del self._open[sequence]

@@ -1,0 +1,69 @@
+"""The model's words in an answer: chat completions, completions and responses. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class _ContentPart(msgspec.Struct):
+    """Of a message; `text` for chat completions, `output_text` for responses."""
+
+    type: str = ""
+    text: msgspec.Raw = msgspec.Raw()
+
+
+class _ChatMessage(msgspec.Struct):
+    content: str | list[_ContentPart] | None = None
+
+
+class _AnswerChoice(msgspec.Struct):
+    """Of a chat completion (`message`), or of a completion (`text`)."""
+
+    message: _ChatMessage | None = None
+    text: str | None = None
+
+
+class _OutputItem(msgspec.Struct):
+    """Of a response: a message, a call of a tool, reasoning."""
+
+    type: str = ""
+    content: msgspec.Raw = msgspec.Raw()
+
+
+class _WithWords(msgspec.Struct):
+    choices: list[_AnswerChoice] | None = None
+    output: list[_OutputItem] | None = None
+
+
+_answer = msgspec.json.Decoder(_WithWords)
+_parts = msgspec.json.Decoder(list[_ContentPart])
+_text = msgspec.json.Decoder(str)
+
+
+def content(body: bytes) -> str | None:
+    """Of the first choice, or of all messages of a response, one behind the other. None where the answer has
+    no words: of another kind (embeddings), a call of a tool, a body that cannot be read."""
+    try:
+        answer = _answer.decode(body)
+        if answer.choices:
+            return _of_choice(answer.choices[0])
+        messages = [item for item in answer.output or () if item.type == "message"]
+        said = [_joined(_parts.decode(item.content), "output_text") for item in messages]
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    words = [each for each in said if each is not None]
+    return "".join(words) if words else None
+
+
+def _of_choice(choice: _AnswerChoice) -> str | None:
+    if choice.message is None:
+        return choice.text
+    said = choice.message.content
+    return _joined(said, "text") if isinstance(said, list) else said
+
+
+def _joined(parts: Sequence[_ContentPart], kind: str) -> str | None:
+    texts = [_text.decode(part.text) for part in parts if part.type == kind]
+    return "".join(texts) if texts else None

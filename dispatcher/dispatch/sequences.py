@@ -1,0 +1,160 @@
+"""Requests of sequences: whose turn it is, what takes them to the same server, what each leaves to the next.
+
+    line up    of what was claimed and read, those of sequences ask the queue for their turn: one that goes is
+               sent as ever, one that waits is no longer held, one that is barred ends with its error
+    goes       with the sequence's id, the token of the server that has answered it before, and, where it is
+               carried on, the conversation so far. After two failed tries it goes without the token, to
+               whatever server there is
+    leaves     the token that came with its answer, and the conversation for the next one
+
+The queue keeps both, so that any replica goes on. Without a request of a sequence nothing is asked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from dispatcher.core.carry import NotCarried, equipped, left, spoken
+from dispatcher.core.outcome import Delivered
+from dispatcher.core.result import ErrorCode
+from dispatcher.core.turns import Barred, Carry, Goes, Session, TurnEnd, Waits
+from dispatcher.dispatch import endings
+from dispatcher.ports import Settlement
+
+if TYPE_CHECKING:
+    from dispatcher.core.request import Request
+    from dispatcher.core.turns import Turn
+    from dispatcher.dispatch.access import QueueAccess
+    from dispatcher.dispatch.admission import Case
+    from dispatcher.dispatch.endings import Ending
+    from dispatcher.dispatch.holding import HeldLease
+    from dispatcher.dispatch.options import Options
+    from dispatcher.ports import Forwarded
+
+TRIES_AT_ONE_SERVER = 2
+"""So many failed there before a request goes wherever it may."""
+_TOKEN = re.compile(r"[!-~]{1,2048}")
+"""What can go back as it came."""
+
+
+class LineUp:
+    """Of one process. `finish`: how a lease ends; `drop`: the queue has taken it back."""
+
+    def __init__(
+        self,
+        access: QueueAccess,
+        options: Options,
+        finish: Callable[[Ending], None],
+        drop: Callable[[str], object],
+    ) -> None:
+        self.options = options
+        self.turns: dict[str, int] = dict.fromkeys(("goes", "waits", "barred"), 0)
+        """What the queue said, by what it was."""
+        self.servers: dict[str, int] = dict.fromkeys(("same", "other", "lost"), 0)
+        """Answers to requests with a token, by the server that they came from; `lost`: none was told."""
+        self.carried: dict[str, int] = dict.fromkeys(("carried", "refused"), 0)
+        """Requests that were to be sent with their conversation."""
+        self._access = access
+        self._finish = finish
+        self._drop = drop
+
+    async def lined_up(self, read: list[tuple[HeldLease, Case]]) -> tuple[list[tuple[HeldLease, Case]], bool]:
+        """Those that may go, in their order; what becomes of the others is seen to. And whether some wait."""
+        turns = [(held, turn) for held, case in read if (turn := case.request.sequence) is not None]
+        if not turns:
+            return read, False
+        waited = self.turns["waits"]
+        gone = await self._asked(turns)
+        going = []
+        for held, case in read:
+            if held.lease.token in gone:
+                continue
+            if held.goes is not None:
+                request = self._equipped(held, case.request, held.goes)
+                if isinstance(request, NotCarried):
+                    self._finish(
+                        endings.error(held.lease, case.request, ErrorCode.INVALID_REQUEST, request.why)
+                    )
+                    continue
+                held.request = case.request = request
+            going.append((held, case))
+        return going, self.turns["waits"] > waited
+
+    async def _asked(self, turns: list[tuple[HeldLease, Turn]]) -> set[str]:
+        """The tokens of those that do not go."""
+        access = self._access
+        asked_at, gone = access.clock(), set()
+        call = access.queue.line_up(
+            [(held.lease, turn) for held, turn in turns], self.options.sequences.terms
+        )
+        told = await access.ask("line_up", call)
+        if told is None:
+            for held, _ in turns:
+                self._finish(endings.returned(held.lease))
+            return {held.lease.token for held, _ in turns}
+        access.heard(asked_at)
+        access.learn(told)
+        for (held, _), verdict in zip(turns, told.verdicts, strict=True):
+            match verdict:
+                case Goes():
+                    held.goes = verdict
+                    self.turns["goes"] += 1
+                    continue
+                case Waits():
+                    self.turns["waits"] += 1
+                    self._drop(held.lease.token)
+                case Barred(code, why):
+                    self.turns["barred"] += 1
+                    if held.request is not None:
+                        self._finish(endings.barred(held.lease, held.request, code, why))
+            gone.add(held.lease.token)
+        return gone
+
+    def _equipped(self, held: HeldLease, request: Request, goes: Goes) -> Request | NotCarried:
+        """As it is sent."""
+        turn, options = request.sequence, self.options.sequences
+        assert turn is not None  # noqa: S101 -- it goes
+        headers = {options.id_header.lower(): turn.id} if options.id_header else {}
+        if options.header and goes.token and held.lease.attempts < TRIES_AT_ONE_SERVER:
+            headers[options.header.lower()] = goes.token
+        payload = request.payload
+        if self._carries(turn):
+            body = spoken(payload, goes.carry, options.max_carry_bytes)
+            self.carried["refused" if isinstance(body, NotCarried) else "carried"] += 1
+            if isinstance(body, NotCarried):
+                return body
+            payload = body
+        return equipped(request, payload, Session(headers, options.header.lower()))
+
+    def _carries(self, turn: Turn) -> bool:
+        return (turn.carry or self.options.sequences.carry) is Carry.MESSAGES
+
+    def leaves(self, held: HeldLease, ending: Ending, forwarded: Forwarded) -> Ending:
+        """How its try ends it, with what that leaves to its sequence."""
+        goes, request = held.goes, held.request
+        if goes is None or request is None or not isinstance(ending, Settlement) or ending.turn is None:
+            return ending
+        return replace(ending, turn=self._left(ending.turn, goes, request, forwarded))
+
+    def _left(self, end: TurnEnd, goes: Goes, request: Request, forwarded: Forwarded) -> TurnEnd:
+        carry = None
+        if self._carries(end.turn) and not end.failed and isinstance(forwarded.outcome, Delivered):
+            carry = left(request.payload, forwarded.outcome.body, self.options.sequences.max_carry_bytes)
+        return replace(end, token=self._token(goes, request, forwarded), carry=carry)
+
+    def _token(self, goes: Goes, request: Request, forwarded: Forwarded) -> str | None:
+        """None: as before."""
+        came = forwarded.session if _TOKEN.fullmatch(forwarded.session) else ""
+        if not goes.token:
+            return came or None
+        if came:
+            self.servers["same" if came == goes.token else "other"] += 1
+            return None if came == goes.token else came
+        session = request.session
+        if session is None or session.token_header in session.headers:
+            return None
+        self.servers["lost"] += 1
+        return ""

@@ -1,0 +1,65 @@
+"""What the dispatch loop needs of the world: the smallest Protocols, and the values that cross them.
+
+Every time here is on one clock, the running event loop's (``loop.time()``, seconds). An adapter that
+speaks to something with another clock (Redis TIME, Prometheus) translates at its boundary, so that no
+decision ever compares two clocks. Deadlines alone are Unix seconds: ``Queue.unix_now`` tells the queue's
+idea of them.
+"""
+
+from dispatcher.core.submission import CallRefusedError, QueueUnavailableError, Submission
+from dispatcher.ports.desk import (
+    Dead,
+    Desk,
+)
+from dispatcher.ports.gateway import (
+    Forwarded,
+    Gateway,
+)
+from dispatcher.ports.queue import (
+    Burial,
+    Claimed,
+    Counts,
+    Expired,
+    Lease,
+    Leases,
+    LinedUp,
+    Overload,
+    Permit,
+    Queue,
+    Release,
+    Renewed,
+    Settled,
+    Settlement,
+    Shared,
+    Swept,
+    Unserved,
+    Weighed,
+)
+
+__all__ = [
+    "Burial",
+    "CallRefusedError",
+    "Claimed",
+    "Counts",
+    "Dead",
+    "Desk",
+    "Expired",
+    "Forwarded",
+    "Gateway",
+    "Lease",
+    "Leases",
+    "LinedUp",
+    "Overload",
+    "Permit",
+    "Queue",
+    "QueueUnavailableError",
+    "Release",
+    "Renewed",
+    "Settled",
+    "Settlement",
+    "Shared",
+    "Submission",
+    "Swept",
+    "Unserved",
+    "Weighed",
+]

@@ -1,0 +1,128 @@
+"""The queue as producers and operators see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
+from dispatcher.core.submission import Submission
+from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
+from dispatcher.ports.queue import Counts
+
+
+@dataclass(frozen=True, slots=True)
+class Dead:
+    """A request that was put aside."""
+
+    entry: int
+    member: bytes
+    score: float
+    reason: str
+    died_at: float
+    """Unix seconds."""
+    deliveries: int
+    attempts: int
+    refusals: int
+    losses: int
+
+
+class Desk(Protocol):
+    """The queue as producers and operators see it. Raises QueueUnavailableError like Queue."""
+
+    async def submit(self, submissions: Sequence[Submission]) -> int:
+        """Put them into the queue and wake the dispatchers; how many were not pending already."""
+        ...
+
+    async def cancel(self, request_id: str, request_token: str = "", *, found: bool = False) -> bool:
+        """Have those cancelled that are active under the id, or the one with that token; False where there is
+        none. `found`: it was seen in the queue with that token, whoever submitted it."""
+        ...
+
+    async def pause(self, by: str, why: str) -> None: ...
+
+    async def resume(self) -> None: ...
+
+    async def paused(self) -> tuple[str, str] | None:
+        """Who paused it and why; None when nobody did."""
+        ...
+
+    async def peek(self, most: int) -> Sequence[tuple[float, bytes]]:
+        """Score and member of the first that a claim would take, those of all lanes included (but for closed
+        ones), in order."""
+        ...
+
+    async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
+        """A page in order, by rank: what leaves meanwhile shifts it. `whole`: members with all bytes."""
+        ...
+
+    async def near(self, request_id: str, after: str = "") -> Looked:
+        """A page of those that hold this id and are found at little cost: of our client, or leased."""
+        ...
+
+    async def search(
+        self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
+    ) -> Looked:
+        """A page of a walk over all, or over those claimed at least once: those that hold of each word one
+        spelling. What is in the queue all the while is found; some are met twice. `whole`: as in `lying`."""
+        ...
+
+    async def ahead(self, found: FoundRequest) -> int | None:
+        """How many lie before it in line; None where it does not wait there (any more)."""
+        ...
+
+    async def restore(self, queue: str, requests: Sequence[FoundRequest]) -> int:
+        """Take over requests found in that other queue, none of them leased, each to the place where it lay;
+        how many are new. Each is taken over once in a week, however often it is handed in."""
+        ...
+
+    async def read_results(self, name: str, most: int, after: int = 0) -> Sequence[bytes]:
+        """What lies in a result list behind so many, the oldest first, about 1 MB; nothing is taken."""
+        ...
+
+    async def take_result(self, name: str, result: bytes) -> bool:
+        """Remove the oldest that equals it; False where it is gone."""
+        ...
+
+    async def counts(self) -> Counts: ...
+
+    async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
+        """The dead with an entry above `after`, by entry."""
+        ...
+
+    async def dead_newest(self, most: int) -> Sequence[Dead]:
+        """Those with the highest entries, the highest first."""
+        ...
+
+    async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
+        """Accept them anew with this deadline (in the member and in the score, the priority kept)."""
+        ...
+
+    async def dead_purge(self, entries: Sequence[int] | None = None) -> int:
+        """Forget them; None: all."""
+        ...
+
+    async def sequences(
+        self, most: int, after: str = "", status: SequenceStatus | None = None
+    ) -> SequencePage:
+        """A page of a walk over about so many, in no order; of those, the ones with that status."""
+        ...
+
+    async def sequence(self, sequence_id: str) -> SequenceSeen | None:
+        """One, with the first of its line; None: nothing is known of it (any more)."""
+        ...
+
+    async def release_sequence(self, sequence_id: str) -> bool:
+        """Let one that is held go on with the next of its line; False: it is not held."""
+        ...
+
+    async def abort_sequence(self, sequence_id: str, why: str) -> bool:
+        """Have what waits of it, and what comes, answered SEQUENCE_ABORTED with that sentence; what runs goes
+        on to its end. False: it is not alive."""
+        ...
+
+    async def cancel_sequence(self, sequence_id: str) -> bool:
+        """Have all that waits of it answered CANCELLED, and what runs of it cancelled where its producer gave
+        it a token; it ends with that. False: it is not alive."""
+        ...

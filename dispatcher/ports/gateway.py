@@ -1,0 +1,48 @@
+"""The inference gateway, as the loop sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from dispatcher.core.outcome import Outcome
+from dispatcher.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class Forwarded:
+    """What came of one try."""
+
+    outcome: Outcome
+    sent_at: float
+    """When the connection it went over was there; `ended_at` where none ever was."""
+    ended_at: float
+    opened_s: float | None = None
+    """How long opening that connection took; None: it was there before, or none ever was."""
+    session: str = ""
+    """What the answer's header `Session.token_header` says; empty: there is none, or none was asked for."""
+
+
+class Gateway(Protocol):
+    """The inference gateway: one try of one request."""
+
+    async def forward(
+        self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool]
+    ) -> Forwarded:
+        """Try once. `token`: names this try, and no other one. `deadline`: loop time at which it ends,
+        whatever happens. `may_send`: asked right before the first byte of each sending leaves, for it may be
+        long until then; else it is Unsent.
+
+        Never raises for what a network or a server can do: that is an Outcome. Cancelling it closes the
+        connection, which is the gateway's cue to stop.
+        """
+        ...
+
+    def connected(self, token: str) -> float | None:
+        """Since when a running try holds a connection; None: it holds none (yet)."""
+        ...
+
+    def resize(self, limit: int) -> None:
+        """Keep no more connections than `limit` requests can use at once; 0: only those in use."""
+        ...

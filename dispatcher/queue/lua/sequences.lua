@@ -1,0 +1,424 @@
+-- Sequences (core/sequences.py, which has the rules and their words): requests of one id run in order, one at a time.
+--
+-- SEQUENCES   by the id of a sequence what is known of it (packed, as FIELDS_OF names it); under '' what all share
+-- TURNS       the lines of all lives, in the order of bytes: '<life>:<index>:<entry>', 16 digits each, of a seat;
+--             '<life>:<index>:-<last><failed><then><cause>' of an index whose request ended before its turn
+-- SEQUENCED   the lane in which seats wait, by score. PARKED: ids of those that may not begin yet, by the best score
+-- OVER        '<life>:<code>:<why>' by life: its seats are to be answered. LOOKS: ids by when the sweep looks at them
+--
+-- The seat of an entry (TURN in its state): IN_LINE, then these:
+local S_ID, S_LIFE, S_INDEX, S_LAST, S_THEN = 2, 3, 4, 5, 6
+local ALIVE, ENDED = {open = true, held = true}, {aborted = true, ended = true}
+local FIELDS_OF = {'status', 'touched', 'head', 'head_life', 'head_last', 'head_then', 'born', 'gap', 'token', 'done',
+                   'failed', 'cause', 'carried', 'lives'}
+local SHARED = {'lives', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses',
+                'held', 'aborted'}
+local NUMBER, NEXT, BEHIND, SEATS, PASSED = 1, 2, 3, 4, 5 -- of a life
+local leased, of_all, known_ones = {}, nil, {}
+local moved = 0 -- entries that became claimable
+
+local function digits(number) return string.format('%016.0f', number) end
+
+-- Terms are those that were told last; before the first time nothing is known of any sequence. Who may come to write
+-- asks for it before any write.
+local function all()
+  if of_all then return of_all end
+  check_types(OFTEN + 1, OWN)
+  of_all = {lives = 0, active = 0, held = 0, aborted = 0}
+  local packed = call('HGET', SEQUENCES, '')
+  local values = packed and cmsgpack.unpack(packed) or {}
+  for at, name in ipairs(SHARED) do
+    if values[at] ~= nil then of_all[name] = values[at] end
+  end
+  of_all.told = packed
+  return of_all
+end
+
+local function keep_all()
+  local values = {}
+  for at, name in ipairs(SHARED) do values[at] = of_all[name] end
+  local packed = cmsgpack.pack(values)
+  if packed ~= of_all.told then call('HSET', SEQUENCES, '', packed) end
+  of_all.told = packed
+end
+
+local function known(id)
+  local one = known_ones[id]
+  if one ~= nil then return one end
+  local packed = call('HGET', SEQUENCES, id)
+  if packed then
+    one = {id = id}
+    for at, value in ipairs(cmsgpack.unpack(packed)) do one[FIELDS_OF[at]] = value end
+  end
+  known_ones[id] = one or false
+  return one
+end
+
+local function new_number()
+  all().lives = all().lives + 1
+  return of_all.lives
+end
+local function new_life(next_index) return {new_number(), next_index, next_index, 0, 0} end
+
+local function seats_of(one)
+  local seats, passed = 0, 0
+  for _, life in ipairs(one.lives) do seats, passed = seats + life[SEATS], passed + life[PASSED] end
+  return seats, passed
+end
+
+local function has_room() return all().max_active < 0 or of_all.active < of_all.max_active end
+
+local function turn_to(one, status)
+  all().active = of_all.active + (ALIVE[status] and 1 or 0) - (ALIVE[one.status] and 1 or 0)
+  for _, counted in ipairs({'held', 'aborted'}) do
+    of_all[counted] = of_all[counted] + (status == counted and 1 or 0) - (one.status == counted and 1 or 0)
+  end
+  if one.status == 'parked' and status ~= 'parked' then call('ZREM', PARKED, one.id) end
+  one.status = status
+end
+
+-- What lies in the line of a life, in order: a page.
+local function page(number, at, most)
+  local low = digits(number) .. ':'
+  return call('ZRANGE', TURNS, '[' .. low, '(' .. digits(number) .. ';', 'BYLEX', 'LIMIT', at, most)
+end
+local function lies_at(number, index)
+  local low = digits(number) .. ':' .. digits(index)
+  return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
+end
+local function seat_name(number, index, id) return digits(number) .. ':' .. digits(index) .. ':' .. digits(id) end
+local function entry_in(name) return tonumber(string.sub(name, 35)) end -- nil where it has passed
+
+local function clear(number)
+  repeat
+    local names = page(number, 0, 500)
+    if #names > 0 then call('ZREM', TURNS, unpack(names)) end
+  until #names < 500
+end
+
+local function put(life, index, rest)
+  call('ZADD', TURNS, 0, digits(life[NUMBER]) .. ':' .. digits(index) .. ':' .. rest)
+  life[BEHIND] = math.max(life[BEHIND], index + 1)
+end
+local function put_passed(life, index, last, failed, on_error, cause)
+  local what = (last == 1 and '1' or '0') .. (failed == 1 and '1' or '0') .. (failed == 1 and on_error or 'continue')
+  put(life, index, '-' .. what .. ':' .. cause)
+  life[PASSED] = life[PASSED] + 1
+end
+
+local function carry(one, bytes)
+  if bytes == '' then
+    if one.carried > 0 then call('HDEL', CARRIED, one.id) end
+  else
+    call('HSET', CARRIED, one.id, bytes)
+  end
+  one.carried = #bytes
+end
+
+local function begin(one)
+  one.born, one.token, one.cause, one.done, one.failed = false, '', '', 0, 0
+  carry(one, '')
+end
+
+local function next_life(one)
+  table.remove(one.lives, 1)
+  begin(one)
+  if one.status == 'held' then turn_to(one, 'open') end
+end
+
+local function drop(one)
+  for _, life in ipairs(one.lives) do
+    if life[PASSED] > 0 then clear(life[NUMBER]) end
+  end
+  carry(one, '')
+  turn_to(one, 'ended')
+  call('HDEL', SEQUENCES, one.id)
+  call('ZREM', LOOKS, one.id)
+  known_ones[one.id], one.gone = false, true
+end
+
+local function doom(life, code, why)
+  if life[SEATS] > 0 then
+    call('ZADD', OVER, life[NUMBER], digits(life[NUMBER]) .. ':' .. code .. ':' .. why)
+  elseif life[PASSED] > 0 then
+    clear(life[NUMBER])
+  end
+  life[SEATS], life[PASSED] = 0, 0
+end
+
+local function close(one, status, code, why, now)
+  doom(one.lives[1], code, why)
+  if #one.lives > 1 then
+    next_life(one)
+    return
+  end
+  one.lives = {new_life(one.lives[1][NEXT])}
+  turn_to(one, status)
+  one.token, one.cause, one.touched = '', why, now
+  carry(one, '')
+end
+
+local function end_life(one, why, now)
+  local life = one.lives[1]
+  if all().refuses == 1 then
+    close(one, 'ended', 'SEQUENCE_ENDED', why, now)
+  elseif life[SEATS] > 0 then
+    begin(one)
+    life[NEXT] = tonumber(string.sub(page(life[NUMBER], 0, 1)[1], 18, 33))
+  elseif #one.lives > 1 then
+    if life[PASSED] > 0 then clear(life[NUMBER]) end
+    next_life(one)
+  else
+    drop(one)
+  end
+end
+
+local function end_if_old(one, now)
+  if not one.gone and one.status == 'open' and one.born and now >= one.born + all().max_age_s then
+    end_life(one, 'it had run for max_age_s', now)
+  end
+end
+
+local function follow(one, last, on_error, cause, now)
+  if last then
+    end_life(one, 'its last request has ended', now)
+  elseif on_error == 'abort' then
+    close(one, 'aborted', 'SEQUENCE_ABORTED', cause, now)
+  elseif on_error == 'hold' then
+    turn_to(one, 'held')
+    one.cause = cause
+  end
+end
+
+-- A seat becomes the head. False: its entry is gone, whoever took it.
+local function promote(one, id, now)
+  local state = leased[id] or load(id)
+  if not state or not state[TURN] then return false end
+  if not leased[id] then
+    call('ZREM', SEQUENCED, name_in_order(id, state))
+    state[TURN][IN_LINE] = 0
+    give_back(id, state)
+    moved = moved + 1
+  end
+  state[TURN][IN_LINE] = 0
+  one.head, one.head_life = id, state[TURN][S_LIFE]
+  one.head_last, one.head_then = state[TURN][S_LAST], state[TURN][S_THEN]
+  one.born, one.touched = one.born or now, now
+  return true
+end
+
+-- Make the one that goes next the head, as far as it may go now.
+local function advance(one, now)
+  local gap = one.gap
+  one.gap = false
+  while not one.gone and not one.head and ALIVE[one.status] do
+    local held, life = one.status == 'held', one.lives[1]
+    local name = life[SEATS] + life[PASSED] > 0 and page(life[NUMBER], 0, 1)[1]
+    if not name then
+      life[SEATS], life[PASSED] = 0, 0
+      if held or #one.lives == 1 then return end
+      next_life(one)
+    else
+      local index, id = tonumber(string.sub(name, 18, 33)), entry_in(name)
+      if index > life[NEXT] and held then return end
+      if index > life[NEXT] and #one.lives == 1 then
+        gap = gap or now
+        if now < gap + all().gap_s then
+          one.gap = gap
+          return
+        end
+      end
+      local last, failed, on_error, cause = string.match(name, '^%d+:%d+:%-(%d)(%d)(%a+):(.*)$')
+      if held and (id or last == '1') then return end
+      call('ZREM', TURNS, name)
+      life[NEXT], life[BEHIND], gap = index + 1, math.max(life[BEHIND], index + 1), false
+      if id then
+        life[SEATS] = life[SEATS] - 1
+        if promote(one, id, now) then return end
+      else
+        life[PASSED] = life[PASSED] - 1
+        one.done, one.failed = one.done + 1, one.failed + tonumber(failed)
+        if not held then follow(one, last == '1', on_error, cause, now) end
+      end
+    end
+  end
+end
+
+-- Keep it, and when it wants to be looked at next.
+local function keep_one(one, now)
+  if one.gone then return end
+  local values = {}
+  for at, name in ipairs(FIELDS_OF) do values[at] = one[name] end
+  call('HSET', SEQUENCES, one.id, cmsgpack.pack(values))
+  local terms, seats = all(), seats_of(one)
+  local due = now + math.max(terms.max_idle_s, LOOK_S)
+  if one.head then due = now + LOOK_S
+  elseif seats == 0 then due = one.touched + terms.max_idle_s
+  elseif one.gap then due = one.gap + terms.gap_s end
+  if not one.head and one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
+  call('ZADD', LOOKS, text(due), one.id)
+end
+
+local function unpark(now)
+  for _ = 1, UNPARK_MOST do
+    local id = has_room() and call('ZRANGE', PARKED, 0, 0)[1]
+    if not id then return end
+    local one = known(id)
+    if one and one.status == 'parked' then
+      turn_to(one, 'open')
+      advance(one, now)
+      keep_one(one, now)
+    else
+      call('ZREM', PARKED, id)
+    end
+  end
+end
+
+local function settle_down(one, now)
+  advance(one, now)
+  keep_one(one, now)
+  unpark(now)
+  keep_all()
+end
+
+-- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .then_.
+local function refused(one, turn, now)
+  local terms = all()
+  local most = terms.max_waiting
+  local full = string.format('%.0f', most) .. ' requests of its sequence wait already'
+  if one and ENDED[one.status] and not turn.reset then
+    one.touched = now
+    keep_one(one, now)
+    return one.status == 'aborted' and 'SEQUENCE_ABORTED' or 'SEQUENCE_ENDED', one.cause
+  end
+  if not one or ENDED[one.status] then
+    local goes = has_room() and (turn.reset or (turn.index or 0) == 0)
+    if goes or most > 0 then return nil end
+    return 'SEQUENCE_FULL', full
+  end
+  local life = one.lives[#one.lives]
+  local index = turn.index or life[BEHIND]
+  if not turn.reset then
+    local shown = string.format('%.0f', index)
+    if index < life[NEXT] then
+      return 'SEQUENCE_INDEX', 'index ' .. shown .. ': ' .. string.format('%.0f', life[NEXT]) .. ' is next'
+    elseif index < life[BEHIND] and lies_at(life[NUMBER], index) then
+      return 'SEQUENCE_INDEX', 'index ' .. shown .. ' was there before'
+    end
+  end
+  local goes = one.status == 'open' and not one.head and #one.lives == 1
+  if turn.reset then goes = goes and life[SEATS] + life[PASSED] == 0 else goes = goes and index == life[NEXT] end
+  local seats, passed = seats_of(one)
+  if not goes and (seats + passed >= most or (turn.reset and #one.lives >= LIVES_MOST)) then return 'SEQUENCE_FULL', full end
+end
+
+-- The sequence with a life that takes the turn, and its index there.
+local function joined(one, turn, score, now)
+  local fresh = not one or ENDED[one.status]
+  if not one then
+    one = {id = turn.id, status = 'ended', head = false, head_life = 0, head_last = 0, head_then = '', gap = false, carried = 0}
+    known_ones[turn.id] = one
+  end
+  if fresh then
+    begin(one)
+    one.lives = {}
+    turn_to(one, has_room() and 'open' or 'parked')
+  end
+  if fresh or turn.reset then one.lives[#one.lives + 1] = new_life(turn.reset and turn.index or 0) end
+  one.touched = now
+  -- A score is text, and its order Redis's: the set keeps the lower one.
+  if one.status == 'parked' then call('ZADD', PARKED, 'LT', score, one.id) end
+  return one, turn.index or one.lives[#one.lives][BEHIND]
+end
+
+-- A request that was never lined up has ended: where others would wait for it, its index has passed.
+local function pass_by(told, now)
+  if not all().gap_s then return end -- no sequence was ever told of here
+  local turn = {id = told[1], index = told[2] >= 0 and told[2] or nil, reset = told[4] == 1}
+  local failed, one = told[6], known(told[1])
+  local on_error = told[5] ~= '' and told[5] or of_all.on_error
+  if not turn.index and (failed == 0 or on_error == 'continue') then return end
+  if (not one or ENDED[one.status]) and not has_room() then return end
+  if refused(one, turn, now) then return end
+  local index
+  one, index = joined(one, turn, '+inf', now)
+  put_passed(one.lives[#one.lives], index, told[3], failed, on_error, told[7])
+  settle_down(one, now)
+end
+
+local function told_of(packed) return packed ~= '' and cmsgpack.unpack(packed) or nil end
+
+-- An entry has ended for good. `told`: nil, or id, index (-1: none), last, reset, on_error ('': as the terms say), failed,
+-- cause, token (nil: as before), 1 where `carried` counts
+local function end_turn(id, state, told, carried, now)
+  local turn = state and state[TURN]
+  if not turn then
+    if told then pass_by(told, now) end
+    return
+  end
+  seat(state, false)
+  local failed, cause = told and told[6] or 0, told and told[7] or ''
+  local one, number, index = known(turn[S_ID]), turn[S_LIFE], turn[S_INDEX]
+  if one and one.head == id then
+    one.head, one.touched = false, now
+    if one.status == 'open' and one.head_life == one.lives[1][NUMBER] then
+      if told and told[8] then one.token = told[8] end
+      if told and told[9] == 1 then carry(one, carried) end
+      one.done, one.failed = one.done + 1, one.failed + failed
+      follow(one, one.head_last == 1, failed == 1 and one.head_then or 'continue', cause, now)
+      end_if_old(one, now)
+    end
+    settle_down(one, now)
+    return
+  end
+  if turn[IN_LINE] ~= 1 then return end -- it was a head that the sweep gave up
+  call('ZREM', TURNS, seat_name(number, index, id))
+  for _, life in ipairs(one and one.lives or {}) do
+    if life[NUMBER] == number then
+      life[SEATS] = life[SEATS] - 1
+      put_passed(life, index, turn[S_LAST], failed, turn[S_THEN], cause)
+      one.touched = now
+      settle_down(one, now)
+      return
+    end
+  end
+  repeat -- its life is over: the last to be answered takes what has passed with it
+    local names, left = page(number, 0, 100), false
+    for _, name in ipairs(names) do
+      left = left or entry_in(name)
+      if not left then call('ZREM', TURNS, name) end
+    end
+  until left or #names < 100
+  if #page(number, 0, 1) == 0 then
+    for _, name in ipairs(call('ZRANGEBYSCORE', OVER, number, number)) do call('ZREM', OVER, name) end
+  end
+end
+
+-- Look at one whose time has come.
+local function look_at(one, now)
+  one.touched = math.min(one.touched, now)
+  one.born, one.gap = one.born and math.min(one.born, now), one.gap and math.min(one.gap, now)
+  if one.head then
+    local state = load(one.head)
+    if not state or state[WHERE] == 'X' then end_turn(one.head, {[TURN] = {0, one.id}}, nil, '', now) end
+  elseif seats_of(one) == 0 and now >= one.touched + all().max_idle_s then
+    if ENDED[one.status] then drop(one) else end_life(one, 'nothing of it ran or waited for max_idle_s', now) end
+  else
+    end_if_old(one, now)
+  end
+  settle_down(one, now)
+end
+
+-- What is due by now, at most so many; how many that were.
+local function sweep_sequences(now, most)
+  local ids = call('ZRANGEBYSCORE', LOOKS, '-inf', text(now), 'LIMIT', 0, most)
+  for _, id in ipairs(ids) do
+    local one = known(id)
+    if one then look_at(one, now) else call('ZREM', LOOKS, id) end
+  end
+  if call('ZCARD', PARKED) > 0 then
+    unpark(now)
+    keep_all()
+  end
+  return #ids
+end

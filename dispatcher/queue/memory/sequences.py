@@ -1,0 +1,133 @@
+"""What line_up.lua, unserved.lua and sequence.lua do: the rules of core/sequences.py, on a `Line`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dispatcher.core.lives import LINE_SEEN, Sequenced
+from dispatcher.core.oversize import cut
+from dispatcher.core.request import Request, parse
+from dispatcher.core.turns import (
+    SequencePage,
+    SequenceSeen,
+    SequenceStatus,
+    SequenceTerms,
+    Turn,
+    TurnEnd,
+    Verdict,
+    Waits,
+)
+from dispatcher.ports import Expired, Lease, Unserved
+from dispatcher.queue.memory import desk_steps
+from dispatcher.queue.memory.state import Entry, Line, Place
+
+
+def line_up(line: Line, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> list[Verdict]:
+    line.sequences.tell(terms)
+    now = line.pool.clock()
+    return [_line_up(line, lease, turn, now) for lease, turn in turns]
+
+
+def _line_up(line: Line, lease: Lease, turn: Turn, now: float) -> Verdict:
+    pool, grant = line.pool, line.held(lease)
+    if grant is None:
+        return Waits()
+    entry = grant.entry
+    verdict = line.sequences.line_up(entry.id, entry.score, turn, now)
+    if isinstance(verdict, Waits):
+        pool.end_lease(grant)
+        entry.deliveries -= 1
+        entry.in_line = True
+        line.move(entry, Place.RETURNED)
+    bring_forward(line)
+    return verdict
+
+
+def bring_forward(line: Line) -> int:
+    """Those whose turn has come may be claimed; how many they are."""
+    moved = line.sequences.moved()
+    for number in moved:
+        entry = line.entries[number]
+        line.leave_lane(entry)
+        line.move(entry, Place.RETURNED)
+    return len(moved)
+
+
+def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> None:
+    """A request has ended for good."""
+    line.sequences.end(entry.id, end, now)
+    bring_forward(line)
+
+
+def sweep(line: Line) -> int:
+    """How many turns have come by what time has ended."""
+
+    def is_there(number: int) -> bool:
+        entry = line.entries.get(number)
+        return entry is not None and entry.place is not Place.DEAD
+
+    line.sequences.sweep(line.pool.clock(), is_there)
+    return bring_forward(line)
+
+
+def unserved(line: Line, most: int) -> list[Unserved]:
+    found: list[Unserved] = []
+    for number, code, why in line.sequences.unserved():
+        if len(found) == most:
+            break
+        entry = line.entries[number]
+        whole = len(entry.member) <= line.largest
+        member = entry.member if whole else cut(entry.member)
+        found.append(Unserved(Expired(entry.where, member), code, why))
+    return found
+
+
+def page(line: Line, most: int, after: str, status: SequenceStatus | None) -> SequencePage:
+    names = sorted(line.sequences.known)
+    first = int(after or 0)
+    some = [line.sequences.known[name] for name in names[first : first + most]]
+    found = [_seen(line, one, 0) for one in some if status in (None, one.status)]
+    return SequencePage(found, str(first + most) if first + most < len(names) else "")
+
+
+def show(line: Line, name: str) -> SequenceSeen | None:
+    one = line.sequences.known.get(name)
+    return None if one is None else _seen(line, one, LINE_SEEN)
+
+
+def _seen(line: Line, one: Sequenced, most: int) -> SequenceSeen:
+    """Its times as Unix seconds."""
+    seen, origin = one.seen(most), line.pool.unix_origin
+    return replace(
+        seen,
+        began_at=None if seen.began_at is None else seen.began_at + origin,
+        touched_at=seen.touched_at + origin,
+        gap_since=None if seen.gap_since is None else seen.gap_since + origin,
+    )
+
+
+def release(line: Line, name: str) -> bool:
+    done = line.sequences.release(name, line.pool.clock())
+    return _decided(line, done=done)
+
+
+def abort(line: Line, name: str, why: str) -> bool:
+    done = line.sequences.abort(name, why, line.pool.clock())
+    return _decided(line, done=done)
+
+
+def cancel(line: Line, name: str) -> bool:
+    head = line.sequences.cancel(name, line.pool.clock())
+    if head:
+        request = parse(line.entries[head].member)
+        if isinstance(request, Request) and request.token:
+            desk_steps.cancel(line, request.id, request.token, found=True)
+    return _decided(line, done=head is not None)
+
+
+def _decided(line: Line, *, done: bool) -> bool:
+    bring_forward(line)
+    if done:
+        line.pool.wake()
+    return done

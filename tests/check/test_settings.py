@@ -1,0 +1,55 @@
+"""What a configuration allows, though it is seldom meant."""
+
+from __future__ import annotations
+
+import pytest
+
+from dispatcher.check.settings import doubts
+from dispatcher.settings import Settings, parse
+
+QUIET = "gateway: {url: http://gw, objective: batch, allowed_paths: [/v1/*, /models/*:predict]}\n"
+
+
+def told(text: str) -> list[str]:
+    settings = parse(QUIET + text, {})
+    assert isinstance(settings, Settings), settings
+    assert all(finding.level == "warning" for finding in doubts(settings))
+    return [f"{finding.where}: {finding.what}" for finding in doubts(settings)]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "batching: {rules: [{paths: [/v1/embeddings]}, {paths: ['/models/*:predict']}]}",
+        "batching: {rules: [{paths: ['/*/embeddings'], shape: embeddings}]}",
+        "batching: {rules: [{paths: [/v1/embeddings]}, {paths: ['/v1/*'], shape: predict}]}",
+        "batching: {mode: off, rules: [{paths: [/other/rerank]}]}",
+        "batching: {rules: [{paths: [/v1/embeddings, /v1/embeddings]}]}",
+    ],
+)
+def test_rules_of_batching_that_can_count_are_no_doubt(text: str) -> None:
+    assert told(text) == []
+
+
+def test_a_path_that_is_not_allowed_is_told_and_one_that_an_earlier_rule_has() -> None:
+    first = "{paths: [/other/rerank, /v1/rerank]}"
+    rules = f"[{first}, {{paths: ['/v1/*'], shape: predict}}, {{paths: [/v1/embeddings]}}]"
+    nowhere = "no request may go there: gateway.allowed_paths does not have it"
+    assert told(f"batching: {{rules: {rules}}}") == [
+        f"batching.rules[0].paths: /other/rerank: {nowhere}",
+        "batching.rules[2].paths: /v1/embeddings: never asked, for batching.rules[1] has it already",
+    ]
+
+
+def test_the_gateways_own_path_is_allowed() -> None:
+    text = "gateway: {url: http://gw, objective: b, path: /my/embeddings, allowed_paths: []}\n"
+    settings = parse(text + "batching: {rules: [{paths: [/my/embeddings]}]}", {})
+    assert isinstance(settings, Settings)
+    assert list(doubts(settings)) == []
+
+
+def test_the_default_rule_is_no_doubt_where_only_other_paths_are_allowed() -> None:
+    settings = parse("gateway: {url: http://gw, objective: b, allowed_paths: [/v1/completions]}", {})
+    assert isinstance(settings, Settings)
+    assert list(doubts(settings)) == []

@@ -1,0 +1,139 @@
+"""Sequences on the command line: what is told of them and of who waits, and what an operator decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+
+import pytest
+from typer.testing import CliRunner
+
+from dispatcher.cli import app
+from dispatcher.core.request import encode_member
+from dispatcher.core.turns import OnError, SequenceTerms, Turn, TurnEnd
+from dispatcher.ports import Lease, Settlement, Submission
+from dispatcher.queue.keys import Names
+from tests.queue.made import OwnerAndDesk, claim, queues
+from tests.queue.servers import ENGINES, Server, server
+
+NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+LATER = int(time.time()) + 3600
+TERMS = SequenceTerms(on_error=OnError.HOLD)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(ENGINES[-1], tmp_path_factory.mktemp("sequences")) as running:
+        yield running
+
+
+@pytest.fixture
+async def queue(queue_server: Server) -> AsyncIterator[OwnerAndDesk]:
+    with queue_server.client() as client:
+        client.flushall()
+    async with queues(queue_server.url, "owner", names=NAMES) as (made,):
+        yield made
+
+
+async def verb(queue_server: Server, *arguments: str) -> Answer:
+    asked = [*arguments, "--queue-url", queue_server.url]
+    found = await asyncio.to_thread(CliRunner().invoke, app, asked)
+    return Answer(found.exit_code, found.stdout, found.stderr)
+
+
+async def put(queue: OwnerAndDesk, *indexes: int) -> list[Lease]:
+    """Submit `chat-<index>` and line them up; their leases."""
+    for index in indexes:
+        name, turn = f"chat-{index}", Turn("chat", index)
+        member = encode_member(name, b"{}", LATER, token=f"token-of-{name}", sequence=turn)
+        await queue.submit([Submission(member, LATER, name, f"token-of-{name}", LATER)])
+    leases = list((await claim(queue)).leases)
+    turns = [(lease, Turn("chat", index)) for lease, index in zip(leases, indexes, strict=True)]
+    await queue.line_up(turns, TERMS)
+    return leases
+
+
+async def test_who_waits_for_his_turn_is_told_behind_whom(queue_server: Server, queue: OwnerAndDesk) -> None:
+    await put(queue, 0, 1)
+    described = await verb(queue_server, "describe", "chat-1")
+    assert "it waits for its turn in the sequence chat, where it has index 1, behind chat-0" in described.out
+    shown = json.loads((await verb(queue_server, "describe", "chat-1", "--json")).out)["requests"][0]
+    assert (shown["state"], shown["sequence"]) == ("sequenced", "chat")
+    assert "waits for its turn in chat" in (await verb(queue_server, "list")).out
+    assert "chat-1" not in (await verb(queue_server, "peek")).out, "nobody claims it before its turn"
+
+
+async def test_one_whose_index_is_missing_is_told(queue_server: Server, queue: OwnerAndDesk) -> None:
+    await put(queue, 2)
+    assert "index 0 is missing for" in (await verb(queue_server, "describe", "chat-2")).out
+    assert "index 0 is missing for" in (await verb(queue_server, "sequences", "list")).out
+
+
+async def test_one_that_is_held_is_shown_with_its_cause_and_released(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    first, _ = await put(queue, 0, 1)
+    end = TurnEnd(Turn("chat", 0), failed=True, cause="chat-0: out of memory")
+    await queue.settle([Settlement(first, b'{"id":"chat-0","payload":""}', "", turn=end)])
+    shown = await verb(queue_server, "sequences", "show", "chat")
+    assert ("held" in shown.out, "chat-0: out of memory" in shown.out) == (True, True)
+    assert "1: chat-1, entry 2" in shown.out
+    assert "that is held: chat-0: out of memory" in (await verb(queue_server, "describe", "chat-1")).out
+    assert "chat" in (await verb(queue_server, "sequences", "list", "--status", "held")).out
+    assert "no sequence is open" in (await verb(queue_server, "sequences", "list", "--status", "open")).err
+    assert await verb(queue_server, "sequences", "release", "chat") == Answer(0, "chat goes on\n", "")
+    assert await verb(queue_server, "sequences", "release", "chat") == Answer(1, "", "chat is not held\n")
+    (lease,) = (await claim(queue)).leases
+    assert b"chat-1" in lease.member
+
+
+async def test_one_that_is_aborted_has_its_requests_answered_with_what_was_said(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    await put(queue, 0, 1)
+    told = await verb(queue_server, "sequences", "abort", "chat", "--why", "wrong model")
+    assert told == Answer(0, "chat is aborted\n", "")
+    (one,) = await queue.unserved(10)
+    assert (one.code, one.why) == ("SEQUENCE_ABORTED", "wrong model")
+    assert (await verb(queue_server, "sequences", "abort", "chat")).code == 1
+
+
+async def test_a_sequence_is_cancelled_with_what_runs_of_it(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    await put(queue, 0, 1, 2)
+    told = await verb(queue_server, "cancel", "--sequence", "chat")
+    assert told == Answer(0, "chat is being cancelled, with 3 requests\n", "")
+    assert await queue.cancelled([("chat-0", "token-of-chat-0")]) == [True]
+    assert [one.code for one in await queue.unserved(10)] == ["CANCELLED"] * 2
+    again = await verb(queue_server, "cancel", "--sequence", "nothing")
+    assert again == Answer(1, "", f"nothing: no sequence of {NAMES.queue} that is alive\n")
+
+
+async def test_a_single_request_joins_a_sequence(queue_server: Server, queue: OwnerAndDesk) -> None:
+    sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--no-wait")
+    assert sent.code == 0
+    (lease,) = (await claim(queue)).leases
+    assert b'"sequence":{"id":"chat"}' in lease.member
+    refused = await verb(queue_server, "submit", "{}", "--sequence", "x" * 300, "--no-wait")
+    assert (refused.code, "data.sequence.id" in refused.err) == (2, True)
+
+
+async def test_the_list_says_that_there_are_more(queue_server: Server, queue: OwnerAndDesk) -> None:
+    for name in ("a", "b", "c"):
+        member = encode_member(name, b"{}", LATER, sequence=Turn(name, 0))
+        await queue.submit([Submission(member, LATER, name, "", LATER)])
+    leases = (await claim(queue)).leases
+    await queue.line_up([(lease, Turn(name)) for lease, name in zip(leases, "abc", strict=True)], TERMS)
+    told = await verb(queue_server, "sequences", "list", "-n", "2")
+    assert (len(told.out.splitlines()), "there are more" in told.err) == (3, True)

@@ -1,0 +1,78 @@
+"""What a body may be, and what of it reaches the queue."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.client.files import FileOptions
+from dispatcher.client.files.options import reader_of
+from dispatcher.client.item import Item, encoded, submission_of
+from dispatcher.core.request import Request, parse
+
+
+def payload_of(body: Any) -> bytes:
+    """As a dispatcher reads it."""
+    request = parse(submission_of(Item(body), "t", queue="q", results="r").member)
+    assert isinstance(request, Request)
+    return bytes(request.payload)
+
+
+@dataclass
+class Sampling:
+    top_p: float
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"temperature": math.nan}, "the body: temperature is nan"),
+        ({"a": {"logit_bias": {"7": math.inf}}}, "the body: a.logit_bias.7 is inf"),
+        ({"input": [[0.5, None], [1.0, -math.inf]]}, "the body: input.1.1 is -inf"),
+        ({"pair": (1.0, math.nan)}, "the body: pair.1 is nan"),
+        ({"n": None, "sampling": Sampling(math.inf)}, "the body: sampling.top_p is inf"),
+    ],
+)
+def test_a_number_that_json_has_not_is_named(body: Any, told: str) -> None:
+    with pytest.raises(ValueError, match="which JSON has no number for") as error:
+        payload_of(body)
+    assert str(error.value).startswith(told)
+
+
+def test_a_template_is_held_to_the_same() -> None:
+    with pytest.raises(ValueError, match="temperature is nan"):
+        reader_of(FileOptions(template={"prompt": "", "temperature": math.nan}, field="prompt"))
+
+
+def test_what_is_null_or_says_so_is_no_fault() -> None:
+    body = {"stop": None, "prompt": "null", "as it is": msgspec.Raw(b"null")}
+    assert json.loads(payload_of(body)) == {"stop": None, "prompt": "null", "as it is": None}
+
+
+values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+def has_no_number(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(has_no_number, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+@given(st.dictionaries(st.text(max_size=3), values, max_size=4))
+def test_a_body_is_encoded_as_it_is_or_refused(body: dict[str, Any]) -> None:
+    if has_no_number(body):
+        with pytest.raises(ValueError, match="which JSON has no number for"):
+            encoded(body)
+    else:
+        assert json.loads(encoded(body)) == body

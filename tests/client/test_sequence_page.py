@@ -1,0 +1,49 @@
+"""docs/sequences.md: its blocks of Python run, as they stand there, against a dispatcher that knows turns."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dispatcher.client import BatchClient
+from dispatcher.core.request import Request
+from dispatcher.core.result import answered
+from tests.client.answering import NAMES, POOL
+from tests.client.turns import TurnTaking
+from tests.queue.made import queues
+from tests.queue.servers import Server
+
+PAGE = (Path(__file__).parents[2] / "docs" / "sequences.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+SENT = (
+    {"trip-1": 2, "trip-2": 2},
+    {f"agent-{n}": 3 for n in range(20)},
+    {"camera-3": 10},
+)
+"""Of each block, how many requests of each sequence are sent."""
+ANSWER = b'{"choices":[{"message":{"content":"a walk"},"text":"a walk"}]}'
+
+
+def completion(request: Request) -> bytes:
+    return answered(request.id, 200, ANSWER, token=request.token)
+
+
+@pytest.mark.parametrize(
+    ("block", "sent"), [*zip(BLOCKS, SENT, strict=True)], ids=("turns", "agents", "state")
+)
+async def test_a_block_runs(one_redis: Server, block: str, sent: dict[str, int]) -> None:
+    names: dict[str, Any] = {"asyncio": asyncio}
+    exec(f"async def block(client):\n{textwrap.indent(block, '    ')}", names)
+    async with (
+        queues(one_redis.url, "a", names=NAMES) as (queue,),
+        TurnTaking(queue).always(completion) as taking,
+        BatchClient(one_redis.url, pool=POOL) as client,
+    ):
+        await asyncio.wait_for(names["block"](client), 20)
+        assert {name: len(bodies) for name, bodies in taking.served.items()} == sent
+        assert not (await queue.sequences(100)).found, "each has ended"

@@ -1,0 +1,379 @@
+"""Sequences as a Python program sends them: numbered, in order, cancelled as a whole, gone on with."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from dispatcher.client import (
+    BatchClient,
+    ClosedError,
+    Item,
+    OnError,
+    Result,
+    SequenceAbortedError,
+    SequenceBusyError,
+    SequenceEndedError,
+    SequenceFullError,
+    SequenceIndexError,
+    Turn,
+)
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode, answered, failed
+from dispatcher.core.turns import Carry, SequenceTerms
+from tests.client.answering import NAMES, POOL, echo, refusal
+from tests.client.turns import TurnTaking
+from tests.queue.made import OwnerAndDesk, claim, queues
+from tests.queue.servers import Server
+from tests.support import wait_until
+
+
+@pytest.fixture
+async def queue(one_redis: Server) -> AsyncIterator[OwnerAndDesk]:
+    async with queues(one_redis.url, "a", names=NAMES) as (made,):
+        yield made
+
+
+@pytest.fixture
+def taking(queue: OwnerAndDesk) -> TurnTaking:
+    return TurnTaking(queue)
+
+
+@pytest.fixture
+async def client(one_redis: Server) -> AsyncIterator[BatchClient]:
+    async with BatchClient(one_redis.url, pool=POOL) as made:
+        yield made
+
+
+def numbers(results: list[Result]) -> list[Any]:
+    return [result.json()["n"] for result in results]
+
+
+def failing(n: int, code: ErrorCode = ErrorCode.RETRIES_EXHAUSTED) -> Any:
+    """An answerer that fails the one with this number."""
+
+    def answer(request: Request) -> bytes:
+        if request.payload == b'{"n":%d}' % n:
+            return failed(request.id, code, f"no answer to {n}", token=request.token)
+        return echo(request)
+
+    return answer
+
+
+async def test_turns_are_numbered_and_each_is_awaited(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always(), client.sequence("chat-7") as chat:
+        for n in range(3):
+            assert (await chat.send({"n": n})).json() == {"n": n}
+    assert taking.indexes["chat-7"] == [0, 1, 2]
+
+
+async def test_each_turn_says_whether_it_carries_the_conversation_on(
+    client: BatchClient, queue: OwnerAndDesk
+) -> None:
+    async with client.sequence("chat-7", carry="messages") as chat:
+        await chat.enqueue({"n": 0})
+    async with client.sequence("chat-8") as chat:
+        await chat.enqueue({"n": 0})
+    said = {}
+    for lease in (await claim(queue)).leases:
+        request = parse(lease.member)
+        assert isinstance(request, Request)
+        assert request.sequence is not None
+        said[request.sequence.id] = request.sequence.carry
+    assert said == {"chat-7": Carry.MESSAGES, "chat-8": None}
+
+
+async def test_the_order_is_that_of_the_calls_whoever_awaits(client: BatchClient, taking: TurnTaking) -> None:
+    """Urgent ones and others: the score would have them in another order."""
+    chance = random.Random(7)
+    async with client.sequence("chat-7") as chat:
+        waiting = [asyncio.create_task(chat.send({"n": n}, priority=chance.randrange(10))) for n in range(40)]
+        async with taking.always():
+            chance.shuffle(waiting)
+            await asyncio.gather(*waiting)
+    assert taking.indexes["chat-7"] == [*range(40)]
+    assert taking.served["chat-7"] == [b'{"n":%d}' % n for n in range(40)]
+
+
+async def test_an_item_says_its_turn_or_the_sequence_alone(client: BatchClient, taking: TurnTaking) -> None:
+    items = [Item({"n": n}, sequence=Turn("named", 2 - n), deadline=f"{10 + n}m") for n in range(3)]
+    others = [Item({"n": n}, sequence="alone") for n in range(3)]
+    async with taking.always():
+        await client.map([*items, *others])
+    assert taking.served["named"] == [b'{"n":2}', b'{"n":1}', b'{"n":0}']
+    assert taking.served["alone"] == [b'{"n":0}', b'{"n":1}', b'{"n":2}']
+
+
+@pytest.mark.parametrize("sequence", ["", "x" * 257, Turn("s", -1), Turn("s", 10**15)])
+async def test_a_turn_that_can_be_none_is_refused_at_once(client: BatchClient, sequence: Any) -> None:
+    with pytest.raises(ValueError, match="sequence"):
+        await client.enqueue({"n": 1}, sequence=sequence)
+    assert client.pending == 0
+
+
+async def test_what_cannot_be_submitted_takes_no_index(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always(), client.sequence("chat-7") as chat:
+        with pytest.raises(ValueError, match="no JSON object"):
+            await chat.send(b"no object")
+        await chat.send({"n": 0})
+    assert taking.indexes["chat-7"] == [0]
+
+
+async def test_nothing_comes_behind_the_last_one(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always(), client.sequence("chat-7") as chat:
+        await chat.send({"n": 0}, last=True)
+        with pytest.raises(ClosedError, match="its last request was sent"):
+            await chat.send({"n": 1})
+    assert await client.known_sequence("chat-7") is None
+    with pytest.raises(ClosedError):
+        await chat.send({"n": 1})
+
+
+async def test_leaving_well_ends_nothing(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always():
+        async with client.sequence("chat-7") as chat:
+            await chat.send({"n": 0})
+        seen = await client.known_sequence("chat-7")
+        assert seen is not None
+        assert (seen.status, seen.next, seen.done) == ("open", 1, 1)
+        with pytest.raises(ClosedError, match="its block was left"):
+            await chat.send({"n": 1})
+
+
+async def test_a_client_that_comes_again_goes_on_behind_what_is_known(
+    one_redis: Server, client: BatchClient, taking: TurnTaking
+) -> None:
+    first = client.sequence("chat-7")
+    await first.enqueue({"n": 0})
+    await first.enqueue({"n": 1})
+    await first.enqueue({"n": 2})
+    await taking.once(lambda request: None)  # the first one runs, the others wait
+    async with BatchClient(one_redis.url, pool=POOL, name="later") as later:
+        second = later.sequence("chat-7")
+        handle = await second.enqueue({"n": 3})
+        assert second.next_index == 4
+        taking.running.clear()
+        await client.cancel_sequence("chat-7")
+        await later.cancel(handle)
+
+
+async def test_an_index_that_is_there_already_is_told(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always():
+        async with client.sequence("chat-7", index=0) as chat:
+            await chat.send({"n": 0})
+        again = await client.sequence("chat-7", index=0).send({"n": 0})
+    with pytest.raises(SequenceIndexError):
+        again.raise_for_status()
+
+
+async def test_a_line_that_is_not_seen_to_its_end_is_told(
+    one_redis: Server, client: BatchClient, taking: TurnTaking
+) -> None:
+    many = client.sequence("chat-7", index=0)
+    for n in range(150):
+        await many.enqueue({"n": n})
+    await taking.once(lambda request: None)
+    with pytest.raises(SequenceBusyError, match="say by index="):
+        await client.sequence("chat-7").enqueue({"n": 0})
+
+
+async def test_a_reset_begins_anew_and_what_follows_waits_for_its_end(
+    client: BatchClient, taking: TurnTaking
+) -> None:
+    async with client.sequence("chat-7") as before:
+        await before.enqueue({"n": 0})
+        await before.enqueue({"n": 1})
+        async with client.sequence("chat-7", reset=True) as chat:
+            first = await chat.enqueue({"n": 2})
+            second = asyncio.create_task(chat.enqueue({"n": 3}))
+            counts = await taking.queue.counts()
+            assert (counts.pending, second.done()) == (3, False)
+            async with taking.always():
+                await client.result(first)
+                assert numbers([await client.result(await second)]) == [3]
+    assert taking.indexes["chat-7"] == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="anew is awaited here"):
+        await client.sequence("chat-7", reset=True).enqueue({"n": 1}, results="batch-results:{other}")
+
+
+@pytest.mark.parametrize("on_error", ["abort", OnError.ABORT, None])
+async def test_the_first_failure_ends_the_others_and_they_say_why(
+    client: BatchClient, taking: TurnTaking, on_error: Any
+) -> None:
+    async with taking.always(failing(1)), client.sequence("chat-7", on_error=on_error) as chat:
+        results = await chat.send_many([{"n": n} for n in range(4)])
+        later = await chat.send({"n": 4})
+    assert [result.code for result in results] == ["", "RETRIES_EXHAUSTED", *["SEQUENCE_ABORTED"] * 2]
+    for each in (results[3], later):
+        with pytest.raises(SequenceAbortedError, match="no answer to 1") as raised:
+            each.raise_for_status()
+        assert "no answer to 1" in raised.value.cause
+
+
+async def test_or_not_where_it_is_to_go_on(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always(failing(1)), client.sequence("chat-7", on_error="continue") as chat:
+        results = await chat.send_many([{"n": n} for n in range(4)])
+    assert [result.code for result in results] == ["", "RETRIES_EXHAUSTED", "", ""]
+
+
+async def test_each_code_has_its_error(queue: OwnerAndDesk, client: BatchClient) -> None:
+    full = TurnTaking(queue, SequenceTerms(max_waiting=1, refuse_after_end=True))
+    many = client.sequence("many", index=0)
+    handles = [await many.enqueue({"n": n}) for n in range(4)]
+    await full.once(lambda request: None)
+    with pytest.raises(SequenceFullError):
+        (await client.result(handles[3])).raise_for_status()
+    async with full.always():
+        await client.sequence("ended").send({"n": 0}, last=True)
+        with pytest.raises(SequenceEndedError):
+            (await client.sequence("ended").send({"n": 1})).raise_for_status()
+
+
+async def test_a_block_that_an_exception_leaves_cancels_what_waits(
+    client: BatchClient, taking: TurnTaking
+) -> None:
+    handles = []
+
+    async def breaks_off() -> None:
+        async with client.sequence("chat-7") as chat:
+            handles.extend([await chat.enqueue({"n": n}) for n in range(3)])
+            await taking.once(lambda request: None)  # the first one runs, two wait in the sequence
+            handles.append(await chat.enqueue({"n": 3}))  # which no dispatcher has seen yet
+            raise KeyError("no such thing")
+
+    with pytest.raises(KeyError):
+        await breaks_off()
+    [(_, request)] = taking.running
+    assert await taking.queue.cancelled([(request.id, request.token)]) == [True]
+    async with taking.always():
+        waited = [await client.result(each) for each in handles[1:3]]
+        assert [each.code for each in waited] == ["CANCELLED"] * 2
+
+
+async def test_cancel_ends_it(client: BatchClient, taking: TurnTaking) -> None:
+    async with client.sequence("chat-7") as chat:
+        assert not await chat.cancel()
+    async with client.sequence("chat-7") as chat:
+        await chat.enqueue({"n": 0})
+        assert await chat.cancel()
+        with pytest.raises(ClosedError, match="was cancelled"):
+            await chat.send({"n": 1})
+
+
+async def test_many_sequences_side_by_side(client: BatchClient, taking: TurnTaking) -> None:
+    most = 0
+
+    def watching(request: Request) -> bytes:
+        nonlocal most
+        most = max(most, client.pending)
+        return echo(request)
+
+    given = {f"chat-{at}": [{"n": 10 * at + n} for n in range(at % 4)] for at in range(60)}
+    async with taking.always(watching):
+        results = await client.map_sequences(given, at_once=10)
+    assert {name: numbers(found) for name, found in results.items()} == {
+        name: [body["n"] for body in bodies] for name, bodies in given.items()
+    }
+    assert [*results] == [*given]
+    assert most <= 10 * 3
+    assert taking.indexes == {name: [*range(len(bodies))] for name, bodies in given.items() if bodies}
+    assert await client.known_sequence("chat-3") is None, "it has ended with its last request"
+
+
+async def test_a_sequence_longer_than_may_wait_is_sent_as_it_goes(
+    queue: OwnerAndDesk, client: BatchClient
+) -> None:
+    taking = TurnTaking(queue, SequenceTerms(max_waiting=60))
+    source = iter(range(200))
+    most = 0
+
+    def bodies() -> Iterator[dict[str, int]]:
+        for n in source:
+            yield {"n": n}
+
+    def watching(request: Request) -> bytes:
+        nonlocal most
+        most = max(most, client.pending)
+        return echo(request)
+
+    async with taking.always(watching):
+        results = await client.map_sequences({"long": bodies()})
+    assert numbers(results["long"]) == [*range(200)]
+    assert most <= 50
+
+
+@pytest.mark.parametrize(("on_error", "codes"), [(None, "SEQUENCE_ABORTED"), ("continue", "")])
+async def test_behind_what_cannot_be_submitted_the_rest_is_not_sent_unless_it_is_to_go_on(
+    client: BatchClient, taking: TurnTaking, on_error: Any, codes: str
+) -> None:
+    async with taking.always():
+        told = await client.map_sequences(
+            {"s": [{"n": 0}, b"none", Item({"n": 2}, id="x")]}, on_error=on_error
+        )
+    assert [each.code for each in told["s"]] == ["", "INVALID_REQUEST", codes]
+    assert told["s"][2].id == "x"
+    assert taking.indexes["s"] == ([0] if codes else [0, 1])
+
+
+async def test_an_aborted_sequence_may_be_mapped_again(client: BatchClient, taking: TurnTaking) -> None:
+    async with taking.always(refusal(ErrorCode.RETRIES_EXHAUSTED)):
+        await client.map_sequences({"s": [{"n": 0}, {"n": 1}]})
+    async with taking.always():
+        assert numbers((await client.map_sequences({"s": [{"n": 0}, {"n": 1}]}))["s"]) == [0, 1]
+
+
+async def test_what_maps_is_cancelled_with_all_that_waits(client: BatchClient, taking: TurnTaking) -> None:
+    task = asyncio.create_task(client.map_sequences({"s": [{"n": n} for n in range(5)]}, reset=False))
+    await wait_until(lambda: client.pending == 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    read = [parse(lease.member) for lease in (await claim(taking.queue)).leases]
+    assert len(read) == 5
+    told = await taking.queue.cancelled([(one.id or "", one.token) for one in read])
+    assert told == [True] * 5
+
+
+async def test_threads_have_the_same(one_redis: Server, taking: TurnTaking) -> None:
+    def breaks_off(client: Any) -> None:
+        with client.sequence("c") as broken:
+            broken.enqueue({"n": 5})
+            raise KeyError
+
+    def work() -> list[Any]:
+        with BatchClient.sync(one_redis.url, pool=POOL) as client:
+            with client.sequence("chat-7") as chat:
+                first = chat.send({"n": 0})
+                handle = chat.enqueue({"n": 1})
+                rest = chat.send_many([{"n": 2}, {"n": 3}], last=True)
+                found = [first, client.result(handle), *rest]
+                assert (chat.id, chat.next_index) == ("chat-7", 4)
+            more = client.map_sequences({"b": [{"n": 4}]})
+            with pytest.raises(KeyError):
+                breaks_off(client)
+            assert client.known_sequence("b") is None
+            assert not client.cancel_sequence("b")
+            return numbers([*found, *more["b"]])
+
+    async with taking.always():
+        assert await asyncio.to_thread(work) == [0, 1, 2, 3, 4]
+
+
+async def test_the_words_of_an_answer_become_the_next_question(
+    client: BatchClient, taking: TurnTaking
+) -> None:
+    def model(request: Request) -> bytes:
+        told = b'{"choices":[{"message":{"content":"%d bytes"}}]}' % len(request.payload)
+        return answered(request.id, 200, told, token=request.token)
+
+    messages: list[dict[str, Any]] = []
+    async with taking.always(model), client.sequence("chat-7") as chat:
+        for question in ("one", "two"):
+            messages.append({"role": "user", "content": question})
+            result = await chat.send({"messages": messages})
+            messages.append({"role": "assistant", "content": result.raise_for_status().content})
+    assert [each["role"] for each in messages] == ["user", "assistant"] * 2

@@ -1,0 +1,105 @@
+"""A dispatcher that knows sequences: it lines up what it claims, and answers those whose turn it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode, decode_result, failed
+from dispatcher.core.turns import Barred, Goes, SequenceTerms, TurnEnd
+from dispatcher.ports import Lease, QueueUnavailableError, Settlement
+from tests.client.answering import echo
+from tests.queue.made import OwnerAndDesk, claim
+
+NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=0, refusals=0, losses=0)
+"""Whose lease an expired request has."""
+Answerer = Callable[[Request], bytes | None]
+
+
+class TurnTaking:
+    """`served`: body by body of each sequence, as they went. An answerer that returns None leaves the request
+    running."""
+
+    def __init__(self, queue: OwnerAndDesk, terms: SequenceTerms | None = None) -> None:
+        self.queue = queue
+        self.terms = terms or SequenceTerms()
+        self.served: dict[str, list[bytes]] = {}
+        self.indexes: dict[str, list[int]] = {}
+        self.running: list[tuple[Lease, Request]] = []
+
+    async def once(self, answer: Answerer = echo) -> int:
+        """Work on all that may go now; how many that were."""
+        read = []
+        for lease in (await claim(self.queue)).leases:
+            request = parse(lease.member)
+            assert isinstance(request, Request)
+            read.append((lease, request))
+        turns = [(lease, request.sequence) for lease, request in read if request.sequence is not None]
+        verdicts = {}
+        if turns:
+            told = await self.queue.line_up(turns, self.terms)
+            verdicts = {lease.entry: one for (lease, _), one in zip(turns, told.verdicts, strict=True)}
+        settlements = []
+        for lease, request in read:
+            verdict = verdicts.get(lease.entry)
+            if isinstance(verdict, Barred):
+                result = failed(request.id, verdict.code, verdict.why, token=request.token)
+                settlements.append(Settlement(lease, result, request.results, request.id, request.token))
+            elif isinstance(verdict, Goes) or verdict is None:
+                if isinstance(verdict, Goes) and request.sequence is not None:
+                    self.indexes.setdefault(request.sequence.id, []).append(verdict.index)
+                settlements += await self._answered(lease, request, answer)
+        if settlements:
+            await self.queue.settle(settlements)
+        return len(read) + await self._over()
+
+    async def _answered(self, lease: Lease, request: Request, answer: Answerer) -> list[Settlement]:
+        (cancelled,) = await self.queue.cancelled([(request.id, request.token)])
+        turn = request.sequence
+        if turn is not None:
+            self.served.setdefault(turn.id, []).append(request.payload)
+        result = failed(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
+        if not cancelled:
+            told = answer(request)
+            if told is None:
+                self.running.append((lease, request))
+                return []
+            result = told
+        popped = decode_result(result)
+        end = None
+        if turn is not None:
+            end = TurnEnd(turn, popped.error_code is not None, popped.error_message or "")
+        return [Settlement(lease, result, request.results, request.id, request.token, turn=end)]
+
+    async def _over(self) -> int:
+        """Answer those that will not go any more."""
+        items = []
+        for one in await self.queue.unserved(100):
+            request = parse(one.item.member)
+            assert isinstance(request, Request)
+            result = failed(request.id, one.code, one.why, token=request.token)
+            settlement = Settlement(NOBODY, result, request.results, request.id, request.token)
+            items.append((one.item, settlement))
+        return await self.queue.expire(items) if items else 0
+
+    @asynccontextmanager
+    async def always(self, answer: Answerer = echo) -> AsyncIterator[TurnTaking]:
+        """For the length of the block."""
+
+        async def run() -> None:
+            while True:
+                with suppress(QueueUnavailableError):
+                    if await self.once(answer):
+                        continue
+                await asyncio.sleep(0.005)
+
+        task = asyncio.create_task(run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()

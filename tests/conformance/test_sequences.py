@@ -1,0 +1,852 @@
+"""Requests of one sequence go in order, one at a time, and each is answered, whatever happens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+
+from dispatcher.core.located import Whereabouts
+from dispatcher.core.request import Request, parse
+from dispatcher.core.result import ErrorCode
+from dispatcher.core.turns import (
+    Barred,
+    Goes,
+    SequenceSeen,
+    SequenceStatus,
+    SequenceTerms,
+    Turn,
+    TurnEnd,
+    Verdict,
+    Waits,
+)
+from dispatcher.ports import Burial, Expired, Lease, Queue, Release, Settled, Settlement
+from tests.conformance.worlds import NOW, World, answer, claim, full_claim, member
+from tests.support import wait_until
+
+TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, gap_s=500)
+NOBODY = Lease(0, "", b"", 0, 0, 0, 0, 0)
+LATER = NOW + 3600
+
+
+async def put(world: World, name: str, *turns: Any, of: str = "s", deadline: int = LATER) -> None:
+    """Requests r-<n> in the order of their scores; a turn is an index, None, or fields of `data.sequence`."""
+    for at, turn in enumerate(turns):
+        fields = turn if isinstance(turn, dict) else {"index": turn}
+        data = member(f"{name}-{at}", deadline=deadline, sequence={"id": of, **fields})
+        await world.zadd(deadline + at * 1e-3, data)
+
+
+def turn_of(lease: Lease) -> Turn:
+    request = parse(lease.member)
+    assert isinstance(request, Request)
+    assert request.sequence is not None
+    return request.sequence
+
+
+def name_of(lease: Lease) -> str:
+    request = parse(lease.member)
+    assert isinstance(request, Request)
+    return request.id
+
+
+async def lined_up(queue: Queue, leases: Sequence[Lease], terms: SequenceTerms = TERMS) -> Sequence[Verdict]:
+    return (await queue.line_up([(lease, turn_of(lease)) for lease in leases], terms)).verdicts
+
+
+async def take(
+    queue: Queue, terms: SequenceTerms = TERMS, most: int = 100
+) -> tuple[dict[str, Lease], dict[str, Verdict]]:
+    """Claim and line up: the leases that are left, and what was said of each."""
+    leases = await claim(queue, most)
+    said = dict(zip(map(name_of, leases), await lined_up(queue, leases, terms), strict=True))
+    return {name_of(one): one for one in leases if not isinstance(said[name_of(one)], Waits)}, said
+
+
+async def goes(queue: Queue, terms: SequenceTerms = TERMS) -> Lease:
+    """The one that goes now: all others wait."""
+    left, said = await take(queue, terms)
+    (lease,) = left.values()
+    assert isinstance(said[name_of(lease)], Goes), said
+    return lease
+
+
+async def done(queue: Queue, lease: Lease, **left: Any) -> None:
+    end = TurnEnd(turn_of(lease), **left)
+    result = msgspec.json.encode({"id": name_of(lease), "code": "failed" if end.failed else "done"})
+    assert await queue.settle([replace(answer(lease, result), turn=end)]) == [Settled.DONE]
+
+
+async def fail(queue: Queue, lease: Lease) -> None:
+    await done(queue, lease, failed=True, cause=f"{name_of(lease)}: it broke")
+
+
+async def serve_unserved(queue: Queue) -> dict[str, str]:
+    """What is answered without a lease: code by id."""
+    told = {}
+    while found := await queue.unserved(2):
+        items = []
+        for one in found:
+            request = parse(one.item.member)
+            assert isinstance(request, Request)
+            told[request.id] = one.code.value
+            result = msgspec.json.encode({"id": request.id, "code": one.code, "why": one.why})
+            items.append((one.item, Settlement(NOBODY, result, "")))
+        assert await queue.expire(items) == len(items)
+    return told
+
+
+async def seen(world: World, name: str = "s") -> SequenceSeen:
+    found = await world.desk.sequence(name)
+    assert found is not None
+    return found
+
+
+async def answered(world: World) -> list[str]:
+    return [msgspec.json.decode(result)["id"] for result in await world.results()]
+
+
+# Order.
+
+
+async def test_requests_go_by_their_index_in_whatever_order_they_come(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 2, 0, 3, 1)
+    order = []
+    for _ in range(4):
+        lease = await goes(queue)
+        order.append(name_of(lease))
+        assert (await full_claim(queue)).leases == [], "nothing else of it goes meanwhile"
+        await done(queue, lease)
+    assert order == ["r-1", "r-3", "r-0", "r-2"]
+    assert (await queue.counts()).pending == 0
+
+
+async def test_without_an_index_they_go_in_the_order_of_the_line(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", None, None, None)
+    await put(world, "later", None, deadline=LATER + 5)
+    await put(world, "other", None, of="t")
+    left, said = await take(queue)
+    assert set(left) == {"r-0", "other-0"}, "sequences go side by side"
+    assert sum(isinstance(one, Waits) for one in said.values()) == 3
+    order = []
+    lease = left["r-0"]
+    for _ in range(4):
+        order.append(name_of(lease))
+        await done(queue, lease)
+        if len(order) < 4:
+            lease = await goes(queue)
+    assert order == ["r-0", "r-1", "r-2", "later-0"]
+
+
+async def test_the_next_may_be_claimed_in_the_step_that_ends_the_one_before(world: World) -> None:
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    await put(world, "r", 0, 1)
+    lease = await goes(first)
+    assert (await full_claim(second)).leases == []
+    await done(first, lease)
+    (next_one,) = await claim(second)
+    assert name_of(next_one) == "r-1"
+    assert isinstance((await lined_up(second, [next_one]))[0], Goes)
+
+
+async def test_what_waits_was_not_delivered_and_counts_nothing(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    told = await full_claim(queue)
+    assert told.count.live == 3
+    lined = await queue.line_up([(lease, turn_of(lease)) for lease in told.leases], TERMS)
+    assert lined.count.live == 1
+    assert (await queue.counts()).pending == 2
+    assert (await full_claim(queue)).waiting == 0, "no claim can have them"
+    assert [one.state for one in (await world.desk.lying(Whereabouts.SEQUENCED, 9)).found] == [
+        Whereabouts.SEQUENCED
+    ] * 2
+    await done(queue, told.leases[0])
+    lease = await goes(queue)
+    assert lease.deliveries == 1
+
+
+async def test_others_go_while_a_sequence_waits(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    await goes(queue)
+    await world.zadd(LATER + 100, member("single"))
+    (lease,) = await claim(queue)
+    assert name_of(lease) == "single"
+    assert await world.desk.peek(9) == []
+
+
+# Who goes stays the one.
+
+
+async def is_back(queue: Queue) -> bool:
+    return (await queue.sweep()).due > 0
+
+
+@pytest.mark.parametrize("how", ["release", "delay", "death", "no answer"])
+async def test_who_goes_stays_the_one_until_it_has_ended(world: World, how: str) -> None:
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    await put(world, "r", 0, 1, 2)
+    lease = await goes(first)
+    await done(first, lease, token="server-3", carry=b"so far")
+    lease = await goes(first)
+    if how == "release":
+        await first.release([Release(lease, attempt=True)])
+    elif how == "delay":
+        await first.release([Release(lease, delay_s=0.01, attempt=True)])
+        await wait_until(lambda: is_back(second), what="it is due")
+    else:
+        await world.lose(second, lease)
+    (again,) = await claim(second)
+    assert name_of(again) == "r-1"
+    (said,) = await lined_up(second, [again])
+    assert said == Goes(1, "server-3", b"so far", False)
+    if how == "no answer":
+        late = answer(lease)
+        assert await first.settle([late]) == [Settled.LOST]
+        assert (await full_claim(first)).leases == []
+    await done(second, again)
+    assert name_of(await goes(second)) == "r-2"
+
+
+async def test_the_same_call_again_says_the_same(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 0)
+    leases = await claim(queue)
+    once = await lined_up(queue, leases)
+    assert [type(one) for one in once] == [Goes, Waits, Barred]
+    assert await lined_up(queue, leases) == once
+    assert (await seen(world)).waiting == 1
+
+
+async def test_a_lease_that_was_taken_away_lines_up_nothing(world: World) -> None:
+    first, second = world.owner("owner-1"), world.owner("owner-2")
+    await put(world, "r", 0)
+    leases = await claim(first)
+    await world.lose(second, *leases)
+    assert await lined_up(first, leases) == [Waits()]
+    assert await world.desk.sequence("s") is None
+    assert name_of(await goes(second)) == "r-0"
+
+
+async def test_what_the_next_is_built_on_is_kept_until_it_is_told_otherwise(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2, 3)
+    said = []
+    for left in ({"token": "a", "carry": b"\x00\xff" * 300}, {}, {"token": "", "carry": b""}, {}):
+        leases = await claim(queue)
+        verdict = next(one for one in await lined_up(queue, leases) if isinstance(one, Goes))
+        said.append((verdict.token, verdict.carry, verdict.fresh))
+        (lease,) = [one for one in leases if turn_of(one).index == verdict.index]
+        await done(queue, lease, **left)
+    carried = b"\x00\xff" * 300
+    assert said == [("", b"", True), ("a", carried, False), ("a", carried, False), ("", b"", False)]
+
+
+# Gaps and doubles.
+
+
+async def test_a_missing_index_is_waited_for_and_then_passed_over(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 2)
+    await done(queue, await goes(queue))
+    assert (await full_claim(queue)).leases == []
+    assert (await seen(world)).gap_since is not None
+    await world.age_sequences(490)
+    assert (await queue.sweep()).turns == 0
+    await world.age_sequences(11)
+    assert (await queue.sweep()).turns == 1
+    lease = await goes(queue)
+    assert turn_of(lease).index == 2
+    await put(world, "late", 1)
+    _, said = await take(queue)
+    assert said == {"late-0": Barred(ErrorCode.SEQUENCE_INDEX, "index 1: 3 is next")}
+
+
+async def test_a_gap_that_is_filled_in_time_is_none(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 1, 2)
+    left, _ = await take(queue)
+    assert left == {}, "indexes begin with 0"
+    await put(world, "first", 0)
+    for expected in (0, 1, 2):
+        lease = await goes(queue)
+        assert turn_of(lease).index == expected
+        await done(queue, lease)
+
+
+async def test_an_index_that_was_there_is_refused(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1)
+    running = await goes(queue)
+    await put(world, "twin", 0, 1)
+    left, said = await take(queue)
+    assert {name: one.code for name, one in said.items() if isinstance(one, Barred)} == dict.fromkeys(
+        ("twin-0", "twin-1"), ErrorCode.SEQUENCE_INDEX
+    )
+    await queue.settle([answer(lease) for lease in left.values()])
+    await done(queue, running)
+    assert turn_of(await goes(queue)).index == 1, "those that were refused are no part of it"
+
+
+@pytest.mark.parametrize("failed", [False, True])
+async def test_one_that_ends_before_it_was_lined_up_is_not_waited_for(world: World, failed: bool) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 2)
+    running = await goes(queue)
+    await put(world, "late", 1, deadline=NOW - 100)
+    (late,) = await expired(queue, 9)
+    end = TurnEnd(Turn("s", 1), failed=failed, cause="late-0: too late")
+    assert await queue.expire([(late, Settlement(NOBODY, b'{"id":"late-0"}', "", turn=end))]) == 1
+    await done(queue, running)
+    if failed:
+        (barred,) = await queue.unserved(9)
+        assert (barred.code, barred.why) == (ErrorCode.SEQUENCE_ABORTED, "late-0: too late")
+    else:
+        assert turn_of(await goes(queue)).index == 2
+
+
+async def expired(queue: Queue, most: int) -> Sequence[Expired]:
+    """All that may be past their deadline; both walks take turns."""
+    found = {}
+    for _ in range(4):
+        for one in await queue.expired(most):
+            found[one.member] = one
+    return list(found.values())
+
+
+async def test_what_passes_its_deadline_in_line_lets_the_next_go(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0)
+    await put(world, "gone", 1, deadline=NOW - 100)
+    await put(world, "then", 2)
+    leases = {name_of(lease): lease for lease in await claim(queue)}
+    await lined_up(queue, [leases[name] for name in ("r-0", "gone-0", "then-0")])
+    (late,) = await expired(queue, 10)
+    end = TurnEnd(turn_of(leases["gone-0"]), failed=False)
+    assert await queue.expire([(late, Settlement(NOBODY, b'{"id":"gone-0"}', "", turn=end))]) == 1
+    assert await queue.expire([(late, Settlement(NOBODY, b'{"id":"gone-0"}', "", turn=end))]) == 0
+    await done(queue, leases["r-0"])
+    assert name_of(await goes(queue)) == "then-0"
+
+
+# Lives.
+
+
+async def test_a_sequence_ends_with_its_last_and_begins_anew(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, {"index": 1, "last": True}, 5)
+    await done(queue, await goes(queue), token="a")
+    await done(queue, await goes(queue))
+    left, said = await take(queue)
+    assert said == {"r-2": Goes(5, "", b"", True)}, "what waits behind it begins the next life"
+    await done(queue, left["r-2"])
+    assert (await seen(world)).next == 6
+    await put(world, "end", {"index": 6, "last": True})
+    await done(queue, await goes(queue))
+    assert await world.desk.sequence("s") is None
+
+
+async def test_what_comes_after_the_end_may_be_refused(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, refuse_after_end=True)
+    await put(world, "r", {"index": 0, "last": True}, 1, 2)
+    await done(queue, await goes(queue, terms))
+    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ENDED", "r-2": "SEQUENCE_ENDED"}
+    await put(world, "late", None)
+    left, said = await take(queue, terms)
+    assert said == {"late-0": Barred(ErrorCode.SEQUENCE_ENDED, "its last request has ended")}
+    await queue.settle([answer(left["late-0"])])
+    await world.age_sequences(999)
+    await queue.sweep()
+    assert (await seen(world)).status is SequenceStatus.ENDED
+    await world.age_sequences(2)
+    await queue.sweep()
+    assert await world.desk.sequence("s") is None
+    await put(world, "new", 0)
+    assert name_of(await goes(queue, terms)) == "new-0"
+
+
+async def test_a_reset_begins_anew_behind_all_that_came_before(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, {"index": 0, "reset": True}, 1, {"reset": True}, None)
+    order, fresh = [], []
+    for _ in range(6):
+        leases = await claim(queue)
+        verdicts = await lined_up(queue, leases)
+        (at,) = [number for number, one in enumerate(verdicts) if isinstance(one, Goes)]
+        verdict = verdicts[at]
+        assert isinstance(verdict, Goes)
+        order.append(name_of(leases[at]))
+        fresh.append(verdict.fresh)
+        assert (verdict.token == "") == verdict.fresh, "nothing is carried over"
+        await done(queue, leases[at], token="x")
+    assert order == [f"r-{at}" for at in range(6)]
+    assert fresh == [True, False] * 3
+
+
+async def test_a_gap_before_a_reset_is_not_waited_for(world: World) -> None:
+    """Whatever comes now is of the life that begins with it."""
+    queue = world.owner()
+    await put(world, "r", 0, 7, {"index": 3, "reset": True})
+    order = []
+    for _ in range(3):
+        lease = await goes(queue)
+        order.append(turn_of(lease).index)
+        await done(queue, lease)
+    assert order == [0, 7, 3]
+
+
+async def test_a_sequence_ends_by_idle_to_the_second(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0)
+    await done(queue, await goes(queue), token="a")
+    await queue.sweep()
+    await world.age_sequences(990)
+    await queue.sweep()
+    assert (await seen(world)).has_token
+    await world.age_sequences(11)
+    await queue.sweep()
+    assert await world.desk.sequence("s") is None
+
+
+async def test_what_runs_or_waits_keeps_a_sequence_from_being_idle(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0)
+    lease = await goes(queue)
+    await world.age_sequences(3000)
+    await queue.sweep()
+    assert (await seen(world)).head == lease.entry
+    await done(queue, lease)
+    assert (await seen(world)).status is SequenceStatus.OPEN
+
+
+async def test_a_sequence_ends_by_age_with_what_runs(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    lease = await goes(queue)
+    await world.age_sequences(4990)
+    await done(queue, lease, token="a")
+    lease = await goes(queue)
+    (said,) = await lined_up(queue, [lease])
+    assert isinstance(said, Goes)
+    assert said.token == "a"
+    await world.age_sequences(20)
+    await queue.sweep()
+    assert (await seen(world)).head == lease.entry
+    await done(queue, lease, token="b")
+    _, said_of = await take(queue)
+    assert said_of == {"r-2": Goes(2, "", b"", True)}, "a new life"
+
+
+async def test_an_idle_life_ends_by_age(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, max_idle_s=100_000)
+    await put(world, "r", 0)
+    await done(queue, await goes(queue, terms))
+    await world.age_sequences(4990)
+    await queue.sweep()
+    assert await world.desk.sequence("s") is not None
+    await world.age_sequences(11)
+    await queue.sweep()
+    assert await world.desk.sequence("s") is None
+
+
+# Limits.
+
+
+async def test_no_more_wait_than_may(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, max_waiting=2)
+    await put(world, "r", 0, 1, 2, 3, 4)
+    left, said = await take(queue, terms)
+    full = Barred(ErrorCode.SEQUENCE_FULL, "2 requests of its sequence wait already")
+    assert [said[f"r-{at}"] for at in range(1, 5)] == [Waits(), Waits(), full, full]
+    await queue.settle([answer(left["r-3"]), answer(left["r-4"])])
+    await done(queue, left["r-0"])
+    await put(world, "again", 3)
+    left, said = await take(queue, terms)
+    assert said == {"r-1": Goes(1, "", b"", False), "again-0": Waits()}
+
+
+async def test_the_one_that_is_waited_for_is_never_too_many(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, max_waiting=1)
+    await put(world, "r", 1, 0)
+    _, said = await take(queue, terms)
+    assert said == {"r-0": Waits(), "r-1": Goes(0, "", b"", True)}
+
+
+async def test_no_more_sequences_are_alive_than_may_be(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, max_active=2)
+    for at, name in enumerate("abcd"):
+        await put(world, name, 0, {"index": 1, "last": True}, of=name, deadline=LATER - at)
+    left, _ = await take(queue, terms)
+    assert {name_of(lease) for lease in left.values()} == {"c-0", "d-0"}, "the earliest deadlines"
+    assert (await seen(world, "a")).status is SequenceStatus.PARKED
+    for name in "dc":
+        await done(queue, left[f"{name}-0"])
+    left, _ = await take(queue, terms)
+    assert set(left) == {"c-1", "d-1"}
+    await done(queue, left["d-1"])
+    left_now, _ = await take(queue, terms)
+    assert set(left_now) == {"b-0"}, "the best of those that wait"
+    await put(world, "e", 0, of="e")
+    assert (await take(queue, terms))[0] == {}
+    await put(world, "f", 0, of="f")
+    left_now, _ = await take(queue, replace(terms, max_active=None))
+    assert set(left_now) == {"f-0"}
+    left_now, _ = await take(queue, terms)
+    assert set(left_now) == {"a-0", "e-0"}, "more may be, by the last word: those that waited have begun"
+
+
+async def test_an_idle_sequence_makes_room_for_one_that_waits(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, max_active=1)
+    await put(world, "a", 0, of="a")
+    await done(queue, await goes(queue, terms))
+    await put(world, "b", 0, of="b")
+    assert (await take(queue, terms))[0] == {}
+    await world.age_sequences(1001)
+    assert (await queue.sweep()).turns == 1
+    assert name_of(await goes(queue, terms)) == "b-0"
+
+
+# When one fails.
+
+
+async def test_a_failure_ends_the_later_ones_with_its_cause(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    await fail(queue, await goes(queue))
+    assert (await full_claim(queue)).leases == []
+    (first, _) = await queue.unserved(9)
+    assert (first.code, first.why) == (ErrorCode.SEQUENCE_ABORTED, "r-0: it broke")
+    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED", "r-2": "SEQUENCE_ABORTED"}
+    await put(world, "late", 3)
+    left, said = await take(queue)
+    assert said == {"late-0": Barred(ErrorCode.SEQUENCE_ABORTED, "r-0: it broke")}
+    await queue.settle([answer(left["late-0"], b'{"id":"late-0"}')])
+    await put(world, "new", {"index": 0, "reset": True})
+    assert name_of(await goes(queue)) == "new-0", "a reset begins anew"
+    assert sorted(await answered(world)) == ["late-0", "r-0", "r-1", "r-2"]
+
+
+async def test_a_burial_ends_a_turn_as_well(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", {"index": 0, "on_error": "continue"}, 1)
+    lease = await goes(queue)
+    end = TurnEnd(turn_of(lease), failed=True, cause="why")
+    await queue.bury([Burial(replace(answer(lease), turn=end), "why")])
+    assert name_of(await goes(queue)) == "r-1"
+    (dead,) = await world.desk.dead_list(9)
+    await world.desk.dead_requeue([dead.entry], LATER)
+    _, said = await take(queue)
+    assert [type(one) for one in said.values()] == [Waits], "it has lost its index, and comes behind"
+
+
+async def test_held_until_an_operator_has_decided(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", {"index": 0, "on_error": "hold"}, 1, 2)
+    await fail(queue, await goes(queue))
+    found = await seen(world)
+    assert (found.status, found.cause) == (SequenceStatus.HELD, "r-0: it broke")
+    assert [index for index, _ in found.line] == [1, 2]
+    await world.age_sequences(9000)
+    await queue.sweep()
+    assert (await full_claim(queue)).leases == []
+    assert [one.id for one in await pages(world, SequenceStatus.HELD)] == ["s"]
+    assert await world.desk.release_sequence("s")
+    assert not await world.desk.release_sequence("s")
+    lease = await goes(queue)
+    assert name_of(lease) == "r-1"
+    assert await world.desk.abort_sequence("s", "no use")
+    assert not await world.desk.abort_sequence("s", "no use")
+    assert await serve_unserved(queue) == {"r-2": "SEQUENCE_ABORTED"}
+    await done(queue, lease)
+    assert (await seen(world)).status is SequenceStatus.ABORTED
+
+
+async def pages(world: World, status: SequenceStatus | None = None) -> list[SequenceSeen]:
+    found: list[SequenceSeen] = []
+    after = ""
+    while True:
+        page = await world.desk.sequences(1, after, status)
+        found += page.found
+        if not page.after:
+            return found
+        after = page.after
+
+
+async def test_all_sequences_are_shown_once(world: World) -> None:
+    queue = world.owner()
+    for at in range(20):
+        await put(world, f"r{at}", 0, 1, of=f"chat-{at}")
+    await take(queue)
+    found = await pages(world)
+    assert sorted({one.id for one in found}) == sorted(f"chat-{at}" for at in range(20))
+    assert {(one.status, one.waiting, one.next) for one in found} == {(SequenceStatus.OPEN, 1, 1)}
+    assert await pages(world, SequenceStatus.HELD) == []
+
+
+async def test_a_whole_sequence_is_cancelled(world: World) -> None:
+    queue = world.owner()
+    data = member("run", deadline=LATER, token="its token", sequence={"id": "s", "index": 0})
+    await world.zadd(1, data)
+    await put(world, "r", 1, {"reset": True}, None)
+    lease = await goes(queue)
+    assert await world.desk.cancel_sequence("s")
+    assert await queue.cancelled([("run", "its token")]) == [True]
+    assert await serve_unserved(queue) == dict.fromkeys(("r-0", "r-1", "r-2"), "CANCELLED")
+    await put(world, "after", 5)
+    assert (await take(queue))[0] == {}, "what runs has not ended yet"
+    await done(queue, lease)
+    assert name_of(await goes(queue)) == "after-0", "and begins anew"
+    assert not await world.desk.cancel_sequence("nobody")
+
+
+async def test_a_sequence_of_which_nothing_runs_is_forgotten_when_it_is_cancelled(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 1, 2)
+    await take(queue)
+    assert await world.desk.cancel_sequence("s")
+    assert await world.desk.sequence("s") is None
+    assert set(await serve_unserved(queue)) == {"r-0", "r-1"}
+    assert (await queue.counts()).pending == 0
+
+
+async def late(queue: Queue, name: str, **left: Any) -> None:
+    """The deadline of that one passes in its line, though it may be far in truth."""
+    for one in await expired(queue, 10):
+        request = parse(one.member)
+        assert isinstance(request, Request)
+        if request.id == name:
+            assert request.sequence is not None
+            end = TurnEnd(request.sequence, **left)
+            result = b'{"id":"%s"}' % name.encode()
+            assert await queue.expire([(one, Settlement(NOBODY, result, "", turn=end))]) == 1
+            return
+    raise AssertionError(f"{name} is not found")
+
+
+async def test_while_it_is_held_no_gap_is_waited_for(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", {"index": 0, "on_error": "hold"}, 2)
+    await put(world, "old", 3, deadline=NOW - 100)
+    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
+    await lined_up(queue, leases)
+    await fail(queue, leases[0])
+    await late(queue, "old-0")
+    found = await seen(world)
+    assert (found.gap_since, found.waiting) == (None, 1)
+    await world.desk.release_sequence("s")
+    assert (await seen(world)).gap_since is not None
+    await world.age_sequences(501)
+    await queue.sweep()
+    await done(queue, await goes(queue))
+    assert (await seen(world)).next == 4
+
+
+async def test_a_reset_goes_on_where_the_life_before_it_is_given_up(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", {"index": 0, "on_error": "hold"}, 1, {"reset": True})
+    await fail(queue, await goes(queue))
+    assert await world.desk.abort_sequence("s", "no use")
+    assert (await seen(world)).status is SequenceStatus.OPEN
+    assert name_of(await goes(queue)) == "r-2"
+    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}
+
+
+async def test_what_an_operator_gave_up_leaves_nothing_to_the_life_behind_it(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", {"index": 0, "on_error": "continue"}, {"reset": True}, {"index": 1})
+    lease = await goes(queue)
+    assert await world.desk.abort_sequence("s", "no use")
+    await done(queue, lease, failed=True, cause="it broke", token="old", carry=b"old")
+    left, said = await take(queue)
+    assert said == {"r-1": Goes(0, "", b"", True)}
+    await done(queue, left["r-1"])
+    assert name_of(await goes(queue)) == "r-2"
+
+
+async def test_those_that_passed_in_line_are_among_those_that_may_wait(world: World) -> None:
+    queue, terms = world.owner(), replace(TERMS, max_waiting=2)
+    await put(world, "r", 0)
+    await put(world, "old", 2, deadline=NOW - 100)
+    await put(world, "then", 3)
+    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
+    await lined_up(queue, leases, terms)
+    await late(queue, "old-0")
+    await put(world, "more", 4)
+    _, said = await take(queue, terms)
+    assert isinstance(said["more-0"], Barred)
+    assert said["more-0"].code is ErrorCode.SEQUENCE_FULL
+
+
+async def test_a_last_one_that_passed_in_line_ends_its_life_all_the_same(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0)
+    await put(world, "old", {"index": 1, "last": True}, deadline=NOW - 100)
+    await put(world, "then", 2)
+    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
+    await lined_up(queue, leases)
+    await late(queue, "old-0")
+    await done(queue, leases[0], token="a")
+    _, said = await take(queue)
+    assert said == {"then-0": Goes(2, "", b"", True)}, "a new life"
+
+
+# What could get stuck.
+
+
+async def test_a_head_that_an_older_version_ended_does_not_hold_the_others_up(world: World) -> None:
+    """It settles what it knows nothing more of."""
+    queue = world.owner()
+    await put(world, "r", 0, 1)
+    lease = await goes(queue)
+    await world.end_silently(lease)
+    assert (await full_claim(queue)).leases == []
+    await world.age_sequences(31)
+    assert (await queue.sweep()).turns == 1
+    assert name_of(await goes(queue)) == "r-1"
+
+
+async def test_a_settlement_that_tells_nothing_of_the_sequence_lets_the_next_go(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1)
+    await queue.settle([answer(await goes(queue))])
+    assert name_of(await goes(queue)) == "r-1"
+
+
+async def test_many_that_are_late_at_once_are_each_answered(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", *range(6), deadline=NOW - 50)
+    running = await goes(queue)
+    await queue.release([Release(running)])
+    late = await expired(queue, 100)
+    assert len(late) == 6
+    items = [(one, Settlement(NOBODY, one.member, "")) for one in late]
+    assert await queue.expire(items) == 6
+    assert len(await world.results()) == 6
+    assert (await queue.counts()).pending == 0
+    assert (await seen(world)).waiting == 0
+
+
+async def test_times_follow_a_clock_that_steps_back(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 2)
+    await done(queue, await goes(queue))
+    await queue.sweep()
+    await world.step_back(100_000)
+    await queue.sweep()
+    turns = 0
+    for _ in range(2):  # what was said to be of later is of when it is looked at
+        await world.age_sequences(600)
+        turns += (await queue.sweep()).turns
+    assert turns == 1
+
+
+@pytest.fixture
+async def owners(world: World) -> list[Queue]:
+    return [world.owner(f"owner-{number}") for number in range(3)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_every_history_ends_with_each_request_answered_once_and_in_order(
+    world: World, owners: list[Queue], seed: int
+) -> None:
+    """Three owners that die, answer late, repeat calls, let requests fail, and give them back."""
+    history = History(world, owners, seed)
+    await history.live()
+    await history.work_off()
+    assert sorted(await answered(world)) == sorted(history.submitted)
+    history.check_order()
+    assert (await owners[0].counts()).pending == 0
+
+
+class History:
+    """What happens to a few sequences."""
+
+    def __init__(self, world: World, owners: list[Queue], seed: int) -> None:
+        self.world, self.owners = world, owners
+        self.dice = random.Random(seed)
+        self.submitted: list[str] = []
+        self.held: list[tuple[Queue, Lease]] = []
+        self.going: dict[str, str] = {}
+        self.sent: dict[str, list[int]] = {}
+        self.last: dict[str, int] = {}
+
+    async def live(self) -> None:
+        for _ in range(120):
+            await self.dice.choice((self.submit, self.work, self.work, self.work, self.die, self.late))()
+
+    async def submit(self) -> None:
+        name = self.dice.choice("abc")
+        first = self.last.get(name, 0)
+        indexes = list(range(first, first + self.dice.randint(1, 4)))
+        self.last[name] = first + len(indexes)
+        self.dice.shuffle(indexes)
+        for index in indexes:
+            request = f"{name}-{index}"
+            self.submitted.append(request)
+            turn = {"id": name, "index": index, "on_error": "continue"}
+            await self.world.zadd(LATER + self.dice.random(), member(request, sequence=turn))
+
+    async def work(self) -> None:
+        queue = self.dice.choice(self.owners)
+        leases = await claim(queue, self.dice.randint(1, 4))
+        verdicts = await lined_up(queue, leases)
+        if self.dice.random() < 0.3:
+            verdicts = await lined_up(queue, leases)
+        for lease, verdict in zip(leases, verdicts, strict=True):
+            if isinstance(verdict, Goes):
+                turn = turn_of(lease)
+                assert self.going.setdefault(turn.id, name_of(lease)) == name_of(lease), "one at a time"
+                self.sent.setdefault(turn.id, []).append(verdict.index)
+                self.held.append((queue, lease))
+            else:
+                assert isinstance(verdict, Waits)
+        for queue, lease in [one for one in self.held if self.dice.random() < 0.7]:
+            await self.finish(queue, lease)
+
+    async def finish(self, queue: Queue, lease: Lease) -> None:
+        self.held.remove((queue, lease))
+        if self.dice.random() < 0.2:
+            await queue.release([Release(lease, attempt=True)])
+            return
+        failed = self.dice.random() < 0.2
+        result = b'{"id":"%s"}' % name_of(lease).encode()
+        end = TurnEnd(turn_of(lease), failed=failed, cause="why")
+        settlement = replace(answer(lease, result), turn=end)
+        (said,) = await queue.settle([settlement])
+        if said is Settled.DONE:
+            assert self.going.pop(turn_of(lease).id) == name_of(lease)
+        assert await queue.settle([settlement]) == [Settled.LOST]
+
+    async def die(self) -> None:
+        """An owner's leases run out, and are taken back; it may not know."""
+        sweeper = self.dice.choice(self.owners)
+        if self.held and self.dice.random() < 0.5:
+            queue, lease = self.dice.choice(self.held)
+            if lease.entry in (await queue.renew([lease])).lost:
+                return
+            await self.world.lose(sweeper, lease)
+            if self.dice.random() < 0.5:
+                self.held.remove((queue, lease))
+
+    async def late(self) -> None:
+        if self.held:
+            await self.finish(*self.dice.choice(self.held))
+
+    async def work_off(self) -> None:
+        for _ in range(100):
+            await self.work()
+            if not (await self.owners[0].counts()).pending and not self.held:
+                break
+
+    def check_order(self) -> None:
+        for sent in self.sent.values():
+            steps = [after - before for before, after in pairwise(sent)]
+            assert set(steps) <= {0, 1}, "each turn once, or again where it was not answered"

@@ -1,0 +1,125 @@
+"""What a producer says of a sequence is read as it meant it, or refused with what is wrong."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dispatcher.core.request import Rejection, Request, encode_member, parse
+from dispatcher.core.result import ErrorCode
+from dispatcher.core.turns import INDEX_MOST, MAX_SEQUENCE_BYTES, OnError, Turn
+
+turns = st.builds(
+    Turn,
+    st.text(st.characters(codec="utf-8"), min_size=1, max_size=64),
+    st.none() | st.integers(0, INDEX_MOST),
+    st.booleans(),
+    st.booleans(),
+    st.none() | st.sampled_from(OnError),
+)
+
+
+def read(**data: Any) -> Request | Rejection:
+    fields = {"id": "r-1", "deadline": 2_000_000_000, "payload": {}, **data}
+    return parse(json.dumps({"request_kind": "redis", "data": fields}).encode())
+
+
+def turn(**data: Any) -> Turn | None:
+    found = read(**data)
+    assert isinstance(found, Request), found
+    return found.sequence
+
+
+@given(turns)
+def test_what_is_encoded_of_a_turn_comes_back(told: Turn) -> None:
+    found = parse(encode_member("r", b"{}", 2_000_000_000, sequence=told))
+    assert isinstance(found, Request)
+    assert found.sequence == told
+
+
+def test_a_turn_is_read_as_it_stands() -> None:
+    assert turn() is None
+    assert turn(sequence=None) is None
+    assert turn(sequence={"id": "chat-7"}) == Turn("chat-7")
+    full = {"id": "ü", "index": 3, "last": True, "reset": True, "on_error": "hold", "later": [1]}
+    assert turn(sequence=full) == Turn("ü", 3, last=True, reset=True, on_error=OnError.HOLD)
+    assert turn(sequence={"id": "x", "index": None, "last": None, "on_error": None}) == Turn("x")
+    assert turn(sequence={"id": "x", "index": INDEX_MOST}) == Turn("x", INDEX_MOST)
+    assert turn(sequence={"id": "x" * MAX_SEQUENCE_BYTES}) == Turn("x" * MAX_SEQUENCE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "why"),
+    [
+        ({}, "data.sequence"),
+        ([], "data.sequence"),
+        ("chat-7", "data.sequence"),
+        ({"id": ""}, "data.sequence.id"),
+        ({"id": 7}, "data.sequence.id"),
+        ({"id": "x" * (MAX_SEQUENCE_BYTES + 1)}, "data.sequence.id"),
+        ({"id": "ü" * 200}, "data.sequence.id: longer than 256 bytes"),
+        ({"id": "x", "index": -1}, "data.sequence.index"),
+        ({"id": "x", "index": 1.5}, "data.sequence.index"),
+        ({"id": "x", "index": "1"}, "data.sequence.index"),
+        ({"id": "x", "index": True}, "data.sequence.index"),
+        ({"id": "x", "index": INDEX_MOST + 1}, "data.sequence.index"),
+        ({"id": "x", "last": 1}, "data.sequence.last"),
+        ({"id": "x", "reset": "no"}, "data.sequence.reset"),
+        ({"id": "x", "on_error": "stop"}, "data.sequence.on_error"),
+    ],
+)
+def test_one_that_can_be_none_is_refused_with_what_is_wrong(sequence: Any, why: str) -> None:
+    found = read(sequence=sequence)
+    assert isinstance(found, Rejection)
+    assert found.code is ErrorCode.INVALID_REQUEST
+    assert found.message.startswith(why)
+    assert (found.id, found.sequence) == ("r-1", None)
+
+
+def test_what_names_its_sequence_twice_is_refused() -> None:
+    data = b'{"id":"r","deadline":9,"payload":{},"sequence":{"id":"a"},"sequence":null}'
+    found = parse(b'{"request_kind":"redis","data":%s}' % data)
+    assert isinstance(found, Rejection)
+    assert found.message == "data.sequence: given twice"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"sequence_id": "a"}, Turn("a")),
+        ({"sequence_id": "a", "sequence_index": "12"}, Turn("a", 12)),
+        ({"sequence_id": "a", "sequence_index": "-1"}, Turn("a")),
+        ({"sequence_id": "a", "sequence_index": "1.0"}, Turn("a")),
+        ({"sequence_id": "a", "sequence_index": "٣"}, Turn("a")),
+        ({"sequence_id": "a", "sequence_index": "9" * 16}, Turn("a")),
+        ({"sequence_id": "a", "sequence_index": "9" * 15}, Turn("a", INDEX_MOST)),
+        ({"sequence_id": ""}, None),
+        ({"sequence_id": "x" * (MAX_SEQUENCE_BYTES + 1)}, None),
+        ({"sequence_index": "1"}, None),
+    ],
+)
+def test_foreign_metadata_is_never_a_reason_to_refuse(
+    metadata: dict[str, str], expected: Turn | None
+) -> None:
+    assert turn(metadata=metadata) == expected
+
+
+def test_the_object_counts_where_both_stand() -> None:
+    assert turn(metadata={"sequence_id": "a"}, sequence={"id": "b"}) == Turn("b")
+
+
+def test_one_that_is_too_large_says_whose_turn_it_was() -> None:
+    member = encode_member("r", b'{"x": 1}', 2_000_000_000, sequence=Turn("a", 1))
+    found = parse(member, max_payload_bytes=2)
+    assert isinstance(found, Rejection)
+    assert (found.code, found.sequence) == (ErrorCode.TOO_LARGE, Turn("a", 1))
+
+
+@pytest.mark.parametrize("told", [Turn(""), Turn("x", -1), Turn("x" * 300), Turn("x", INDEX_MOST + 1)])
+def test_no_member_is_made_that_would_be_refused(told: Turn) -> None:
+    with pytest.raises(ValueError, match=r"data\.sequence"):
+        encode_member("r", b"{}", 2_000_000_000, sequence=told)

@@ -1,0 +1,448 @@
+"""Requests of sequences in the loop: the order at the gateway, errors, the same server, the conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from dispatcher.core.batching import BatchRule, Forming, Mode
+from dispatcher.core.outcome import Delivered, Failed, Outcome, RetryPolicy
+from dispatcher.core.request import Request, encode_member
+from dispatcher.core.shapes import SHAPES
+from dispatcher.core.turns import Carry, OnError, SequenceCounts, SequenceTerms, Turn
+from dispatcher.dispatch import Options
+from dispatcher.dispatch.loop import GATHER_S
+from dispatcher.dispatch.options import SequenceOptions
+from dispatcher.ports import Forwarded, LinedUp, QueueUnavailableError, Submission
+from tests.dispatch.scene import Answers, Scene, perform
+
+RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
+
+
+class Servers(Answers):
+    """Answers after a tenth of a second, each request by what is said of it; knows what it was sent, when."""
+
+    takes_s = 0.1
+
+    def __init__(
+        self, how: Callable[[Request], Outcome] = lambda _: Delivered(200, b"{}"), token: str = ""
+    ) -> None:
+        super().__init__()
+        self.how = how
+        self.token = token
+        self.requests: list[Request] = []
+        self.spans: list[tuple[str, float, float]] = []
+        self.at_once: dict[str, int] = {}
+        self.most_at_once = 0
+
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+        began = asyncio.get_running_loop().time()
+        name = request.sequence.id if request.sequence else ""
+        self.sent.append(request.id)
+        self.requests.append(request)
+        self.at_once[name] = self.at_once.get(name, 0) + 1
+        if name:
+            self.most_at_once = max(self.most_at_once, self.at_once[name])
+        await asyncio.sleep(self.takes_s)
+        self.at_once[name] -= 1
+        ended = asyncio.get_running_loop().time()
+        self.spans.append((request.id, began, ended))
+        said = self.token if request.session is not None else ""
+        return Forwarded(self.how(request), began, ended, session=said)
+
+    def of(self, name: str) -> list[str]:
+        return [each.id for each in self.requests if each.sequence is not None and each.sequence.id == name]
+
+
+async def submit(scene: Scene, turns: Sequence[tuple[str, Turn | None]], body: bytes = b"{}") -> None:
+    until = int(time.time()) + 10**6
+    await scene.store.submit(
+        [
+            Submission(
+                encode_member(name, body, until, token="t", sequence=turn), float(until), name, "t", until
+            )
+            for name, turn in turns
+        ]
+    )
+
+
+def turns(sequence: str, count: int, **how: Any) -> list[tuple[str, Turn | None]]:
+    return [(f"{sequence}-{number}", Turn(sequence, number, **how)) for number in range(count)]
+
+
+async def results(scene: Scene) -> dict[str, dict[str, Any]]:
+    found = [json.loads(each) for each in await scene.store.read_results(scene.store.results, 1000)]
+    return {each["id"]: each for each in found}
+
+
+def options(**how: Any) -> Options:
+    return Options(RETRY, sequences=SequenceOptions(**how))
+
+
+def test_turns_go_in_order_one_at_a_time_beside_others() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        mixed = [*reversed(turns("a", 5)), *turns("b", 5), ("alone", None)]
+        await submit(scene, mixed)
+        await asyncio.sleep(3)
+        assert gateway.of("a") == [f"a-{n}" for n in range(5)]
+        assert gateway.of("b") == [f"b-{n}" for n in range(5)]
+        assert "alone" in gateway.sent
+        assert gateway.most_at_once == 1
+        assert gateway.sent.index("b-1") < gateway.sent.index("a-4"), "sequences run beside each other"
+
+    perform(scene_of, gateway)
+
+
+def test_next_turn_follows_within_five_milliseconds() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 10))
+        await submit(scene, turns("b", 10))
+        await asyncio.sleep(5)
+        ends = {name: ended for name, _, ended in gateway.spans}
+        begins = {name: began for name, began, _ in gateway.spans}
+        gaps = [begins[f"{s}-{n + 1}"] - ends[f"{s}-{n}"] for s in "ab" for n in range(9)]
+        assert max(gaps) <= GATHER_S + 1e-6, "nothing but the wait for others to be handed in with it"
+
+    perform(scene_of, gateway)
+
+
+def test_no_request_of_a_sequence_no_call() -> None:
+    async def scene_of(scene: Scene) -> None:
+        async def never(*_: object) -> LinedUp:
+            raise AssertionError("asked")
+
+        scene.queue.line_up = never  # type: ignore[method-assign, assignment]
+        await submit(scene, [("x", None), ("y", None)])
+        await asyncio.sleep(1)
+        assert sorted(scene.gateway.sent) == ["x", "y"]
+
+    perform(scene_of)
+
+
+def test_queue_away_while_lining_up_sends_nothing_out_of_turn() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        line_up, times = scene.queue.line_up, 0
+
+        async def away(*args: Any) -> LinedUp:
+            nonlocal times
+            times += 1
+            if times < 4:
+                raise QueueUnavailableError("Redis did not answer in time")
+            return await line_up(*args)
+
+        scene.queue.line_up = away  # type: ignore[method-assign, assignment]
+        await submit(scene, turns("a", 4))
+        await asyncio.sleep(20)
+        assert gateway.sent == [f"a-{n}" for n in range(4)]
+
+    perform(scene_of, gateway)
+
+
+def test_reply_of_line_up_that_is_lost_costs_no_turn() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        line_up, times = scene.queue.line_up, 0
+
+        async def lost(*args: Any) -> LinedUp:
+            nonlocal times
+            told, times = await line_up(*args), times + 1
+            if times < 3:
+                raise QueueUnavailableError("Redis did not answer in time")
+            return told
+
+        scene.queue.line_up = lost  # type: ignore[method-assign, assignment]
+        await submit(scene, turns("a", 6))
+        await asyncio.sleep(40)
+        assert gateway.sent == [f"a-{n}" for n in range(6)]
+
+    perform(scene_of, gateway)
+
+
+@pytest.mark.parametrize(
+    ("on_error", "sent"),
+    [
+        (OnError.CONTINUE, ["a-0", "a-1", "a-2", "a-3"]),
+        (OnError.ABORT, ["a-0", "a-1"]),
+        (OnError.HOLD, ["a-0", "a-1"]),
+    ],
+)
+def test_failed_turn_does_to_the_later_ones_what_on_error_says(on_error: OnError, sent: list[str]) -> None:
+    gateway = Servers(lambda request: Delivered(400 if request.id == "a-1" else 200, b"{}"))
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 4, on_error=on_error))
+        await asyncio.sleep(6)
+        assert gateway.sent == sent
+        told = await results(scene)
+        if on_error is OnError.ABORT:
+            assert {told[f"a-{n}"]["error_code"] for n in (2, 3)} == {"SEQUENCE_ABORTED"}
+            assert "a-1" in told["a-2"]["error_message"]
+            assert "400" in told["a-2"]["error_message"]
+            assert (await scene.queue.counts()).sequences == SequenceCounts(aborted=1)
+        elif on_error is OnError.HOLD:
+            assert set(told) == {"a-0", "a-1"}
+            assert (await scene.queue.counts()).sequences == SequenceCounts(active=1, held=1, waiting=2)
+        else:
+            assert set(told) == {f"a-{n}" for n in range(4)}
+
+    perform(scene_of, gateway)
+
+
+def test_turn_is_kept_over_retries_and_dead_requests_abort() -> None:
+    gateway = Servers(lambda request: Failed("no") if request.id == "a-1" else Delivered(200, b"{}"))
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 3))
+        await asyncio.sleep(20)
+        assert gateway.sent == ["a-0", "a-1", "a-1", "a-1"]
+        told = await results(scene)
+        assert told["a-2"]["error_code"] == "SEQUENCE_ABORTED"
+        assert told["a-1"]["error_code"] == "RETRIES_EXHAUSTED"
+
+    perform(scene_of, gateway, options())
+
+
+def test_refused_by_a_sequence_that_is_full_ends_with_its_code_and_passes_nobody() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 6))
+        await asyncio.sleep(5)
+        told = await results(scene)
+        full = {name for name, each in told.items() if each.get("error_code") == "SEQUENCE_FULL"}
+        assert len(full) == 3
+        assert gateway.sent == [f"a-{n}" for n in range(6) if f"a-{n}" not in full]
+        assert scene.dispatcher.lineup.turns["barred"] == 3
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_waiting=2, gap_s=0.2)))
+
+
+def test_index_that_is_missing_is_waited_for_and_then_passed() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, [each for each in turns("a", 4) if each[0] != "a-1"])
+        await asyncio.sleep(3)
+        assert gateway.sent == ["a-0"]
+        await asyncio.sleep(10)
+        assert gateway.sent == ["a-0", "a-2", "a-3"]
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(gap_s=5.0)))
+
+
+def test_at_most_max_active_sequences_are_alive() -> None:
+    gateway = Servers()
+    alive: list[int] = []
+
+    async def scene_of(scene: Scene) -> None:
+        for name in "abcd":
+            await submit(scene, [*turns(name, 2), (f"{name}-2", Turn(name, 2, last=True))])
+        for _ in range(60):
+            alive.append(sum(1 for running in gateway.at_once.values() if running))
+            await asyncio.sleep(0.05)
+        assert sorted(gateway.sent) == sorted(f"{name}-{n}" for name in "abcd" for n in range(3))
+        assert max(alive) == 2
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_active=2)))
+
+
+def test_one_of_a_sequence_never_travels_in_a_merged_call() -> None:
+    gateway = Servers()
+    rule = BatchRule(
+        ("/v1/embeddings",), SHAPES["embeddings"], Mode.ON, Forming(max_size=8, max_delay_s=0.02)
+    )
+    asked = Options(RETRY, path="/v1/embeddings", batching=(rule,))
+
+    async def scene_of(scene: Scene) -> None:
+        both = [("a-0", Turn("a", 0)), ("b-0", Turn("b", 0))]
+        await submit(scene, both, b'{"model":"m","input":["x"]}')
+        await asyncio.sleep(2)
+        assert sorted(gateway.sent) == ["a-0", "b-0"]
+        assert all(each.payload == b'{"model":"m","input":["x"]}' for each in gateway.requests)
+
+    perform(scene_of, gateway, asked)
+
+
+def session(request: Request) -> dict[str, str]:
+    assert request.session is not None
+    return dict(request.session.headers)
+
+
+def test_token_of_the_first_answer_goes_out_with_the_next_ones() -> None:
+    gateway = Servers(token="pod-1")
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, [*turns("a", 3), ("alone", None)])
+        await asyncio.sleep(3)
+        sent = {each.id: each for each in gateway.requests}
+        assert sent["alone"].session is None
+        assert session(sent["a-0"]) == {"x-session-id": "a"}
+        assert session(sent["a-1"]) == {"x-session-id": "a", "x-session-token": "pod-1"}
+        assert session(sent["a-2"]) == session(sent["a-1"])
+        gateway.token = "pod-2"
+        await submit(scene, [("a-3", Turn("a", 3)), ("a-4", Turn("a", 4))])
+        await asyncio.sleep(2)
+        assert session(gateway.requests[-2])["x-session-token"] == "pod-1"
+        assert session(gateway.requests[-1])["x-session-token"] == "pod-2"
+        assert scene.dispatcher.lineup.servers == {"same": 3, "other": 1, "lost": 0}
+        await submit(scene, [("a-5", Turn("a", reset=True))])
+        await asyncio.sleep(2)
+        assert session(gateway.requests[-1]) == {"x-session-id": "a"}
+
+    perform(scene_of, gateway)
+
+
+def test_server_that_fails_twice_is_left() -> None:
+    def how(request: Request) -> Outcome:
+        gone = request.session is not None and "x-session-token" in request.session.headers
+        return Failed("503", status=503) if gone else Delivered(200, b"{}")
+
+    gateway = Servers(how, token="pod-1")
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 2))
+        await asyncio.sleep(10)
+        tokens = [session(each).get("x-session-token") for each in gateway.requests]
+        assert gateway.sent == ["a-0", "a-1", "a-1", "a-1"]
+        assert tokens == [None, "pod-1", "pod-1", None]
+
+    perform(scene_of, gateway, options())
+
+
+def test_token_that_cannot_go_back_as_it_came_is_none() -> None:
+    gateway = Servers(token="a b\r\n")
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 2))
+        await asyncio.sleep(3)
+        assert session(gateway.requests[1]) == {"x-session-id": "a"}
+
+    perform(scene_of, gateway)
+
+
+def says(text: str) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
+
+
+def answered(request: Request) -> Outcome:
+    said = json.loads(request.payload)["messages"]
+    message = {"role": "assistant", "content": f"{len(said)} so far"}
+    return Delivered(200, json.dumps({"choices": [{"index": 0, "message": message}]}).encode())
+
+
+def test_conversation_is_carried_on() -> None:
+    gateway = Servers(answered)
+
+    async def scene_of(scene: Scene) -> None:
+        for number in range(3):
+            await submit(
+                scene, [(f"a-{number}", Turn("a", number, carry=Carry.MESSAGES))], says(f"q{number}")
+            )
+        await asyncio.sleep(3)
+        told = [each["content"] for each in json.loads(gateway.requests[-1].payload)["messages"]]
+        assert told == ["q0", "1 so far", "q1", "3 so far", "q2"]
+
+    perform(scene_of, gateway)
+
+
+def test_conversation_that_is_too_long_ends_with_a_word() -> None:
+    gateway = Servers(answered)
+
+    async def scene_of(scene: Scene) -> None:
+        for number in range(4):
+            await submit(scene, [(f"a-{number}", Turn("a", number))], says("q" * 100))
+        await asyncio.sleep(5)
+        told = await results(scene)
+        assert gateway.sent == ["a-0"]
+        assert told["a-1"]["error_code"] == "INVALID_REQUEST"
+        assert "sequences.max_carry_bytes is 200" in told["a-1"]["error_message"]
+        assert told["a-2"]["error_code"] == told["a-3"]["error_code"] == "SEQUENCE_ABORTED"
+
+    perform(scene_of, gateway, options(carry=Carry.MESSAGES, max_carry_bytes=200))
+
+
+def test_many_that_wait_keep_nobody_from_being_handed_in() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        line_up = scene.queue.line_up
+
+        async def slow(*args: Any) -> LinedUp:
+            await asyncio.sleep(0.02)
+            return await line_up(*args)
+
+        scene.queue.line_up = slow  # type: ignore[method-assign, assignment]
+        await submit(scene, turns("a", 300))
+        await asyncio.sleep(0.45)
+        assert len(gateway.sent) >= 3, "while others of it are still claimed"
+        assert gateway.sent == [f"a-{n}" for n in range(len(gateway.sent))]
+
+    perform(scene_of, gateway)
+
+
+def test_cancelled_sequence_is_answered_without_being_sent() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        gateway.takes_s = 3.0
+        await submit(scene, turns("a", 4))
+        await asyncio.sleep(1)
+        scene.store.line.sequences.cancel("a", asyncio.get_running_loop().time())
+        await asyncio.sleep(6)
+        told = await results(scene)
+        assert {told[f"a-{n}"]["error_code"] for n in (1, 2, 3)} == {"CANCELLED"}
+        assert gateway.sent == ["a-0"]
+
+    perform(scene_of, gateway)
+
+
+@pytest.mark.parametrize(
+    "sequences", [200, pytest.param(1000, marks=pytest.mark.long)], ids=["short", "long"]
+)
+def test_many_side_by_side_keep_the_pool_as_full_as_requests_of_none(sequences: int) -> None:
+    """In virtual time: what it costs a process is measured elsewhere."""
+    took_s: dict[bool, float] = {}
+    for of_sequences in (False, True):
+        gateway = Servers()
+
+        async def scene_of(
+            scene: Scene, gateway: Servers = gateway, of_sequences: bool = of_sequences
+        ) -> None:
+            began = asyncio.get_running_loop().time()
+            every = [each for number in range(sequences) for each in turns(f"s{number}", 3)]
+            await submit(scene, [(name, turn if of_sequences else None) for name, turn in every])
+            while len(gateway.spans) < 3 * sequences:  # noqa: ASYNC110 -- in virtual time
+                await asyncio.sleep(0.05)
+            took_s[of_sequences] = asyncio.get_running_loop().time() - began
+
+        perform(scene_of, gateway)
+    print(f"{sequences} sequences: {took_s[True]:.2f} s, without: {took_s[False]:.2f} s")
+    assert took_s[False] >= 0.9 * took_s[True]
+
+
+def test_other_terms_hold_from_the_next_claim_on() -> None:
+    gateway = Servers(answered)
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, [("a-0", Turn("a", 0))], says("x"))
+        await asyncio.sleep(1)
+        new = options(carry=Carry.MESSAGES, header="", id_header="x-chat", terms=SequenceTerms(gap_s=0.5))
+        scene.dispatcher.reconfigure(new)
+        await submit(scene, [("a-2", Turn("a", 2))], says("y"))
+        await asyncio.sleep(5)
+        assert gateway.sent == ["a-0", "a-2"], "the gap is waited for no longer"
+        assert session(gateway.requests[1]) == {"x-chat": "a"}
+
+    perform(scene_of, gateway)

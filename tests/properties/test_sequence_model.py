@@ -1,0 +1,399 @@
+"""The scripts of sequences against the rules in core/sequences.py: any interleaving, step by step.
+
+As in test_queue_model.py every step is done in Redis and in memory, and must say the same. After each, what
+is known of every sequence is compared, and a ledger that knows of neither holds single flight: of a sequence
+nothing goes while another request of it goes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from dispatcher.core.request import Request, parse
+from dispatcher.core.turns import (
+    Barred,
+    Goes,
+    OnError,
+    SequenceSeen,
+    SequenceTerms,
+    Turn,
+    TurnEnd,
+    Waits,
+)
+from dispatcher.ports import Burial, Release, Settlement
+from tests.properties.twins import NAMES, OWNERS, UNLEASED, Bench, Held, Twins, alike, open_bench
+from tests.queue.aging import age_memory, age_redis
+
+NEVER, PAST = 4 * 10**9, 1000
+TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, max_waiting=8, gap_s=500)
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    with open_bench() as found:
+        yield found
+
+
+class SequenceModel(Twins):
+    """What producers, owners, operators and time do to a few sequences."""
+
+    owners = st.integers(0, OWNERS - 1)
+    lost = st.integers(0, 9).map(lambda number: number == 0)
+    names = st.sampled_from(["a", "b", "ü"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms = TERMS
+        self.goes: dict[str, int] = {}
+        """By sequence: the entry that goes."""
+        self.refused: set[str] = set()
+
+    turns = st.fixed_dictionaries(
+        {
+            "id": st.sampled_from(["a", "a", "b", "ü"]),
+            "index": st.one_of(st.none(), st.none(), st.integers(0, 5)),
+            "last": st.integers(0, 7).map(lambda number: number == 0),
+            "reset": st.integers(0, 5).map(lambda number: number == 0),
+            "on_error": st.sampled_from([None, None, "continue", "abort", "hold", "hold"]),
+        }
+    )
+
+    @rule(turns=st.lists(turns, min_size=1, max_size=5), late=st.integers(0, 3).map(lambda n: n == 0))
+    def submit(self, turns: list[dict[str, Any]], late: bool) -> None:
+        for turn in turns:
+            self.serial += 1
+            fields = {"id": f"r-{self.serial}", "deadline": NEVER, "payload": {}, "sequence": turn}
+            member = json.dumps({"request_kind": "redis", "data": fields}).encode()
+            self.add(float(PAST if late else NEVER - 10 + self.serial % 3), member)
+
+    @rule(turns=st.lists(turns, min_size=1, max_size=5), owner=owners)
+    def submit_and_take(self, turns: list[dict[str, Any]], owner: int) -> None:
+        self.submit(turns, False)
+        self.take(owner, 6, False, False)
+
+    @initialize(
+        max_active=st.sampled_from([None, None, 1]), refuse=st.booleans(), on_error=st.sampled_from(OnError)
+    )
+    def configure(self, max_active: int | None, refuse: bool, on_error: OnError) -> None:
+        self.terms = replace(TERMS, max_active=max_active, refuse_after_end=refuse, on_error=on_error)
+
+    @rule(
+        max_active=st.sampled_from([None, 1, 2]),
+        refuse=st.booleans(),
+        on_error=st.sampled_from([*OnError, OnError.ABORT]),
+        most=st.sampled_from([0, 1, 4, 8, 8]),
+    )
+    def reconfigure(self, max_active: int | None, refuse: bool, on_error: OnError, most: int) -> None:
+        self.terms = replace(
+            TERMS, max_active=max_active, refuse_after_end=refuse, on_error=on_error, max_waiting=most
+        )
+
+    @rule(owner=owners, most=st.integers(1, 9), lose=lost, again=st.integers(0, 3).map(lambda n: n == 0))
+    def take(self, owner: int, most: int, lose: bool, again: bool) -> None:
+        """Claim, and line up what is of a sequence."""
+        self.serial += 1
+        nonce, permit = f"n-{self.serial}", self.permit(owner, 100)
+        real, twin = self.both(owner, lambda queue, _: queue.claim(most, nonce, permit))
+        assert real.waiting == twin.waiting
+        pairs = [Held(*both) for both in zip(real.leases, twin.leases, strict=True)]
+        for held in pairs:
+            alike(held.real, held.twin)
+        self.line_up(owner, pairs, lose)
+        if again:
+            self.line_up(owner, [held for held in self.known[owner] if held.real.member], False)
+
+    def line_up(self, owner: int, pairs: Sequence[Held], lose: bool) -> None:
+        turns: list[list[Any]] = [[], []]
+        mine, kept = [], []
+        for held in pairs:
+            turn = turn_of(held.real.member)
+            if turn is None:
+                kept.append(held)
+                continue
+            mine.append((held, turn))
+            turns[0].append((held.real, turn))
+            turns[1].append((held.twin, turn))
+
+        async def ask(queue: Any, which: int) -> Any:
+            if lose and which:  # its reply is lost: what was barred is judged anew
+                await queue.line_up(turns[which], self.terms)
+            return await queue.line_up(turns[which], self.terms)
+
+        real, twin = self.both(owner, ask, lose)
+        self.same_facts(owner, real, twin)
+        assert list(real.verdicts) == list(twin.verdicts)
+        counts, twins = self.both(owner, lambda queue, _: queue.counts())
+        assert counts.sequences == twins.sequences
+        for (held, turn), verdict in zip(mine, real.verdicts, strict=True):
+            entry = held.real.entry
+            self.seen[type(verdict).__name__] += 1
+            if isinstance(verdict, Waits):
+                self.known[owner] = [one for one in self.known[owner] if one is not held]
+                continue
+            if isinstance(verdict, Goes):
+                assert self.goes.get(turn.id, entry) == entry, "two of one sequence go at once"
+                self.goes[turn.id] = entry
+            else:
+                assert isinstance(verdict, Barred)
+                self.seen[verdict.code] += 1
+                self.refused.add(held.real.token)
+            kept.append(held)
+        self.known[owner] += [held for held in kept if held not in self.known[owner]]
+
+    def stopped(self, entry: int) -> None:
+        for name, goes in list(self.goes.items()):
+            if goes == entry:
+                del self.goes[name]
+
+    def pick(self, owner: int, data: st.DataObject) -> Held | None:
+        refused = [held for held in self.known[owner] if held.real.token in self.refused]
+        going = [held for held in self.known[owner] if held.real.entry in self.goes.values()]
+        pool = data.draw(st.sampled_from([refused, going, going])) or [*self.known[owner], *self.ended[-2:]]
+        return data.draw(st.sampled_from(pool)) if pool else None
+
+    def drop(self, owner: int, held: Held) -> None:
+        self.known[owner] = [one for one in self.known[owner] if one is not held]
+        self.ended.append(held)
+
+    ends = st.builds(
+        lambda failed, token, carry: (failed, token, carry),
+        st.integers(0, 2).map(lambda number: number == 0),
+        st.sampled_from([None, None, "", "token"]),
+        st.sampled_from([None, None, b"", b"\x00carry\xff"]),
+    )
+
+    @rule(data=st.data(), owner=owners, end=ends, bury=st.integers(0, 4), lose=lost)
+    def settle(self, data: st.DataObject, owner: int, end: tuple[Any, ...], bury: int, lose: bool) -> None:
+        held = self.pick(owner, data)
+        if held is not None:
+            self.end(owner, held, end, bury=bury == 0, lose=lose, told=data.draw(st.integers(0, 5)) > 0)
+
+    @rule(data=st.data(), owner=owners, most=st.integers(1, 9), rounds=st.integers(1, 3))
+    def work(self, data: st.DataObject, owner: int, most: int, rounds: int) -> None:
+        """Take, and end what goes."""
+        for _ in range(rounds):
+            self.take(owner, most, False, False)
+            for held in self.known[owner]:
+                if held.real.entry in self.goes.values() or held.real.token in self.refused:
+                    self.end(owner, held, data.draw(self.ends), bury=False, lose=False, told=True)
+
+    def end(
+        self, owner: int, held: Held, end: tuple[Any, ...], *, bury: bool, lose: bool, told: bool
+    ) -> None:
+        turn, (failed, token, carry) = turn_of(held.real.member), end
+        left = None
+        if turn is not None and told and held.real.token not in self.refused:
+            left = TurnEnd(turn, failed=failed, cause="it: failed", token=token, carry=carry)
+        result = b"%d" % held.real.entry
+        ends = [Settlement(lease, result, "", turn=left) for lease in (held.real, held.twin)]
+        if bury:
+            burials = [Burial(one, "why") for one in ends]
+            real, twin = self.both(owner, lambda queue, at: queue.bury([burials[at]]), lose)
+        else:
+            real, twin = self.both(owner, lambda queue, at: queue.settle([ends[at]]), lose)
+        assert list(real) == list(twin)
+        if real[0] == "done":
+            self.written[NAMES.results, result] += 1
+            self.finished += not bury
+            self.stopped(held.real.entry)
+            self.seen["failed"] += left is not None and left.failed
+        self.drop(owner, held)
+
+    @rule(data=st.data(), owner=owners, delay_s=st.sampled_from([0.0, 1000.0]), lose=lost)
+    def release(self, data: st.DataObject, owner: int, delay_s: float, lose: bool) -> None:
+        held = self.pick(owner, data)
+        if held is not None:
+            sides = [Release(lease, delay_s=delay_s) for lease in (held.real, held.twin)]
+            real, twin = self.both(owner, lambda queue, at: queue.release([sides[at]]), lose)
+            assert list(real) == list(twin)
+            self.drop(owner, held)
+
+    @rule(owner=owners, killed=owners)
+    def owner_is_killed(self, owner: int, killed: int) -> None:
+        self.knows.ended = {f"owner-{killed}"} - {f"owner-{owner}"}
+        self.sweep(owner)
+        self.knows.ended = set()
+        if killed != owner:
+            self.ended.extend(self.known[killed])
+            self.known[killed] = []
+
+    @rule(owner=owners)
+    def sweep(self, owner: int) -> None:
+        real, twin = self.both(owner, lambda queue, _: queue.sweep())
+        assert (real.reclaimed, real.due, real.turns) == (twin.reclaimed, twin.due, twin.turns)
+        self.seen["turns by time"] += real.turns
+
+    @rule(owner=owners, seconds=st.sampled_from([600.0, 600.0, 600.0, 1100.0, 6000.0]))
+    def time_passes(self, owner: int, seconds: float) -> None:
+        age_redis(self.bench.raw, NAMES, seconds)
+        age_memory(self.store, seconds)
+        self.sweep(owner)
+
+    @rule(owner=owners)
+    def delays_pass(self, owner: int) -> None:
+        key = f"{NAMES.prefix}:delayed"
+        if delayed := self.bench.raw.zrange(key, 0, -1):
+            self.bench.raw.zadd(key, dict.fromkeys(delayed, 0.0), xx=True)
+        self.store.line.delayed.shift(-(10.0**6))
+        self.sweep(owner)
+
+    @rule(owner=owners, lose=lost, failing=st.booleans())
+    def expire(self, owner: int, lose: bool, failing: bool) -> None:
+        found: list[dict[Any, Any]] = [{}, {}]
+
+        async def look(queue: Any, which: int) -> None:
+            for _ in range(6):
+                for one in await queue.expired(20):
+                    found[which][one.member] = one
+
+        self.both(owner, look)
+        assert found[0].keys() == found[1].keys()
+        names = sorted(found[0])
+        self.answer(owner, [[side[name] for name in names] for side in found], b"late", lose, failing)
+
+    @rule(owner=owners, most=st.integers(1, 5), lose=lost)
+    def serve_the_unserved(self, owner: int, most: int, lose: bool) -> None:
+        real, twin = self.both(owner, lambda queue, _: queue.unserved(most))
+        assert [(one.item.member, one.code, one.why) for one in real] == [
+            (one.item.member, one.code, one.why) for one in twin
+        ]
+        self.seen["unserved"] += len(real)
+        self.answer(owner, [[one.item for one in side] for side in (real, twin)], b"over", lose, True)
+
+    def answer(
+        self, owner: int, sides: Sequence[Sequence[Any]], why: bytes, lose: bool, failing: bool
+    ) -> None:
+        items: list[list[Any]] = [[], []]
+        for which, side in enumerate(sides):
+            for item in side:
+                turn = turn_of(item.member)
+                left = None if turn is None else TurnEnd(turn, failed=failing, cause="too late")
+                items[which].append((item, Settlement(UNLEASED, why, "", turn=left)))
+        before = dict(self.goes)
+        real, twin = self.both(owner, lambda queue, at: queue.expire(items[at]), lose)
+        assert real == twin == len(items[0])
+        for entry in before.values():
+            if entry not in self.store.line.entries:
+                self.stopped(entry)
+        self.written[NAMES.results, why] += real
+        self.finished += real
+        self.seen[f"expired {why!r}"] += real
+
+    @precondition(lambda self: self.held())
+    @rule(owner=owners)
+    def release_what_is_held(self, owner: int) -> None:
+        self.decide(owner, self.held()[0], "release")
+
+    def held(self) -> list[str]:
+        return [one.id for one in self.store.line.sequences.known.values() if one.status == "held"]
+
+    @rule(owner=owners, name=names, verb=st.sampled_from(["release", "abort", "cancel"]))
+    def decide(self, owner: int, name: str, verb: str) -> None:
+        async def act(queue: Any, which: int) -> Any:
+            desk = (queue, self.store)[which]
+            if verb == "abort":
+                return await desk.abort_sequence(name, "an operator: gave it up")
+            return await getattr(desk, f"{verb}_sequence")(name)
+
+        real, twin = self.both(owner, act)
+        assert real == twin
+        self.seen[verb] += real
+
+    @precondition(lambda self: self.store.line.dead)
+    @rule(owner=owners)
+    def purge(self, owner: int) -> None:
+        dead = len(self.store.line.dead)
+        self.both(owner, lambda queue, at: (queue, self.store)[at].dead_purge())
+        self.finished += dead
+
+    @invariant()
+    def sequences_are_known_alike(self) -> None:
+        loop = self.bench.loops[0]
+
+        async def look(desk: Any) -> list[SequenceSeen | None]:
+            return [await desk.sequence(name) for name in ("a", "b", "ü")]
+
+        real, twin = loop.run_until_complete(look(self.real[0])), loop.run_until_complete(look(self.store))
+        assert [timeless(one) for one in real] == [timeless(one) for one in twin]
+        for one, other in zip(real, twin, strict=True):
+            if one is not None and other is not None:
+                times = (one.began_at or 0, one.touched_at, one.gap_since or 0)
+                others = (other.began_at or 0, other.touched_at, other.gap_since or 0)
+                assert times == pytest.approx(others, abs=self.error_s)
+                self.seen[f"{one.status}"] += 1
+                self.seen["lives"] += one.lives > 1
+                self.seen["gaps"] += one.gap_since is not None
+
+    @invariant()
+    def lines_hold_what_waits_and_nothing_else(self) -> None:
+        raw, prefix = self.bench.raw, NAMES.prefix
+        waiting = {int(seat[-16:]) for seat in raw.zrange(f"{prefix}:sequenced", 0, -1)}
+        line = [name[34:] for name in raw.zrange(f"{prefix}:sequences:turns", 0, -1)]
+        assert waiting == {int(name) for name in line if not name.startswith(b"-")}
+        mine = self.store.line
+        assert waiting == {entry.id for entry in mine.entries.values() if entry.in_line}
+        passed = sum(name.startswith(b"-") for name in line)
+        over = len(raw.zrange(f"{prefix}:sequences:over", 0, -1))
+        assert over == len(mine.sequences.over)
+        if not over:
+            in_line = sum(one.in_line for one in mine.sequences.known.values())
+            assert passed == in_line - len(waiting)
+        assert {name.decode() for name in raw.hkeys(f"{prefix}:sequences")} - {""} == set(
+            mine.sequences.known
+        )
+        carried = {name.decode() for name in raw.hkeys(f"{prefix}:sequences:carried")}
+        assert carried == {name for name, one in mine.sequences.known.items() if one.carry}
+
+
+def timeless(one: SequenceSeen | None) -> SequenceSeen | None:
+    return None if one is None else replace(one, began_at=None, touched_at=0.0, gap_since=None)
+
+
+def turn_of(member: bytes) -> Turn | None:
+    request = parse(member)
+    return request.sequence if isinstance(request, Request) else None
+
+
+HAPPENS = (
+    *("Goes", "Waits", "Barred", "SEQUENCE_FULL", "SEQUENCE_INDEX", "SEQUENCE_ABORTED", "SEQUENCE_ENDED"),
+    *("failed", "turns by time", "unserved", "expired b'late'", "expired b'over'", "release", "abort"),
+    *("cancel", "open", "parked", "held", "aborted", "ended", "lives", "gaps", "replies lost"),
+)
+
+
+def run(bench: Bench, examples: int, steps: int, *, derandomize: bool) -> None:
+    machine: Any = type("BoundModel", (SequenceModel,), {"bench": bench, "seen": Counter()})
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            database=None,
+            print_blob=True,
+            derandomize=derandomize,
+            phases=[Phase.generate] if derandomize else [Phase.generate, Phase.shrink],
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    assert {what for what in HAPPENS if not machine.seen[what]} == set(), machine.seen
+
+
+@pytest.mark.timeout(300)
+def test_scripts_of_sequences_do_what_the_twin_does(bench: Bench) -> None:
+    run(bench, examples=120, steps=40, derandomize=True)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_scripts_of_sequences_do_what_the_twin_does_at_length(bench: Bench) -> None:
+    run(bench, examples=1000, steps=100, derandomize=False)

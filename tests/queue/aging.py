@@ -1,0 +1,42 @@
+"""Time that passes for sequences, by hand: what is kept of them is of so much earlier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dispatcher.queue.keys import Names
+from dispatcher.queue.memory import MemoryStore
+
+_TIMES = (1, 6, 7)
+"""Where touched, born and gap stand in what sequences.lua packs."""
+
+
+def age_redis(raw: Any, names: Names, seconds: float) -> None:
+    """`raw`: a blocking client."""
+    key, looks = f"{names.prefix}:sequences", f"{names.prefix}:sequences:looks"
+    for name, packed in raw.hgetall(key).items():
+        if name != b"":
+            values = _values(packed)
+            for at in _TIMES:
+                if values[at] is not False:
+                    values[at] -= seconds
+            raw.hset(key, name, msgspec.msgpack.encode(values))
+    for name in raw.zrange(looks, 0, -1):
+        raw.zincrby(looks, -seconds, name)
+
+
+def _values(packed: bytes) -> list[Any]:
+    """Strings as bytes, whatever is in them, would not be strings again: ids and sentences here are text."""
+    values: list[Any] = msgspec.msgpack.decode(packed)
+    return values
+
+
+def age_memory(store: MemoryStore, seconds: float) -> None:
+    sequences = store.line.sequences
+    sequences.step_back(-seconds)
+    for one in sequences.known.values():
+        one.touched_at -= seconds
+        one.born_at = None if one.born_at is None else one.born_at - seconds
+        one.gap_since = None if one.gap_since is None else one.gap_since - seconds
