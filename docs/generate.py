@@ -274,7 +274,7 @@ def reference() -> str:
     lines = [_REFERENCE]
     for name in (*first, *(name for name in offered if name not in (*first, *last)), *_OF_FILES):
         lines += _class(classes[name])
-    source = ast.parse((_CLIENT / "batched.py").read_text()).body
+    source = ast.parse((_CLIENT / "batching" / "batched.py").read_text()).body
     [decorator] = [each for each in source if isinstance(each, ast.FunctionDef) and each.name == last[0]]
     lines += ["## batched", "", "```python", _signature(decorator), "```", "", _text(decorator), ""]
     lines += _class(classes[last[1]])

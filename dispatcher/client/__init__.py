@@ -9,8 +9,9 @@ async with BatchClient("redis://…", pool="qwen") as client:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from dispatcher.client.batch import BatchClient
-from dispatcher.client.batched import Batched, batched
 from dispatcher.client.errors import (
     BatchError,
     ClosedError,
@@ -38,6 +39,9 @@ from dispatcher.client.result import (
 )
 from dispatcher.client.sequence import OpenSequence
 from dispatcher.core.turns import OnError, SequenceSeen, SequenceStatus, Turn
+
+if TYPE_CHECKING:
+    from dispatcher.client.batching.batched import Batched, batched
 
 __all__ = [
     "BatchClient",
@@ -71,3 +75,12 @@ __all__ = [
     "WrongLengthError",
     "batched",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What only some programs use, and the others need not load."""
+    if name not in ("Batched", "batched"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from dispatcher.client.batching import batched as module
+
+    return getattr(module, name)

@@ -6,12 +6,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import Barred, OnError, SequenceSeen, SequenceStatus, SequenceTerms
-
-LOOK_S = 30.0
-"""A head is looked at this often: an owner of a version that knows no sequences ends it without a word."""
-LINE_SEEN = 20
-"""Of those that wait: so many are shown."""
+from dispatcher.core.turns import LOOK_S, Barred, OnError, SequenceSeen, SequenceStatus, SequenceTerms
 
 
 @dataclass(slots=True, eq=False)

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from dispatcher.core.lives import Life, Over, Passed, Seat, Sequenced, full, taken
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import (
+    LIVES_MOST,
+    UNPARK_MOST,
     Barred,
     Goes,
     OnError,
@@ -40,10 +42,6 @@ from dispatcher.core.turns import (
     Waits,
 )
 
-LIVES_MOST = 100
-"""Of one sequence, that wait behind each other."""
-UNPARK_MOST = 100
-"""Sequences that one step lets begin."""
 _LAST, _CANCELLED = "its last request has ended", "the sequence was cancelled"
 _IDLE, _AGE = "nothing of it ran or waited for max_idle_s", "it had run for max_age_s"
 _OVER = (SequenceStatus.ABORTED, SequenceStatus.ENDED)

@@ -18,6 +18,14 @@ from dispatcher.core.result import ErrorCode
 MAX_SEQUENCE_BYTES = 256
 INDEX_MOST = 10**15 - 1
 """Of an index: it stands in 16 digits, and floats count as far as that."""
+LOOK_S = 30.0
+"""A head is looked at this often: an owner of a version that knows no sequences ends it without a word."""
+LINE_SEEN = 20
+"""Of those that wait: so many are shown."""
+LIVES_MOST = 100
+"""Of one sequence, that wait behind each other."""
+UNPARK_MOST = 100
+"""Sequences that one step lets begin."""
 
 
 class OnError(StrEnum):

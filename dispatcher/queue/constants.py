@@ -6,10 +6,9 @@ They are no settings: all dispatchers of a queue must agree about them, and so m
 from __future__ import annotations
 
 from dispatcher.core.lanes import SUSPECT_DEATHS
-from dispatcher.core.lives import LINE_SEEN, LOOK_S
 from dispatcher.core.oversize import HEAD_BYTES
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, TOLD_FROM
-from dispatcher.core.sequences import LIVES_MOST, UNPARK_MOST
+from dispatcher.core.turns import LINE_SEEN, LIVES_MOST, LOOK_S, UNPARK_MOST
 
 PREFIX_BYTES = 512
 """Of a member: so much decides the order of equal scores once it was claimed."""

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dispatcher.client.batched import batched
+from dispatcher.client.batching.batched import batched
 
 
 class OddError(Exception):

@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.client.batched_gathering import CallTerms, Gathering, Waiter
+from dispatcher.client.batching.gathering import CallTerms, Gathering, Waiter
 from dispatcher.core.batching import Forming, Waiting
 
 NEVER = Forming(max_size=100, max_delay_s=1000.0)

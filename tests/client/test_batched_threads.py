@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from dispatcher.client import Batched, BatchError, ClosedError, TooManyPendingError, batched
-from dispatcher.client.batched_gathering import CallTerms
-from dispatcher.client.batched_threads import FunctionWorker, ThreadWaiters
+from dispatcher.client.batching.gathering import CallTerms
+from dispatcher.client.batching.threads import FunctionWorker, ThreadWaiters
 from dispatcher.core.batching import Forming
 from tests.support import wait_until, wait_until_sync
 

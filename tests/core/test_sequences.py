@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dispatcher.core.lives import LOOK_S
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.sequences import LIVES_MOST, UNPARK_MOST, Sequences
+from dispatcher.core.sequences import Sequences
 from dispatcher.core.turns import (
+    LIVES_MOST,
+    LOOK_S,
+    UNPARK_MOST,
     Barred,
     Goes,
     OnError,

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.client.batched import batched
-from dispatcher.client.batched_calls import Attempt, Raised
+from dispatcher.client.batching.batched import batched
+from dispatcher.client.batching.calls import Attempt, Raised
 from dispatcher.sim import virtual
 
 COUNTS = st.integers(0, 70)

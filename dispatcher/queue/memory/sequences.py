@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dispatcher.core.lives import LINE_SEEN, Sequenced
+from dispatcher.core.lives import Sequenced
 from dispatcher.core.oversize import cut
 from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import (
+    LINE_SEEN,
     SequencePage,
     SequenceSeen,
     SequenceStatus,

@@ -12,8 +12,8 @@ from math import inf
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
-from dispatcher.client.batched_calls import Attempt, answers, raised
-from dispatcher.client.batched_gathering import CallTerms, Gathering, Waiter, tell
+from dispatcher.client.batching.calls import Attempt, answers, raised
+from dispatcher.client.batching.gathering import CallTerms, Gathering, Waiter, tell
 from dispatcher.client.errors import ClosedError
 from dispatcher.core.batching import Waiting
 

@@ -15,7 +15,7 @@ from contextvars import Context
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
-from dispatcher.client.batched_calls import Raised
+from dispatcher.client.batching.calls import Raised
 from dispatcher.client.errors import ClosedError, TooManyPendingError
 from dispatcher.core.batching import Form, Forming, Waiting, form
 

@@ -16,8 +16,8 @@ from math import inf
 from typing import Any, Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from dispatcher.client.batched_calls import Attempt, Raised, answers, raised
-from dispatcher.client.batched_gathering import CallTerms, Gathering, Waiter, tell
+from dispatcher.client.batching.calls import Attempt, Raised, answers, raised
+from dispatcher.client.batching.gathering import CallTerms, Gathering, Waiter, tell
 from dispatcher.client.errors import ClosedError
 from dispatcher.core.batching import Waiting
 

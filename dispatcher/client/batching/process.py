@@ -32,7 +32,7 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
-from dispatcher.client.batched_calls import Attempt, Raised, answers, raised
+from dispatcher.client.batching.calls import Attempt, Raised, answers, raised
 from dispatcher.client.errors import BatchError, WorkerCrashedError
 
 END_S = 5.0
@@ -46,7 +46,7 @@ me = process.current_process()
 me._inheriting = True
 spawn.prepare(loads(pipe.recv_bytes()))
 del me._inheriting
-from dispatcher.client.batched_process import serve
+from dispatcher.client.batching.process import serve
 serve(pipe)
 """
 """`prepare` sets the path, so nothing of ours is imported before it, and imports the program, which may not

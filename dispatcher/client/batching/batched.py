@@ -18,9 +18,9 @@ from functools import update_wrapper
 from math import inf
 from typing import Any, Generic, Literal, Never, ParamSpec, Protocol, TypeVar, overload
 
-from dispatcher.client.batched_gathering import CallTerms
-from dispatcher.client.batched_loops import Loops
-from dispatcher.client.batched_threads import FunctionWorker, ThreadWaiters
+from dispatcher.client.batching.gathering import CallTerms
+from dispatcher.client.batching.loops import Loops
+from dispatcher.client.batching.threads import FunctionWorker, ThreadWaiters
 from dispatcher.core.batching import Forming
 
 P = ParamSpec("P")
@@ -204,7 +204,7 @@ class BatchedClass(Generic[P, T, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Batched[T, R]:
         import pickle
 
-        from dispatcher.client.batched_process import ProcessWorker, WorkerTarget
+        from dispatcher.client.batching.process import ProcessWorker, WorkerTarget
 
         cls: type = self.__wrapped__  # type: ignore[attr-defined]
         if "<locals>" in cls.__qualname__:
