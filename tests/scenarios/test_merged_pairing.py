@@ -13,7 +13,7 @@ import pytest
 
 from dispatcher.client import BatchClient, Item
 from tests.scenarios.listserver import ListProcess, alone, comparable, list_server
-from tests.scenarios.processes import POOL, Stage
+from tests.scenarios.processes import POOL, Dispatcher, Stage
 
 LEASE_S = 2.0
 MAX_ITEMS = 24
@@ -92,24 +92,41 @@ def lacks_one(answer: Any, own: Any) -> bool:
     )
 
 
-async def make_trouble(
-    stage: Stage, server: ListProcess, until: asyncio.Event, every_s: float
-) -> Counter[str]:
-    """In turn: a dispatcher is killed, calls fail, are refused, answers lack an item, come shuffled."""
-    chance, done = random.Random(0), Counter[str]()
-    number = 0
+async def merged_by(one: Dispatcher, until: asyncio.Event) -> int:
+    """How many requests travelled with others here, as soon as there are any."""
     while not until.is_set():
+        if merged := (await asyncio.to_thread(one.status))["batching_requests"]:
+            return int(merged)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(until.wait(), 0.02)
+    return 0
+
+
+async def make_trouble(
+    stage: Stage, server: ListProcess, until: asyncio.Event, every_s: float, rounds: int
+) -> Counter[str]:
+    """In turn: a dispatcher that has merged calls is killed, calls fail, are refused, come shuffled, answers
+    lack an item.
+
+    Only so many rounds: trouble that comes back sooner than the last request is tried again, each time, and a
+    process that is killed before it takes up requests whose owners have died (dispatch/suspects.py), keep
+    that one from its answer for ever. On a machine that does other things beside it is late enough for that.
+    """
+    chance, done = random.Random(0), Counter[str]()
+    for number in range(5 * rounds):
         match number % 5:
             case 0:
-                one = stage.dispatchers[number // 5 % len(stage.dispatchers)]
-                await asyncio.to_thread(one.kill)
-                await asyncio.to_thread(one.start)
-                done["SIGKILL"] += 1
+                one = stage.dispatchers[done["SIGKILL"] % len(stage.dispatchers)]
+                if merged := await merged_by(one, until):
+                    await asyncio.to_thread(one.kill)
+                    await asyncio.to_thread(one.start)
+                    done["SIGKILL"] += 1
+                    done["merged"] += merged
             case 1:
                 await asyncio.to_thread(server.control, fail=5)
                 done["503"] += 5
             case 2:
-                await asyncio.to_thread(server.control, shuffled=chance.random() < 0.5)
+                await asyncio.to_thread(server.control, fail=0, shuffled=chance.random() < 0.5)
                 done["shuffled"] += 1
             case 3:
                 await asyncio.to_thread(server.control, max_items=chance.choice([MAX_ITEMS, 8]))
@@ -117,22 +134,23 @@ async def make_trouble(
             case _:
                 await asyncio.to_thread(server.control, missing=1)
                 done["lacks an item"] += 1
-        number += 1
         with suppress(TimeoutError):
             await asyncio.wait_for(until.wait(), every_s)
+        if until.is_set():
+            break
     return done
 
 
 @pytest.mark.parametrize(
-    ("callers", "requests", "replicas", "every_s"),
+    ("callers", "requests", "replicas", "every_s", "rounds"),
     [
-        (6, 200, 2, 0.15),
-        pytest.param(50, 400, 3, 1.0, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
+        (6, 200, 2, 0.1, 3),
+        pytest.param(50, 400, 3, 1.0, 12, marks=[pytest.mark.long, pytest.mark.timeout(1200)]),
     ],
     ids=["short", "long"],
 )
 async def test_whoever_travels_with_others_has_its_own_answer(
-    stage: Stage, callers: int, requests: int, replicas: int, every_s: float
+    stage: Stage, callers: int, requests: int, replicas: int, every_s: float, rounds: int
 ) -> None:
     world = stage.world(slots=64)
     with list_server(call_s=0.004, item_s=0.0005, workers=4, bad=BAD, max_items=MAX_ITEMS) as server:
@@ -152,7 +170,7 @@ async def test_whoever_travels_with_others_has_its_own_answer(
                 await stack.enter_async_context(BatchClient(stage.server.url, pool=POOL))
                 for _ in range(callers)
             ]
-            trouble = asyncio.create_task(make_trouble(stage, server, done, every_s))
+            trouble = asyncio.create_task(make_trouble(stage, server, done, every_s, rounds))
             try:
                 found = await asyncio.gather(
                     *(call(client, number, requests) for number, client in enumerate(clients))
@@ -172,4 +190,4 @@ async def test_whoever_travels_with_others_has_its_own_answer(
         assert kinds["lacks one"] <= troubled["lacks an item"]
         assert troubled["SIGKILL"]
         merged = [one.status()["batching_requests"] for one in stage.dispatchers]
-        assert sum(merged) > 0
+        assert sum(merged) + troubled["merged"] >= callers * requests / 4
