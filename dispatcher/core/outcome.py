@@ -93,7 +93,19 @@ class Unsent:
     """Its lease may be another's by now: nothing was sent, or not again."""
 
 
-Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | TooLate | Unsent
+@dataclass(frozen=True, slots=True)
+class WithoutModel:
+    """The server answered that it has no such model, where that is expected: it waits for it, or is tried
+    again soon where others serve it. No attempt counted."""
+
+    why: str
+    awaits: str = ""
+    """The model that it waits for; empty: it is tried again."""
+    rest_s: float = 0.0
+    """It waits so long before it is tried again."""
+
+
+Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | TooLate | Unsent | WithoutModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +152,8 @@ class Retry:
     """Nothing was tried: the delivery is taken back."""
     last_try: str = ""
     """What the try came to, where it counts."""
+    awaits: str = ""
+    """The model that it waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,10 +228,8 @@ def after(
             retry = Retry(delay, attempt=True, last_try=told(outcome))
         case Overloaded():
             retry = Retry(_again(refusals, policy), refusal=True, last_try=told(outcome))
-        case Unreachable():
-            retry = Retry(outcome.rest_s, undelivered=True)
-        case Unsent():
-            retry = Retry(undelivered=True)
+        case Unreachable() | Unsent() | WithoutModel():
+            retry = _untried(outcome)
         case _:
             assert_never(outcome)
     left = deadline - now
@@ -226,6 +238,18 @@ def after(
     if retry.delay_s > left:
         return replace(retry, delay_s=left)
     return retry
+
+
+def _untried(outcome: Unreachable | Unsent | WithoutModel) -> Retry:
+    """It counts for nothing."""
+    match outcome:
+        case Unreachable():
+            return Retry(outcome.rest_s, undelivered=True)
+        case Unsent():
+            return Retry(undelivered=True)
+        case WithoutModel(why, awaits, rest_s):
+            why = shortened(plain(why), _WHY_CHARS)
+            return Retry(rest_s, undelivered=True, last_try=why, awaits=awaits)
 
 
 def after_losses(losses: int, policy: RetryPolicy) -> Bury | None:

@@ -33,6 +33,8 @@ class ErrorCode(StrEnum):
     """Too many requests of its sequence wait."""
     SEQUENCE_INDEX = "SEQUENCE_INDEX"
     """Another request of its sequence has its index, or that one's turn has passed."""
+    MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
+    """Its model is not served here."""
 
 
 class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):

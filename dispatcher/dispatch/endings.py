@@ -75,6 +75,11 @@ def returned(lease: Lease, after_s: float = 0.0) -> Release:
     return Release(lease, delay_s=after_s, undelivered=True)
 
 
+def awaiting(lease: Lease, model: str, why: str) -> Release:
+    """Untouched, to where it waits for its model."""
+    return Release(lease, undelivered=True, last_try=why, awaits=model)
+
+
 def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
     """A member that can never be served: a result where its id could be read, else dead, whole."""
     if rejection.id is None:
@@ -119,6 +124,7 @@ def after_try(
                 refusal=decision.refusal,
                 undelivered=decision.undelivered,
                 last_try=decision.last_try,
+                awaits=decision.awaits,
             )
         case Bury():
             return _burial(lease, request, decision)

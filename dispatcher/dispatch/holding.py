@@ -66,6 +66,8 @@ class HeldLease:
     """What is traced of it; None: nothing."""
     goes: Goes | None = None
     """It is of a sequence, and its turn has come."""
+    model: str = ""
+    """What its body asks for, where models are watched."""
 
 
 class Holding:

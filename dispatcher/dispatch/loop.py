@@ -40,6 +40,7 @@ from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
+from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.tries import Tries
@@ -104,6 +105,7 @@ class Dispatcher:
         self.view: QueueView = self._access.view
         self.batching: Batching = self._tries.batching
         self.lineup: LineUp = self._tries.lineup
+        self.models: Models = self._tries.models
         self._done: list[Ending] = []
         self._free: float | None = None
         self._free_by = float("nan"), 0
@@ -125,6 +127,8 @@ class Dispatcher:
             await self._upkeep.take_over()
             beside = self._upkeep.start(tasks)
             beside.append(tasks.create_task(self._turns(), name="turns"))
+            if not self._options.observe:
+                beside.append(tasks.create_task(self.models.recalling(), name="recall"))
             self.poke()
             await self._stop.wait()
             await self._run_dry()
@@ -294,6 +298,7 @@ class Dispatcher:
                 held.lease = case.lease = replace(lease, member=b"")
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
+        cases = self.models.judged(cases)
         read = [(held, case.request) for held, case in cases]
         gone = await self._weighing.without_room(read, permit, self.limiter.most)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dispatcher.core.headers import SESSION_TOKEN
 from dispatcher.core.outcome import RetryPolicy
+from dispatcher.core.served import ModelTerms
 from dispatcher.core.turns import Carry, SequenceTerms
 
 if TYPE_CHECKING:
@@ -45,5 +46,7 @@ class Options:
     batching: Sequence[BatchRule] = ()
     """Which requests may travel together."""
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
+    models: ModelTerms | None = None
+    """What becomes of requests whose model is not served; None: nobody watches that."""
     observe: bool = False
     """Decide and show everything, touch nothing."""

@@ -21,6 +21,7 @@ from dispatcher.dispatch.bundles import FollowUp
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
+from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.upkeep import Upkeep
@@ -55,6 +56,7 @@ class Tries:
         self.stranger = Stranger()
         self.batching = Batching(options, rand)
         self.lineup = LineUp(access, options, finish, drop)
+        self.models = Models(access, options, finish)
         self._gateway = gateway
         self._limiter = limiter
         self._holding = holding
@@ -73,6 +75,7 @@ class Tries:
             self.stranger = Stranger()
         self.options = self.lineup.options = options
         self.batching.reconfigure(options)
+        self.models.reconfigure(options)
 
     def close(self) -> None:
         """Nothing runs any more."""
@@ -126,6 +129,9 @@ class Tries:
         outcome = self.stranger.judged(forwarded.outcome)
         seen = forwarded if outcome is forwarded.outcome else replace(forwarded, outcome=outcome)
         self._gateway_seen(running, seen)
+        outcome = self.models.outcome(running, seen.outcome, seen.sent_at)
+        if outcome is not seen.outcome:
+            seen = replace(seen, outcome=outcome)
         if running.bundled:
             self._follow(running, self._answered(running, seen))
         else:

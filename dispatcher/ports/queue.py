@@ -171,6 +171,8 @@ class Release:
     """The delivery is taken back: it was given back untouched (drain, unreachable), not lost."""
     last_try: str = ""
     """What the try came to, where it counts; empty: what is known of an earlier one stays."""
+    awaits: str = ""
+    """The model that it waits for, apart from all others, until that is recalled; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)

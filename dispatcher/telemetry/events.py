@@ -55,6 +55,11 @@ class Event(Enum):
     )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
     QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
+    MODEL = (
+        "model",
+        logging.INFO,
+        "A model that the settings name, or that requests wait for, is served, loaded, gone or not known",
+    )
     LEASE_LOST = (
         "lease-lost",
         logging.WARNING,

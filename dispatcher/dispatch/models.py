@@ -1,0 +1,189 @@
+"""Requests and their models: who is sent, who waits for its model, who asks for one that is none.
+
+    judged     of what was claimed and read, those whose model is served go; those that are expected wait in
+               the queue, apart from all others; the rest ends with MODEL_NOT_FOUND
+    outcome    a server's answer that it has no such model, where that is expected, costs no attempt
+    recall     what waits for a model that is served by now, or that nobody watches any more, comes back
+
+Where no models are watched nothing of a body is read, and what the server answers is the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dispatcher.core.outcome import Delivered, Outcome, WithoutModel
+from dispatcher.core.result import ErrorCode
+from dispatcher.core.served import (
+    AwaitsModel,
+    GoesToModel,
+    Listing,
+    ModelSeen,
+    ModelState,
+    NoSuchModel,
+    PoolModels,
+    model_of,
+    says_no_model,
+)
+from dispatcher.dispatch import endings
+from dispatcher.dispatch.access import now
+from dispatcher.telemetry.events import Event, emit
+
+if TYPE_CHECKING:
+    from dispatcher.dispatch.access import QueueAccess
+    from dispatcher.dispatch.admission import Case
+    from dispatcher.dispatch.endings import Ending
+    from dispatcher.dispatch.holding import HeldLease, Try
+    from dispatcher.dispatch.options import Options
+
+RECALL_EACH_S, UNWATCHED_EACH_S = 5.0, 60.0
+"""Whether any wait whose model is there is looked at this often; by the second where no models are watched."""
+ELSEWHERE_S = 1.0
+"""Where some servers have the model and another one answered: it is tried again after this."""
+SHOWN_MOST = 50
+
+
+class Models:
+    """Of one process. `finish`: how a lease ends."""
+
+    def __init__(self, access: QueueAccess, options: Options, finish: Callable[[Ending], None]) -> None:
+        self.requests: dict[str, int] = dict.fromkeys(("goes", "waits", "unknown", "denied"), 0)
+        """What was said of those that name a model, by what it was; `denied`: by the server."""
+        self.awaited: Mapping[str, int] = {}
+        """How many requests wait for each model, as counted last."""
+        self._access = access
+        self._finish = finish
+        self._pool: PoolModels | None = None
+        self._changed = asyncio.Event()
+        self.reconfigure(options)
+
+    def reconfigure(self, options: Options) -> None:
+        if options.models is None:
+            self._pool = None
+        elif self._pool is None:
+            self._pool = PoolModels(options.models, now())
+            self._pool.expect(self.awaited)
+        else:
+            self._pool.reconfigure(options.models)
+        self._changed.set()
+
+    def heard(self, listings: Sequence[Listing]) -> None:
+        """A round of what the endpoints say."""
+        if self._pool is None:
+            return
+        for moved in self._pool.heard(listings, now()):
+            seen = moved.seen
+            if seen.named or self.awaited.get(seen.name):
+                emit(
+                    Event.MODEL,
+                    model=seen.name,
+                    state=str(seen.state),
+                    before=str(moved.before),
+                    serving=seen.serving,
+                    endpoints=seen.endpoints,
+                    waiting=self.awaited.get(seen.name, 0),
+                )
+            if seen.state is ModelState.READY:
+                self._changed.set()
+
+    def judged(self, read: list[tuple[HeldLease, Case]]) -> list[tuple[HeldLease, Case]]:
+        """Those that may go, in their order; what becomes of the others is seen to."""
+        if self._pool is None or not read:
+            return read
+        going, at = [], now()
+        for held, case in read:
+            held.model = model_of(case.request.payload)
+            match self._pool.verdict(held.model, at):
+                case GoesToModel():
+                    self.requests["goes"] += bool(held.model)
+                    going.append((held, case))
+                case AwaitsModel(why):
+                    self.requests["waits"] += 1
+                    self._finish(endings.awaiting(held.lease, held.model, f"not sent, for {why}"))
+                case NoSuchModel(why):
+                    self.requests["unknown"] += 1
+                    self._finish(endings.error(held.lease, case.request, ErrorCode.MODEL_NOT_FOUND, why))
+        return going
+
+    def outcome(self, tried: Try, outcome: Outcome, sent_at: float) -> Outcome:
+        """What the answer comes to, with what is known of the model that it was asked for."""
+        if self._pool is None or not isinstance(outcome, Delivered):
+            return outcome
+        model = tried.riders[0].model if tried.riders else ""
+        if outcome.status < 300:
+            self._pool.answered(model, sent_at)
+            return outcome
+        if not says_no_model(outcome.status, outcome.body, model):
+            return outcome
+        at = now()
+        self._pool.denied(model, sent_at, at)
+        match self._pool.verdict(model, at):
+            case AwaitsModel(why):
+                self.requests["denied"] += len(tried.riders)
+                return WithoutModel(f"not sent again, for {why}", awaits=model)
+            case GoesToModel() if self._pool.partly(model):
+                self.requests["denied"] += len(tried.riders)
+                return WithoutModel("it came to a server without its model", rest_s=ELSEWHERE_S)
+        return outcome  # nobody expects it: this is the answer
+
+    async def recalling(self) -> None:
+        """See to it that nothing waits for a model that is there."""
+        while True:
+            await self._recall()
+            pause_s = UNWATCHED_EACH_S if self._pool is None else RECALL_EACH_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._changed.wait()
+            self._changed.clear()
+
+    async def _recall(self) -> None:
+        access = self._access
+        awaited = await access.ask("awaited", access.queue.awaited())
+        if awaited is None:
+            return
+        self.awaited = awaited
+        if self._pool is not None:
+            self._pool.expect(awaited)
+        there = [model for model in awaited if not self._holds_back(model)]
+        while there:
+            recalled = await access.ask("recall", access.queue.recall(there))
+            if recalled is None:
+                return
+            if recalled.moved:
+                access.found_work()
+            if not recalled.left or not recalled.moved:
+                return
+            there = [model for model in there if not self._holds_back(model)]
+
+    def _holds_back(self, model: str) -> bool:
+        return self._pool is not None and isinstance(self._pool.verdict(model, now()), AwaitsModel)
+
+    # For people.
+
+    def seen(self) -> list[tuple[ModelSeen, int]]:
+        """The models that are known, each with how many requests wait for it, most first; bounded."""
+        if self._pool is None:
+            return []
+        names = sorted(self._pool.known(), key=lambda name: -self.awaited.get(name, 0))
+        at = now()
+        return [(self._pool.look(name, at), self.awaited.get(name, 0)) for name in names[:SHOWN_MOST]]
+
+    def held_back(self) -> list[tuple[str, int, str]]:
+        """The models that requests wait for, with how many these are and why, most first; bounded."""
+        if self._pool is None:
+            return []
+        at = now()
+        told = [
+            (name, count, verdict.why)
+            for name, count in self.awaited.items()
+            if isinstance(verdict := self._pool.verdict(name, at), AwaitsModel)
+        ]
+        return sorted(told, key=lambda each: -each[1])[:SHOWN_MOST]
+
+    @property
+    def problems(self) -> Mapping[str, str]:
+        """Endpoints that cannot be read, with the reason."""
+        return {} if self._pool is None else self._pool.problems
