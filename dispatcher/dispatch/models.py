@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.options import Options
 
 RECALL_EACH_S, UNWATCHED_EACH_S = 5.0, 60.0
-"""Whether any wait whose model is there is looked at this often; by the second where no models are watched."""
+"""How often it is looked whether any wait whose model is there; the second: where no models are watched."""
 ELSEWHERE_S = 1.0
 """Where some servers have the model and another one answered: it is tried again after this."""
 SHOWN_MOST = 50
