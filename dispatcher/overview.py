@@ -11,6 +11,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
 from dispatcher.dispatch.access import QueueView
 from dispatcher.dispatch.batching import Batching
+from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.sequences import LineUp
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
@@ -32,6 +33,7 @@ def overview(
     slow: str | None,
     batching: Batching | None = None,
     lineup: LineUp | None = None,
+    models: Models | None = None,
 ) -> Status:
     """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
     with its pace."""
@@ -43,6 +45,7 @@ def overview(
         _explained(allowance, limiter.in_flight, observe=process.observe),
         *_failing(allowance, signals),
         *_fitted(budget, settings),
+        *(_awaited(models) if models else ()),
         *(f"Kubernetes: {each}." for each in watched.problems),
         *(f"Beware: {each}." for each in (slow, little) if each),
     ]
@@ -74,6 +77,7 @@ def overview(
             sequence_turns=dict(lineup.turns) if lineup else {},
             sequence_servers=dict(lineup.servers) if lineup else {},
         ),
+        models=_models(models, now) if models else show.ModelsStatus(),
     )
 
 
@@ -249,6 +253,42 @@ def _price(price: Price) -> show.PriceStatus:
         price_source=price.source or None,
         price_why_not=price.why_not or None,
         batch_share=price.batch_share,
+    )
+
+
+_TOLD_MOST = 3
+
+
+def _awaited(models: Models) -> list[str]:
+    """Which models hold work back."""
+    held_back = models.held_back()
+    told = [
+        f"{count:,} {'request waits' if count == 1 else 'requests wait'}: {why}."
+        for _, count, why in held_back[:_TOLD_MOST]
+    ]
+    more = len(held_back) - _TOLD_MOST
+    return [*told, f"And {more} more such models."] if more > 0 else told
+
+
+def _models(models: Models, now: float) -> show.ModelsStatus:
+    return show.ModelsStatus(
+        models=[
+            {
+                "name": seen.name,
+                "state": str(seen.state),
+                "serving": seen.serving,
+                "endpoints": seen.endpoints,
+                "unread": seen.unread,
+                "waiting": waiting,
+                "since_s": round(now - seen.since, 1),
+                "named": seen.named,
+                "denied": seen.denied,
+                "sentence": models.sentence(seen.name),
+            }
+            for seen, waiting in models.seen()
+        ],
+        model_requests=dict(models.requests),
+        model_problems=[f"{endpoint}: {problem}" for endpoint, problem in models.problems.items()],
     )
 
 

@@ -277,6 +277,7 @@ class Service:
             slow=self.pace.problem,
             batching=self.dispatcher.batching,
             lineup=self.dispatcher.lineup,
+            models=self.dispatcher.models,
         )
 
     def _count(self) -> None:
@@ -295,6 +296,7 @@ class Service:
             (series.MERGE_CHECKS, batching.checks),
             (series.SEQUENCE_TURNS, lineup.turns),
             (series.SEQUENCE_SERVERS, lineup.servers),
+            (series.MODEL_REQUESTS, self.dispatcher.models.requests),
         ):
             for result, times in by.items():
                 self.metrics.set_total(counted, result, to=times)

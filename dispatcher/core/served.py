@@ -216,6 +216,14 @@ class PoolModels:
             return NoSuchModel(f"no model {_told(model)} is served here: {self._names()}")
         return _GOES
 
+    def sentence(self, model: str, now: float) -> str:
+        """How it is with a model."""
+        state = self._state(model, now)
+        if state is not ModelState.READY:
+            return f"it {self._why(model, state)}"
+        count, endpoints = len(self._serving[model]), len(self._endpoints)
+        return "it is served" if count == endpoints else f"it is served by {count} of {endpoints} endpoints"
+
     def partly(self, model: str) -> bool:
         """Some endpoints serve it and others, that can be read, do not: who sends there may meet either."""
         return 0 < len(self._serving.get(model, ())) < len(self._endpoints) - self._unread

@@ -183,6 +183,10 @@ class Models:
         ]
         return sorted(told, key=lambda each: -each[1])[:SHOWN_MOST]
 
+    def sentence(self, model: str) -> str:
+        """How it is with a model."""
+        return "" if self._pool is None else self._pool.sentence(model, now())
+
     @property
     def problems(self) -> Mapping[str, str]:
         """Endpoints that cannot be read, with the reason."""

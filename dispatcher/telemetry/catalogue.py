@@ -24,6 +24,7 @@ from dispatcher.core.outcome import (
     TooLate,
     Unreachable,
     Unsent,
+    WithoutModel,
 )
 from dispatcher.core.result import ErrorCode
 from dispatcher.ports import Burial, Release, Settled, Settlement
@@ -128,6 +129,7 @@ OUTCOMES: Mapping[type[Outcome], str] = {
     Refused: "refused",
     TooLate: "expired",
     Unsent: "unsent",
+    WithoutModel: "nomodel",
 }
 STATUSES = ("none", "2xx", "3xx", "4xx", "5xx")
 """`none`: no whole answer came."""
@@ -399,6 +401,26 @@ SEQUENCE_SERVERS = _counter(
     "sequence_servers",
     "Answers to requests with a session token, by the server that gave them",
     server=("same", "other", "lost"),
+)
+
+# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+MODEL_SERVING = _table(
+    "model_endpoints",
+    lambda s: s.models.of_each("serving"),
+    "Endpoints of the pool that serve a model, where models are watched",
+    "model",
+)
+MODEL_WAITING = _table(
+    "model_waiting",
+    lambda s: s.models.of_each("waiting"),
+    "Requests that wait for their model, which is not served",
+    "model",
+)
+MODEL_REQUESTS = _counter(
+    "model_requests",
+    "What was said of claimed requests that name a model; `denied`: by the server",
+    verdict=("goes", "waits", "unknown", "denied"),
 )
 
 # ── the price that realtime pays ────────────────────────────────────────────────────────────────────────────

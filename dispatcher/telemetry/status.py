@@ -225,6 +225,25 @@ class SequencesStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelsStatus:
+    """Which models the pool serves, as this process sees it."""
+
+    models: Sequence[Mapping[str, Any]] = ()
+    """Each that the settings name, that is or was served, or that requests wait for, most waited for first:
+    `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it, `since_s`, and the
+    `sentence` that says so. Empty: nobody watches them."""
+    model_requests: Mapping[str, int] = field(default_factory=dict)
+    """In this process: what was said of claimed requests that name a model, by `goes`, `waits`, `unknown`,
+    `denied` (by the server)."""
+    model_problems: Sequence[str] = ()
+    """Endpoints that do not tell what they serve, with the reason."""
+
+    def of_each(self, field_name: str) -> Mapping[str, float]:
+        """A number of each model."""
+        return {str(each["name"]): float(each[field_name]) for each in self.models[:TABLE_MOST]}
+
+
+@dataclass(frozen=True, slots=True)
 class Status:
     """All of it."""
 
@@ -237,6 +256,7 @@ class Status:
     price: PriceStatus = field(default_factory=PriceStatus)
     batching: BatchingStatus = field(default_factory=BatchingStatus)
     sequences: SequencesStatus = field(default_factory=SequencesStatus)
+    models: ModelsStatus = field(default_factory=ModelsStatus)
 
     def json(self) -> dict[str, Any]:
         """One flat object."""

@@ -234,6 +234,15 @@ def test_where_only_some_endpoints_serve_a_model_a_denial_may_be_of_the_others()
     assert not pool.models.partly("m")
 
 
+def test_how_it_is_with_a_model_is_one_sentence() -> None:
+    pool = Pool(named(m=WAIT, n=WAIT))
+    assert pool.models.sentence("m", pool.now) == "it is not known yet: no endpoint was asked"
+    pool.round(a="m", b="m x")
+    assert pool.models.sentence("m", pool.now) == "it is served"
+    assert pool.models.sentence("x", pool.now) == "it is served by 1 of 2 endpoints"
+    assert pool.models.sentence("n", pool.now) == "it is served by none of 2 endpoints"
+
+
 def test_what_is_waited_for_is_expected_and_new_terms_hold_at_once() -> None:
     pool = Pool()
     pool.models.expect(["m"])

@@ -285,6 +285,7 @@ function render() {
   queue();
   price();
   outcomes();
+  models();
   batching();
   theDead();
   replicas();
@@ -684,6 +685,20 @@ function outcomes() {
   facts("outcomes", rows.length ? rows.map(([code, total]) => [code, `${whole.format(total)}  (${share(total / every)})`])
     : [["Results", Object.keys(totals).length ? "none yet" : null]]);
   $("outcomes-note").textContent = `Results that this process wrote${known(status.started_at) ? ` since ${day(status.started_at)}` : ""}.`;
+}
+
+function models() {
+  const told = status.models || [];
+  const rows = told.map((each) => [each.name, each.state, `${each.serving} of ${each.endpoints}`, count(each.waiting),
+    span(each.since_s), each.sentence]);
+  const waiting = told.reduce((sum, each) => sum + each.waiting, 0);
+  const sum = waiting ? `${count(waiting)} requests wait for their model` : "";
+  const note = (status.model_problems || []).slice(0, 3).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
+  $("models-card").hidden = !rows.length;
+  if (!changed("models", [rows, sum, note])) return;
+  $("models-sum").textContent = sum;
+  table("models", ["Model", "State", "#Endpoints", "#Waiting", "#For", "How it is"], rows);
+  $("models-note").textContent = note;
 }
 
 function batching() {
