@@ -10,7 +10,7 @@ from typing import Protocol
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import SequenceCounts, SequenceTerms, Turn, TurnEnd, Verdict
+from dispatcher.core.turns import SequenceCounts, SequenceNews, SequenceTerms, Turn, TurnEnd, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +235,7 @@ class Counts:
     units: int = field(default=0, repr=False, compare=False)
     """Of all leases: what they count of the limit."""
     sequences: SequenceCounts = field(default=SequenceCounts(), repr=False, compare=False)
+    news: SequenceNews = field(default_factory=SequenceNews, repr=False, compare=False)
 
 
 class Queue(Protocol):

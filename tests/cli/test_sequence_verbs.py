@@ -108,6 +108,25 @@ async def test_one_that_is_aborted_has_its_requests_answered_with_what_was_said(
     assert (await verb(queue_server, "sequences", "abort", "chat")).code == 1
 
 
+async def test_one_is_forgotten_when_nothing_of_it_runs_or_waits(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    first, *_ = await put(queue, 0, 1, 2)
+    told = await verb(queue_server, "sequences", "forget", "chat")
+    why = "is not forgotten: one runs and 2 wait; `cancel --sequence chat` ends that"
+    assert told == Answer(1, "", f"chat {why}\n")
+    told = await verb(queue_server, "sequences", "forget", "chat", "--json")
+    assert (told.code, json.loads(told.out)) == (1, {"id": "chat", "forgotten": False, "why": why})
+    await verb(queue_server, "sequences", "abort", "chat")
+    told = await verb(queue_server, "sequences", "forget", "chat")
+    assert "chat is not forgotten: one runs; " in told.err
+    await queue.settle([Settlement(first, b'{"id":"chat-0","payload":""}', "")])
+    assert await verb(queue_server, "sequences", "forget", "chat") == Answer(0, "chat is forgotten\n", "")
+    assert await verb(queue_server, "sequences", "forget", "chat") == Answer(
+        1, "", "chat is not known (any more)\n"
+    )
+
+
 async def test_a_sequence_is_cancelled_with_what_runs_of_it(
     queue_server: Server, queue: OwnerAndDesk
 ) -> None:

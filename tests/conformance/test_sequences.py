@@ -17,6 +17,7 @@ from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import (
     Barred,
     Goes,
+    SequenceNews,
     SequenceSeen,
     SequenceStatus,
     SequenceTerms,
@@ -615,6 +616,87 @@ async def test_a_sequence_of_which_nothing_runs_is_forgotten_when_it_is_cancelle
     assert await world.desk.sequence("s") is None
     assert set(await serve_unserved(queue)) == {"r-0", "r-1"}
     assert (await queue.counts()).pending == 0
+
+
+async def test_what_is_over_is_forgotten_so_that_its_id_begins_anew(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1)
+    first = await goes(queue)
+    assert await world.desk.forget_sequence("s") is False, "one runs, and one waits"
+    assert await world.desk.abort_sequence("s", "no use")
+    assert await world.desk.forget_sequence("s") is False, "what runs has not ended"
+    await put(world, "too late", 2)
+    assert isinstance((await take(queue))[1]["too late-0"], Barred)
+    await done(queue, first)
+    assert await world.desk.forget_sequence("s") is True
+    assert await world.desk.sequence("s") is None
+    assert await world.desk.forget_sequence("s") is None
+    await put(world, "anew", 0, 1)
+    assert name_of(lease := await goes(queue)) == "anew-0"
+    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}, (
+        "the life before is answered all the same"
+    )
+    assert (await seen(world)).waiting == 1, "and takes nothing of the new one with it"
+    await done(queue, lease)
+    assert name_of(await goes(queue)) == "anew-1"
+
+
+async def test_what_has_not_run_is_not_forgotten_while_it_waits(world: World) -> None:
+    """Held, in a gap, or parked."""
+    queue = world.owner()
+    terms = replace(TERMS, max_active=2)
+    await put(world, "r", {"index": 0, "on_error": "hold"}, 1)
+    await put(world, "gap", 1, of="gap", deadline=LATER + 1)
+    await put(world, "parked", 0, of="parked", deadline=LATER + 2)
+    left, _ = await take(queue, terms)
+    await fail(queue, left["r-0"])
+    for name, status in (("s", "held"), ("gap", "open"), ("parked", "parked")):
+        assert (await seen(world, name)).status == status
+        assert await world.desk.forget_sequence(name) is False
+
+
+async def test_one_that_is_forgotten_makes_room_for_one_that_waits_to_begin(world: World) -> None:
+    queue = world.owner()
+    terms = replace(TERMS, max_active=1)
+    await put(world, "a", 0, of="a")
+    lease = await goes(queue, terms)
+    await put(world, "b", 0, of="b")
+    await take(queue, terms)
+    assert (await full_claim(queue)).leases == []
+    await done(queue, lease)
+    assert await world.desk.forget_sequence("a") is True
+    assert name_of(await goes(queue, terms)) == "b-0"
+
+
+async def test_what_happened_to_sequences_is_counted(world: World) -> None:
+    queue = world.owner()
+
+    async def news() -> SequenceNews:
+        return (await queue.counts()).news
+
+    assert await news() == SequenceNews()
+    await put(world, "r", {"index": 0, "on_error": "hold"}, {"index": 2, "on_error": "abort"}, of="é")
+    await fail(queue, await goes(queue))
+    assert await news() == SequenceNews(held=1, last_held="é")
+    assert await world.desk.release_sequence("é")
+    await queue.sweep()
+    assert await news() == SequenceNews(held=1, released=1, last_held="é"), "the gap is waited for yet"
+    await world.age_sequences(TERMS.gap_s + 1)
+    await queue.sweep()
+    await fail(queue, await goes(queue))
+    told = SequenceNews(held=1, released=1, aborted=1, gaps=1, last_held="é", last_aborted="é")
+    assert await news() == told
+    for name in ("idle", "aged", "cancelled"):
+        await put(world, name, 0, of=name)
+    left, _ = await take(queue)
+    assert await world.desk.cancel_sequence("cancelled")
+    await done(queue, left["idle-0"])
+    await world.age_sequences(TERMS.max_idle_s + 1)
+    await queue.sweep()
+    assert await news() == replace(told, cancelled=1, idle=1)
+    await world.age_sequences(TERMS.max_age_s + 1)
+    await done(queue, left["aged-0"])
+    assert await news() == replace(told, cancelled=1, idle=1, aged=1)
 
 
 async def late(queue: Queue, name: str, **left: Any) -> None:
