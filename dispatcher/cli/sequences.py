@@ -1,4 +1,4 @@
-"""`batch-dispatcher sequences list|show|release|abort|forget`: requests that run in order, and what holds them."""
+"""`batch-dispatcher sequences list|show|release|abort|forget`: requests in order, and what holds them."""
 
 from __future__ import annotations
 

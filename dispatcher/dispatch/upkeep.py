@@ -14,7 +14,7 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
-from dispatcher.dispatch.changes import Changes, terms
+from dispatcher.dispatch.changes import Changes, SequenceChanges, terms
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
@@ -46,6 +46,7 @@ class Upkeep:
         self._journal = journal
         self._changed = asyncio.Event()
         self._gate = Changes()
+        self._sequences = SequenceChanges()
         self._overload: Overload | None = None
         """Ours, not shared yet."""
         self._allowance: Allowance | None = None
@@ -113,6 +114,8 @@ class Upkeep:
             counts = await self._access.ask("counts", self._queue.counts())
             if counts is not None:
                 self._access.view.counts = counts
+                for event, told in self._sequences.look(counts.news, now()):
+                    emit(event, **told)
                 self._limiter.waiting(counts.pending, now())
                 if self.options.observe:
                     self._limiter.leases(now(), others=counts.units, young=0, lost=0)

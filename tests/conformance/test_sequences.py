@@ -632,7 +632,8 @@ async def test_what_is_over_is_forgotten_so_that_its_id_begins_anew(world: World
     assert await world.desk.sequence("s") is None
     assert await world.desk.forget_sequence("s") is None
     await put(world, "anew", 0, 1)
-    assert name_of(lease := await goes(queue)) == "anew-0"
+    lease = await goes(queue)
+    assert name_of(lease) == "anew-0"
     assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}, (
         "the life before is answered all the same"
     )

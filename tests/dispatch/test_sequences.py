@@ -80,6 +80,13 @@ async def results(scene: Scene) -> dict[str, dict[str, Any]]:
     return {each["id"]: each for each in found}
 
 
+def happened(scene: Scene) -> list[tuple[str, dict[str, Any]]]:
+    """What the log and the page are told of sequences."""
+    return [
+        (event.event, {**fields}) for event, fields in scene.events if event.event.startswith("sequences-")
+    ]
+
+
 def options(**how: Any) -> Options:
     return Options(RETRY, sequences=SequenceOptions(**how))
 
@@ -191,11 +198,14 @@ def test_failed_turn_does_to_the_later_ones_what_on_error_says(on_error: OnError
             assert "a-1" in told["a-2"]["error_message"]
             assert "400" in told["a-2"]["error_message"]
             assert (await scene.queue.counts()).sequences == SequenceCounts(aborted=1)
+            assert happened(scene) == [("sequences-aborted", {"aborted": 1, "newest": "a"})]
         elif on_error is OnError.HOLD:
             assert set(told) == {"a-0", "a-1"}
             assert (await scene.queue.counts()).sequences == SequenceCounts(active=1, held=1, waiting=2)
+            assert happened(scene) == [("sequences-held", {"held": 1, "newest": "a"})]
         else:
             assert set(told) == {f"a-{n}" for n in range(4)}
+            assert happened(scene) == []
 
     perform(scene_of, gateway)
 

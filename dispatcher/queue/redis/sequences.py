@@ -118,15 +118,10 @@ def counted_of(shared: bytes, parked: int, waiting: int) -> SequenceCounts:
 
 def news_of(shared: bytes) -> SequenceNews:
     """Of the same."""
-    told = msgspec.msgpack.decode(shared) if shared else []
+    told: list[Any] = msgspec.msgpack.decode(shared) if shared else []
     if len(told) < _NEWS_END:  # there is none yet, or an older version wrote last
         return SequenceNews()
-    *counts, held, aborted = told[_NEWS:_NEWS_END]
-    return SequenceNews(*(int(count) for count in counts), _text(held), _text(aborted))
-
-
-def _text(name: str | bytes) -> str:
-    return name if isinstance(name, str) else name.decode(errors="replace")
+    return SequenceNews(*told[_NEWS:_NEWS_END])
 
 
 # What operators see and decide.
