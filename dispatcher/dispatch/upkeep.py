@@ -12,6 +12,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.turns import SequenceTerms
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
 from dispatcher.dispatch.changes import Changes, SequenceChanges, terms
@@ -47,6 +48,8 @@ class Upkeep:
         self._changed = asyncio.Event()
         self._gate = Changes()
         self._sequences = SequenceChanges()
+        self._terms = options.sequences.terms
+        """What the queue was told, or will be with the first request of a sequence."""
         self._overload: Overload | None = None
         """Ours, not shared yet."""
         self._allowance: Allowance | None = None
@@ -187,6 +190,8 @@ class Upkeep:
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
             pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
             self._tell(swept)
+            if self._terms != self.options.sequences.terms:
+                await self._tell_terms(self.options.sequences.terms)
             if swept is not None:
                 self._access.heard_of_losses(swept.lost)
                 if swept.reclaimed or swept.due or swept.turns:
@@ -198,6 +203,15 @@ class Upkeep:
                 if swept.next_due_at is not None:
                     pause = min(pause, max(0.01, swept.next_due_at - now()))
             await asyncio.sleep(pause)
+
+    async def _tell_terms(self, terms: SequenceTerms) -> None:
+        """The settings were changed: what waits is to go by them though nothing else of a sequence comes."""
+        asked_at = self._access.clock()
+        told = await self._access.ask("line_up", self._queue.line_up([], terms))
+        if told is not None:
+            self._terms = terms
+            self._access.heard(asked_at)
+            self._access.learn(told)
 
     async def _swept(self) -> Swept | None:
         asked_at = self._access.clock()

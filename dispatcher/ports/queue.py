@@ -314,7 +314,8 @@ class Queue(Protocol):
         ...
 
     async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
-        """Whose turn it is of leased requests that are of sequences, once they were read. Ask it of each such
+        """Whose turn it is of leased requests that are of sequences, once they were read. `terms` hold from
+        now on, also where there is no request. Ask it of each such
         lease, before anything else may end it, and again for each new lease of a request.
 
         `Goes`: nothing of its sequence but this request goes until that has ended for good (`settle`,
