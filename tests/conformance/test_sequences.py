@@ -17,6 +17,7 @@ from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import (
     Barred,
     Goes,
+    OnError,
     SequenceNews,
     SequenceSeen,
     SequenceStatus,
@@ -933,3 +934,51 @@ class History:
         for sent in self.sent.values():
             steps = [after - before for before, after in pairwise(sent)]
             assert set(steps) <= {0, 1}, "each turn once, or again where it was not answered"
+
+
+async def test_a_reset_takes_what_is_claimed_behind_it_and_nothing_that_was_claimed_before(
+    world: World,
+) -> None:
+    """What docs/queue-contract.md says of who does not wait: nobody is lost, nor runs beside another."""
+    queue = world.owner()
+    await put(world, "old", 0)
+    first = await goes(queue)
+    await put(world, "early", 2)  # of the life to come, claimed before its reset
+    assert isinstance((await take(queue))[1]["early-0"], Waits)
+    await put(world, "reset", {"reset": True})
+    await put(world, "late", 1, deadline=LATER + 1)  # of the life before, claimed behind the reset
+    assert set(map(type, (await take(queue))[1].values())) == {Waits}
+    order = []
+    lease = first
+    while True:
+        await done(queue, lease)
+        left, _ = await take(queue)
+        if not left:
+            break
+        ((name, lease),) = left.items()
+        order.append(name)
+    assert order == ["early-0", "reset-0", "late-0"], "no gap is waited for before a reset"
+    await put(world, "taken", 1)
+    _, said = await take(queue)
+    assert said["taken-0"] == Barred(ErrorCode.SEQUENCE_INDEX, "index 1: 2 is next")
+
+
+async def test_what_waits_keeps_the_word_on_errors_that_it_came_under(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    lease = await goes(queue, replace(TERMS, on_error=OnError.CONTINUE))
+    await queue.line_up([], replace(TERMS, on_error=OnError.ABORT))
+    await fail(queue, lease)
+    assert name_of(await goes(queue, replace(TERMS, on_error=OnError.ABORT))) == "r-1"
+
+
+async def test_terms_that_are_told_without_a_request_hold_for_what_waits(world: World) -> None:
+    queue = world.owner()
+    few = replace(TERMS, max_active=1)
+    await put(world, "a", 0, of="a")
+    await done(queue, await goes(queue, few))
+    await put(world, "b", 0, of="b")
+    await take(queue, few)
+    assert (await queue.line_up([], TERMS)).verdicts == []
+    await queue.sweep()
+    assert name_of(await goes(queue)) == "b-0"
