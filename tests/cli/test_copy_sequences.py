@@ -66,7 +66,8 @@ async def settle(queue: OwnerAndDesk, going_: list[tuple[str, Lease, Turn]], *, 
 
 async def served(queue: OwnerAndDesk, most_s: float = 5.0) -> list[str]:
     """Answer whatever goes, until nothing waits any more: ids in the order in which they went."""
-    order, until = [], time.monotonic() + most_s
+    order: list[str] = []
+    until = time.monotonic() + most_s
     while (await queue.counts()).pending:
         assert time.monotonic() < until, f"it does not go on: {order}"
         await queue.sweep()
