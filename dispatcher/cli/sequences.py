@@ -166,10 +166,12 @@ def _why_not(seen: SequenceSeen | None, sequence_id: str, *, known: bool) -> str
     """Why it is not forgotten."""
     if not known:
         return "is not known (any more)"
-    there = "something of it runs or waits"
+    there, what_to_do = "something of it runs or waits", f"`cancel --sequence {sequence_id}` ends that"
     if seen is not None:
         there = " and ".join([*(["one runs"] if seen.head else []), *_waiting(seen)]) or there
-    return f"is not forgotten: {there}; `cancel --sequence {sequence_id}` ends that"
+        if seen.status in (SequenceStatus.ABORTED, SequenceStatus.ENDED):
+            what_to_do = "it can be when that has ended"
+    return f"is not forgotten: {there}; {what_to_do}"
 
 
 def _waiting(seen: SequenceSeen) -> list[str]:
