@@ -47,6 +47,7 @@ def overview(
         *_fitted(budget, settings),
         *(_awaited(models) if models else ()),
         *(f"Kubernetes: {each}." for each in watched.problems),
+        *_in_turn(queue, settings),
         *(f"Beware: {each}." for each in (slow, little) if each),
     ]
     return Status(
@@ -79,6 +80,22 @@ def overview(
         ),
         models=_models(models, now) if models else show.ModelsStatus(),
     )
+
+
+def _in_turn(queue: QueueView, settings: Settings) -> list[str]:
+    """What sequences keep back, whatever the gate says."""
+    if queue.counts is None:
+        return []
+    told, some = queue.counts.sequences, []
+    if told.waiting:
+        some.append(f"{told.waiting} {'request waits' if told.waiting == 1 else 'requests wait'} for a turn")
+    if told.held:
+        held = "sequence is held" if told.held == 1 else "sequences are held"
+        some.append(f"{told.held} {held} until an operator decides (`sequences list --status held`)")
+    if told.parked:
+        most = settings.sequences.max_active
+        some.append(f"{told.parked} not begun, for sequences.max_active ({most}) are alive")
+    return [f"Sequences: {', '.join(some)}."] if some else []
 
 
 def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:

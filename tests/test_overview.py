@@ -7,8 +7,9 @@ import pytest
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
+from dispatcher.core.turns import SequenceCounts
 from dispatcher.dispatch.access import QueueView
-from dispatcher.ports import Shared
+from dispatcher.ports import Counts, Shared
 from dispatcher.settings import Settings
 from dispatcher.telemetry.status import Status
 from tests.overviews import status_of
@@ -59,3 +60,22 @@ def test_who_tries_whether_the_gateway_is_back_is_told(prober: str | None) -> No
 def test_nobody_is_warned_who_need_not_be(other: Status) -> None:
     assert other.budget.reserve_problem is None
     assert "Beware" not in other.gate.explanation
+
+
+def in_turn(**counted: int) -> str:
+    """What is said of sequences where so much is counted of them."""
+    limiter = Limiter(Policy(per_endpoint=64), [Signal.REQUESTS])
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "sequences": {"max_active": 2}})
+    queue = QueueView(counts=Counts(9, 0, 0, 0, sequences=SequenceCounts(**counted)))
+    told = status_of(limiter, 1.2, settings, queue=queue, running=0).gate.explanation
+    return told[told.index("Sequences: ") :] if "Sequences: " in told else ""
+
+
+def test_what_sequences_keep_back_is_explained() -> None:
+    assert in_turn(active=2, aborted=3) == "", "nothing is kept back"
+    assert in_turn(active=1, waiting=1) == "Sequences: 1 request waits for a turn."
+    held = "1 sequence is held until an operator decides (`sequences list --status held`)"
+    assert in_turn(active=1, held=1) == f"Sequences: {held}."
+    assert in_turn(active=2, held=1, parked=4, waiting=7) == (
+        f"Sequences: 7 requests wait for a turn, {held}, 4 not begun, for sequences.max_active (2) are alive."
+    )

@@ -1,4 +1,4 @@
-"""`batch-dispatcher sequences list|show|release|abort`: requests that run in order, and what holds them."""
+"""`batch-dispatcher sequences list|show|release|abort|forget`: requests in order, and what holds them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ EXAMPLES = {
     "sequences show": ["batch-dispatcher sequences show chat-7"],
     "sequences release": ["batch-dispatcher sequences release chat-7"],
     "sequences abort": ["batch-dispatcher sequences abort chat-7 --why 'wrong model'"],
+    "sequences forget": ["batch-dispatcher sequences forget chat-7"],
 }
 sequences = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Requests that run in order, one at a time, by sequence."
@@ -128,6 +129,53 @@ def abort(
     target = find(config, queue_url, queue, pool)
     done = ask(target, lambda desk: desk.abort_sequence(sequence_id, why))
     _say_decided(sequence_id, "aborted", "is aborted", "is not alive", done=done, as_json=json_output)
+
+
+@sequences.command()
+def forget(
+    sequence_id: Id,
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
+    """Forget one of which nothing runs or waits, so that its id begins anew: after an abort, or an end.
+
+    Exit code 1: nothing is known of it, or something of it runs or waits.
+    """
+    target = find(config, queue_url, queue, pool)
+
+    async def act(desk: RedisDesk) -> tuple[bool | None, SequenceSeen | None]:
+        done = await desk.forget_sequence(sequence_id)
+        return done, await desk.sequence(sequence_id) if done is False else None
+
+    done, seen = ask(target, act)
+    why = None if done else _why_not(seen, sequence_id, known=done is not None)
+    if json_output:
+        answer({"id": sequence_id, "forgotten": bool(done), "why": why})
+    elif done:
+        say(f"{sequence_id} is forgotten")
+    else:
+        complain(f"{sequence_id} {why}")
+    if not done:
+        raise typer.Exit(1)
+
+
+def _why_not(seen: SequenceSeen | None, sequence_id: str, *, known: bool) -> str:
+    """Why it is not forgotten."""
+    if not known:
+        return "is not known (any more)"
+    there, what_to_do = "something of it runs or waits", f"`cancel --sequence {sequence_id}` ends that"
+    if seen is not None:
+        there = " and ".join([*(["one runs"] if seen.head else []), *_waiting(seen)]) or there
+        if seen.status in (SequenceStatus.ABORTED, SequenceStatus.ENDED):
+            what_to_do = "it can be when that has ended"
+    return f"is not forgotten: {there}; {what_to_do}"
+
+
+def _waiting(seen: SequenceSeen) -> list[str]:
+    return [f"{seen.waiting:,} {'waits' if seen.waiting == 1 else 'wait'}"] if seen.waiting else []
 
 
 async def _first(

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 RESULTS_MOST = 20_000
 """So many results of the shared list are looked through for one id at the most."""
 _PAGE = 500
+_HINDERED = {
+    SequenceStatus.HELD: "held until an operator releases or aborts it",
+    SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
+}
 Read = Request | Rejection
 
 
@@ -231,7 +235,7 @@ async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
     index = next((index for index, entry in seen.line if entry == found.entry), None)
     told_ = of if index is None else f"{of}, where it has index {index}"
     if seen.status in (SequenceStatus.HELD, SequenceStatus.PARKED):
-        return f"{told_}; that is {seen.status}" + (f": {seen.cause}" if seen.cause else "")
+        return f"{told_}; that is {_HINDERED[seen.status]}" + (f": {seen.cause}" if seen.cause else "")
     if seen.head is not None:
         ids = await desk.ids_of([seen.head])
         return f"{told_}, behind {ids.get(seen.head, f'entry {seen.head}')}, which has it now"

@@ -192,18 +192,8 @@ class BatchClient:
         Raises ValueError or TypeError for what no dispatcher would take, HookError where `before` raised,
         TooManyPendingError, and QueueAwayError.
         """
-        item = Item(
-            body,
-            path,
-            id,
-            deadline,
-            priority,
-            headers or _NO_STRINGS,
-            metadata or _NO_STRINGS,
-            labels or _NO_STRINGS,
-            results,
-            sequence,
-        )
+        told = (headers or _NO_STRINGS, metadata or _NO_STRINGS, labels or _NO_STRINGS)
+        item = Item(body, path, id, deadline, priority, *told, results, sequence)
         handle, submission = await self._made(item)
         await self._submit([(handle, submission)])
         return handle
@@ -409,16 +399,19 @@ class BatchClient:
             while self._mailbox.full(len(own), self._max_pending):
                 await self._mailbox.change(1.0)
             self._mailbox.expect(own)
+            group = self._submitter.hand_in(
+                [submission for _, submission in some], max(each.deadline for _, each in some)
+            )
             try:
-                await self._submitter.submit(
-                    [submission for _, submission in some], max(each.deadline for _, each in some)
-                )
+                await asyncio.shield(group.done)
             except QueueAwayError:
                 self._mailbox.unexpect(own)
                 raise
             except asyncio.CancelledError:
-                self._mailbox.unexpect(own)
-                self._forsake(own)
+                if self._submitter.give_up(group):
+                    self._forsake(own, group.done)
+                else:
+                    self._mailbox.unexpect(own)
                 raise
 
     async def _taken(self, handle: Handle, timeout: float | None) -> Result:
@@ -505,15 +498,19 @@ class BatchClient:
             items, enqueue, take, given, most=min(max_pending, self._max_pending), ordered=ordered
         )
 
-    def _forsake(self, handles: Iterable[Handle]) -> None:
-        """Nobody awaits these any more: cancel them where nobody else can."""
+    def _forsake(self, handles: Iterable[Handle], submitted: asyncio.Future[None] | None = None) -> None:
+        """Nobody awaits these any more: cancel them where nobody else can, once they are `submitted`: what is
+        not in line yet cannot be cancelled."""
         if not self._cancel_on_close or self._closed:
             return
 
         async def cancel() -> None:
-            with suppress(QueueUnavailableError):
+            if submitted is not None:
+                await asyncio.wait([submitted])
+            with suppress(QueueUnavailableError, QueueAwayError):
                 for handle in handles:
-                    await self.cancel(handle)
+                    if not await self.cancel(handle) and submitted is not None:
+                        self._mailbox.unexpect([handle])  # it never was in line
 
         task = asyncio.create_task(cancel(), name="batch client: cancel")
         self._cancelling.add(task)

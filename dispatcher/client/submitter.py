@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from dispatcher.client.errors import QueueAwayError
@@ -25,8 +25,12 @@ _LONGEST_REPLY_S = 86_400
 """An outage after which nothing is tried again."""
 
 
+FINISH_S = 1.0
+"""A call that is under way when the client is closed may take so long."""
+
+
 @dataclass(slots=True, eq=False)
-class _Group:
+class SubmittedGroup:
     """What one caller hands in at once, in one call or several."""
 
     submissions: Sequence[Submission]
@@ -34,6 +38,11 @@ class _Group:
     """Unix time: it is given up then."""
     left: int
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """All of it is in line, or no call with any of it will be made any more. Raises QueueAwayError."""
+    begun: bool = False
+    """A call was made with some of it, which may be in line."""
+    given_up: bool = False
+    """Nobody awaits it."""
 
 
 class Submitter:
@@ -43,28 +52,35 @@ class Submitter:
     def __init__(self, backend: Backend, outage: Outage) -> None:
         self._backend = backend
         self._outage = outage
-        self._waiting: deque[tuple[Submission, _Group]] = deque()
+        self._waiting: deque[tuple[Submission, SubmittedGroup]] = deque()
         self._task: asyncio.Task[None] | None = None
         self._done_with: list[str] = []
 
-    async def submit(self, submissions: Sequence[Submission], until: float) -> None:
-        """Put them in line. Cancelled meanwhile, those that were not sent yet are not sent."""
-        if not submissions:
-            return
-        group = _Group(submissions, until, len(submissions))
+    def hand_in(self, submissions: Sequence[Submission], until: float) -> SubmittedGroup:
+        """Put them in line, some at least: its `done` says when they are."""
+        group = SubmittedGroup(submissions, until, len(submissions))
         self._waiting.extend((each, group) for each in submissions)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="batch client: submit")
-        await group.done
+        return group
+
+    def give_up(self, group: SubmittedGroup) -> bool:
+        """Nobody awaits it any more: what was not sent is not sent. Whether some of it may be in line, or
+        will be by a call that is under way: its `done` tells when that has ended."""
+        group.given_up = True
+        if not group.begun and not group.done.done():
+            group.done.set_result(None)
+        return group.begun
 
     async def aclose(self) -> None:
+        """What waits is not sent. A call that is under way may end, so that what it does can be undone."""
+        _fail(self._waiting, QueueAwayError("the client was closed"))
+        self._waiting.clear()
         if self._task is not None:
+            if self._outage.trouble is None:
+                await asyncio.wait([self._task], timeout=FINISH_S)
             self._task.cancel()
             await asyncio.wait([self._task])
-        for _, group in self._waiting:
-            if not group.done.done():
-                group.done.set_exception(QueueAwayError("the client was closed"))
-        self._waiting.clear()
 
     async def _run(self) -> None:
         while self._waiting:
@@ -77,23 +93,26 @@ class Submitter:
                 _fail(batch, QueueAwayError("the client was closed while this was under way"))
                 raise
 
-    def _next(self) -> list[tuple[Submission, _Group]]:
-        batch: list[tuple[Submission, _Group]] = []
+    def _next(self) -> list[tuple[Submission, SubmittedGroup]]:
+        batch: list[tuple[Submission, SubmittedGroup]] = []
         size = 0
         while self._waiting and len(batch) < SUBMITTED_MOST:
             size += len(self._waiting[0][0].member)
             if batch and size > SCRIPT_BYTES:
                 break
             one = self._waiting.popleft()
-            if not one[1].done.done():
+            if one[1].given_up:
+                _settle([one])
+            elif not one[1].done.done():
+                one[1].begun = True
                 batch.append(one)
         return batch
 
-    async def _send(self, batch: list[tuple[Submission, _Group]]) -> None:
+    async def _send(self, batch: list[tuple[Submission, SubmittedGroup]]) -> None:
         reply = self._backend.names.reply(secrets.token_hex(8))
         longest = max((group.until for _, group in batch), default=0.0)
         reply_s = int(min(max(60.0, longest - time.time() + 60.0), _LONGEST_REPLY_S))
-        while batch := [one for one in batch if not one[1].done.done()]:
+        while batch := _wanted(batch):
             done_with = self._done_with[:100]
             try:
                 await producer.submit(
@@ -117,14 +136,22 @@ class Submitter:
                 return
 
 
-def _settle(batch: Sequence[tuple[Submission, _Group]]) -> None:
+def _wanted(
+    batch: Sequence[tuple[Submission, SubmittedGroup]],
+) -> list[tuple[Submission, SubmittedGroup]]:
+    """What somebody still waits for."""
+    _settle([one for one in batch if one[1].given_up])
+    return [one for one in batch if not one[1].done.done() and not one[1].given_up]
+
+
+def _settle(batch: Sequence[tuple[Submission, SubmittedGroup]]) -> None:
     for _, group in batch:
         group.left -= 1
         if not group.left and not group.done.done():
             group.done.set_result(None)
 
 
-def _fail(batch: Sequence[tuple[Submission, _Group]], error: QueueAwayError) -> None:
+def _fail(batch: Iterable[tuple[Submission, SubmittedGroup]], error: QueueAwayError) -> None:
     for _, group in batch:
         if not group.done.done():
             group.done.set_exception(error)

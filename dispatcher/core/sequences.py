@@ -34,6 +34,7 @@ from dispatcher.core.turns import (
     Barred,
     Goes,
     OnError,
+    SequenceNews,
     SequenceStatus,
     SequenceTerms,
     Turn,
@@ -60,6 +61,7 @@ class Sequences:
         """By entry."""
         self.over: dict[int, Over] = {}
         """By number."""
+        self.news = SequenceNews()
         self._told = False
         self.count: Counter[SequenceStatus] = Counter()
         self._numbers = itertools.count(1)
@@ -206,6 +208,7 @@ class Sequences:
                 if now < gap + self.terms.gap_s:
                     one.gap_since = gap
                     return
+                self.news.gaps += 1
             item = life.line[index]
             if held and (isinstance(item, Seat) or item.last):
                 return
@@ -235,10 +238,12 @@ class Sequences:
         elif then is OnError.HOLD:
             self._turn_to(one, SequenceStatus.HELD)
             one.cause = cause
+            self.news.held, self.news.last_held = self.news.held + 1, one.id
 
     def _end_if_old(self, one: Sequenced, now: float) -> None:
         old = one.born_at is not None and now >= one.born_at + self.terms.max_age_s
         if old and one.status is SequenceStatus.OPEN and one.id in self.known:
+            self.news.aged += 1
             self._end_life(one, _AGE, now)
 
     def _end_life(self, one: Sequenced, why: str, now: float) -> None:
@@ -255,6 +260,8 @@ class Sequences:
 
     def _close(self, one: Sequenced, how: tuple[SequenceStatus, ErrorCode], why: str, now: float) -> None:
         """End its life and answer what of it waits; a reset that waits goes on."""
+        if how is _ABORT:
+            self.news.aborted, self.news.last_aborted = self.news.aborted + 1, one.id
         self._doom(one.lives[0], how[1], why)
         if len(one.lives) > 1:
             self._next_life(one)
@@ -337,6 +344,7 @@ class Sequences:
             if one.status in _OVER:
                 self._forget(one)
             else:
+                self.news.idle += 1
                 self._end_life(one, _IDLE, now)
         else:
             self._end_if_old(one, now)
@@ -365,6 +373,7 @@ class Sequences:
             return False
         self._turn_to(one, SequenceStatus.OPEN)
         one.cause, one.touched_at = "", now
+        self.news.released += 1
         self._settle_down(one, now)
         return True
 
@@ -383,6 +392,7 @@ class Sequences:
         one = self.known.get(name)
         if one is None or one.status in _OVER:
             return None
+        self.news.cancelled += 1
         for life in one.lives:
             self._doom(life, ErrorCode.CANCELLED, _CANCELLED)
         one.lives = [Life(next(self._numbers), one.lives[0].next)]
@@ -392,6 +402,18 @@ class Sequences:
             self._end_life(one, _CANCELLED, now)
         self._settle_down(one, now)
         return 0 if one.head is None else one.head.entry
+
+    def forget(self, name: str, now: float) -> bool | None:
+        """Know nothing of it any more, so that its id begins anew. False: something of it runs or waits.
+        None: nothing is known of it."""
+        one = self.known.get(name)
+        if one is None:
+            return None
+        if one.head is not None or one.waiting:
+            return False
+        self._forget(one)
+        self._settle_down(one, now)
+        return True
 
 
 def _goes(one: Sequenced, seat: Seat) -> Goes:

@@ -240,6 +240,27 @@ class SequenceCounts:
         return cls(alive, count.get(SequenceStatus.PARKED, 0), held, aborted, waiting)
 
 
+@dataclass(slots=True)
+class SequenceNews:
+    """What has happened to the sequences of a line, counted since there are any: what people are told of."""
+
+    held: int = 0
+    """So often a request has failed, and its sequence waits for an operator since."""
+    released: int = 0
+    aborted: int = 0
+    """By a request that failed, or by an operator."""
+    cancelled: int = 0
+    idle: int = 0
+    """Ended, for nothing of them ran or waited for max_idle_s."""
+    aged: int = 0
+    """Ended, for they had run for max_age_s."""
+    gaps: int = 0
+    """Indexes that were missing have been passed over."""
+    last_held: str = ""
+    """The newest of those: its id."""
+    last_aborted: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class SequencePage:
     """One page of a look at all sequences."""

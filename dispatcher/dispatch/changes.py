@@ -1,12 +1,17 @@
-"""When a change of the gate's reason is told, and in which words: without a clock of its own."""
+"""When a change of the gate's reason is told, or what happens to sequences, and in which words: without a
+clock of its own."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Reason
+from dispatcher.core.turns import SequenceNews
+from dispatcher.telemetry.events import Event
 
 AT_ONCE = 10
 """So many openings and closings in FLAPPING_S are told when they happen."""
@@ -16,6 +21,17 @@ SETTLED_S = 1.0
 OPEN_EACH_S = 10.0
 """What an open gate is short of may change with each completion: it is told no more often, or a busy
 day would be a line a second that says nothing, and push all else off the page."""
+
+SEQUENCES_EACH_S = 60.0
+"""Of many sequences something may happen in each second: an event is told no more often, with how many."""
+_COUNTED = {
+    Event.SEQUENCES_HELD: ("held",),
+    Event.SEQUENCES_RELEASED: ("released",),
+    Event.SEQUENCES_ABORTED: ("aborted",),
+    Event.SEQUENCES_ENDED: ("idle", "aged", "cancelled"),
+    Event.SEQUENCES_GAPS: ("gaps",),
+}
+_NEWEST = {Event.SEQUENCES_HELD: "last_held", Event.SEQUENCES_ABORTED: "last_aborted"}
 
 
 class Changes:
@@ -81,3 +97,35 @@ def terms(allowance: Allowance, *, in_flight: int, reading_age_s: float | None) 
         for name, value in found.items()
         if value is not None
     }
+
+
+class SequenceChanges:
+    """Which events tell what happens to the sequences of a line. `look` every second or so."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, Any] | None = None
+        self._untold: Counter[str] = Counter()
+        self._told_at: dict[Event, float] = {}
+
+    def look(self, news: SequenceNews, now: float) -> list[tuple[Event, dict[str, Any]]]:
+        """What is to be told now: the first of its kind at once, later ones once in SEQUENCES_EACH_S.
+
+        What happened before the first look is not told. Counters that went back were lost, and begin at 0.
+        """
+        counted = asdict(news)
+        before, self._before = self._before, counted
+        if before is None:
+            return []
+        found = []
+        for event, names in _COUNTED.items():
+            for name in names:
+                was = before[name] if before[name] <= counted[name] else 0
+                self._untold[name] += counted[name] - was
+            told = {name: self._untold[name] for name in names if self._untold[name]}
+            if told and now >= self._told_at.get(event, float("-inf")) + SEQUENCES_EACH_S:
+                self._told_at[event] = now
+                self._untold.subtract(told)
+                found.append(
+                    (event, told | ({"newest": counted[_NEWEST[event]]} if event in _NEWEST else {}))
+                )
+        return found

@@ -12,9 +12,10 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.turns import SequenceTerms
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
-from dispatcher.dispatch.changes import Changes, terms
+from dispatcher.dispatch.changes import Changes, SequenceChanges, terms
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
@@ -46,6 +47,9 @@ class Upkeep:
         self._journal = journal
         self._changed = asyncio.Event()
         self._gate = Changes()
+        self._sequences = SequenceChanges()
+        self._terms = options.sequences.terms
+        """What the queue was told, or will be with the first request of a sequence."""
         self._overload: Overload | None = None
         """Ours, not shared yet."""
         self._allowance: Allowance | None = None
@@ -113,6 +117,8 @@ class Upkeep:
             counts = await self._access.ask("counts", self._queue.counts())
             if counts is not None:
                 self._access.view.counts = counts
+                for event, told in self._sequences.look(counts.news, now()):
+                    emit(event, **told)
                 self._limiter.waiting(counts.pending, now())
                 if self.options.observe:
                     self._limiter.leases(now(), others=counts.units, young=0, lost=0)
@@ -184,6 +190,8 @@ class Upkeep:
             shortest = min(self.options.lease_s, self.options.owner_timeout_s)
             pause = min(EACH_S, shortest / SWEEPS_PER_TIMEOUT)
             self._tell(swept)
+            if self._terms != self.options.sequences.terms:
+                await self._tell_terms(self.options.sequences.terms)
             if swept is not None:
                 self._access.heard_of_losses(swept.lost)
                 if swept.reclaimed or swept.due or swept.turns:
@@ -195,6 +203,15 @@ class Upkeep:
                 if swept.next_due_at is not None:
                     pause = min(pause, max(0.01, swept.next_due_at - now()))
             await asyncio.sleep(pause)
+
+    async def _tell_terms(self, terms: SequenceTerms) -> None:
+        """The settings were changed: what waits is to go by them though nothing else of a sequence comes."""
+        asked_at = self._access.clock()
+        told = await self._access.ask("line_up", self._queue.line_up([], terms))
+        if told is not None:
+            self._terms = terms
+            self._access.heard(asked_at)
+            self._access.learn(told)
 
     async def _swept(self) -> Swept | None:
         asked_at = self._access.clock()

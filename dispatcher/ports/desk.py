@@ -126,3 +126,9 @@ class Desk(Protocol):
         """Have all that waits of it answered CANCELLED, and what runs of it cancelled where its producer gave
         it a token; it ends with that. False: it is not alive."""
         ...
+
+    async def forget_sequence(self, sequence_id: str) -> bool | None:
+        """Know nothing of it any more: neither that it was aborted or has ended, nor its next index, so that
+        what comes begins it anew. False: something of it runs or waits, and nothing was done; None: nothing
+        is known of it."""
+        ...

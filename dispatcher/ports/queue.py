@@ -10,7 +10,7 @@ from typing import Protocol
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import SequenceCounts, SequenceTerms, Turn, TurnEnd, Verdict
+from dispatcher.core.turns import SequenceCounts, SequenceNews, SequenceTerms, Turn, TurnEnd, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +237,7 @@ class Counts:
     units: int = field(default=0, repr=False, compare=False)
     """Of all leases: what they count of the limit."""
     sequences: SequenceCounts = field(default=SequenceCounts(), repr=False, compare=False)
+    news: SequenceNews = field(default_factory=SequenceNews, repr=False, compare=False)
 
 
 class Queue(Protocol):
@@ -315,7 +316,8 @@ class Queue(Protocol):
         ...
 
     async def line_up(self, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> LinedUp:
-        """Whose turn it is of leased requests that are of sequences, once they were read. Ask it of each such
+        """Whose turn it is of leased requests that are of sequences, once they were read. `terms` hold from
+        now on, also where there is no request. Ask it of each such
         lease, before anything else may end it, and again for each new lease of a request.
 
         `Goes`: nothing of its sequence but this request goes until that has ended for good (`settle`,

@@ -81,6 +81,27 @@ class Event(Enum):
         logging.INFO,
         "The server refused a list for its length: what it is taken to take from now on",
     )
+    SEQUENCES_HELD = (
+        "sequences-held",
+        logging.WARNING,
+        "A request has failed, and its sequence waits for an operator: how many, the newest",
+    )
+    SEQUENCES_RELEASED = ("sequences-released", logging.INFO, "Operators let so many go on")
+    SEQUENCES_ABORTED = (
+        "sequences-aborted",
+        logging.WARNING,
+        "A request has failed, or an operator gave it up: the later ones end unsent; how many, the newest",
+    )
+    SEQUENCES_ENDED = (
+        "sequences-ended",
+        logging.INFO,
+        "Ended without a last request: how many were idle, too old, cancelled",
+    )
+    SEQUENCES_GAPS = (
+        "sequences-gaps",
+        logging.WARNING,
+        "Indexes that never came have been passed over: how many",
+    )
     SURPRISE = (
         "surprise",
         logging.ERROR,

@@ -188,6 +188,55 @@ async def test_what_is_merged_has_a_card_where_there_is_something_of_the_kind(pa
         await quiet(page)
 
 
+async def queue_facts(page: Page) -> dict[str, tuple[str, str]]:
+    """What is told of the queue: by its name, the value and how it is marked."""
+    found: dict[str, tuple[str, str]] = await page.ask(
+        "Object.fromEntries([...document.querySelectorAll('#queue dt')].map(name => [name.textContent,"
+        " [name.nextElementSibling.textContent, name.nextElementSibling.className]]))"
+    )
+    return {name: (value, mark) for name, (value, mark) in found.items()}
+
+
+async def test_sequences_are_among_the_facts_of_the_queue_where_there_are_some(page: Page) -> None:
+    none = dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)
+    stage = Stage(told=status("open", sequences=none))
+    async with shown(stage, page):
+        assert not {"Sequences", "Wait for their turn"} & (await queue_facts(page)).keys()
+        stage.told["sequences"] = none | {"active": 1200, "aborted": 3, "waiting": 4567}
+        await soon(lambda: says(page, "#queue", "Sequences"), what="the facts")
+        found = await queue_facts(page)
+        assert found["Sequences"] == ("1,200 alive, 3 aborted", "")
+        assert found["Wait for their turn"] == ("4,567", "")
+        stage.told["sequences"] = none | {"active": 2, "parked": 5, "held": 1, "waiting": 0}
+        await soon(lambda: says(page, "#queue", "held"), what="one to be held")
+        found = await queue_facts(page)
+        assert found["Sequences"] == ("2 alive, 5 not begun, 1 held", "wrong"), "somebody has to decide"
+        assert found["Wait for their turn"] == ("0", "")
+        stage.told["sequences"] = none | {"waiting": 1}
+        await soon(lambda: says(page, "#queue", "none"), what="one that waits, of none that is alive")
+        assert (await queue_facts(page))["Sequences"] == ("none", "")
+        stage.told["sequences"] = None
+        await soon(lambda: not_there(page), what="the facts to go when nothing is known")
+        await quiet(page)
+
+
+async def not_there(page: Page) -> bool:
+    return "Sequences" not in await queue_facts(page)
+
+
+async def test_what_happens_to_sequences_is_among_the_events_and_in_the_sentence(page: Page) -> None:
+    keeps = "Sequences: 1 sequence is held until an operator decides (`sequences list --status held`)."
+    stage = Stage()
+    stage.told["explanation"] += f" {keeps}"
+    stage.feed.heard(Event.SEQUENCES_HELD, {"held": 1, "newest": "<b>chat</b>"})
+    async with shown(stage, page):
+        await soon(lambda: says(page, "#events", "sequences-held"), what="the event")
+        assert await says(page, "#events", "held 1, newest <b>chat</b>")
+        sentence = " ".join([await page.text("#sentence"), await page.text("#terms")])
+        assert sentence == stage.told["explanation"]
+        await quiet(page)
+
+
 async def test_page_reconnects_to_the_same_process_and_misses_nothing(page: Page) -> None:
     stage = Stage()
     stage.second()

@@ -200,6 +200,9 @@ ROWS = {
     "sequences abort": Row(
         happy=("chat-7",), empty=1, wrong=((), ("chat-7", "--why", " ")), fields={"": {"id", "aborted"}}
     ),
+    "sequences forget": Row(
+        happy=("chat-8",), empty=1, wrong=((), ("a", "b")), fields={"": {"id", "forgotten", "why"}}
+    ),
     "queue copy": Row(
         happy=("--from", "{url}", "--to", "{other}", "--live", "--pool", POOL),
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
@@ -316,7 +319,12 @@ async def furnish(place: Place) -> None:
 
 
 async def furnish_sequence(queue: OwnerAndDesk) -> None:
-    """One that is held, and a request that waits in it."""
+    """One of which nothing waits, and one that is held, and a request that waits in it."""
+    member = encode_member("alone", b"{}", LATER, sequence=Turn("chat-8", 0))
+    await queue.submit([Submission(member, LATER)])
+    (lease,) = (await claim(queue, 1)).leases
+    await queue.line_up([(lease, Turn("chat-8", 0))], SequenceTerms())
+    await queue.settle([Settlement(lease, answered("alone", 200, b"{}"), NAMES.answers("x"))])
     for index in range(2):
         turn = Turn("chat-7", index)
         member = encode_member(f"chat-{index}", b"{}", LATER, token=f"token-{index}", sequence=turn)

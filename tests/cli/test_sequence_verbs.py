@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from typer.testing import CliRunner
@@ -79,6 +79,15 @@ async def test_one_whose_index_is_missing_is_told(queue_server: Server, queue: O
     assert "index 0 is missing for" in (await verb(queue_server, "sequences", "list")).out
 
 
+async def test_one_that_may_not_begin_is_told(queue_server: Server, queue: OwnerAndDesk) -> None:
+    await put(queue, 0)
+    await queue.submit([Submission(encode_member("late", b"{}", LATER, sequence=Turn("late", 0)), LATER)])
+    leases = (await claim(queue)).leases
+    await queue.line_up([(leases[0], Turn("late", 0))], replace(TERMS, max_active=1))
+    told = (await verb(queue_server, "describe", "late")).out
+    assert "parked: it begins when one of the sequences.max_active that are alive has ended" in told
+
+
 async def test_one_that_is_held_is_shown_with_its_cause_and_released(
     queue_server: Server, queue: OwnerAndDesk
 ) -> None:
@@ -88,7 +97,8 @@ async def test_one_that_is_held_is_shown_with_its_cause_and_released(
     shown = await verb(queue_server, "sequences", "show", "chat")
     assert ("held" in shown.out, "chat-0: out of memory" in shown.out) == (True, True)
     assert "1: chat-1, entry 2" in shown.out
-    assert "that is held: chat-0: out of memory" in (await verb(queue_server, "describe", "chat-1")).out
+    held = "that is held until an operator releases or aborts it: chat-0: out of memory"
+    assert held in (await verb(queue_server, "describe", "chat-1")).out
     assert "chat" in (await verb(queue_server, "sequences", "list", "--status", "held")).out
     assert "no sequence is open" in (await verb(queue_server, "sequences", "list", "--status", "open")).err
     assert await verb(queue_server, "sequences", "release", "chat") == Answer(0, "chat goes on\n", "")
@@ -106,6 +116,25 @@ async def test_one_that_is_aborted_has_its_requests_answered_with_what_was_said(
     (one,) = await queue.unserved(10)
     assert (one.code, one.why) == ("SEQUENCE_ABORTED", "wrong model")
     assert (await verb(queue_server, "sequences", "abort", "chat")).code == 1
+
+
+async def test_one_is_forgotten_when_nothing_of_it_runs_or_waits(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    first, *_ = await put(queue, 0, 1, 2)
+    told = await verb(queue_server, "sequences", "forget", "chat")
+    why = "is not forgotten: one runs and 2 wait; `cancel --sequence chat` ends that"
+    assert told == Answer(1, "", f"chat {why}\n")
+    told = await verb(queue_server, "sequences", "forget", "chat", "--json")
+    assert (told.code, json.loads(told.out)) == (1, {"id": "chat", "forgotten": False, "why": why})
+    await verb(queue_server, "sequences", "abort", "chat")
+    told = await verb(queue_server, "sequences", "forget", "chat")
+    assert told.err == "chat is not forgotten: one runs; it can be when that has ended\n"
+    await queue.settle([Settlement(first, b'{"id":"chat-0","payload":""}', "")])
+    assert await verb(queue_server, "sequences", "forget", "chat") == Answer(0, "chat is forgotten\n", "")
+    assert await verb(queue_server, "sequences", "forget", "chat") == Answer(
+        1, "", "chat is not known (any more)\n"
+    )
 
 
 async def test_a_sequence_is_cancelled_with_what_runs_of_it(

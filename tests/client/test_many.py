@@ -285,6 +285,39 @@ async def test_cancelling_who_awaits_a_submission_cancels_the_request(
     await wait_until(cancelled)
 
 
+@pytest.mark.parametrize("closed", [False, True])
+async def test_cancelling_while_the_submission_is_under_way_cancels_the_request(
+    answering: Answering, one_redis: Server, closed: bool
+) -> None:
+    """The server has it, or is about to have it, and the client does not know that yet."""
+    with one_redis.client() as raw:
+        async with BatchClient(one_redis.url, pool=POOL) as client:
+            await client.enqueue({}, id="connected")
+            raw.client_pause(10_000, all=False)  # what writes is held up
+            waiting = asyncio.create_task(client.submit({}, id="r-1"))
+
+            def held_up() -> bool:
+                return any("eval" in str(each["cmd"]) and "b" in each["flags"] for each in raw.client_list())
+
+            await wait_until(held_up)
+            late = asyncio.create_task(client.submit({}, id="r-2"))  # behind that call: it is never sent
+            await wait_until(lambda: client.pending == 3)
+            waiting.cancel()
+            late.cancel()
+            assert all(
+                isinstance(each, asyncio.CancelledError)
+                for each in await asyncio.gather(waiting, late, return_exceptions=True)
+            )
+            if not closed:
+                raw.client_unpause()
+                await wait_until(lambda: bool(list(raw.scan_iter("*:cancel:r-1:*"))))
+            else:
+                asyncio.get_running_loop().call_later(0.2, raw.client_unpause)
+        cancelled = sorted(key.split(b":")[-2] for key in raw.scan_iter("*:cancel:*"))
+        assert cancelled == [b"connected", b"r-1"], "the first one by the end of the client"
+        assert (await answering.queue.counts()).pending == 2, "the one that was not sent is not there"
+
+
 async def test_a_request_is_cancelled_by_its_handle(answering: Answering, producer: BatchClient) -> None:
     handle = await producer.enqueue({}, id="r-1")
     assert await producer.cancel(handle)

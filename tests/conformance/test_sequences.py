@@ -17,6 +17,8 @@ from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import (
     Barred,
     Goes,
+    OnError,
+    SequenceNews,
     SequenceSeen,
     SequenceStatus,
     SequenceTerms,
@@ -617,6 +619,88 @@ async def test_a_sequence_of_which_nothing_runs_is_forgotten_when_it_is_cancelle
     assert (await queue.counts()).pending == 0
 
 
+async def test_what_is_over_is_forgotten_so_that_its_id_begins_anew(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1)
+    first = await goes(queue)
+    assert await world.desk.forget_sequence("s") is False, "one runs, and one waits"
+    assert await world.desk.abort_sequence("s", "no use")
+    assert await world.desk.forget_sequence("s") is False, "what runs has not ended"
+    await put(world, "too late", 2)
+    assert isinstance((await take(queue))[1]["too late-0"], Barred)
+    await done(queue, first)
+    assert await world.desk.forget_sequence("s") is True
+    assert await world.desk.sequence("s") is None
+    assert await world.desk.forget_sequence("s") is None
+    await put(world, "anew", 0, 1)
+    lease = await goes(queue)
+    assert name_of(lease) == "anew-0"
+    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}, (
+        "the life before is answered all the same"
+    )
+    assert (await seen(world)).waiting == 1, "and takes nothing of the new one with it"
+    await done(queue, lease)
+    assert name_of(await goes(queue)) == "anew-1"
+
+
+async def test_what_has_not_run_is_not_forgotten_while_it_waits(world: World) -> None:
+    """Held, in a gap, or parked."""
+    queue = world.owner()
+    terms = replace(TERMS, max_active=2)
+    await put(world, "r", {"index": 0, "on_error": "hold"}, 1)
+    await put(world, "gap", 1, of="gap", deadline=LATER + 1)
+    await put(world, "parked", 0, of="parked", deadline=LATER + 2)
+    left, _ = await take(queue, terms)
+    await fail(queue, left["r-0"])
+    for name, status in (("s", "held"), ("gap", "open"), ("parked", "parked")):
+        assert (await seen(world, name)).status == status
+        assert await world.desk.forget_sequence(name) is False
+
+
+async def test_one_that_is_forgotten_makes_room_for_one_that_waits_to_begin(world: World) -> None:
+    queue = world.owner()
+    terms = replace(TERMS, max_active=1)
+    await put(world, "a", 0, of="a")
+    lease = await goes(queue, terms)
+    await put(world, "b", 0, of="b")
+    await take(queue, terms)
+    assert (await full_claim(queue)).leases == []
+    await done(queue, lease)
+    assert await world.desk.forget_sequence("a") is True
+    assert name_of(await goes(queue, terms)) == "b-0"
+
+
+async def test_what_happened_to_sequences_is_counted(world: World) -> None:
+    queue = world.owner()
+
+    async def news() -> SequenceNews:
+        return (await queue.counts()).news
+
+    assert await news() == SequenceNews()
+    await put(world, "r", {"index": 0, "on_error": "hold"}, {"index": 2, "on_error": "abort"}, of="é")
+    await fail(queue, await goes(queue))
+    assert await news() == SequenceNews(held=1, last_held="é")
+    assert await world.desk.release_sequence("é")
+    await queue.sweep()
+    assert await news() == SequenceNews(held=1, released=1, last_held="é"), "the gap is waited for yet"
+    await world.age_sequences(TERMS.gap_s + 1)
+    await queue.sweep()
+    await fail(queue, await goes(queue))
+    told = SequenceNews(held=1, released=1, aborted=1, gaps=1, last_held="é", last_aborted="é")
+    assert await news() == told
+    for name in ("idle", "aged", "cancelled"):
+        await put(world, name, 0, of=name)
+    left, _ = await take(queue)
+    assert await world.desk.cancel_sequence("cancelled")
+    await done(queue, left["idle-0"])
+    await world.age_sequences(TERMS.max_idle_s + 1)
+    await queue.sweep()
+    assert await news() == replace(told, cancelled=1, idle=1)
+    await world.age_sequences(TERMS.max_age_s + 1)
+    await done(queue, left["aged-0"])
+    assert await news() == replace(told, cancelled=1, idle=1, aged=1)
+
+
 async def late(queue: Queue, name: str, **left: Any) -> None:
     """The deadline of that one passes in its line, though it may be far in truth."""
     for one in await expired(queue, 10):
@@ -850,3 +934,51 @@ class History:
         for sent in self.sent.values():
             steps = [after - before for before, after in pairwise(sent)]
             assert set(steps) <= {0, 1}, "each turn once, or again where it was not answered"
+
+
+async def test_a_reset_takes_what_is_claimed_behind_it_and_nothing_that_was_claimed_before(
+    world: World,
+) -> None:
+    """What docs/queue-contract.md says of who does not wait: nobody is lost, nor runs beside another."""
+    queue = world.owner()
+    await put(world, "old", 0)
+    first = await goes(queue)
+    await put(world, "early", 2)  # of the life to come, claimed before its reset
+    assert isinstance((await take(queue))[1]["early-0"], Waits)
+    await put(world, "reset", {"reset": True})
+    await put(world, "late", 1, deadline=LATER + 1)  # of the life before, claimed behind the reset
+    assert set(map(type, (await take(queue))[1].values())) == {Waits}
+    order = []
+    lease = first
+    while True:
+        await done(queue, lease)
+        left, _ = await take(queue)
+        if not left:
+            break
+        ((name, lease),) = left.items()
+        order.append(name)
+    assert order == ["early-0", "reset-0", "late-0"], "no gap is waited for before a reset"
+    await put(world, "taken", 1)
+    _, said = await take(queue)
+    assert said["taken-0"] == Barred(ErrorCode.SEQUENCE_INDEX, "index 1: 2 is next")
+
+
+async def test_what_waits_keeps_the_word_on_errors_that_it_came_under(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    lease = await goes(queue, replace(TERMS, on_error=OnError.CONTINUE))
+    await queue.line_up([], replace(TERMS, on_error=OnError.ABORT))
+    await fail(queue, lease)
+    assert name_of(await goes(queue, replace(TERMS, on_error=OnError.ABORT))) == "r-1"
+
+
+async def test_terms_that_are_told_without_a_request_hold_for_what_waits(world: World) -> None:
+    queue = world.owner()
+    few = replace(TERMS, max_active=1)
+    await put(world, "a", 0, of="a")
+    await done(queue, await goes(queue, few))
+    await put(world, "b", 0, of="b")
+    await take(queue, few)
+    assert (await queue.line_up([], TERMS)).verdicts == []
+    await queue.sweep()
+    assert name_of(await goes(queue)) == "b-0"

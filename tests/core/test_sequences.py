@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from dispatcher.core.turns import (
     Barred,
     Goes,
     OnError,
+    SequenceNews,
     SequenceStatus,
     SequenceTerms,
     Turn,
@@ -425,3 +427,42 @@ def test_a_long_line_goes_in_its_order(count: int) -> None:
         order.append(world.turns[entry].index)
         world.end(entry)
     assert order == list(range(count))
+
+
+def test_what_is_forgotten_leaves_nothing_behind() -> None:
+    world = World()
+    assert world.rules.forget("s", 0.0) is None
+    for index in (0, 2):
+        world.line_up(world.come("s", index, on_error=OnError.HOLD))
+    assert world.rules.forget("s", 0.0) is False, "one goes, and one waits"
+    world.end(1, failed=True)
+    assert world.rules.forget("s", 0.0) is False, "one waits"
+    world.end(2)
+    assert world.rules.known["s"].in_line == 1, "its index has passed"
+    assert world.rules.forget("s", 0.0) is True
+    assert (world.rules.known, world.rules.seats, world.rules.over) == ({}, {}, {})
+    assert world.rules.count[SequenceStatus.HELD] == 0
+    assert isinstance(world.line_up(world.come("s", 0)), Goes)
+
+
+def test_what_happens_is_counted_once() -> None:
+    world = World(replace(TERMS, refuse_after_end=True))
+    world.send(0, 2)
+    world.end(1)
+    world.sweep(59)
+    assert world.rules.news == SequenceNews()
+    world.sweep(1)
+    world.sweep(60)
+    assert world.rules.news == SequenceNews(gaps=1)
+    world.end(2)
+    world.sweep(99)
+    assert world.rules.news.idle == 0
+    world.sweep(1)
+    assert world.rules.known["s"].status is SequenceStatus.ENDED
+    world.sweep(500)
+    assert world.rules.known == {}, "that it had ended is forgotten, which nobody is told"
+    assert world.rules.news == SequenceNews(gaps=1, idle=1)
+    world.line_up(old := world.come("old"))
+    world.sweep(1000)
+    world.end(old)
+    assert world.rules.news == SequenceNews(gaps=1, idle=1, aged=1)

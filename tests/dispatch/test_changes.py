@@ -6,7 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.budget import Reason
-from dispatcher.dispatch.changes import AT_ONCE, FLAPPING_S, OPEN_EACH_S, SETTLED_S, Changes
+from dispatcher.core.turns import SequenceNews
+from dispatcher.dispatch.changes import (
+    AT_ONCE,
+    FLAPPING_S,
+    OPEN_EACH_S,
+    SEQUENCES_EACH_S,
+    SETTLED_S,
+    Changes,
+    SequenceChanges,
+)
+from dispatcher.telemetry.events import Event
 
 
 def test_a_gate_that_closes_for_a_moment_is_told_twice() -> None:
@@ -80,3 +90,47 @@ def test_every_change_is_told_or_counted_and_what_lasts_is_told(steps: list[tupl
         changes.look(last, now + OPEN_EACH_S)
         assert changes.look(last, now + 2 * OPEN_EACH_S) is None
         assert changes._told is last
+
+
+def test_what_happened_to_sequences_before_the_first_look_is_not_told() -> None:
+    changes = SequenceChanges()
+    assert changes.look(SequenceNews(held=3, last_held="a"), 0.0) == []
+    assert changes.look(SequenceNews(held=3, last_held="a"), 1.0) == []
+    told = changes.look(SequenceNews(held=4, last_held="b", idle=2, cancelled=1), 2.0)
+    assert told == [
+        (Event.SEQUENCES_HELD, {"held": 1, "newest": "b"}),
+        (Event.SEQUENCES_ENDED, {"idle": 2, "cancelled": 1}),
+    ]
+
+
+def test_a_hundred_thousand_that_abort_are_a_line_a_minute_and_none_is_left_out() -> None:
+    changes = SequenceChanges()
+    changes.look(SequenceNews(), 0.0)
+    lines = [
+        (second, fields)
+        for second in range(1, 200)
+        for event, fields in changes.look(
+            SequenceNews(aborted=min(second * 1000, 100_000), last_aborted=f"s{second}"), float(second)
+        )
+        if event is Event.SEQUENCES_ABORTED
+    ]
+    assert [second for second, _ in lines] == [1, 1 + SEQUENCES_EACH_S, 1 + 2 * SEQUENCES_EACH_S]
+    assert [fields["aborted"] for _, fields in lines] == [1000, 60_000, 39_000]
+
+
+def test_one_kind_that_was_just_told_keeps_no_other_back() -> None:
+    changes = SequenceChanges()
+    changes.look(SequenceNews(), 0.0)
+    changes.look(SequenceNews(held=1, last_held="a"), 1.0)
+    assert changes.look(SequenceNews(held=1, released=1, gaps=2), 2.0) == [
+        (Event.SEQUENCES_RELEASED, {"released": 1}),
+        (Event.SEQUENCES_GAPS, {"gaps": 2}),
+    ]
+
+
+def test_counters_that_the_queue_has_lost_begin_anew() -> None:
+    changes = SequenceChanges()
+    changes.look(SequenceNews(aborted=50), 0.0)
+    assert changes.look(SequenceNews(aborted=2, last_aborted="z"), 1.0) == [
+        (Event.SEQUENCES_ABORTED, {"aborted": 2, "newest": "z"})
+    ]

@@ -80,6 +80,13 @@ async def results(scene: Scene) -> dict[str, dict[str, Any]]:
     return {each["id"]: each for each in found}
 
 
+def happened(scene: Scene) -> list[tuple[str, dict[str, Any]]]:
+    """What the log and the page are told of sequences."""
+    return [
+        (event.event, {**fields}) for event, fields in scene.events if event.event.startswith("sequences-")
+    ]
+
+
 def options(**how: Any) -> Options:
     return Options(RETRY, sequences=SequenceOptions(**how))
 
@@ -191,11 +198,14 @@ def test_failed_turn_does_to_the_later_ones_what_on_error_says(on_error: OnError
             assert "a-1" in told["a-2"]["error_message"]
             assert "400" in told["a-2"]["error_message"]
             assert (await scene.queue.counts()).sequences == SequenceCounts(aborted=1)
+            assert happened(scene) == [("sequences-aborted", {"aborted": 1, "newest": "a"})]
         elif on_error is OnError.HOLD:
             assert set(told) == {"a-0", "a-1"}
             assert (await scene.queue.counts()).sequences == SequenceCounts(active=1, held=1, waiting=2)
+            assert happened(scene) == [("sequences-held", {"held": 1, "newest": "a"})]
         else:
             assert set(told) == {f"a-{n}" for n in range(4)}
+            assert happened(scene) == []
 
     perform(scene_of, gateway)
 
@@ -446,3 +456,141 @@ def test_other_terms_hold_from_the_next_claim_on() -> None:
         assert session(gateway.requests[1]) == {"x-chat": "a"}
 
     perform(scene_of, gateway)
+
+
+def test_changed_terms_hold_for_what_waits_though_nothing_else_comes() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        for name in "abc":
+            await submit(scene, [(f"{name}-0", Turn(name, 0))])
+            await asyncio.sleep(1)
+        assert gateway.sent == ["a-0"], "the others may not begin, and nothing of this one runs"
+        scene.dispatcher.reconfigure(options(terms=SequenceTerms(max_active=2)))
+        await asyncio.sleep(2.5)
+        assert gateway.sent == ["a-0", "b-0"]
+        scene.dispatcher.reconfigure(options())
+        await asyncio.sleep(2.5)
+        assert gateway.sent == ["a-0", "b-0", "c-0"]
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_active=1)))
+
+
+def test_changed_terms_are_told_again_until_the_queue_has_heard_them() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        for name in "ab":
+            await submit(scene, [(f"{name}-0", Turn(name, 0))])
+            await asyncio.sleep(1)
+        line_up, asked = scene.queue.line_up, 0
+
+        async def away(*args: Any) -> LinedUp:
+            nonlocal asked
+            asked += 1
+            if asked < 3:
+                raise QueueUnavailableError("Redis did not answer in time")
+            return await line_up(*args)
+
+        scene.queue.line_up = away  # type: ignore[method-assign, assignment]
+        scene.dispatcher.reconfigure(options())
+        await asyncio.sleep(10)
+        assert gateway.sent == ["a-0", "b-0"]
+        asked_by_then = asked
+        await asyncio.sleep(10)
+        assert asked == asked_by_then, "and no more when it has"
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_active=1)))
+
+
+EDGE_S = 1.2
+"""What ends by time is seen by the next sweep, a second later at most."""
+
+
+@pytest.mark.parametrize(
+    ("at_s", "begins_anew"), [(99.0, False), (99.9, False), (100.0 + EDGE_S, True)], ids=str
+)
+def test_sequence_ends_when_it_was_idle_for_so_long_and_no_sooner(at_s: float, begins_anew: bool) -> None:
+    """Who comes later begins anew: nobody remembers the server of the life before."""
+    gateway = Servers(token="pod-1")
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 1))
+        ended_at = await first_end(gateway)
+        await asyncio.sleep(ended_at + at_s - asyncio.get_running_loop().time())
+        await submit(scene, [("a-next", Turn("a"))])
+        await asyncio.sleep(1)
+        assert gateway.sent == ["a-0", "a-next"]
+        assert ("x-session-token" not in session(gateway.requests[1])) is begins_anew
+        told = [fields for name, fields in happened(scene) if name == "sequences-ended"]
+        assert told == ([{"idle": 1}] if begins_anew else [])
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_idle_s=100)))
+
+
+@pytest.mark.parametrize(("step_s", "grows_old"), [(9.99, False), (10.01, True)], ids=str)
+def test_sequence_ends_by_age_with_the_request_that_runs(step_s: float, grows_old: bool) -> None:
+    """Ten turns behind each other, each of so many seconds, of a life of 100 s: the tenth ends it, or not."""
+    gateway = Servers(token="pod-1")
+
+    async def scene_of(scene: Scene) -> None:
+        gateway.takes_s = step_s
+        await submit(scene, turns("a", 11))
+        while len(gateway.sent) < 11:  # noqa: ASYNC110 -- in virtual time
+            await asyncio.sleep(0.05)
+        with_token = ["x-session-token" in session(each) for each in gateway.requests]
+        assert gateway.sent == [f"a-{n}" for n in range(11)], "what waits goes on in its order"
+        assert with_token == [False, *[True] * 9, not grows_old]
+        await asyncio.sleep(2)
+        told = [fields for name, fields in happened(scene) if name == "sequences-ended"]
+        assert told == ([{"aged": 1}] if grows_old else [])
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_age_s=100)))
+
+
+@pytest.mark.parametrize("after_s", [4.9, 5.0], ids=["just before", "at"])
+def test_missing_index_may_come_until_its_time_is_up(after_s: float) -> None:
+    """Who claims it in the very moment finds it late: the sweep of that moment may have been before."""
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, [("a-1", Turn("a", 1))])
+        found = None
+        while found is None or found.gap_since is None:
+            await asyncio.sleep(0.001)
+            found = await scene.store.sequence("a")
+        missing_since = found.gap_since - scene.store.pool.unix_origin
+        await asyncio.sleep(missing_since + after_s - 0.05 - asyncio.get_running_loop().time())
+        assert gateway.sent == [], "not sooner"
+        if after_s < 5.0:
+            await submit(scene, [("a-0", Turn("a", 0))])
+        await asyncio.sleep(3)
+        assert gateway.sent == (["a-0", "a-1"] if after_s < 5.0 else ["a-1"])
+        passed = [fields for name, fields in happened(scene) if name == "sequences-gaps"]
+        assert passed == ([] if after_s < 5.0 else [{"gaps": 1}])
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(gap_s=5.0)))
+
+
+async def first_end(gateway: Servers) -> float:
+    """When the first answer came."""
+    while not gateway.spans:  # noqa: ASYNC110 -- in virtual time
+        await asyncio.sleep(0.001)
+    return gateway.spans[0][2]
+
+
+@pytest.mark.parametrize(("waiting", "refused"), [(3, 0), (4, 0), (5, 1)], ids=str)
+def test_as_many_wait_as_may_and_not_one_more(waiting: int, refused: int) -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        gateway.takes_s = 5.0
+        await submit(scene, turns("a", 1))
+        await asyncio.sleep(1)
+        await submit(scene, turns("a", 1 + waiting)[1:])
+        await asyncio.sleep(2)
+        told = await results(scene)
+        assert [each["error_code"] for each in told.values()] == ["SEQUENCE_FULL"] * refused
+        assert (await scene.queue.counts()).sequences.waiting == waiting - refused
+
+    perform(scene_of, gateway, options(terms=SequenceTerms(max_waiting=4)))

@@ -12,6 +12,7 @@ from dispatcher.telemetry.status import (
     LineStatus,
     PriceStatus,
     ProcessStatus,
+    SequencesStatus,
     SignalsStatus,
     Status,
     Terms,
@@ -31,6 +32,7 @@ IDLE = Status(
     line=LineStatus(pending=0, leased=0, delayed=0, dead=3, replica_count=2),
     price=PriceStatus(batch_share=0.0),
     batching=BatchingStatus([MERGED]),
+    sequences=SequencesStatus(dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)),
 )  # fmt: skip
 REPLICAS = ("a:8080", "b:8080")
 OFF = 'merge_off{model="bge-m3",path="/v1/embeddings"}'
@@ -156,6 +158,8 @@ CASES = [
     Case("one large batch", {"pending": "0x60 9000-20x400", **gate(full=1), "running": "30x4000",
          'tries_total{outcome="delivered",status="2xx"}': rising(1)}, {}, "120m"),
     Case("a backlog that is only observed", {"pending": "0+10x4000", **gate(open=1), "observing": "1x4000"}, {}, "120m"),
+    Case("sequences are held", {"sequences_held": "0x20 3x4000"}, {"BatchDispatcherSequencesHeld": ""}, "72m", "68m"),
+    Case("held, and decided within the hour", {"sequences_held": "0x20 3x80 0x400"}, {}, "80m"),
     # It is sent, and it goes wrong.
     Case("refusals", {'tries_total{outcome="overloaded",status="4xx"}': rising(0.1),
          'tries_total{outcome="delivered",status="2xx"}': rising(0.9)}, {"BatchDispatcherRefusals": ""}, "12m", "3m"),

@@ -29,11 +29,11 @@ ROWS = [
     "Budget",
     "Gate",
     "Queue and deadlines",
+    "Sequences",
     "Gateway",
     "Batching",
     "Harvest and price",
     "Replicas",
-    "Sequences",
 ]
 ROOT = Path(__file__).parents[2]
 UNITS = {"short", "none", "percentunit", "s", "reqps", "cps", "bytes"}

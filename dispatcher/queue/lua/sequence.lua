@@ -1,8 +1,9 @@
 -- Show sequences, or decide about one.
 -- KEYS   own…
--- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why; "cancel", id
+-- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why; "cancel", id; "forget", id
 -- Returns for a list: {cursor, {as `row` has it…}}; to show: a row, or false; released, aborted: 1, or 0 where there was nothing
---         to decide; cancelled: the entry of its head or 0, or false where there was nothing to cancel
+--         to decide; cancelled: the entry of its head or 0, or false where there was nothing to cancel; forgotten: 1, 0 where
+--         something of it runs or waits, false where nothing is known of it
 -- Keeps: what waits is answered, or goes on; a head goes on to its end.
 need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE', 'ZRANGEBYSCORE')
 local verb, now = ARGV[1], clock()
@@ -39,6 +40,14 @@ if verb == 'release' then
   if not one or one.status ~= 'held' then return 0 end
   turn_to(one, 'open')
   one.cause, one.touched = '', now
+  happened('released')
+  settle_down(one, now)
+  return 1
+end
+if verb == 'forget' then
+  if not one then return false end
+  if one.head or seats_of(one) > 0 then return 0 end
+  drop(one)
   settle_down(one, now)
   return 1
 end
@@ -48,6 +57,7 @@ if verb == 'abort' then
   settle_down(one, now)
   return 1
 end
+happened('cancelled')
 local next_index = one.lives[1][NEXT]
 for _, life in ipairs(one.lives) do doom(life, 'CANCELLED', 'the sequence was cancelled') end
 one.lives = {new_life(next_index)}

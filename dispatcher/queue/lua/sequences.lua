@@ -12,7 +12,8 @@ local ALIVE, ENDED = {open = true, held = true}, {aborted = true, ended = true}
 local FIELDS_OF = {'status', 'touched', 'head', 'head_life', 'head_last', 'head_then', 'born', 'gap', 'token', 'done',
                    'failed', 'cause', 'carried', 'lives'}
 local SHARED = {'lives', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses',
-                'held', 'aborted'}
+                'held', 'aborted', 'ever_held', 'ever_released', 'ever_aborted', 'ever_cancelled', 'ever_idle', 'ever_aged',
+                'ever_gaps', 'last_held', 'last_aborted'}
 local NUMBER, NEXT, BEHIND, SEATS, PASSED = 1, 2, 3, 4, 5 -- of a life
 local leased, of_all, known_ones = {}, nil, {}
 local moved = 0 -- entries that became claimable
@@ -24,7 +25,8 @@ local function digits(number) return string.format('%016.0f', number) end
 local function all()
   if of_all then return of_all end
   check_types(OFTEN + 1, OWN)
-  of_all = {lives = 0, active = 0, held = 0, aborted = 0}
+  of_all = {lives = 0, active = 0, held = 0, aborted = 0, ever_held = 0, ever_released = 0, ever_aborted = 0,
+            ever_cancelled = 0, ever_idle = 0, ever_aged = 0, ever_gaps = 0, last_held = '', last_aborted = ''}
   local packed = call('HGET', SEQUENCES, '')
   local values = packed and cmsgpack.unpack(packed) or {}
   for at, name in ipairs(SHARED) do
@@ -41,6 +43,9 @@ local function keep_all()
   if packed ~= of_all.told then call('HSET', SEQUENCES, '', packed) end
   of_all.told = packed
 end
+
+-- What people are told of (core/turns.py: SequenceNews).
+local function happened(what) all()['ever_' .. what] = of_all['ever_' .. what] + 1 end
 
 local function known(id)
   local one = known_ones[id]
@@ -147,6 +152,10 @@ local function doom(life, code, why)
 end
 
 local function close(one, status, code, why, now)
+  if status == 'aborted' then
+    happened('aborted')
+    of_all.last_aborted = one.id
+  end
   doom(one.lives[1], code, why)
   if #one.lives > 1 then
     next_life(one)
@@ -175,6 +184,7 @@ end
 
 local function end_if_old(one, now)
   if not one.gone and one.status == 'open' and one.born and now >= one.born + all().max_age_s then
+    happened('aged')
     end_life(one, 'it had run for max_age_s', now)
   end
 end
@@ -187,6 +197,8 @@ local function follow(one, last, on_error, cause, now)
   elseif on_error == 'hold' then
     turn_to(one, 'held')
     one.cause = cause
+    happened('held')
+    of_all.last_held = one.id
   end
 end
 
@@ -227,6 +239,7 @@ local function advance(one, now)
           one.gap = gap
           return
         end
+        happened('gaps')
       end
       local last, failed, on_error, cause = string.match(name, '^%d+:%d+:%-(%d)(%d)(%a+):(.*)$')
       if held and (id or last == '1') then return end
@@ -402,7 +415,12 @@ local function look_at(one, now)
     local state = load(one.head)
     if not state or state[WHERE] == 'X' then end_turn(one.head, {[TURN] = {0, one.id}}, nil, '', now) end
   elseif seats_of(one) == 0 and now >= one.touched + all().max_idle_s then
-    if ENDED[one.status] then drop(one) else end_life(one, 'nothing of it ran or waited for max_idle_s', now) end
+    if ENDED[one.status] then
+      drop(one)
+    else
+      happened('idle')
+      end_life(one, 'nothing of it ran or waited for max_idle_s', now)
+    end
   else
     end_if_old(one, now)
   end

@@ -143,6 +143,10 @@ class MemoryStore:
         self.pool.check_up()
         return sequences.cancel(self.line, sequence_id)
 
+    async def forget_sequence(self, sequence_id: str) -> bool | None:
+        self.pool.check_up()
+        return sequences.forget(self.line, sequence_id)
+
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         self.pool.check_up()
         return steps.dead_after(self.line, after, most)

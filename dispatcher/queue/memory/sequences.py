@@ -127,6 +127,12 @@ def cancel(line: Line, name: str) -> bool:
     return _decided(line, done=head is not None)
 
 
+def forget(line: Line, name: str) -> bool | None:
+    done = line.sequences.forget(name, line.pool.clock())
+    _decided(line, done=bool(done))
+    return done
+
+
 def _decided(line: Line, *, done: bool) -> bool:
     bring_forward(line)
     if done:

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from dispatcher.core.lanes import CLOSED, Lane, lane_of, losses_of
@@ -294,6 +294,7 @@ class Line:
             dead=count[Place.DEAD],
             units=self.pool.units,
             sequences=SequenceCounts.of(self.sequences.count, self.in_lanes[Lane.SEQUENCED]),
+            news=replace(self.sequences.news),
         )
 
     @property

@@ -198,6 +198,11 @@ class RedisDesk:
                 await self.cancel(request.id, request.token, found=True)
         return await self._decided(done=head is not None)
 
+    async def forget_sequence(self, sequence_id: str) -> bool | None:
+        """Know nothing of it any more; False: something of it runs or waits, None: nothing is known."""
+        told = await sequences.decide(self.backend, "forget", sequence_id)
+        return None if told is None else await self._decided(done=bool(told))
+
     async def _decided(self, *, done: bool) -> bool:
         if done:
             await self.backend.scripts.attempt(lambda: self._wake("sequence"))

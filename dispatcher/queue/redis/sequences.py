@@ -14,6 +14,7 @@ from dispatcher.core.turns import (
     Barred,
     Goes,
     SequenceCounts,
+    SequenceNews,
     SequencePage,
     SequenceSeen,
     SequenceStatus,
@@ -31,6 +32,8 @@ from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
 _GOES, _REFUSED = 1, 2
 _WHY_CHARS = 300
 _PAGE = 500
+_NEWS, _NEWS_END = 11, 20
+"""Of what all sequences share."""
 
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -111,6 +114,14 @@ def counted_of(shared: bytes, parked: int, waiting: int) -> SequenceCounts:
     told = msgspec.msgpack.decode(shared) if shared else []
     active, held, aborted = (int(told[at]) if at < len(told) else 0 for at in (1, 9, 10))
     return SequenceCounts(active, parked, held, aborted, waiting)
+
+
+def news_of(shared: bytes) -> SequenceNews:
+    """Of the same."""
+    told: list[Any] = msgspec.msgpack.decode(shared) if shared else []
+    if len(told) < _NEWS_END:  # there is none yet, or an older version wrote last
+        return SequenceNews()
+    return SequenceNews(*told[_NEWS:_NEWS_END])
 
 
 # What operators see and decide.

@@ -39,7 +39,7 @@ from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, source
-from dispatcher.queue.redis.sequences import counted_of, left_by
+from dispatcher.queue.redis.sequences import counted_of, left_by, news_of
 
 _SPLITS = 200
 """Of spans in an outlook, at the most."""
@@ -315,7 +315,8 @@ async def counts(backend: Backend) -> Counts:
     reply = await backend.run("counts", [])
     now, pending, leased, delayed, dead, units, *of_sequences = reply.value
     backend.saw(reply, now)
-    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences))
+    news = news_of(of_sequences[0])
+    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences), news)
 
 
 async def outlook(backend: Backend, timeout_s: float, rate: float | None, service_s: float) -> LineAhead:

@@ -1,0 +1,127 @@
+"""`queue copy` with requests of sequences: they go in their order where they came to, too."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from dispatcher.cli.queue import copy_requests
+from dispatcher.cli.target import QueueTarget
+from dispatcher.core.located import Whereabouts
+from dispatcher.core.request import Request, encode_member, parse
+from dispatcher.core.turns import Goes, OnError, SequenceTerms, Turn, TurnEnd
+from dispatcher.ports import Lease, Release, Settlement, Submission
+from dispatcher.queue.keys import Names
+from tests.queue.made import OwnerAndDesk, claim, queues
+from tests.queue.servers import ENGINES, Server, server
+
+NAMES = Names("batch:{default}:requests", "batch:{default}:results")
+LATER = int(time.time()) + 3600
+TERMS = SequenceTerms(gap_s=0.3)
+
+
+@pytest.fixture
+async def pair(tmp_path: Path) -> AsyncIterator[tuple[OwnerAndDesk, OwnerAndDesk, Server]]:
+    """The queue that is copied, and the one that it is copied to."""
+    with server(ENGINES[-1], tmp_path / "source") as near, server(ENGINES[-1], tmp_path / "target") as far:
+        async with (
+            queues(near.url, "owner", names=NAMES) as (source,),
+            queues(far.url, "owner", names=NAMES) as (target,),
+        ):
+            yield source, target, far
+
+
+async def submit(queue: OwnerAndDesk, *turns: Turn, first: int = 0) -> None:
+    """`<sequence>.<number>` each, of which the later ones have the later deadlines."""
+    for number, turn in enumerate(turns, first):
+        until = LATER + number
+        member = encode_member(f"{turn.id}.{number}", b"{}", until, sequence=turn)
+        await queue.submit([Submission(member, until)])
+
+
+async def going(queue: OwnerAndDesk) -> list[tuple[str, Lease, Turn]]:
+    """Claim all that may be claimed, and line it up: what goes, by its id."""
+    turns = []
+    for lease in (await claim(queue)).leases:
+        request = parse(lease.member)
+        assert isinstance(request, Request)
+        assert request.sequence is not None
+        turns.append((request.id, lease, request.sequence))
+    said = await queue.line_up([(lease, turn) for _, lease, turn in turns], TERMS)
+    return [one for one, verdict in zip(turns, said.verdicts, strict=True) if isinstance(verdict, Goes)]
+
+
+async def settle(queue: OwnerAndDesk, going_: list[tuple[str, Lease, Turn]], *, failed: bool = False) -> None:
+    await queue.settle(
+        [
+            Settlement(lease, b'{"id":"%s","payload":""}' % name.encode(), "", turn=TurnEnd(turn, failed))
+            for name, lease, turn in going_
+        ]
+    )
+
+
+async def served(queue: OwnerAndDesk, most_s: float = 5.0) -> list[str]:
+    """Answer whatever goes, until nothing waits any more: ids in the order in which they went."""
+    order: list[str] = []
+    until = time.monotonic() + most_s
+    while (await queue.counts()).pending:
+        assert time.monotonic() < until, f"it does not go on: {order}"
+        await queue.sweep()
+        some = await going(queue)
+        order += [name for name, _, _ in some]
+        await settle(queue, some)
+        await asyncio.sleep(0.01)
+    return order
+
+
+async def test_requests_of_sequences_go_in_their_order_at_the_other_redis(
+    pair: tuple[OwnerAndDesk, OwnerAndDesk, Server],
+) -> None:
+    """The first has been answered, one was given back when its dispatcher stopped, the others wait, and
+    of the last no dispatcher knew. Those with an index wait for what went before the copy, for one gap."""
+    source, target, far = pair
+    await submit(source, *(Turn("a", index) for index in range(5)))
+    await submit(source, *(Turn("b") for _ in range(5)))
+    await settle(source, await going(source))
+    heads = await going(source)
+    assert sorted(name for name, _, _ in heads) == ["a.1", "b.1"]
+    await source.release([Release(lease) for _, lease, _ in heads])
+    await submit(source, Turn("a", 5), first=5)
+    await submit(source, Turn("b"), first=5)
+    await source.pause("ann", "moving")
+    found = await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
+    assert found is not None
+    places, added, leased = found
+    assert (places[Whereabouts.SEQUENCED], places[Whereabouts.RETURNED]) == (6, 2)
+    assert (added, leased) == (10, 0)
+
+    began = time.monotonic()
+    first = await going(target)
+    assert [name for name, _, _ in first] == ["b.1"]
+    await settle(target, first)
+    order = await served(target)
+    assert [name for name in order if name[0] == "b"] == [f"b.{n}" for n in range(2, 6)]
+    assert [name for name in order if name[0] == "a"] == [f"a.{n}" for n in range(1, 6)]
+    assert time.monotonic() - began >= TERMS.gap_s, "index 0 was waited for"
+    assert (await target.counts()).news.gaps == 1
+    again = await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
+    assert again is not None
+    assert again[1] == 0, "each is taken over once"
+
+
+async def test_what_was_decided_of_a_sequence_stays_behind(
+    pair: tuple[OwnerAndDesk, OwnerAndDesk, Server],
+) -> None:
+    """One that is held is not held at the other Redis: docs/commands.md says so."""
+    source, target, far = pair
+    await submit(source, Turn("a", 0, on_error=OnError.HOLD), Turn("a", 1))
+    await settle(source, await going(source), failed=True)
+    assert (await source.counts()).sequences.held == 1
+    await source.pause("ann", "moving")
+    await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
+    assert await served(target) == ["a.1"]
+    assert (await target.counts()).sequences.held == 0
