@@ -41,7 +41,7 @@ class ServingSettings(Section):
 
     observe: Observe = Field(
         "auto",
-        description="`endpoints`: each model server is asked. `gateway`: the gateway, for all of them. `off`. "
+        description="`endpoints`: each model server is asked. `gateway`: the gateway, for all. `off`. "
         "`auto`: off while `models` names none; else the servers where `urls` or the Kubernetes watch know "
         "them, and the gateway where neither does.",
     )

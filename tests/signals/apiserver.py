@@ -60,7 +60,9 @@ def old_pool(name: str = "qwen", *, app: str = "vllm", epp: str = "qwen-epp") ->
     }
 
 
-def pod(name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = False) -> Object:
+def pod(
+    name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = False, address: str = "10.0.0.9"
+) -> Object:
     now = "2025-11-21T04:00:00Z"
     metadata: Object = {
         "name": name,
@@ -83,7 +85,7 @@ def pod(name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = Fa
         },
         "status": {
             "phase": "Running",
-            "podIP": "10.0.0.9",
+            **({"podIP": address} if address else {}),
             "conditions": [
                 {"type": "Initialized", "status": "True", "lastProbeTime": None, "lastTransitionTime": now},
                 {"type": "Ready", "status": state, "lastProbeTime": None, "lastTransitionTime": now},
