@@ -204,7 +204,7 @@ OWN: Mapping[str, dict[str, Any]] = {
     **{f"valkey.image.{name}": rule for name, rule in _IMAGE.items()},
     **{
         f"networkPolicy.egress.{name}": _EGRESS
-        for name in ("dns", "gateway", "queue", "picker", "prometheus", "apiServer", "tracing")
+        for name in ("dns", "gateway", "queue", "picker", "models", "prometheus", "apiServer", "tracing")
     },
 }
 """What the default in values.yaml does not tell of a value."""

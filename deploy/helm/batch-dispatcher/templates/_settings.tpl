@@ -83,6 +83,17 @@
 {{- if or (dig "signals" "vllm" "urls" list .Values.config) (dig "signals" "vllm" "service" "" .Values.config) -}}true{{- end -}}
 {{- end -}}
 
+{{/* Is it observed which models are served? As in dispatcher/settings/serving.py. */}}
+{{- define "batch-dispatcher.observesModels" -}}
+{{- $observe := dig "serving" "observe" "auto" .Values.config -}}
+{{- if and (ne $observe "off") (or (ne $observe "auto") .Values.config.models) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Are the model servers asked for that? */}}
+{{- define "batch-dispatcher.asksModels" -}}
+{{- if and (include "batch-dispatcher.observesModels" .) (ne (dig "serving" "observe" "auto" .Values.config) "gateway") -}}true{{- end -}}
+{{- end -}}
+
 {{/* Is the picker asked directly, by the service account's token? */}}
 {{- define "batch-dispatcher.scrapesByToken" -}}
 {{- $epp := dig "signals" "epp" dict .Values.config -}}
