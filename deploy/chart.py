@@ -163,6 +163,7 @@ OWN: Mapping[str, dict[str, Any]] = {
     "pool.namespace": {"type": "string", "pattern": f"^$|{LABEL}"},
     "gateway.url": {"type": "string", "pattern": "^$|^https?://"},
     "valkey.enabled": _OR_NOTHING,
+    "rbac.modelRewrites": _OR_NOTHING,
     "valkey.existingSecret": _SECRET_KEY,
     "test.existingSecret": _SECRET_KEY,
     "imagePullSecrets": {

@@ -40,8 +40,30 @@ class PickerReplica(NamedTuple):
     address: str
 
 
+class RewriteRule(NamedTuple):
+    """Requests for some names go to models of other names."""
+
+    names: tuple[str, ...]
+    """Empty: requests for any name."""
+    targets: tuple[str, ...]
+
+
+class ModelRewrite(NamedTuple):
+    """An InferenceModelRewrite."""
+
+    pool: str
+    created: str
+    """RFC 3339: where two say something of a name, the older counts."""
+    rules: tuple[RewriteRule, ...]
+    """The first that fits counts."""
+
+
 class _Metadata(msgspec.Struct):
     deleting: str | None = msgspec.field(default=None, name="deletionTimestamp")
+
+
+class _CreatedObject(msgspec.Struct):
+    created: str = msgspec.field(default="", name="creationTimestamp")
 
 
 class _Condition(msgspec.Struct):
@@ -111,6 +133,33 @@ class _Slice(msgspec.Struct):
     endpoints: list[_Endpoint] | None = None
 
 
+class _NameMatch(msgspec.Struct):
+    value: str = ""
+
+
+class _ModelMatch(msgspec.Struct):
+    model: _NameMatch = msgspec.field(default_factory=_NameMatch)
+
+
+class _RewriteTarget(msgspec.Struct):
+    model: str = msgspec.field(default="", name="modelRewrite")
+
+
+class _RuleSpec(msgspec.Struct):
+    matches: list[_ModelMatch] | None = None
+    targets: list[_RewriteTarget] | None = None
+
+
+class _RewriteSpec(msgspec.Struct):
+    pool: _Reference = msgspec.field(default_factory=_Reference, name="poolRef")
+    rules: list[_RuleSpec] | None = None
+
+
+class _RewriteObject(msgspec.Struct):
+    metadata: _CreatedObject = msgspec.field(default_factory=_CreatedObject)
+    spec: _RewriteSpec = msgspec.field(default_factory=_RewriteSpec)
+
+
 def digest_pod(pod: msgspec.Raw) -> PoolPod:
     read = msgspec.json.decode(pod, type=_PodObject)
     conditions = read.status.conditions or ()
@@ -147,6 +196,18 @@ def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
         for endpoint in read.endpoints or ()
         if endpoint.addresses and endpoint.conditions.ready is not False
     )
+
+
+def digest_rewrite(rewrite: msgspec.Raw) -> ModelRewrite:
+    read = msgspec.json.decode(rewrite, type=_RewriteObject)
+    rules = tuple(
+        RewriteRule(
+            tuple(match.model.value for match in rule.matches or ()),
+            tuple(target.model for target in rule.targets or () if target.model),
+        )
+        for rule in read.spec.rules or ()
+    )
+    return ModelRewrite(read.spec.pool.name, read.metadata.created, rules)
 
 
 def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:

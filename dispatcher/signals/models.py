@@ -3,6 +3,8 @@
     serving.urls, else the pool's ready endpoints as the Kubernetes watch sees them ──▶ each of them
     where neither is known, or serving.observe is gateway                           ──▶ the gateway, for all
 
+Names that the cluster's InferenceModelRewrites turn into a model that is listed are told beside it.
+
 An endpoint that cannot be read is told with its reason, one that has left the list is not in the next round:
 what that means for the models is the core's matter.
 """
@@ -13,13 +15,17 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from urllib.parse import urlsplit, urlunsplit
 
 from dispatcher.core.served import Listing
 from dispatcher.settings import SecretUrl, Settings, TlsSettings
 from dispatcher.settings.files import TokenFileError, looks, read_token
 from dispatcher.signals.capacity import Endpoints
+from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kube import ClusterProblem
 from dispatcher.signals.listing import Inquirer, ListTarget
+from dispatcher.signals.rewrites import RewriteWatch
 
 GATEWAY = "gateway"
 AT_ONCE = 16
@@ -46,11 +52,13 @@ class ModelWatch:
         settings: Settings,
         on_round: Callable[[Sequence[Listing]], None],
         *,
+        access: ClusterAccess,
         found_within_s: float = FOUND_WITHIN_S,
     ) -> None:
         self._settings = settings
         self._found_within_s = found_within_s
         self._on_round = on_round
+        self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
         self._endpoints = Endpoints()
         self._changed = asyncio.Event()
         self._generation = 0
@@ -65,48 +73,63 @@ class ModelWatch:
         """What the Kubernetes watch knows now."""
         before, self._endpoints = self._endpoints, endpoints
         if _found(before) != _found(endpoints):
-            self._changed.set()
+            self._wake()
 
     def reconfigure(self, settings: Settings) -> None:
         """Ask by these settings from now on; or nobody, where they say so."""
         before, self._settings = self._settings, settings
         if _asked_by(before) != _asked_by(settings):
             self._generation += 1
-            self._changed.set()
+            self._wake()
+
+    @property
+    def problems(self) -> tuple[ClusterProblem, ...]:
+        """What keeps InferenceModelRewrites from being seen; a model that only they name is absent then."""
+        return self._rewrites.problems
 
     async def run(self) -> None:
         """Ask until cancelled. Costs nothing while the settings ask for nothing."""
-        loop = asyncio.get_running_loop()
-        waits_until: float | None = None
         try:
             while True:
-                self._changed.clear()
-                if not self._settings.observes_models:
-                    await self._close()
-                    waits_until = None
+                while not self._settings.observes_models:
+                    self._changed.clear()
                     await self._changed.wait()
-                    continue
-                if waits_until is None:
-                    waits_until = loop.time() + self._found_within_s
-                if self._unheard and loop.time() < waits_until:
-                    await self._wait(waits_until)
-                    continue
-                began_at, generation = loop.time(), self._generation
-                listings = await self._round()
-                if generation == self._generation:
-                    self._on_round(listings)
-                await asyncio.sleep(began_at + min(GAP_S, self._settings.serving.interval_s) - loop.time())
-                # The times differ, so that replicas that were started together do not ask together.
-                await self._wait(began_at + self._settings.serving.interval_s * random.uniform(0.9, 1.1))
+                async with asyncio.TaskGroup() as tasks:
+                    beside = tasks.create_task(self._rewrites.run(), name="watch of rewrites")
+                    await self._observe()
+                    beside.cancel()
+                await self._close()
         finally:
             await self._close()
 
+    async def _observe(self) -> None:
+        """Ask in rounds for as long as the settings have it so."""
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._found_within_s
+        while self._settings.observes_models:
+            self._changed.clear()
+            if self._unheard and loop.time() < waits_until:
+                await self._wait(waits_until)
+                continue
+            began_at, generation = loop.time(), self._generation
+            listings = await self._round()
+            if generation == self._generation:
+                self._on_round(listings)
+            await asyncio.sleep(began_at + min(GAP_S, self._settings.serving.interval_s) - loop.time())
+            # The times differ, so that replicas that were started together do not ask together.
+            await self._wait(began_at + self._settings.serving.interval_s * random.uniform(0.9, 1.1))
+
+    def _wake(self) -> None:
+        self._changed.set()
+
     @property
     def _unheard(self) -> bool:
-        """Whether the Kubernetes watch may yet say where the endpoints are, and nothing else does."""
+        """Whether Kubernetes may yet say where the endpoints are, and nothing else does, or how names are
+        rewritten."""
         serving, found = self._settings.serving, self._endpoints
         asks = serving.observe in ("auto", "endpoints") and not serving.urls
-        return asks and found.addresses is None and found.watched and not found.whole
+        unknown = asks and found.addresses is None and found.watched and not found.whole
+        return unknown or not self._rewrites.settled
 
     async def _wait(self, until: float) -> None:
         """Until the endpoints or the settings change, at the longest."""
@@ -135,7 +158,10 @@ class ModelWatch:
 
         async def ask(target: ListTarget) -> Listing:
             async with places:
-                return await inquirer.ask(target, wanted)
+                found = await inquirer.ask(target, wanted)
+            if found.models is None:
+                return found
+            return replace(found, models=self._rewrites.aliases.served(found.models, wanted))
 
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(ask(target)) for target in targets]

@@ -453,6 +453,26 @@ def test_selectors_find_their_own_pods_and_no_others(name: str) -> None:
         assert found == (ours if kind == "NetworkPolicy" and of == "dispatcher" else {of}), (kind, of)
 
 
+def test_rewrites_of_names_may_be_read_where_models_are_observed() -> None:
+    def may(**values: Any) -> bool:
+        rules = [
+            rule
+            for rule in render(values).one("Role")["rules"]
+            if "inferencemodelrewrites" in rule["resources"]
+        ]
+        both = {"apiGroups": ["llm-d.ai", "inference.networking.x-k8s.io"], "verbs": ["list", "watch"]}
+        assert all(rule == {**both, "resources": ["inferencemodelrewrites"]} for rule in rules)
+        return bool(rules)
+
+    models = {"models": [{"name": "m"}]}
+    assert may(config=models)
+    assert may(config={"serving": {"observe": "gateway"}})
+    assert may(rbac={"modelRewrites": True})
+    assert not may()
+    assert not may(config=models, rbac={"modelRewrites": False})
+    assert not may(config={**models, "serving": {"observe": "off"}})
+
+
 def test_fence_lets_through_what_the_settings_need_and_nothing_else() -> None:
     def ports(name: str) -> list[tuple[int, ...]]:
         policy = case(name).one("NetworkPolicy", "batch-dispatcher")["spec"]

@@ -16,6 +16,7 @@ from aiohttp import web
 from dispatcher.core.served import Listing
 from dispatcher.settings import Settings, parse
 from dispatcher.signals.capacity import ABSENT, Endpoints
+from dispatcher.signals.cluster import NO_CLUSTER
 from dispatcher.signals.models import AT_ONCE, ModelWatch
 from tests.signals.fakes import hanging, raw_server
 from tests.signals.modelservers import FakeServer, model_server
@@ -41,7 +42,7 @@ class Rounds:
 
     def __init__(self, settings: Settings, **more: Any) -> None:
         self.told: list[tuple[Listing, ...]] = []
-        self.watch = ModelWatch(settings, self._take, **more)
+        self.watch = ModelWatch(settings, self._take, **{"access": NO_CLUSTER, **more})
 
     def _take(self, listings: Sequence[Listing]) -> None:
         self.told.append(tuple(listings))

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 
+from dispatcher.core.served import Listing
+from dispatcher.settings import Settings, parse
+from dispatcher.signals.cluster import NO_CLUSTER
 from dispatcher.signals.exposition import Page
 from dispatcher.signals.listing import read_list, waiting_adapters
+from dispatcher.signals.models import ModelWatch
 from dispatcher.standin.live import Adapter, Answer, Config, Control, Fault, LiveWorld, Roll
 from dispatcher.standin.serving import parse_models
 from tests.support import wait_until
@@ -199,6 +203,30 @@ async def test_a_gateway_without_endpoints_lists_nothing_and_no_fault_is_used_up
         assert await visitor.listed() is None
         await world.control(Control(endpoints=2))
         assert await visitor.listed() == ("a",)
+
+
+async def test_the_dispatcher_sees_what_the_servers_do() -> None:
+    async with LiveWorld(Config(seconds=0.0, endpoints=2, models="a")) as world:
+        base = world.metrics_url.replace("/metrics", "/servers")
+        urls = [f"{base}/{number}/v1/models" for number in range(2)]
+        asks = f"serving: {{interval_s: 0.1, urls: {urls}}}\nmodels: [{{name: a}}, {{name: lora}}]\n"
+        settings = parse(f"gateway: {{url: '{world.gateway_url}'}}\n{asks}", {})
+        assert isinstance(settings, Settings)
+        told: list[list[tuple[tuple[str, ...] | None, tuple[str, ...]]]] = []
+
+        def take(listings: Sequence[Listing]) -> None:
+            told.append([(each.models, each.loading) for each in listings])
+
+        await world.control(Control(adapter=Adapter(name="lora", takes_s=1.0, servers=[1])))
+        watch = ModelWatch(settings, take, access=NO_CLUSTER)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(watch.run())
+            await wait_until(lambda: [(("a",), ()), (("a",), ("lora",))] in told)
+            await wait_until(lambda: [(("a",), ()), (("a", "lora"), ())] in told)
+            await world.control(Control(roll=Roll(to=["b"], gone_s=0.5, pause_s=60.0)))
+            await wait_until(lambda: told[-1] == [(None, ()), (("a", "lora"), ())])
+            await wait_until(lambda: told[-1] == [(("b",), ()), (("a", "lora"), ())])
+            running.cancel()
 
 
 def test_models_of_the_command_line() -> None:

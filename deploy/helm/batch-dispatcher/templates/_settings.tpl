@@ -94,6 +94,12 @@
 {{- if and (include "batch-dispatcher.observesModels" .) (ne (dig "serving" "observe" "auto" .Values.config) "gateway") -}}true{{- end -}}
 {{- end -}}
 
+{{/* May it read how names of models are rewritten? */}}
+{{- define "batch-dispatcher.readsRewrites" -}}
+{{- $said := .Values.rbac.modelRewrites -}}
+{{- if kindIs "invalid" $said -}}{{ include "batch-dispatcher.observesModels" . }}{{- else if $said -}}true{{- end -}}
+{{- end -}}
+
 {{/* Is the picker asked directly, by the service account's token? */}}
 {{- define "batch-dispatcher.scrapesByToken" -}}
 {{- $epp := dig "signals" "epp" dict .Values.config -}}
