@@ -163,6 +163,7 @@ OWN: Mapping[str, dict[str, Any]] = {
     "pool.namespace": {"type": "string", "pattern": f"^$|{LABEL}"},
     "gateway.url": {"type": "string", "pattern": "^$|^https?://"},
     "valkey.enabled": _OR_NOTHING,
+    "rbac.modelRewrites": _OR_NOTHING,
     "valkey.existingSecret": _SECRET_KEY,
     "test.existingSecret": _SECRET_KEY,
     "imagePullSecrets": {
@@ -204,7 +205,7 @@ OWN: Mapping[str, dict[str, Any]] = {
     **{f"valkey.image.{name}": rule for name, rule in _IMAGE.items()},
     **{
         f"networkPolicy.egress.{name}": _EGRESS
-        for name in ("dns", "gateway", "queue", "picker", "prometheus", "apiServer", "tracing")
+        for name in ("dns", "gateway", "queue", "picker", "models", "prometheus", "apiServer", "tracing")
     },
 }
 """What the default in values.yaml does not tell of a value."""

@@ -68,6 +68,10 @@ def configuration() -> str:
             about = (model.__doc__ or "").strip().replace("\n    ", "\n")
             lines += [f"## {name}", "", about, "", "| key | value | default | meaning |", "|---|---|---|---|"]
             lines += [*_rows(model, name), ""]
+        elif (rows := _listed(info)) is not None:
+            about = f"{info.description} A list; each entry:"
+            lines += [f"## {name}", "", about, "", "| key | value | default | meaning |", "|---|---|---|---|"]
+            lines += [*_rows(rows, f"{name}[]"), ""]
     return "\n".join(lines)
 
 

@@ -15,6 +15,7 @@ from dispatcher.settings.model import (
     TracingSettings,
 )
 from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.serving import ModelSettings, ServingSettings
 from dispatcher.settings.signals import (
     EppSettings,
     PrometheusSettings,
@@ -34,6 +35,7 @@ __all__ = [
     "EppSettings",
     "GatewaySettings",
     "LogSettings",
+    "ModelSettings",
     "PoolSettings",
     "Problem",
     "PrometheusSettings",
@@ -41,6 +43,7 @@ __all__ = [
     "Refusal",
     "RetrySettings",
     "SecretUrl",
+    "ServingSettings",
     "Settings",
     "ShutdownSettings",
     "SignalsSettings",

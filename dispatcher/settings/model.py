@@ -21,6 +21,7 @@ from dispatcher.settings.batching import BatchingSettings
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
+from dispatcher.settings.serving import MODELS_MOST, Models, ServingSettings, observes
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.tls import TlsSettings
@@ -270,6 +271,12 @@ class Settings(Section, BaseSettings):
     budget: BudgetSettings = BudgetSettings()
     batching: BatchingSettings = BatchingSettings()
     sequences: SequenceSettings = SequenceSettings()
+    serving: ServingSettings = ServingSettings()
+    models: Models = Field(
+        (),
+        description="Models that requests wait for while the pool does not serve them, at most "
+        f"{MODELS_MOST:,}; those of others that were never served are sent as they are.",
+    )
     retry: RetrySettings = RetrySettings()
     shutdown: ShutdownSettings = ShutdownSettings()
     admin: AdminSettings = AdminSettings()
@@ -303,6 +310,11 @@ class Settings(Section, BaseSettings):
         # Once, before anybody else sees the object: frozen from here on.
         object.__setattr__(self, "queue", named(self.queue, self.pool))
         return self
+
+    @property
+    def observes_models(self) -> bool:
+        """Whether it is to be known which models the pool serves."""
+        return observes(self.serving, self.models)
 
     def policy(self, source: Source | None = None) -> Policy:
         """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""

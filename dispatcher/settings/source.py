@@ -28,8 +28,9 @@ PREFIX = "BATCH_DISPATCHER__"
 MAX_BYTES = 256 * 1024
 """A configuration is a few kilobytes; what is larger is another file."""
 MAX_DEPTH = 16
-MAX_EVENTS = 4_000
-"""Keys, values and brackets: some hundreds in a configuration that names everything."""
+MAX_EVENTS = 12_000
+"""Keys, values and brackets: some hundreds in a configuration that names everything, and six for each of a
+thousand models."""
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+")

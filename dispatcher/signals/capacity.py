@@ -27,6 +27,7 @@ from dispatcher.signals.digests import (
     digest_pod,
     digest_pool,
     digest_slice,
+    endpoint_addresses,
 )
 from dispatcher.signals.kube import Api, ApiError, ClusterProblem
 from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
@@ -51,6 +52,8 @@ class Endpoints:
     """Ready endpoints (pods × target ports); None: not known, and then no bound on the capacity."""
     epp_addresses: tuple[str, ...] | None = None
     """IP addresses of the endpoint picker's ready replicas; None: not known."""
+    addresses: tuple[str, ...] | None = None
+    """Host and port of each ready endpoint; None: not known."""
     problems: tuple[ClusterProblem, ...] = ()
     """All that keeps something from being known, or makes it 0."""
     unsure_since: float | None = None
@@ -88,7 +91,8 @@ class CapacityWatch:
 
     A pool that was deleted, or does not exist, is known: 0.
 
-    The addresses stay as they were. A replica that has gone fails its scrape, and that closes the gate.
+    The addresses stay as they were. What has gone does not answer: a replica of the picker fails its scrape,
+    and that closes the gate; an endpoint tells of no model.
 
     The older version of the API is asked only while the newer does not have the pool.
     """
@@ -181,9 +185,10 @@ class CapacityWatch:
 
     def _endpoints(self, found: _Found) -> Endpoints:
         ready, replicas = found.ready, self._known.epp_addresses
+        served_at = () if ready == 0 else self._known.addresses
         problems = [*found.problems, *self._problems(self._pods), *self._problems(self._slices)]
         if found.pool is not None:
-            ready = self._ready(found.pool)
+            ready, served_at = self._ready(found.pool), self._served_at(found.pool)
             replicas = self._replicas()
             if replicas == () and not self._problems(self._slices):
                 where = f"Service {self._namespace}/{found.pool.service}"
@@ -201,6 +206,7 @@ class CapacityWatch:
         return Endpoints(
             ready=ready,
             epp_addresses=replicas,
+            addresses=served_at,
             problems=tuple(dict.fromkeys(problems)),
             unsure_since=self._unsure_since(found),
             whole=all(place.mirror is None or place.mirror.settled for place in places),
@@ -292,7 +298,15 @@ class CapacityWatch:
         if not mirror.synced:
             # Another selector than before: what was known stands until the new pods are counted.
             return self._known.ready if mirror.failure is None else None
-        return None if self._given_up(mirror) else sum(mirror.items.values()) * pool.ports
+        if self._given_up(mirror):
+            return None
+        return sum(pod.ready for pod in mirror.items.values()) * len(pool.ports)
+
+    def _served_at(self, pool: InferencePool) -> tuple[str, ...] | None:
+        mirror = self._pods.mirror
+        if mirror is None or not mirror.synced:
+            return self._known.addresses
+        return endpoint_addresses(mirror.items.values(), pool.ports)
 
     def _replicas(self) -> tuple[str, ...] | None:
         mirror = self._slices.mirror

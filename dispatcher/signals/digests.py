@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,9 +15,19 @@ class InferencePool:
 
     selector: str
     """As the API takes it: `app=vllm,tier=x`."""
-    ports: int
+    ports: tuple[int, ...]
+    """Of each pod: as many endpoints are at its address."""
     service: str
     """The endpoint picker's."""
+
+
+class PoolPod(NamedTuple):
+    """A pod that the pool selects."""
+
+    ready: bool
+    """Whether it takes requests: Ready, and not on its way out."""
+    address: str = ""
+    """Where it does; empty where it takes none, or its object does not say."""
 
 
 class PickerReplica(NamedTuple):
@@ -30,8 +40,30 @@ class PickerReplica(NamedTuple):
     address: str
 
 
+class RewriteRule(NamedTuple):
+    """Requests for some names go to models of other names."""
+
+    names: tuple[str, ...]
+    """Empty: requests for any name."""
+    targets: tuple[str, ...]
+
+
+class ModelRewrite(NamedTuple):
+    """An InferenceModelRewrite."""
+
+    pool: str
+    created: str
+    """RFC 3339: where two say something of a name, the older counts."""
+    rules: tuple[RewriteRule, ...]
+    """The first that fits counts."""
+
+
 class _Metadata(msgspec.Struct):
     deleting: str | None = msgspec.field(default=None, name="deletionTimestamp")
+
+
+class _CreatedObject(msgspec.Struct):
+    created: str = msgspec.field(default="", name="creationTimestamp")
 
 
 class _Condition(msgspec.Struct):
@@ -41,6 +73,7 @@ class _Condition(msgspec.Struct):
 
 class _PodStatus(msgspec.Struct):
     conditions: list[_Condition] | None = None
+    address: str = msgspec.field(default="", name="podIP")
 
 
 class _PodObject(msgspec.Struct):
@@ -56,9 +89,13 @@ class _Selector(msgspec.Struct):
     labels: dict[str, str] | None = msgspec.field(default=None, name="matchLabels")
 
 
+class _TargetPort(msgspec.Struct):
+    number: int = 0
+
+
 class _PoolSpec(msgspec.Struct):
     selector: _Selector = msgspec.field(default_factory=_Selector)
-    ports: list[msgspec.Raw] | None = msgspec.field(default=None, name="targetPorts")
+    ports: list[_TargetPort] | None = msgspec.field(default=None, name="targetPorts")
     picker: _Reference = msgspec.field(default_factory=_Reference, name="endpointPickerRef")
 
 
@@ -68,6 +105,7 @@ class _PoolObject(msgspec.Struct):
 
 class _OldPoolSpec(msgspec.Struct):
     selector: dict[str, str] | None = None
+    port: int = msgspec.field(default=0, name="targetPortNumber")
     picker: _Reference = msgspec.field(default_factory=_Reference, name="extensionRef")
 
 
@@ -95,24 +133,52 @@ class _Slice(msgspec.Struct):
     endpoints: list[_Endpoint] | None = None
 
 
-def digest_pod(pod: msgspec.Raw) -> bool:
-    """Whether a pod takes requests: Ready, and not on its way out."""
+class _NameMatch(msgspec.Struct):
+    value: str = ""
+
+
+class _ModelMatch(msgspec.Struct):
+    model: _NameMatch = msgspec.field(default_factory=_NameMatch)
+
+
+class _RewriteTarget(msgspec.Struct):
+    model: str = msgspec.field(default="", name="modelRewrite")
+
+
+class _RuleSpec(msgspec.Struct):
+    matches: list[_ModelMatch] | None = None
+    targets: list[_RewriteTarget] | None = None
+
+
+class _RewriteSpec(msgspec.Struct):
+    pool: _Reference = msgspec.field(default_factory=_Reference, name="poolRef")
+    rules: list[_RuleSpec] | None = None
+
+
+class _RewriteObject(msgspec.Struct):
+    metadata: _CreatedObject = msgspec.field(default_factory=_CreatedObject)
+    spec: _RewriteSpec = msgspec.field(default_factory=_RewriteSpec)
+
+
+def digest_pod(pod: msgspec.Raw) -> PoolPod:
     read = msgspec.json.decode(pod, type=_PodObject)
     conditions = read.status.conditions or ()
-    return read.metadata.deleting is None and any(
+    ready = read.metadata.deleting is None and any(
         condition.type == "Ready" and condition.status == "True" for condition in conditions
     )
+    return PoolPod(ready, read.status.address if ready else "")
 
 
 def digest_pool(pool: msgspec.Raw) -> InferencePool:
     spec = msgspec.json.decode(pool, type=_PoolObject).spec
-    return InferencePool(_selector(spec.selector.labels), len(spec.ports or ()), spec.picker.name)
+    ports = tuple(port.number for port in spec.ports or ())
+    return InferencePool(_selector(spec.selector.labels), ports, spec.picker.name)
 
 
 def digest_old_pool(pool: msgspec.Raw) -> InferencePool:
     """v1alpha2: a plain map as selector, one port, another name for the picker."""
     spec = msgspec.json.decode(pool, type=_OldPool).spec
-    return InferencePool(_selector(spec.selector), 1, spec.picker.name)
+    return InferencePool(_selector(spec.selector), (spec.port,), spec.picker.name)
 
 
 def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
@@ -132,6 +198,18 @@ def digest_slice(endpoint_slice: msgspec.Raw) -> tuple[PickerReplica, ...]:
     )
 
 
+def digest_rewrite(rewrite: msgspec.Raw) -> ModelRewrite:
+    read = msgspec.json.decode(rewrite, type=_RewriteObject)
+    rules = tuple(
+        RewriteRule(
+            tuple(match.model.value for match in rule.matches or ()),
+            tuple(target.model for target in rule.targets or () if target.model),
+        )
+        for rule in read.spec.rules or ()
+    )
+    return ModelRewrite(read.spec.pool.name, read.metadata.created, rules)
+
+
 def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
     """One address of each replica, IPv4 where it has several: a Service of two families has slices of both.
     What names no pod is told apart by its address."""
@@ -139,6 +217,12 @@ def addresses(replicas: Iterable[PickerReplica]) -> tuple[str, ...]:
     for replica in sorted(replicas, key=lambda each: (each.family, each.address)):  # IPv4 comes before IPv6
         found.setdefault(replica.pod or replica.address, replica)
     return tuple(sorted(replica.address for replica in found.values()))
+
+
+def endpoint_addresses(pods: Iterable[PoolPod], ports: Sequence[int]) -> tuple[str, ...]:
+    """Host and port of each endpoint whose address is known, in order."""
+    hosts = [f"[{pod.address}]" if ":" in pod.address else pod.address for pod in pods if pod.address]
+    return tuple(sorted({f"{host}:{port}" for host in hosts for port in ports if port}))
 
 
 def _selector(labels: dict[str, str] | None) -> str:

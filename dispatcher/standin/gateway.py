@@ -27,6 +27,7 @@ from dispatcher.standin.model import BATCH_CONTEXT, work_s
 from dispatcher.standin.model import generated as drawn
 from dispatcher.standin.pool import Job, Level, Pool
 from dispatcher.standin.prefixes import PrefixServers
+from dispatcher.standin.serving import ModelServers, not_found
 from dispatcher.standin.wire import Exchange, Server, chunk, head
 
 
@@ -83,7 +84,9 @@ class LogEntry(msgspec.Struct):
     ended_at: float | None = None
     """When its answer was sent, or its client was gone."""
     server: str = ""
-    """The model server that it went to."""
+    """The model server that it went to, as its session token has it."""
+    model_server: int = -1
+    """The number of that which serves its model; -1: any does."""
     status: int | None = None
     """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
 
@@ -113,6 +116,7 @@ class Gateway:
         seconds: float | None,
         path_s: float,
         prefixes: PrefixServers,
+        servers: ModelServers,
         drop_reason: str,
         seed: int,
         log_max: int,
@@ -120,6 +124,7 @@ class Gateway:
         self.seconds = seconds
         self.path_s = path_s
         self.prefixes = prefixes
+        self.servers = servers
         self.endpoints = True
         """False: the picker knows none, and says so."""
         self.log: deque[LogEntry] = deque(maxlen=log_max)
@@ -178,6 +183,9 @@ class Gateway:
         }
 
     def _arrive(self, exchange: Exchange) -> None:
+        if exchange.method == "GET" and exchange.target.partition("?")[0] == "/v1/models" and self.endpoints:
+            exchange.answer(200, self.servers.union(), [("content-type", "application/json")])
+            return
         headers = exchange.headers
         objective = headers.get(OBJECTIVE) or headers.get(OLD_OBJECTIVE)
         tenant = headers.get(FAIRNESS_ID) or headers.get(OLD_FAIRNESS_ID, "")
@@ -247,6 +255,11 @@ class Gateway:
             )
 
         wanted = payload.max_tokens if payload is not None else None
+        met = self.servers.meet(exchange.body)
+        if met.unknown:
+            refusal = Answer(kind="status", status=404, body=not_found(met.model))
+            self._travel(self._answer, exchange, entry, refusal)
+            return
 
         def finished() -> None:
             entry.started_at = job.started_at
@@ -255,8 +268,8 @@ class Gateway:
 
         job = Job(
             batch=entry.batch,
-            work_s=work_s(BATCH_CONTEXT, generated),
-            seconds=86_400.0 if how.kind == "hang" else seconds,
+            work_s=work_s(BATCH_CONTEXT, generated) + met.cold_s,
+            seconds=86_400.0 if how.kind == "hang" else seconds if seconds is None else seconds + met.cold_s,
             tokens=generated,
             on_finish=finished,
         )
@@ -265,6 +278,8 @@ class Gateway:
             self._travel(self._answer, exchange, entry, refusal)
             return
 
+        self.servers.warmed(met)
+        entry.model_server = met.number
         entry.server = self.prefixes.read(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
 
         def gone() -> None:

@@ -8,7 +8,8 @@ traffic, faults that are switched while it runs, and an observer who knows what 
 prints one line of JSON with the three URLs once it listens, and runs until SIGTERM or SIGINT. Each option is
 a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
 `GET <control>/log?after=N` each request. The three listeners fail apart from each other. Beside the picker's
-`/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of `--endpoints`.
+`/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of `--endpoints`;
+and its list of models: `/servers/0/v1/models`. The gateway has the lists of all at `/v1/models`.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ from dispatcher.standin.gateway import Answer, Fault, Gateway, LogEntry
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
 from dispatcher.standin.prefixes import PrefixServers
+from dispatcher.standin.serving import Adapter, ModelServers, Roll, parse_models
 from dispatcher.standin.shapes import parse_steps
 from dispatcher.standin.trace import TraceError, load
 from dispatcher.standin.traffic import Realtime
 from dispatcher.standin.vllm import page as server_page
 from dispatcher.standin.wire import Exchange, Server
 
-__all__ = ["Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "main"]
+__all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
 
 
 class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +94,18 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     prefix_servers: Annotated[
         int, Meta(description="Model servers that keep prompts, each its own; sessions stay at one.")
     ] = 1
+    models: Annotated[
+        str,
+        Meta(
+            description="What the servers list, as a,b;a: the first two models, all others one. Any other "
+            "name is answered 404."
+        ),
+        "one model m, and any name is served",
+    ] = ""
+    cold_s: Annotated[
+        float,
+        Meta(description="So much longer the first request to a model takes on each server, in seconds."),
+    ] = 0.0
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
@@ -145,6 +159,13 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Rewrite the picker's averages now; one that started cold has them from then on."""
     realtime: int | msgspec.UnsetType = msgspec.UNSET
     """Realtime requests to hold in the pool from now on."""
+    models: list[list[str]] | msgspec.UnsetType | None = msgspec.UNSET
+    """What each server lists, the last for those after it; null: any name is served."""
+    roll: Roll | msgspec.UnsetType = msgspec.UNSET
+    adapter: Adapter | msgspec.UnsetType = msgspec.UNSET
+    cold_s: float | msgspec.UnsetType = msgspec.UNSET
+    lists: Literal["ok", "hang", "error", "garbage", "unauthorized"] | msgspec.UnsetType = msgspec.UNSET
+    """How each server answers who asks for its list."""
     kill_server: str = ""
     """The model server of this session token ends."""
     restart: bool = False
@@ -180,6 +201,9 @@ class LiveWorld:
             kv_at_full=config.kv_at_full,
         )
         self.pool = Pool(config.slots, config.queue_limit, self._look, self.epp.answered)
+        self.servers = ModelServers(
+            config.endpoints, parse_models(config.models), config.cold_s, self._resize
+        )
         self.gateway = Gateway(
             self.pool,
             config.host,
@@ -188,6 +212,7 @@ class LiveWorld:
             seconds=config.seconds,
             path_s=config.path_s,
             prefixes=PrefixServers(config.prefix_servers, config.prefix_blocks, config.seed),
+            servers=self.servers,
             # With flow control off it is the model server that refuses, and it knows no such header.
             drop_reason="rejected-saturated" if config.flow_control else "",
             seed=config.seed,
@@ -196,7 +221,7 @@ class LiveWorld:
         self.realtime = Realtime(self.pool, seconds=config.realtime_seconds, seed=config.seed)
         self._steps = parse_steps(config.steps)
         self._trace = load(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
-        self._metrics = "ok"
+        self._metrics = self._lists = "ok"
         self._frozen: dict[str, bytes] = {}
         self._exporter = Server(self._scrape, config.host, config.metrics_port)
         self._desk = Server(self._command, config.host, config.control_port)
@@ -253,7 +278,7 @@ class LiveWorld:
         if control.declared is not unset:
             self.epp.declared = control.declared
         if control.endpoints is not unset:
-            self.epp.endpoints = control.endpoints
+            self.servers.resize(control.endpoints)
         if control.queue_limit is not unset:
             self.pool.queue_limit = control.queue_limit
         if control.seconds is not unset:
@@ -262,7 +287,22 @@ class LiveWorld:
             self.gateway.path_s = control.path_s
         if control.lag_s is not unset:
             self.epp.lag_s = control.lag_s
+        self._serve(control)
         self._resize()
+
+    def _serve(self, control: Control) -> None:
+        """Which models are served, now or by and by."""
+        unset = msgspec.UNSET
+        if control.cold_s is not unset:
+            self.servers.cold_s = control.cold_s
+        if control.lists is not unset:
+            self._lists = control.lists
+        if control.models is not unset:
+            self.servers.serve(control.models)
+        if control.adapter is not unset:
+            self._spawn(self.servers.load(control.adapter))
+        if control.roll is not unset:
+            self._spawn(self.servers.roll(control.roll))
 
     def observed(self) -> dict[str, Any]:
         """What happened, by one who saw all of it."""
@@ -270,6 +310,7 @@ class LiveWorld:
             "at": time.monotonic(),
             "gateway": self.gateway.report(),
             "pool": self.pool.report(),
+            "models": self.servers.report(),
             "scrapes": len(self.scraped_at),
             "scraped_at": self.scraped_at[-1] if self.scraped_at else None,
         }
@@ -278,7 +319,8 @@ class LiveWorld:
         self.epp.watch(self.pool)
 
     def _resize(self) -> None:
-        slots = self._slots if self.epp.endpoints > 0 else 0
+        self.epp.endpoints = len(self.servers.present)
+        slots = round(self._slots * self.servers.share)
         if self._config.flow_control and self._config.detector == "concurrency":
             slots = min(slots, self.epp.declared)  # the picker sends no more than it believes in
         self.gateway.endpoints = self.epp.endpoints > 0
@@ -299,23 +341,45 @@ class LiveWorld:
 
     def _pages(self) -> dict[str, Callable[[], bytes]]:
         """The pages by path; a model server that went away has none."""
-        servers, kv_at_full = self.epp.endpoints, self._config.kv_at_full
+        present, kv_at_full = self.servers.present, self._config.kv_at_full
         own = {
             f"/servers/{number}/metrics": partial(
-                server_page, self.pool, number, servers, kv_at_full=kv_at_full
+                server_page,
+                self.pool,
+                place,
+                len(present),
+                kv_at_full=kv_at_full,
+                adapters=self.servers.adapters(number),
             )
-            for number in range(servers)
+            for place, number in enumerate(present)
         }
         return {"/metrics": self.epp.page, **own}
 
+    def _list(self, exchange: Exchange, number: int) -> None:
+        """A server is asked for its models. One that is gone breaks the connection."""
+        listing = self.servers.listing(number)
+        if listing is None:
+            exchange.reset()
+        elif self._lists != "hang":
+            status, body = {
+                "ok": (200, listing),
+                "error": (500, b"internal error"),
+                "garbage": (200, b"<html>sign in</html>"),
+                "unauthorized": (401, b'{"error":"Unauthorized"}'),
+            }[self._lists]
+            exchange.answer(status, body, [("content-type", "application/json")])
+
     def _scrape(self, exchange: Exchange) -> None:
+        path = exchange.target.partition("?")[0]
+        if (number := self.servers.listed_by(path)) is not None:
+            self._list(exchange, number)
+            return
         self.scraped_at.append(time.monotonic())
         bearer = f"Bearer {self._config.metrics_token}"
         refused = bool(self._config.metrics_token) and not hmac.compare_digest(
             exchange.headers.get("authorization", "").encode(), bearer.encode()
         )
         kind = "unauthorized" if refused else self._metrics
-        path = exchange.target.partition("?")[0]
         make = self._pages().get(path)
         if make is None:
             exchange.answer(404, b"404 page not found\n")

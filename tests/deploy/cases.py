@@ -116,11 +116,13 @@ CASES: Mapping[str, Mapping[str, Any]] = {
                 "prometheus": {"url": "http://prometheus:9090"},
                 "epp": {"urls": ["http://a:9090", "https://b"]},
             },
+            "models": [{"name": "m"}],
         },
         "networkPolicy": {
             "enabled": True,
             "egress": {
                 "gateway": {"to": [PEER]},
+                "models": {"to": [PEER]},
                 "queue": {"to": [PEER], "ports": [6379, 26379]},
                 "extra": [{"ports": [{"port": 8126, "protocol": "TCP"}]}],
             },

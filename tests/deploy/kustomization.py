@@ -26,6 +26,7 @@ BASE: Mapping[str, Any] = {
     "gateway": {"url": "http://inference-gateway"},
     "redis": {"existingSecret": {"name": "batch-dispatcher-queue", "key": "url"}},
     "test": {"enabled": False},
+    "rbac": {"modelRewrites": True},  # config.yaml is the user's: nobody knows here whether it names models
 }
 COMPONENTS: Mapping[str, Mapping[str, Any]] = {
     "valkey": {"redis": {"existingSecret": {"name": ""}}},

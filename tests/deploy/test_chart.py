@@ -453,6 +453,26 @@ def test_selectors_find_their_own_pods_and_no_others(name: str) -> None:
         assert found == (ours if kind == "NetworkPolicy" and of == "dispatcher" else {of}), (kind, of)
 
 
+def test_rewrites_of_names_may_be_read_where_models_are_observed() -> None:
+    def may(**values: Any) -> bool:
+        rules = [
+            rule
+            for rule in render(values).one("Role")["rules"]
+            if "inferencemodelrewrites" in rule["resources"]
+        ]
+        both = {"apiGroups": ["llm-d.ai", "inference.networking.x-k8s.io"], "verbs": ["list", "watch"]}
+        assert all(rule == {**both, "resources": ["inferencemodelrewrites"]} for rule in rules)
+        return bool(rules)
+
+    models = {"models": [{"name": "m"}]}
+    assert may(config=models)
+    assert may(config={"serving": {"observe": "gateway"}})
+    assert may(rbac={"modelRewrites": True})
+    assert not may()
+    assert not may(config=models, rbac={"modelRewrites": False})
+    assert not may(config={**models, "serving": {"observe": "off"}})
+
+
 def test_fence_lets_through_what_the_settings_need_and_nothing_else() -> None:
     def ports(name: str) -> list[tuple[int, ...]]:
         policy = case(name).one("NetworkPolicy", "batch-dispatcher")["spec"]
@@ -462,8 +482,20 @@ def test_fence_lets_through_what_the_settings_need_and_nothing_else() -> None:
 
     assert ports("fenced") == [(53,), (6379,), (80,), (9090,), (443, 6443)]
     assert ports("fenced-all") == [
-        (53,), (8443,), (6379, 26379), (443, 9090), (9090,), (443, 6443), (4318,), (8126,),
+        (53,), (8443,), (6379, 26379), (443, 9090), (8000,), (9090,), (443, 6443), (4318,), (8126,),
     ]  # fmt: skip
+    models = [{"name": "m"}]
+    for serving, more, asked in (
+        ({}, {}, []),
+        ({}, {"models": models}, [8000]),
+        ({"observe": "endpoints"}, {}, [8000]),
+        ({"urls": ["http://a:8100", "https://b"]}, {"models": models}, [443, 8100]),
+        ({"observe": "gateway"}, {"models": models}, []),
+        ({"observe": "off"}, {"models": models}, []),
+    ):
+        fenced = render({"networkPolicy": {"enabled": True}, "config": {"serving": serving, **more}})
+        egress = fenced.one("NetworkPolicy", "batch-dispatcher")["spec"]["egress"]
+        assert sorted(each["port"] for each in egress[4]["ports"]) == (asked or [443, 6443])
     server = case("fenced").one("NetworkPolicy", "valkey")["spec"]
     assert server["egress"] == []
     assert len(server["ingress"][0]["from"]) == 2

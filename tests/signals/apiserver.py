@@ -28,7 +28,16 @@ POOLS = "inference.networking.k8s.io/v1/inferencepools"
 OLD_POOLS = "inference.networking.x-k8s.io/v1alpha2/inferencepools"
 PODS = "v1/pods"
 SLICES = "discovery.k8s.io/v1/endpointslices"
-_KINDS = {POOLS: "InferencePool", OLD_POOLS: "InferencePool", PODS: "Pod", SLICES: "EndpointSlice"}
+REWRITES = "llm-d.ai/v1alpha2/inferencemodelrewrites"
+OLD_REWRITES = "inference.networking.x-k8s.io/v1alpha2/inferencemodelrewrites"
+_KINDS = {
+    POOLS: "InferencePool",
+    OLD_POOLS: "InferencePool",
+    PODS: "Pod",
+    SLICES: "EndpointSlice",
+    REWRITES: "InferenceModelRewrite",
+    OLD_REWRITES: "InferenceModelRewrite",
+}
 
 
 def pool(name: str = "qwen", *, app: str = "vllm", ports: int = 1, epp: str = "qwen-epp") -> Object:
@@ -60,7 +69,36 @@ def old_pool(name: str = "qwen", *, app: str = "vllm", epp: str = "qwen-epp") ->
     }
 
 
-def pod(name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = False) -> Object:
+def rewrite(
+    name: str,
+    *rules: tuple[Sequence[str], Sequence[str]],
+    pool: str = "qwen",
+    created: str = "2025-11-21T04:00:00Z",
+) -> Object:
+    """`rules`: names (none: any) and the models that they become."""
+    return {
+        "metadata": {"name": name, "creationTimestamp": created, "generation": 1},
+        "spec": {
+            "poolRef": {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool},
+            "rules": [
+                {
+                    **(
+                        {"matches": [{"model": {"type": "Exact", "value": each}} for each in names]}
+                        if names
+                        else {}
+                    ),
+                    "targets": [{"modelRewrite": target, "weight": 50} for target in targets],
+                }
+                for names, targets in rules
+            ],
+        },
+        "status": {"conditions": [{"type": "Accepted", "status": "Unknown", "reason": "Pending"}]},
+    }
+
+
+def pod(
+    name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = False, address: str = "10.0.0.9"
+) -> Object:
     now = "2025-11-21T04:00:00Z"
     metadata: Object = {
         "name": name,
@@ -83,7 +121,7 @@ def pod(name: str, *, ready: bool = True, app: str = "vllm", deleting: bool = Fa
         },
         "status": {
             "phase": "Running",
-            "podIP": "10.0.0.9",
+            **({"podIP": address} if address else {}),
             "conditions": [
                 {"type": "Initialized", "status": "True", "lastProbeTime": None, "lastTransitionTime": now},
                 {"type": "Ready", "status": state, "lastProbeTime": None, "lastTransitionTime": now},

@@ -71,6 +71,42 @@ async def test_ready_pods_times_ports_count(server: ApiServer) -> None:
         await wait_until(lambda: seen.fine(6, "10.0.0.1"))
 
 
+async def test_each_ready_pod_and_port_is_an_address(server: ApiServer) -> None:
+    server.put(POOLS, pool(ports=2))
+    server.put(PODS, pod("a", address="10.0.0.7"))
+    server.put(PODS, pod("b", address="fd00::8"))
+    server.put(PODS, pod("starting", ready=False, address="10.0.0.5"))
+    server.put(PODS, pod("going", deleting=True, address="10.0.0.6"))
+    server.put(PODS, pod("nowhere", address=""))
+    async with watching(server) as seen:
+        await seen.ready(6)
+        assert set(seen.now.addresses or ()) == {
+            f"{at}:800{n}" for at in ("10.0.0.7", "[fd00::8]") for n in "01"
+        }
+        server.delete(PODS, "a")
+        await seen.ready(4)
+        assert set(seen.now.addresses or ()) == {"[fd00::8]:8000", "[fd00::8]:8001"}
+        server.put(PODS, pod("b", address="10.0.0.3"))  # as many as before, somewhere else
+        await wait_until(lambda: seen.now.addresses == ("10.0.0.3:8000", "10.0.0.3:8001"))
+        server.delete(POOLS, "qwen")
+        await seen.ready(0)
+        assert seen.now.addresses == ()
+
+
+async def test_addresses_are_those_of_an_old_pool_too_and_stay_when_the_watch_is_lost(
+    server: ApiServer,
+) -> None:
+    server.put(OLD_POOLS, old_pool())
+    server.put(PODS, pod("a", address="10.0.0.7"))
+    async with watching(server, hold_s=0.2) as seen:
+        await seen.ready(1)
+        assert seen.now.addresses == ("10.0.0.7:8000",)
+        server.faults.mute = True
+        server.cut()
+        await seen.ready(None)
+        assert seen.now.addresses == ("10.0.0.7:8000",)
+
+
 async def test_a_pod_is_followed_through_its_life(server: ApiServer) -> None:
     populate(server, 2)
     async with watching(server) as seen:

@@ -83,6 +83,23 @@
 {{- if or (dig "signals" "vllm" "urls" list .Values.config) (dig "signals" "vllm" "service" "" .Values.config) -}}true{{- end -}}
 {{- end -}}
 
+{{/* Is it observed which models are served? As in dispatcher/settings/serving.py. */}}
+{{- define "batch-dispatcher.observesModels" -}}
+{{- $observe := dig "serving" "observe" "auto" .Values.config -}}
+{{- if and (ne $observe "off") (or (ne $observe "auto") .Values.config.models) -}}true{{- end -}}
+{{- end -}}
+
+{{/* Are the model servers asked for that? */}}
+{{- define "batch-dispatcher.asksModels" -}}
+{{- if and (include "batch-dispatcher.observesModels" .) (ne (dig "serving" "observe" "auto" .Values.config) "gateway") -}}true{{- end -}}
+{{- end -}}
+
+{{/* May it read how names of models are rewritten? */}}
+{{- define "batch-dispatcher.readsRewrites" -}}
+{{- $said := .Values.rbac.modelRewrites -}}
+{{- if kindIs "invalid" $said -}}{{ include "batch-dispatcher.observesModels" . }}{{- else if $said -}}true{{- end -}}
+{{- end -}}
+
 {{/* Is the picker asked directly, by the service account's token? */}}
 {{- define "batch-dispatcher.scrapesByToken" -}}
 {{- $epp := dig "signals" "epp" dict .Values.config -}}

@@ -45,7 +45,7 @@
 {{- end -}}
 
 {{/* files */}}
-{{- $settings := dict "gateway" .Values.gateway "signals" (default dict $config.signals) "admin" (default dict $config.admin) -}}
+{{- $settings := dict "gateway" .Values.gateway "signals" (default dict $config.signals) "serving" (default dict $config.serving) "admin" (default dict $config.admin) -}}
 {{- range $setting, $from := .Values.secretFiles -}}
 {{- if ne (include "batch-dispatcher.setting" (list $settings $setting)) "\"\"" -}}
 {{- $wrong = append $wrong (printf "secretFiles: %s: the setting names a file already: take one of the two out" $setting) -}}
@@ -54,7 +54,7 @@
 {{- $wrong = append $wrong (printf "secretFiles: %s: name either a secret or a configMap" $setting) -}}
 {{- end -}}
 {{- end -}}
-{{- range $where, $tls := dict "gateway" (default dict .Values.gateway.tls) "signals.prometheus" (dig "signals" "prometheus" "tls" dict $config) "signals.epp" (dig "signals" "epp" "tls" dict $config) "signals.vllm" (dig "signals" "vllm" "tls" dict $config) -}}
+{{- range $where, $tls := dict "gateway" (default dict .Values.gateway.tls) "signals.prometheus" (dig "signals" "prometheus" "tls" dict $config) "signals.epp" (dig "signals" "epp" "tls" dict $config) "signals.vllm" (dig "signals" "vllm" "tls" dict $config) "serving" (dig "serving" "tls" dict $config) -}}
 {{- $cert := or $tls.cert_file (hasKey $.Values.secretFiles (printf "%s.tls.cert_file" $where)) -}}
 {{- $key := or $tls.key_file (hasKey $.Values.secretFiles (printf "%s.tls.key_file" $where)) -}}
 {{- if ne (empty $cert) (empty $key) -}}

@@ -1,0 +1,270 @@
+"""Which models the pool serves: each endpoint is asked at an interval, and each round is told whole.
+
+    serving.urls, else the pool's ready endpoints as the Kubernetes watch sees them ──▶ each of them
+    where neither is known, or serving.observe is gateway                           ──▶ the gateway, for all
+
+Names that the cluster's InferenceModelRewrites turn into a model that is listed are told beside it.
+
+An endpoint that cannot be read is told with its reason, one that has left the list is not in the next round:
+what that means for the models is the core's matter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from urllib.parse import urlsplit, urlunsplit
+
+from dispatcher.core.served import Listing
+from dispatcher.settings import SecretUrl, Settings, TlsSettings
+from dispatcher.settings.files import TokenFileError, looks, read_token
+from dispatcher.signals.capacity import Endpoints
+from dispatcher.signals.cluster import ClusterAccess
+from dispatcher.signals.kube import ClusterProblem
+from dispatcher.signals.listing import Inquirer, ListTarget
+from dispatcher.signals.rewrites import RewriteWatch
+
+GATEWAY = "gateway"
+AT_ONCE = 16
+"""So many endpoints are asked at the same time."""
+PATIENCE_S, PATIENCE_LEAST_S, PATIENCE_SHARE = 5.0, 1.0, 0.9
+"""An endpoint has nine tenths of the interval, never more nor less than these seconds."""
+FOUND_WITHIN_S = 10.0
+"""So long the Kubernetes watch may take to find the endpoints before the gateway is asked in their place."""
+GAP_S = 0.5
+"""Between two rounds, however often the endpoints change."""
+_PATH = "/v1/models"
+
+
+class ModelWatch:
+    """Asks while the settings say so, and calls `on_round`, in the event loop, with each whole round.
+
+    A round has one listing for each endpoint, in the order in which they are known; none where it is known
+    that no endpoint is ready. A new one begins each `serving.interval_s`, and at once when the endpoints or
+    the settings change. What was asked under other settings than those of now is not told.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_round: Callable[[Sequence[Listing]], None],
+        *,
+        access: ClusterAccess,
+        found_within_s: float = FOUND_WITHIN_S,
+    ) -> None:
+        self._settings = settings
+        self._found_within_s = found_within_s
+        self._on_round = on_round
+        self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
+        self._endpoints = Endpoints()
+        self._changed = asyncio.Event()
+        self._generation = 0
+        self._inquirer: Inquirer | None = None
+        self._made_of: object = None
+        """What the inquirer was made of: settings, and how its files looked."""
+
+    def __repr__(self) -> str:
+        return f"<ModelWatch: {self._settings.serving.observe}, endpoints {self._endpoints.addresses}>"
+
+    def discovered(self, endpoints: Endpoints) -> None:
+        """What the Kubernetes watch knows now."""
+        before, self._endpoints = self._endpoints, endpoints
+        if _found(before) != _found(endpoints):
+            self._wake()
+
+    def reconfigure(self, settings: Settings) -> None:
+        """Ask by these settings from now on; or nobody, where they say so."""
+        before, self._settings = self._settings, settings
+        if _asked_by(before) != _asked_by(settings):
+            self._generation += 1
+            self._wake()
+
+    @property
+    def problems(self) -> tuple[ClusterProblem, ...]:
+        """What keeps InferenceModelRewrites from being seen; a model that only they name is absent then."""
+        return self._rewrites.problems
+
+    async def run(self) -> None:
+        """Ask until cancelled. Costs nothing while the settings ask for nothing."""
+        try:
+            while True:
+                while not self._settings.observes_models:
+                    self._changed.clear()
+                    await self._changed.wait()
+                async with asyncio.TaskGroup() as tasks:
+                    beside = tasks.create_task(self._rewrites.run(), name="watch of rewrites")
+                    await self._observe()
+                    beside.cancel()
+                await self._close()
+        finally:
+            await self._close()
+
+    async def _observe(self) -> None:
+        """Ask in rounds for as long as the settings have it so."""
+        loop = asyncio.get_running_loop()
+        waits_until = loop.time() + self._found_within_s
+        while self._settings.observes_models:
+            self._changed.clear()
+            if self._unheard and loop.time() < waits_until:
+                await self._wait(waits_until)
+                continue
+            began_at, generation = loop.time(), self._generation
+            listings = await self._round()
+            if generation == self._generation:
+                self._on_round(listings)
+            await asyncio.sleep(began_at + min(GAP_S, self._settings.serving.interval_s) - loop.time())
+            # The times differ, so that replicas that were started together do not ask together.
+            await self._wait(began_at + self._settings.serving.interval_s * random.uniform(0.9, 1.1))
+
+    def _wake(self) -> None:
+        self._changed.set()
+
+    @property
+    def _unheard(self) -> bool:
+        """Whether Kubernetes may yet say where the endpoints are, and nothing else does, or how names are
+        rewritten."""
+        serving, found = self._settings.serving, self._endpoints
+        asks = serving.observe in ("auto", "endpoints") and not serving.urls
+        unknown = asks and found.addresses is None and found.watched and not found.whole
+        return unknown or not self._rewrites.settled
+
+    async def _wait(self, until: float) -> None:
+        """Until the endpoints or the settings change, at the longest."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(until):
+                await self._changed.wait()
+
+    async def _round(self) -> tuple[Listing, ...]:
+        settings = self._settings
+        now = asyncio.get_running_loop().time()
+        gateway = self._asks_gateway()
+        try:
+            targets = (_gateway(settings),) if gateway else self._servers()
+        except TokenFileError as error:
+            setting = "gateway.token_file" if gateway else "serving.token_file"
+            return self._unread(now, f"{setting}: {error}")
+        if targets is None:
+            where = "serving.urls, or run where the Kubernetes watch works"
+            return (Listing("endpoints", now, None, problem=f"no model server is known: {where}"),)
+        try:
+            inquirer = await self._ready(settings.gateway.tls if gateway else settings.serving.tls, targets)
+        except (OSError, ValueError) as error:  # ssl.SSLError is the former
+            return self._unread(now, f"{'gateway' if gateway else 'serving'}.tls: {error}")
+        wanted = frozenset(model.name for model in settings.models)
+        places = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(target: ListTarget) -> Listing:
+            async with places:
+                found = await inquirer.ask(target, wanted)
+            if found.models is None:
+                return found
+            return replace(found, models=self._rewrites.aliases.served(found.models, wanted))
+
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(target)) for target in targets]
+        return tuple(task.result() for task in asked)
+
+    # Whom to ask.
+
+    def _asks_gateway(self) -> bool:
+        serving = self._settings.serving
+        nowhere = not serving.urls and self._endpoints.addresses is None
+        return serving.observe == "gateway" or (serving.observe == "auto" and nowhere)
+
+    def _servers(self) -> tuple[ListTarget, ...] | None:
+        """The model servers; None: none is known. Raises TokenFileError."""
+        serving = self._settings.serving
+        if not serving.urls and self._endpoints.addresses is None:
+            return None
+        token = f"Bearer {read_token(serving.token_file)}" if serving.token_file else ""
+        if serving.urls:
+            return tuple(_server(url, token) for url in serving.urls)
+        scheme = "https" if serving.tls != TlsSettings() else "http"
+        found = [SecretUrl(f"{scheme}://{address}") for address in self._endpoints.addresses or ()]
+        return tuple(_server(url, token) for url in found)
+
+    def _unread(self, now: float, problem: str) -> tuple[Listing, ...]:
+        """A round in which nobody could be asked."""
+        if self._asks_gateway():
+            names = [GATEWAY]
+        elif urls := self._settings.serving.urls:
+            names = [_label(url) for url in urls]
+        else:
+            names = list(self._endpoints.addresses or ())
+        return tuple(Listing(name, now, None, problem=problem) for name in names)
+
+    # By what means.
+
+    async def _ready(self, tls: TlsSettings, targets: Sequence[ListTarget]) -> Inquirer:
+        """The inquirer of these settings, anew where they or their files have changed. Raises OSError."""
+        secure = any(target.url.startswith("https:") for target in targets)
+        files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
+        made_of = (tls, secure, self._patience_s, [looks(path) for path in files if path])
+        if self._inquirer is None or made_of != self._made_of:
+            await self._close()
+            # Not in the event loop's time: the system's certificates take a while to read.
+            context = await asyncio.to_thread(tls.context) if secure else True
+            self._inquirer, self._made_of = Inquirer(context, timeout_s=self._patience_s), made_of
+        self._inquirer.forget(target.page for target in targets)
+        return self._inquirer
+
+    @property
+    def _patience_s(self) -> float:
+        return max(PATIENCE_LEAST_S, min(PATIENCE_S, PATIENCE_SHARE * self._settings.serving.interval_s))
+
+    async def _close(self) -> None:
+        inquirer, self._inquirer = self._inquirer, None
+        if inquirer is not None:
+            await inquirer.aclose()
+
+
+def _found(endpoints: Endpoints) -> tuple[object, ...]:
+    """What of the Kubernetes watch decides whom to ask."""
+    return endpoints.addresses, endpoints.watched, endpoints.whole
+
+
+def _asked_by(settings: Settings) -> tuple[object, ...]:
+    """What of the settings decides what a round asks and tells."""
+    gateway = settings.gateway
+    to_gateway = gateway.url, gateway.headers, gateway.token_file, gateway.tls
+    return settings.serving, settings.models, to_gateway
+
+
+def _server(url: SecretUrl, token: str) -> ListTarget:
+    parts = urlsplit(url.bare)
+    path = _PATH if parts.path in ("", "/") else parts.path
+    page = f"{path.removesuffix(_PATH)}/metrics" if path.endswith(_PATH) else ""
+    authorization = token or url.authorization
+    return ListTarget(
+        _label(url),
+        urlunsplit(parts._replace(path=path)),
+        {"Authorization": authorization} if authorization else {},
+        page=urlunsplit((parts.scheme, parts.netloc, page, "", "")) if page else "",
+        with_token=bool(authorization),
+    )
+
+
+def _label(url: SecretUrl) -> str:
+    """Host and port, and what of the path tells servers of the same address apart."""
+    parts = urlsplit(url.bare)
+    return parts.netloc + parts.path.rstrip("/").removesuffix(_PATH)
+
+
+def _gateway(settings: Settings) -> ListTarget:
+    """The gateway, with all that its requests have but what is a request's own. Raises TokenFileError."""
+    gateway = settings.gateway
+    headers = dict(gateway.headers)
+    if gateway.token_file:
+        headers["Authorization"] = f"Bearer {read_token(gateway.token_file)}"
+    elif basic := gateway.url.authorization:
+        headers.setdefault("Authorization", basic)
+    return ListTarget(
+        GATEWAY,
+        gateway.url.bare.rstrip("/") + _PATH,
+        headers,
+        token="gateway.token_file",  # noqa: S106 -- the name of a setting
+        with_token=any(name.lower() == "authorization" for name in headers),
+    )
