@@ -186,7 +186,7 @@ class Upkeep:
             self._tell(swept)
             if swept is not None:
                 self._access.heard_of_losses(swept.lost)
-                if swept.reclaimed or swept.due or swept.turns:
+                if swept.reclaimed or swept.due or swept.turns or swept.revoked:
                     self._access.found_work()
                 if now() - self._expired_at >= EACH_S:
                     self._expired_at = now()

@@ -34,7 +34,7 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.memory.state import Place
+from dispatcher.queue.memory.entries import Place
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import OwnerAndDesk, entry_of, units_of
 from tests.queue.servers import Server, server
@@ -246,7 +246,7 @@ class Twins(RuleBasedStateMachine):
         """Where each claimed request lies in Redis; fails on one that lies in two places, or in none."""
         raw, prefix = self.bench.raw, NAMES.prefix
         pipe = raw.pipeline(transaction=False)
-        for suffix in ("returned", "suspects", "sequenced", "delayed:order", "leases", "dead"):
+        for suffix in ("returned", "suspects", "sequenced", "absent", "delayed:order", "leases", "dead"):
             pipe.zrange(f"{prefix}:{suffix}", 0, -1, withscores=True)
         pipe.zrange(f"{prefix}:delayed", 0, -1)
         pipe.hgetall(f"{prefix}:members")

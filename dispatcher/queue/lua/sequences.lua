@@ -23,7 +23,7 @@ local function digits(number) return string.format('%016.0f', number) end
 -- asks for it before any write.
 local function all()
   if of_all then return of_all end
-  check_types(OFTEN + 1, OWN)
+  check_types(OFTEN + 1, OF_MODELS)
   of_all = {lives = 0, active = 0, held = 0, aborted = 0}
   local packed = call('HGET', SEQUENCES, '')
   local values = packed and cmsgpack.unpack(packed) or {}

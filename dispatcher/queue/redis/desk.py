@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -156,6 +156,10 @@ class RedisDesk:
 
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)
+
+    async def awaited(self) -> Mapping[str, int]:
+        """How many wait for which model that is not served."""
+        return await steps.awaited(self.backend)
 
     async def sequences(
         self, most: int, after: str = "", status: SequenceStatus | None = None

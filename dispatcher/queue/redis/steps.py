@@ -10,8 +10,9 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dispatcher.core.lanes import Lane, rooms
+from dispatcher.core.lanes import Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
+from dispatcher.core.request import parse
 from dispatcher.ports import (
     Claimed,
     Counts,
@@ -20,6 +21,7 @@ from dispatcher.ports import (
     Lease,
     Overload,
     Permit,
+    Recalled,
     Release,
     Renewed,
     Settled,
@@ -140,10 +142,33 @@ async def release(backend: Backend, releases: Sequence[Release]) -> list[Settled
     for each in releases:
         args += (each.lease.entry, each.lease.token, f"{each.delay_s:.6f}")
         args += (int(each.attempt), int(each.refusal), int(each.undelivered), each.last_try)
+        args += _awaits(each)
     reply = await backend.run("release", args, [backend.new_reply()])
     now, *statuses = reply.value
     backend.saw(reply, now)
     return [Settled.LOST if status == LOST else Settled.DONE for status in statuses]
+
+
+def _awaits(release_: Release) -> tuple[Argument, ...]:
+    """The model that it is to wait for, and what cancels it while it does: id and token, as long as these are
+    not kept with its state for being too long."""
+    if not release_.awaits:
+        return "", "", ""
+    read = parse(release_.lease.member)
+    request, token = key_of(read.id or ""), key_of(read.token)
+    if max(len(request), len(token)) > MAX_TOKEN_BYTES:
+        request = token = b""
+    return awaited_as(release_.awaits), request, token
+
+
+async def recall(backend: Backend, models: Sequence[str], most: int) -> Recalled:
+    moved, left = (await backend.run("recall", [most, *models])).value
+    return Recalled(moved, left)
+
+
+async def awaited(backend: Backend) -> dict[str, int]:
+    found = (await backend.run("awaited", [])).value
+    return {found[at].decode(): int(found[at + 1]) for at in range(0, len(found), 2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +183,14 @@ class SweepReply:
     """Owners that hold leases."""
     turns: int
     """Of sequences, that have come."""
+    revoked: int
+    """Requests that waited for their model, and were cancelled."""
 
 
 async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]) -> SweepReply:
     """`gone`: owners that are proven to have ended."""
-    reply = await backend.run("sweep", [*me.arguments, most, *gone])
-    now, reclaimed, due, next_due, more, lost, holders, turns = reply.value
+    reply = await backend.run("sweep", [*me.arguments, most, _foreign(backend), *gone])
+    now, reclaimed, due, next_due, more, lost, holders, turns, revoked = reply.value
     backend.saw(reply, now)
     return SweepReply(
         reclaimed,
@@ -173,6 +200,7 @@ async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]
         lost,
         [holder.decode(errors="replace") for holder in holders],
         turns,
+        revoked,
     )
 
 
@@ -238,7 +266,12 @@ async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Se
 
 
 def _results_head(backend: Backend, ttl_s: int) -> list[Argument]:
-    return [REPLY_TTL_S, ttl_s, int(not backend.scripts.is_cluster)]
+    return [REPLY_TTL_S, ttl_s, _foreign(backend)]
+
+
+def _foreign(backend: Backend) -> int:
+    """1: the markers of llm-d's producers can be reached from the queue's scripts."""
+    return int(not backend.scripts.is_cluster)
 
 
 def _results_keys(backend: Backend) -> list[Argument]:
@@ -313,9 +346,9 @@ async def forget(backend: Backend, marker: bytes, token: bytes) -> None:
 
 async def counts(backend: Backend) -> Counts:
     reply = await backend.run("counts", [])
-    now, pending, leased, delayed, dead, units, *of_sequences = reply.value
+    now, pending, leased, delayed, dead, units, *of_sequences, awaiting = reply.value
     backend.saw(reply, now)
-    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences))
+    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences), awaiting)
 
 
 async def outlook(backend: Backend, timeout_s: float, rate: float | None, service_s: float) -> LineAhead:
