@@ -114,8 +114,8 @@ def source(name: str) -> tuple[str, str]:
 
 
 def _prelude(script: str) -> str:
-    """What Python and the scripts both name, as locals: the keys, and the numbers they agree about. Those that
-    the script names: it may have 200 locals."""
+    """What Python and the scripts both name, as locals: the keys, and the numbers they agree about. Only
+    those that the script names: it may have 200 locals."""
     named = set(re.findall(r"\w+", script))
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
