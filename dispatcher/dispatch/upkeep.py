@@ -113,7 +113,7 @@ class Upkeep:
             counts = await self._access.ask("counts", self._queue.counts())
             if counts is not None:
                 self._access.view.counts = counts
-                self._limiter.waiting(counts.pending, now())
+                self._limiter.waiting(counts.claimable, now())
                 if self.options.observe:
                     self._limiter.leases(now(), others=counts.units, young=0, lost=0)
             self._say(self._limiter.allowance(now()))

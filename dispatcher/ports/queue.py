@@ -252,6 +252,11 @@ class Counts:
     awaiting: int = field(default=0, repr=False, compare=False)
     """Those of `pending` that wait for their model."""
 
+    @property
+    def claimable(self) -> int:
+        """Those of `pending` that some claim may take."""
+        return self.pending - self.sequences.waiting - self.awaiting
+
 
 class Queue(Protocol):
     """The queue as one owner sees it. Each method is one atomic step, safe to repeat.

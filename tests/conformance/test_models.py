@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -11,7 +12,7 @@ from dispatcher.core.located import FoundRequest, Whereabouts
 from dispatcher.core.turns import Goes, OnError, SequenceTerms, Turn, TurnEnd
 from dispatcher.ports import Lease, Queue, Recalled, Release, Settled
 from dispatcher.queue.constants import RECALL_MOST
-from tests.conformance.worlds import NOW, QUEUE, World, answer, claim, full_claim, member
+from tests.conformance.worlds import NOW, QUEUE, World, answer, claim, full_claim, member, waits
 
 WHY = "its model is not served"
 
@@ -49,6 +50,16 @@ async def test_no_claim_takes_what_waits_for_its_model_until_it_is_recalled(worl
     assert (again.entry, again.deliveries, again.last_try) == (lease.entry, 1, WHY)
     assert again.lane is None
     assert await queue.settle([answer(again)]) == [Settled.DONE]
+
+
+async def test_what_waits_for_its_model_is_no_work_to_wake_for(world: World) -> None:
+    queue = world.owner()
+    await put_off(world, "a")
+    await waits(queue, 0.3)  # for a wake-up of before
+    assert await waits(queue, 0.6)
+    await queue.recall(["a"])
+    async with asyncio.timeout(10):
+        await queue.wait_for_work()
 
 
 async def test_what_waits_is_counted_by_model_and_seen_with_its_model(world: World) -> None:

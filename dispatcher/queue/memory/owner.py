@@ -194,7 +194,7 @@ class MemoryQueue:
                     await self._woken.wait()
             except TimeoutError:
                 self._begin()
-                if self._line.counts().pending:
+                if self._line.counts().claimable:
                     return
             else:
                 self._woken.clear()

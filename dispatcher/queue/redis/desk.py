@@ -15,7 +15,7 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import producer, search, sequences, steps
+from dispatcher.queue.redis import models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -159,7 +159,7 @@ class RedisDesk:
 
     async def awaited(self) -> Mapping[str, int]:
         """How many wait for which model that is not served."""
-        return await steps.awaited(self.backend)
+        return await models.awaited(self.backend)
 
     async def sequences(
         self, most: int, after: str = "", status: SequenceStatus | None = None

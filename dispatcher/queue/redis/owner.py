@@ -41,6 +41,7 @@ from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis import sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.destinations import Destinations
+from dispatcher.queue.redis.models import awaited, recall
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import UNSERVED, Overdue
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
@@ -249,12 +250,12 @@ class RedisQueue:
     async def recall(self, models: Sequence[str]) -> Recalled:
         moved = left = 0
         for some in in_steps(list(dict.fromkeys(map(awaited_as, models))), lambda _: 0):
-            told = await steps.recall(self.backend, some, RECALL_MOST - moved)
+            told = await recall(self.backend, some, RECALL_MOST - moved)
             moved, left = moved + told.moved, left + told.left
         return Recalled(moved, left)
 
     async def awaited(self) -> Mapping[str, int]:
-        return await steps.awaited(self.backend)
+        return await awaited(self.backend)
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts

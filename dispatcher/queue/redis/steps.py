@@ -10,9 +10,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dispatcher.core.lanes import Lane, awaited_as, rooms
+from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
-from dispatcher.core.request import parse
 from dispatcher.ports import (
     Claimed,
     Counts,
@@ -21,7 +20,6 @@ from dispatcher.ports import (
     Lease,
     Overload,
     Permit,
-    Recalled,
     Release,
     Renewed,
     Settled,
@@ -37,6 +35,7 @@ from dispatcher.queue.constants import (
 )
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.models import awaits_of
 from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
@@ -142,33 +141,11 @@ async def release(backend: Backend, releases: Sequence[Release]) -> list[Settled
     for each in releases:
         args += (each.lease.entry, each.lease.token, f"{each.delay_s:.6f}")
         args += (int(each.attempt), int(each.refusal), int(each.undelivered), each.last_try)
-        args += _awaits(each)
+        args += awaits_of(each)
     reply = await backend.run("release", args, [backend.new_reply()])
     now, *statuses = reply.value
     backend.saw(reply, now)
     return [Settled.LOST if status == LOST else Settled.DONE for status in statuses]
-
-
-def _awaits(release_: Release) -> tuple[Argument, ...]:
-    """The model that it is to wait for, and what cancels it while it does: id and token, as long as these are
-    not kept with its state for being too long."""
-    if not release_.awaits:
-        return "", "", ""
-    read = parse(release_.lease.member)
-    request, token = key_of(read.id or ""), key_of(read.token)
-    if max(len(request), len(token)) > MAX_TOKEN_BYTES:
-        request = token = b""
-    return awaited_as(release_.awaits), request, token
-
-
-async def recall(backend: Backend, models: Sequence[str], most: int) -> Recalled:
-    moved, left = (await backend.run("recall", [most, *models])).value
-    return Recalled(moved, left)
-
-
-async def awaited(backend: Backend) -> dict[str, int]:
-    found = (await backend.run("awaited", [])).value
-    return {found[at].decode(): int(found[at + 1]) for at in range(0, len(found), 2)}
 
 
 @dataclass(frozen=True, slots=True)
