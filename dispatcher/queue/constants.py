@@ -28,8 +28,9 @@ LOOKED_MOST = 200
 """Sequences whose time has come: so many one sweep looks at."""
 RECALL_MOST = 200
 """Requests that one step brings back from the lane of those that wait for their model."""
-REVOKED_MOST = 500
-"""Of the requests there, how many one sweep looks at for whether they were cancelled."""
+REVOKED_MOST = 250
+"""Of the requests there, how many one sweep looks at for whether they were cancelled: 1 to 2 ms of the
+server's time."""
 AWAITED_MOST = 1000
 """Models that one look tells of."""
 REPLY_TTL_S = 60
