@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from dispatcher.queue.keys import LINE_KEYS, POOL_KEYS, SEQUENCE_KEYS
+from dispatcher.queue.keys import LINE_KEYS, MODEL_KEYS, POOL_KEYS, SEQUENCE_KEYS
 from tests.symbols import PACKAGE, exists, symbols
 
 ROOT = PACKAGE.parent
@@ -83,7 +83,7 @@ def test_every_lasting_key_has_its_place() -> None:
             found[owner] |= set(re.findall(r"`([\w:]+)`", keys))
     assert found["the pool"] == {suffix for suffix, _ in POOL_KEYS.values()}
     assert found["the line"] == {
-        suffix for suffix, _ in (*LINE_KEYS.values(), *SEQUENCE_KEYS.values()) if suffix
+        suffix for suffix, _ in (*LINE_KEYS.values(), *SEQUENCE_KEYS.values(), *MODEL_KEYS.values()) if suffix
     }
 
 

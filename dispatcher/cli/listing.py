@@ -20,7 +20,8 @@ from dispatcher.cli.sought import (
     tries_of,
 )
 from dispatcher.cli.target import Config, Json, Labels, PoolName, QueueName, QueueUrl, ask, find, pairs_of
-from dispatcher.core.located import IN_LINE, FoundRequest, Whereabouts
+from dispatcher.core.lanes import CLOSED
+from dispatcher.core.located import IN_LINE, OF_LANE, FoundRequest, Whereabouts
 from dispatcher.core.request import parse
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ EXAMPLES = {
 }
 
 
-_GO = tuple(place for place in IN_LINE if place is not Whereabouts.SEQUENCED)
-"""What is in line and may be sent: nobody claims what waits for its turn."""
+_GO = tuple(place for place in IN_LINE if place not in {OF_LANE[lane] for lane in CLOSED})
+"""What is in line and may be sent: nobody claims what waits for its turn, or for its model."""
 
 
 class Shown(StrEnum):

@@ -131,6 +131,7 @@ def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str
         "results": read.results or None,
         "labels": dict(request.labels) if request else {},
         "sequence": None if read.sequence is None else read.sequence.id,
+        "awaits": found.awaits or None,
         "cancellable": bool(read.token) and found.state is not Whereabouts.DEAD,
         "bytes": size_of(found),
         "problem": read.message if isinstance(read, Rejection) else None,
@@ -221,6 +222,8 @@ def _under_way(found: FoundRequest) -> str:
             return f"a dispatcher has sent it, the answer is not there yet{before}"
         case Whereabouts.DELAYED:
             return f"its next try, due {until(found.at or 0.0, time.time())}{before}"
+        case Whereabouts.AWAITING:
+            return f"its model {found.awaits!r}, which is not served{before}"
         case _:
             return ""
 
@@ -257,6 +260,8 @@ def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: floa
         return f"it waits for its next try, which is due {until(found.at or now, now)}; the gate: {gate}"
     if turn:
         return f"it waits for {turn}; the gate: {gate}"
+    if found.state is Whereabouts.AWAITING:
+        return f"it waits for its model {found.awaits!r}, which is not served; the gate: {gate}"
     others = ahead_of_it(ahead)
     apart = (
         f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "
@@ -295,6 +300,8 @@ def note_of(found: FoundRequest, now: float, sequence: Turn | None = None) -> st
             return f"{found.deaths} owners died holding it"
         case Whereabouts.SEQUENCED:
             return "waits for its turn" + ("" if sequence is None else f" in {sequence.id}")
+        case Whereabouts.AWAITING:
+            return f"waits for its model {found.awaits!r}"
         case _:
             return "was given back" if found.state is Whereabouts.RETURNED else ""
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 SUSPECT_DEATHS = 2
 """Owners that died holding a request before it runs apart from others like it."""
 
+MODEL_BYTES = 256
+"""Of a model's name, in UTF-8: by so much of it requests wait for it."""
+
 
 class Lane(enum.Enum):
     """By the suffix of its set. In the order in which a claim tells the scripts of them."""
@@ -29,9 +32,11 @@ class Lane(enum.Enum):
     """Its owners died, often enough that it may be what killed them."""
     SEQUENCED = "sequenced"
     """It waits for its turn in its sequence. Closed: what ends the one before takes it out."""
+    ABSENT = "absent"
+    """Its model is not served. Closed: `Queue.recall` takes it out once that is."""
 
 
-CLOSED = frozenset({Lane.SEQUENCED})
+CLOSED = frozenset({Lane.SEQUENCED, Lane.ABSENT})
 ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 
 
@@ -41,12 +46,22 @@ def rooms(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
     return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in Lane}
 
 
-def lane_of(deaths: int, *, in_line: bool = False) -> Lane | None:
+def lane_of(deaths: int, *, in_line: bool = False, awaits: bool = False) -> Lane | None:
     """Where a request waits whose owners died so often; None: with all others. `in_line`: for its turn in a
-    sequence."""
+    sequence. `awaits`: for its model; it comes back to where it would wait without."""
     if in_line:
         return Lane.SEQUENCED
+    if awaits:
+        return Lane.ABSENT
     return Lane.SUSPECTS if deaths >= SUSPECT_DEATHS else None
+
+
+def awaited_as(model: str) -> str:
+    """The name under which requests wait for a model: what is longer than MODEL_BYTES is cut, and a lone
+    surrogate is a question mark, so that every queue takes it. Two that are cut alike are recalled
+    together."""
+    name = model.encode(errors="replace")
+    return name[:MODEL_BYTES].decode(errors="ignore")
 
 
 def losses_of(deaths: int) -> int:

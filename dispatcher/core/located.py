@@ -25,13 +25,19 @@ class Whereabouts(StrEnum):
     """The same, but its owners died: it runs apart from others like it."""
     SEQUENCED = "sequenced"
     """Waits for its turn in its sequence."""
+    AWAITING = "awaiting"
+    """Waits for its model, which is not served."""
     DELAYED = "delayed"
     LEASED = "leased"
     DEAD = "dead"
 
 
 OF_LANE: Mapping[Lane, Whereabouts] = MappingProxyType(
-    {Lane.SUSPECTS: Whereabouts.SUSPECT, Lane.SEQUENCED: Whereabouts.SEQUENCED}
+    {
+        Lane.SUSPECTS: Whereabouts.SUSPECT,
+        Lane.SEQUENCED: Whereabouts.SEQUENCED,
+        Lane.ABSENT: Whereabouts.AWAITING,
+    }
 )
 """Each lane's."""
 IN_LINE = (Whereabouts.PENDING, Whereabouts.RETURNED, *(OF_LANE[lane] for lane in Lane))
@@ -60,6 +66,8 @@ class FoundRequest:
     """Unix seconds: when a delayed one is due, a lease runs out, or a dead one died."""
     reason: str = ""
     """Why it is dead; of others, what the last try that counted came to."""
+    awaits: str = ""
+    """The model that it waits for."""
 
     def name(self, queue: str) -> str:
         """What it is known by where it was copied to: it alone of all that this queue ever held."""

@@ -119,7 +119,7 @@ class Upkeep:
                 self._access.view.counts = counts
                 for event, told in self._sequences.look(counts.news, now()):
                     emit(event, **told)
-                self._limiter.waiting(counts.pending, now())
+                self._limiter.waiting(counts.claimable, now())
                 if self.options.observe:
                     self._limiter.leases(now(), others=counts.units, young=0, lost=0)
             self._say(self._limiter.allowance(now()))
@@ -194,7 +194,7 @@ class Upkeep:
                 await self._tell_terms(self.options.sequences.terms)
             if swept is not None:
                 self._access.heard_of_losses(swept.lost)
-                if swept.reclaimed or swept.due or swept.turns:
+                if swept.reclaimed or swept.due or swept.turns or swept.revoked:
                     self._access.found_work()
                 if now() - self._expired_at >= EACH_S:
                     self._expired_at = now()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +86,10 @@ class Desk(Protocol):
         ...
 
     async def counts(self) -> Counts: ...
+
+    async def awaited(self) -> Mapping[str, int]:
+        """As Queue.awaited."""
+        ...
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         """The dead with an entry above `after`, by entry."""

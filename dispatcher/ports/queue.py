@@ -172,7 +172,16 @@ class Release:
     last_try: str = ""
     """What the try came to, where it counts; empty: what is known of an earlier one stays."""
     awaits: str = ""
-    """The model that it waits for, apart from all others, until that is recalled; empty: none."""
+    """The model that it waits for, which is not served: in a lane that no claim takes from, until `recall`,
+    and no delay counts. As the head of its sequence it stays that. Empty: it waits for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    moved: int
+    """Requests that may be claimed now."""
+    left: int
+    """Those that wait still for one of these models: call again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +233,15 @@ class Swept:
     """As in Leases."""
     turns: int = 0
     """Requests of sequences whose turn has come by that, and that may be claimed now."""
+    revoked: int = 0
+    """Requests that waited for their model and were cancelled: they may be claimed now, to be answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
     pending: int
-    """Including those returned to their place, in a lane or not, and those in line in their sequences."""
+    """Including those returned to their place, in a lane or not: those in line in their sequences too, and
+    those that wait for their model."""
     leased: int
     """Of all lines of the pool."""
     delayed: int
@@ -238,6 +250,13 @@ class Counts:
     """Of all leases: what they count of the limit."""
     sequences: SequenceCounts = field(default=SequenceCounts(), repr=False, compare=False)
     news: SequenceNews = field(default_factory=SequenceNews, repr=False, compare=False)
+    awaiting: int = field(default=0, repr=False, compare=False)
+    """Those of `pending` that wait for their model."""
+
+    @property
+    def claimable(self) -> int:
+        """Those of `pending` that some claim may take."""
+        return self.pending - self.sequences.waiting - self.awaiting
 
 
 class Queue(Protocol):
@@ -350,6 +369,18 @@ class Queue(Protocol):
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]: ...
 
+    async def recall(self, models: Sequence[str]) -> Recalled:
+        """Bring back requests that wait for one of these models, which is served now or is asked for no
+        longer: some hundreds a call, the best first, each to its old place. Any owner may, at any time, and
+        several at once. What waits for others is not looked at. After a lost reply `moved` is of the
+        repetition alone."""
+        ...
+
+    async def awaited(self) -> Mapping[str, int]:
+        """How many requests wait for which model (by `lanes.awaited_as`); of 1,000 models at the most, and
+        then of others with each call."""
+        ...
+
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         """Set the requests aside as dead, with their results as `settle` writes them."""
         ...
@@ -361,7 +392,8 @@ class Queue(Protocol):
 
     async def sweep(self) -> Swept:
         """Return leases whose owners are gone, or that ran out, to their old place, and delayed requests that
-        are due to pending; end what time ends of sequences.
+        are due to pending; end what time ends of sequences; bring back what was cancelled of the requests
+        that wait for their model (a page of them a call).
 
         An owner is gone when that is proven, or when it was silent for its owner_timeout_s: each claim,
         renew, share and sweep shows that it lives. After a sweep that comes more than 2 s, or half of this

@@ -26,6 +26,13 @@ GAP_S = 2.0
 """Between sweeps this is an outage at the latest, for every owner sweeps each second."""
 LOOKED_MOST = 200
 """Sequences whose time has come: so many one sweep looks at."""
+RECALL_MOST = 200
+"""Requests that one step brings back from the lane of those that wait for their model."""
+REVOKED_MOST = 250
+"""Of the requests there, how many one sweep looks at for whether they were cancelled: 1 to 2 ms of the
+server's time."""
+AWAITED_MOST = 1000
+"""Models that one look tells of."""
 REPLY_TTL_S = 60
 """How long a repetition of a call gets the same reply."""
 CANCEL_TTL_S = 604_800
@@ -50,6 +57,8 @@ LUA = {
     "UNPARK_MOST": UNPARK_MOST,
     "LIVES_MOST": LIVES_MOST,
     "LINE_SEEN": LINE_SEEN,
+    "REVOKED_MOST": REVOKED_MOST,
+    "AWAITED_MOST": AWAITED_MOST,
     "DONE": DONE,
     "LOST": LOST,
     "BAD_LIST": BAD_LIST,

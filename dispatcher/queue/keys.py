@@ -47,10 +47,15 @@ SEQUENCE_KEYS = {
     "OVER": ("sequences:over", "zset"),
     "LOOKS": ("sequences:looks", "zset"),
 }
+MODEL_KEYS = {
+    "ABSENT": ("absent", "zset"),
+    "ABSENT_ORDER": ("absent:order", "zset"),
+    "ABSENT_COUNTS": ("absent:counts", "zset"),
+}
 """What the scripts call each lasting key; its suffix (none: the queue itself), and its type. A line has its
-own of the first and the last, and shares the second with all lines of its pool. Those of sequences come last:
-scripts look at their types only where there is a sequence."""
-KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS}
+own of all but the second, which it shares with all lines of its pool. Those of sequences, and those of what
+waits for its model, come last: scripts look at their types only where there is such a request."""
+KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **MODEL_KEYS}
 """In the order in which every script gets them."""
 _SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
@@ -115,7 +120,8 @@ class Names:
         """Every lasting key of the line and of its pool, as the scripts expect them."""
         line = (f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in LINE_KEYS.values())
         pool = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
-        return (*line, *pool, *(f"{self.prefix}:{suffix}" for suffix, _ in SEQUENCE_KEYS.values()))
+        seldom = (*SEQUENCE_KEYS.values(), *MODEL_KEYS.values())
+        return (*line, *pool, *(f"{self.prefix}:{suffix}" for suffix, _ in seldom))
 
     @property
     def control(self) -> str:

@@ -81,6 +81,7 @@ REQUEST = {
         "died_at",
         "reason",
         "last_try",
+        "awaits",
         "endpoint",
         "results",
     ),
@@ -208,7 +209,7 @@ ROWS = {
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
         fields={
             "": {"queue", "copied", "read", "left_leased"},
-            "read": {"pending", "returned", "suspect", "sequenced", "delayed", "dead"},
+            "read": {"pending", "returned", "suspect", "sequenced", "awaiting", "delayed", "dead"},
         },
         asks=False,
     ),

@@ -515,3 +515,22 @@ async def test_who_waits_is_told_that_no_dispatcher_works_on_the_queue_and_what_
         assert (shown["reason"], shown["last_try"]) == (None, "the gateway answered 503")
         described = (await verb(queue_server, "describe", "r-1")).stdout
         assert re.search(r"^ *last try +the gateway answered 503$", described, re.MULTILINE)
+
+
+async def test_what_waits_for_its_model_is_told_with_the_model(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "r-1")
+        (lease,) = await taken(queue, 1)
+        why = "its model 'qwen' is not served"
+        await queue.release([Release(lease, undelivered=True, last_try=why, awaits="qwen")])
+        (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
+        assert (shown["state"], shown["awaits"], shown["last_try"]) == ("awaiting", "qwen", why)
+        assert shown["why"].startswith("it waits for its model 'qwen', which is not served; the gate: ")
+        listed = (await verb(queue_server, "list", "--state", "pending")).stdout
+        assert "awaiting" in listed
+        assert "waits for its model 'qwen'" in listed
+        assert "r-1" not in (await verb(queue_server, "peek")).stdout, "nobody claims it"
+        assert "cancelled" in (await verb(queue_server, "cancel", "r-1")).stdout
+        assert (await queue.sweep()).revoked == 1
+        (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
+        assert (shown["state"], shown["awaits"]) == ("returned", None)

@@ -52,17 +52,17 @@ async def everywhere(world: World) -> dict[Whereabouts, str]:
     """One request in each place; by place, its id."""
     owner = world.owner("owner-1")
     names = {state: f"is-{state}" for state in W}
-    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED)
+    order = (W.SUSPECT, W.DEAD, W.DELAYED, W.RETURNED, W.LEASED, W.SEQUENCED, W.AWAITING)
     for at, state in enumerate(order):
         await world.desk.submit([submission(names[state], NOW + 1000 + at)])
     for _ in range(2):
         (suspect,) = await claim(owner, 1)
         await world.lose(owner, suspect)
-    suspect, dead, delayed, returned, leased, second = await claim(owner)
+    suspect, dead, delayed, returned, leased, second, awaiting = await claim(owner)
     await owner.line_up([(leased, Turn("s")), (second, Turn("s"))], SequenceTerms())
     await owner.bury([Burial(answer(dead), "it broke")])
     await owner.release([Release(suspect), Release(delayed, 100.0, attempt=True, refusal=True)])
-    await owner.release([Release(returned)])
+    await owner.release([Release(returned), Release(awaiting, awaits="absent")])
     await world.desk.submit([submission(names[W.PENDING])])
     return names
 
@@ -78,6 +78,8 @@ async def test_each_request_is_found_where_it_lies_with_what_is_known_of_it(worl
     (leased,) = await lying(world, W.LEASED)
     (dead,) = await lying(world, W.DEAD)
     (pending,) = await lying(world, W.PENDING)
+    (awaiting,) = await lying(world, W.AWAITING)
+    assert (awaiting.awaits, suspect.awaits) == ("absent", "")
     assert (suspect.deaths, leased.owner, dead.reason, pending.entry) == (2, "owner-1", "it broke", 0)
     assert (delayed.attempts, delayed.refusals) == (1, 1)
     now = world.owner("other").unix_now()
@@ -163,7 +165,8 @@ async def test_results_are_looked_at_the_oldest_first_and_taken_one_by_one(world
 async def test_what_is_restored_lies_where_it_lay_and_only_once(world: World) -> None:
     names = await everywhere(world)
     (second,) = await lying(world, W.SEQUENCED)
-    before = {state: await lying(world, state) for state in W if state not in (W.LEASED, W.SEQUENCED)}
+    anew = (W.LEASED, W.SEQUENCED, W.AWAITING)
+    before = {state: await lying(world, state) for state in W if state not in anew}
     found = [one for each in before.values() for one in each]
     far = world.line("batch:{qwen}:other")
     assert await far.desk.restore("there", found) == 5

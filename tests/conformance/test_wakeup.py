@@ -6,18 +6,8 @@ import asyncio
 
 import pytest
 
-from dispatcher.ports import Queue, Submission
-from tests.conformance.worlds import World, claim
-
-
-async def waits(queue: Queue, seconds: float) -> bool:
-    """Whether the queue keeps waiting for that long."""
-    try:
-        async with asyncio.timeout(seconds):
-            await queue.wait_for_work()
-    except TimeoutError:
-        return True
-    return False
+from dispatcher.ports import Submission
+from tests.conformance.worlds import World, claim, waits
 
 
 async def test_foreign_producer_s_work_is_found_by_polling(world: World) -> None:

@@ -77,6 +77,16 @@ def answer(lease: Lease, result: bytes | None = None, results: str = "", **ids: 
     )
 
 
+async def waits(queue: Queue, seconds: float) -> bool:
+    """Whether the queue keeps waiting for that long."""
+    try:
+        async with asyncio.timeout(seconds):
+            await queue.wait_for_work()
+    except TimeoutError:
+        return True
+    return False
+
+
 class World(ABC):
     """One empty queue."""
 

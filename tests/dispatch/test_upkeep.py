@@ -23,7 +23,17 @@ from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.upkeep import EACH_S, EXPIRED_AT_ONCE, OUTLOOK_EACH_S, Upkeep, permit_of
-from dispatcher.ports import Counts, Expired, Lease, Overload, Permit, QueueUnavailableError, Renewed, Swept
+from dispatcher.ports import (
+    Counts,
+    Expired,
+    Lease,
+    Overload,
+    Permit,
+    QueueUnavailableError,
+    Release,
+    Renewed,
+    Swept,
+)
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry import catalogue as series
@@ -256,10 +266,30 @@ def test_requests_that_were_cancelled_are_cut() -> None:
     on_duty(check)
 
 
+def test_what_no_claim_may_take_is_no_work() -> None:
+    """It is counted as pending, and the gate says that there is nothing to do."""
+
+    async def check(duties: Duties) -> None:
+        duties.store.add(member("r-1", 10**10), 1.0)
+        claimed = await duties.queue.claim(1, "n", Permit(100, asyncio.get_running_loop().time(), 0))
+        await duties.queue.release([Release(lease, awaits="m") for lease in claimed.leases])
+        await asyncio.sleep(1.5)
+        assert duties.access.view.counts is not None
+        assert (duties.access.view.counts.pending, duties.limiter.work) == (1, False)
+        await duties.queue.recall(["m"])
+        await asyncio.sleep(1.0)
+        assert duties.limiter.work
+
+    on_duty(check)
+
+
 # Sweeps.
 
 
-@pytest.mark.parametrize("swept", [Swept(3, 0, None, lost=0), Swept(0, 1, None, lost=0)])
+@pytest.mark.parametrize(
+    "swept",
+    [Swept(3, 0, None, lost=0), Swept(0, 1, None, lost=0), Swept(0, 0, None, lost=0, revoked=1)],
+)
 def test_what_a_sweep_brings_back_is_looked_for_and_what_it_took_back_is_told(swept: Swept) -> None:
     async def check(duties: Duties) -> None:
         await asyncio.sleep(2.0)

@@ -58,6 +58,9 @@ def bench() -> Iterator[Bench]:
         yield found
 
 
+MODELS = ("a", "ab", "ä\0")
+
+
 class QueueModel(Twins):
     """The steps: everything that owners, producers, operators and time do."""
 
@@ -226,11 +229,13 @@ class QueueModel(Twins):
                 "refusal": st.booleans(),
                 "undelivered": st.booleans(),
                 "last_try": st.sampled_from(["", "reset", "ä"]),
+                "awaits": st.sampled_from(["", "", "", "", "", *MODELS]),
             }
         )
         chosen = self.pick(owner, data)
         said = [data.draw(flags) for _ in chosen]
         self.seen["delayed"] += sum(each["delay_s"] > 0 for each in said)
+        self.seen["awaiting"] += sum(each["awaits"] != "" for each in said)
         releases = [
             [Release((held.real, held.twin)[which], **each) for held, each in zip(chosen, said, strict=True)]
             for which in (0, 1)
@@ -238,6 +243,40 @@ class QueueModel(Twins):
         real, twin = self.both(owner, lambda queue, which: queue.release(releases[which]), lose)
         assert list(real) == list(twin)
         self.drop(owner, chosen)
+
+    @rule(
+        owner=owners,
+        number=st.integers(0, 2),
+        deadline=st.sampled_from([1000, 4 * 10**9]),
+        model=st.sampled_from(MODELS),
+        then=st.sampled_from(["", "cancel", "expire"]),
+    )
+    def put_off(self, owner: int, number: int, deadline: int, model: str, then: str) -> None:
+        """Some wait for their model, and are cancelled meanwhile, or too late."""
+        self.submit(owner, number, deadline, False)
+        self.claim(owner, 6, 16, 0, 2, False)
+        chosen = self.known[owner][-4:]
+        sides = [
+            [Release((held.real, held.twin)[which], awaits=model) for held in chosen] for which in (0, 1)
+        ]
+        real, twin = self.both(owner, lambda queue, which: queue.release(sides[which]))
+        assert list(real) == list(twin)
+        self.drop(owner, chosen)
+        self.seen["awaiting"] += len(chosen)
+        if then == "cancel":
+            self.cancel(owner, number)
+            self.sweep(owner, False)
+        elif then == "expire":
+            self.expire(owner, False)
+
+    @rule(owner=owners, models=st.lists(st.sampled_from((*MODELS, "none's")), max_size=3), lose=lost)
+    def recall(self, owner: int, models: list[str], lose: bool) -> None:
+        """Models are served. Without a reply to the first call the second one finds nothing left."""
+        waited = self.store.line.counts().awaiting
+        real, twin = self.both(owner, lambda queue, _: queue.recall(models), lose)
+        assert real == twin or (lose and (real.moved, real.left) == (0, twin.left))
+        assert self.store.line.counts().awaiting == waited - twin.moved
+        self.seen["recalled"] += twin.moved
 
     @rule(data=st.data(), owner=owners, limit=limits, lag=lags, lose=lost)
     def weigh(self, data: st.DataObject, owner: int, limit: int, lag: int, lose: bool) -> None:
@@ -427,6 +466,8 @@ class QueueModel(Twins):
         self.swept_ago_s = 0.0
         real, twin = self.both(owner, lambda queue, _: queue.sweep())
         assert (real.reclaimed, real.due, real.lost) == (twin.reclaimed, twin.due, twin.lost)
+        assert real.revoked == twin.revoked
+        self.seen["revoked"] += real.revoked
         self.seen["reclaimed"] += real.reclaimed
         self.seen["due"] += real.due
         assert (real.next_due_at is None) == (twin.next_due_at is None)
@@ -452,6 +493,10 @@ class QueueModel(Twins):
 
         self.both(owner, look)
         real, twin = (list(side.values()) for side in found)
+        lying = {entry.where: entry for entry in self.store.line.entries.values()}
+        self.seen["expired awaiting"] += sum(
+            entry.awaits != "" for one in twin if (entry := lying.get(one.place)) is not None
+        )
         assert {one.member for one in real} == {one.member for one in twin}
         items = [[(one, Settlement(UNLEASED, b"gone", "")) for one in side] for side in (real, twin)]
         done = self.both(owner, lambda queue, which: queue.expire(items[which]), lose)
@@ -500,6 +545,7 @@ HAPPENS = (
     *("leases", "suspects", "counted losses", "probes", "delayed", "reclaimed", "due", "expired"),
     *("replies lost", "done bury=False", "done bury=True", "lost bury=False", "bad-list bury=False"),
     *("of silent owners", "of owners proven gone", "steps back", "weighed", "too heavy"),
+    *("awaiting", "recalled", "revoked", "expired awaiting"),
 )
 
 

@@ -34,7 +34,7 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
-from dispatcher.queue.memory.state import Place
+from dispatcher.queue.memory.entries import Place
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import OwnerAndDesk, entry_of, units_of
 from tests.queue.servers import Server, server
@@ -129,6 +129,11 @@ class Held:
 
     real: Lease
     twin: Lease
+
+
+def _part(model: str) -> str:
+    """How the place of one begins that waits for this model."""
+    return f"{len(model.encode()):03}{model}"
 
 
 def alike(real: Lease, twin: Lease) -> None:
@@ -246,7 +251,7 @@ class Twins(RuleBasedStateMachine):
         """Where each claimed request lies in Redis; fails on one that lies in two places, or in none."""
         raw, prefix = self.bench.raw, NAMES.prefix
         pipe = raw.pipeline(transaction=False)
-        for suffix in ("returned", "suspects", "sequenced", "delayed:order", "leases", "dead"):
+        for suffix in ("returned", "suspects", "sequenced", "absent", "delayed:order", "leases", "dead"):
             pipe.zrange(f"{prefix}:{suffix}", 0, -1, withscores=True)
         pipe.zrange(f"{prefix}:delayed", 0, -1)
         pipe.hgetall(f"{prefix}:members")
@@ -267,6 +272,27 @@ class Twins(RuleBasedStateMachine):
             entry: (place, members[b"%d" % entry], scores.get(entry, self.store.line.entries[entry].score))
             for entry, place in places.items()
         }
+
+    @invariant()
+    def what_waits_for_its_model_is_counted_and_ordered(self) -> None:
+        """What is kept by model is of exactly those that lie in the lane."""
+        raw, prefix = self.bench.raw, NAMES.prefix
+        awaiting = {one.id: one for one in self.store.line.entries.values() if one.awaits}
+        seats = raw.zrange(f"{prefix}:absent", 0, -1)
+        assert {int(seat[-16:]) for seat in seats} == set(awaiting)
+        order = [name.decode() for name in raw.zrange(f"{prefix}:absent:order", 0, -1)]
+        place = sorted(awaiting.values(), key=lambda one: (_part(one.awaits), one.score, one.id))
+        assert [(name[:-33], int(name[-16:])) for name in order] == [
+            (_part(one.awaits), one.id) for one in place
+        ]
+        counts = {
+            name.decode(): count
+            for name, count in raw.zrange(f"{prefix}:absent:counts", 0, -1, withscores=True)
+        }
+        assert counts == Counter(one.awaits for one in awaiting.values())
+        loop = self.bench.loops[0]
+        told = loop.run_until_complete(self.real[0].awaited())
+        assert told == counts == loop.run_until_complete(self.store.awaited())
 
     def real_units(self) -> int:
         """What all leases count, by their names."""

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "keep", "line", "markers", "need", "results", "rights", "sequences"}
+FRAGMENTS = {"common", "keep", "line", "markers", "models", "need", "results", "rights", "sequences"}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
@@ -104,7 +104,7 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
         last = next(one for one in (await claim(queue, 2)).leases if one.entry == leases[3].entry)
         await client.zadd(f"{QWEN.prefix}:leases", {f"{last.entry}:a": 0}, xx=True)
     await queue.sweep()
-    await queue.release([Release(leases[4])])
+    await queue.release([Release(leases[4]), Release(leases[5], awaits="m")])
     await queue.submit([submission("waits")])
     await queue.pause("me", "why")
     seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}

@@ -13,7 +13,8 @@ import dispatcher.queue
 from dispatcher.core.lanes import Lane
 from dispatcher.core.located import OF_LANE
 from dispatcher.core.turns import Goes, SequenceTerms, Turn, TurnEnd
-from dispatcher.ports import Lease
+from dispatcher.ports import Lease, Release
+from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission
 from tests.queue.servers import Server
 
@@ -150,3 +151,75 @@ def test_a_lane_is_named_in_the_tables_alone() -> None:
         if "SUSPECTS" in text or "Whereabouts.SUSPECT" in text or "'S'" in text
     }
     assert named == {"common.lua", "keys.py"}
+
+
+async def put_off(queue: OwnerAndDesk, models: int, each: int) -> None:
+    """So many requests wait for each of so many models, those of all mixed in the order."""
+    total = models * each
+    for at in range(0, total, 500):
+        some = [submission(f"away-{at + number:06}", 1_000 + at) for number in range(min(500, total - at))]
+        await queue.submit(some)
+        leases = (await claim(queue, 500, 10**6)).leases
+        assert len(leases) == len(some)
+        await queue.release(
+            [
+                Release(lease, undelivered=True, awaits=f"m-{(at + number) % models}")
+                for number, lease in enumerate(leases)
+            ]
+        )
+
+
+async def given_back(queue: OwnerAndDesk, client: redis.asyncio.Redis) -> int:
+    """How many commands the release of three requests runs."""
+    await queue.submit([submission(f"back-{number}", 900) for number in range(3)])
+    leases = (await claim(queue, 3, 10**6)).leases
+    told = await count(client, queue.release([Release(lease) for lease in leases]))
+    await queue.settle([answer(lease) for lease in (await claim(queue, 3, 10**6)).leases])
+    return told
+
+
+@pytest.mark.parametrize(("models", "each"), [(1, 10_000), (1_000, 2), pytest.param(1_000, 100, marks=LONG)])
+async def test_what_waits_for_its_model_costs_the_others_nothing(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, models: int, each: int
+) -> None:
+    await costs(queue, client)  # scripts are loaded
+    await given_back(queue, client)
+    alone = *await costs(queue, client), await given_back(queue, client)
+    await put_off(queue, models, each)
+    assert (await queue.counts()).awaiting == models * each
+    assert (*await costs(queue, client), await given_back(queue, client)) == alone
+
+
+@pytest.mark.parametrize("others", [2_000, pytest.param(100_000, marks=LONG)])
+async def test_a_recall_touches_what_it_moves_and_nothing_that_waits_for_other_models(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, others: int
+) -> None:
+    async def recalled() -> tuple[int, int, int]:
+        """Of a recall of five requests, of one that finds none, and of asking who waits."""
+        await queue.submit([submission(f"mine-{number}", 900) for number in range(5)])
+        leases = (await claim(queue, 5, 10**6)).leases
+        await queue.release([Release(lease, awaits="m-500x") for lease in leases])
+        moving = await count(client, queue.recall(["m-500x"]))
+        nothing = await count(client, queue.recall(["m-500x"]))
+        told = await count(client, queue.awaited())
+        back = (await claim(queue, 5, 10**6)).leases
+        assert [lease.entry for lease in back] == [lease.entry for lease in leases]
+        await queue.settle([answer(lease) for lease in back])
+        return moving, nothing, told
+
+    await recalled()  # scripts are loaded
+    few = await recalled()
+    await put_off(queue, 1_000, others // 1_000)
+    assert await recalled() == few
+    assert len(await queue.awaited()) == 1_000
+
+
+async def test_what_is_kept_by_model_goes_with_the_last_that_waits(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
+    await put_off(queue, 3, 300)
+    await queue.sweep()
+    while (await queue.recall(["m-0", "m-1", "m-2"])).left:
+        pass
+    await queue.settle([answer(lease) for lease in (await claim(queue, 1000, 10**6)).leases])
+    await assert_drained(client, NAMES, NAMES.results)

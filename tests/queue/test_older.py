@@ -260,6 +260,36 @@ async def test_an_older_replica_gives_a_turn_back_or_ends_it_and_the_next_one_go
         assert await results(client) == {"r-0": 1, "r-1": 1, "r-2": 1}
 
 
+async def test_an_older_replica_neither_sends_nor_loses_what_waits_for_its_model(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    async with older(any_server.url, "older-1") as old, queues(any_server.url, "a") as (queue,):
+        await client.zadd(NAMES.queue, {member(f"r-{number}"): number for number in range(3)})
+        leases = (await claim(queue)).leases
+        await queue.release([Release(lease, awaits="m") for lease in leases])
+        told = await old.do("claim", 9, "n-1", 9, 0)
+        assert told["members"] == {}, "it sees nothing of what waits"
+        assert await old.do("sweep") == 0
+        assert await queue.awaited() == {"m": 3}
+
+        await queue.recall(["m"])
+        told = await old.do("claim", 1, "n-2", 9, 0)
+        assert list(told["members"]) == [str(leases[0].entry)], "and all of what is back"
+        assert await old.do("release", leases[0].entry, 0.0) == "done"
+        told = await old.do("claim", 2, "n-3", 9, 0)
+        assert await old.do("release", leases[0].entry, 10.0) == "done"
+        assert await old.do("settle", leases[1].entry) == "done"
+        assert await queue.awaited() == {}
+
+        await client.zadd(f"{NAMES.prefix}:delayed", dict.fromkeys(await delayed(client), 0), xx=True)
+        assert (await queue.sweep()).due == 1
+        back = (await claim(queue)).leases
+        assert [lease.entry for lease in back] == [leases[0].entry, leases[2].entry]
+        await queue.settle([answer(lease) for lease in back])
+        assert await results(client) == {"r-0": 1, "r-1": 1, "r-2": 1}
+    await assert_only_known_keys(client, NAMES)
+
+
 CONTROL = f"{NAMES.prefix}:control"
 
 

@@ -21,7 +21,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.turns import Goes, SequenceTerms, Turn, TurnEnd, Waits
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Release, Settled
+from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Recalled, Release, Settled
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
@@ -287,6 +287,22 @@ async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> Non
     assert await queue.expire(items) == 2
     assert (await queue.counts()).pending == 0
     assert [one.id for one in (await queue.sequences(9)).found] == ["s"]
+
+
+async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_cluster(
+    queue: OwnerAndDesk,
+) -> None:
+    await queue.submit([submission(f"r-{number}", token="t") for number in range(3)])
+    await queue.submit([submission("late", 1_700_000_000, token="t")])
+    leases = (await claim(queue)).leases
+    await queue.release([Release(lease, awaits="m") for lease in leases])
+    assert await queue.cancel("r-2", "t")
+    assert (await queue.sweep()).revoked == 1
+    (late,) = await queue.expired(9)
+    assert await queue.expire([(late, answer(leases[0]))]) == 1
+    assert await queue.awaited() == {"m": 2}
+    assert await queue.recall(["m"]) == Recalled(2, 0)
+    assert len((await claim(queue)).leases) == 3
 
 
 class Counts(RedisQueue):

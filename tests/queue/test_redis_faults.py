@@ -16,11 +16,13 @@ from dispatcher.ports import (
     Dead,
     Lease,
     QueueUnavailableError,
+    Recalled,
     Release,
     Settled,
     Settlement,
     Submission,
 )
+from dispatcher.queue.keys import MODEL_KEYS
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
@@ -132,6 +134,32 @@ async def test_foreign_key_under_one_of_our_names_stops_every_step_before_its_fi
     assert await dump(client) == before
     await client.delete(f"{NAMES.prefix}:returned")
     assert await queue.release([Release(lease)]) == [Settled.DONE]
+
+
+@pytest.mark.parametrize("key", [suffix for suffix, _ in MODEL_KEYS.values()])
+async def test_foreign_key_where_requests_wait_for_their_model_stops_what_would_write_there(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis, key: str
+) -> None:
+    await queue.submit([submission(f"r-{number}", 1_700_000_000) for number in range(3)])
+    first, second, third = (await claim(queue)).leases
+    await queue.release([Release(first, awaits="m")])
+    (late,) = await queue.expired(9)
+    at = f"{NAMES.prefix}:{key}"
+    await client.rename(at, "aside")
+    await client.set(at, "someone's")
+    before = await dump(client)
+    steps = [
+        lambda: queue.release([Release(second), Release(third, awaits="m")]),
+        lambda: queue.recall(["m"]),
+        lambda: queue.expire([(late, answer(first))]),
+    ]
+    for act in steps:
+        with pytest.raises(QueueUnavailableError, match=f"{key} holds a string, not a zset"):
+            await act()
+    assert await dump(client) == before
+    assert await queue.release([Release(second)]) == [Settled.DONE], "which is not of it"
+    await client.rename("aside", at)
+    assert await queue.recall(["m"]) == Recalled(1, 0)
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,9 @@ def test_each_step_asks_for_all_that_any_step_runs() -> None:
         "sequences",
         "line_up",
         "unserved",
+        "models",
+        "recall",
+        "awaited",
     )
     asked = re.findall(r"'([A-Z]+)'", (LUA / "rights.lua").read_text(encoding="utf-8"))
     assert set(asked) == {name for step in steps for name in called(step)}

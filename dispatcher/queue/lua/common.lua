@@ -1,15 +1,16 @@
 -- What every script shares. Each gets the keys of a line and of its pool first, its own. Their names (PENDING …), how
--- many they are (OWN, of which OFTEN are used by whatever script), their TYPES, and the numbers that stand in capitals
--- come before this, from keys.py and constants.py.
+-- many they are (OWN, of which OFTEN are used by whatever script, and those behind OF_MODELS for what waits for its
+-- model), their TYPES, and the numbers that stand in capitals come before this, from keys.py and constants.py.
 --
 -- An entry is a request that was claimed at least once. Its state is one packed array under its id:
 local WHERE, SCORE, DELIVERIES, ATTEMPTS, REFUSALS = 1, 2, 3, 4, 5
-local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS, TURN = 6, 7, 8, 9, 10, 11, 12, 13, 14
+local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS, TURN, AWAITS = 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
 -- WHERE is the set that holds it: 'L'eases, 'R'eturned, that of a lane, 'D'elayed, dead ('X'). SCORE stays the
 -- text that Redis gave, so that no digit is lost. PREFIX is the head of its member, for the order of ties. REASON is why
 -- it died, and before that what the last try that counted came to. UNITS is what it weighs, as far as that is known, and
 -- what its lease counts; where it is not there, 1. TURN is its seat in a sequence (sequences.lua), there as long as the
--- sequence knows it.
+-- sequence knows it. AWAITS is what it waits for in the lane of those whose model is not served (models.lua), there as
+-- long as it lies in that lane.
 local IN_LINE = 1 -- of a seat: it waits for its turn
 local call = redis.call
 
@@ -17,8 +18,11 @@ local call = redis.call
 -- in a claim. An entry waits in the first whose `holds` is true of its state. Of a closed one no claim takes any.
 local function in_line(state) return state[TURN] and state[TURN][IN_LINE] == 1 end
 local LANES = {
-  {set = SUSPECTS, letter = 'S', holds = function(state) return not in_line(state) and state[DEATHS] >= SUSPECT_DEATHS end},
+  {set = SUSPECTS, letter = 'S', holds = function(state)
+    return not in_line(state) and not state[AWAITS] and state[DEATHS] >= SUSPECT_DEATHS
+  end},
   {set = SEQUENCED, letter = 'Q', holds = in_line, closed = true},
+  {set = ABSENT, letter = 'A', holds = function(state) return not in_line(state) and state[AWAITS] end, closed = true},
 }
 
 local function lane_of(state)
@@ -51,6 +55,11 @@ local function clock()
 end
 
 local function text(number) return string.format('%.6f', number) end
+
+local function number_of(score)
+  if score == 'inf' then return math.huge elseif score == '-inf' then return -math.huge end
+  return tonumber(score)
+end
 
 -- Redis refuses a script for want of memory (or on a replica, or without disk) only at its first write, and
 -- for memory only if that can grow. So the first write is a removal of nothing: what comes after is whole or

@@ -30,6 +30,7 @@ for at = 4, #ARGV, 9 do
     seen[name] = true
     live[#live + 1] = item
     if item.told or item.state and item.state[TURN] then all() end
+    if item.state and item.state[AWAITS] then models.checked() end
   end
 end
 
@@ -42,6 +43,7 @@ if #live > 0 then
       if item.state then
         call('ZREM', SETS[item.state[WHERE]], name_in_order(item.id, item.state))
         if item.state[WHERE] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
+        if item.state[AWAITS] then models.forget(item.id, item.state) end
         forget({item.id})
       else
         call('ZREM', PENDING, item.member)

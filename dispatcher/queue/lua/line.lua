@@ -11,11 +11,6 @@ local function before(a, b)
   return string.byte(a, same + 1) < string.byte(b, same + 1)
 end
 
-local function number_of(score)
-  if score == 'inf' then return math.huge elseif score == '-inf' then return -math.huge end
-  return tonumber(score)
-end
-
 -- The heads of the sets are read one by one: members may be large, and so at most one is read for nothing.
 local function head(key, at)
   local found = call('ZRANGE', key, at, at, 'WITHSCORES')

@@ -5,7 +5,8 @@
 --        id; where to begin (a rank, a range and a rank, a cursor: two arguments); most, bytes, bytes of the largest
 --        member that is told whole; then for each word how many spellings, and these: a member must hold one of each word
 -- Returns {next range (-1: at the end), next offset, looked at, bytes of these, 0, or 1: they are too many, ask for fewer,
---         {name of its place, id or 0, score, member, deliveries, attempts, refusals, deaths, units, owner, time or false, reason}…}
+--         {name of its place, id or 0, score, member, deliveries, attempts, refusals, deaths, units, owner, time or false, reason,
+--         the model that it waits for or ''}…}
 -- Keeps: reads only, no more than `most` requests. What lies there all the while is found by "entries" and "pending".
 need('ZCOUNT', 'ZSCAN', 'HSCAN')
 local how, which, range, offset = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
@@ -45,7 +46,7 @@ local function tell(letter, id, score, member, state, time)
   told = told + math.min(#member, largest)
   rows[#rows + 1] = {NAMES[letter] or letter, id, score, shortened(member, largest), state[DELIVERIES] or 0, state[ATTEMPTS] or 0,
                      state[REFUSALS] or 0, state[DEATHS] or 0, units_of(state), state[OWNER] or '', time,
-                     state[REASON] or ''}
+                     state[REASON] or '', state[AWAITS] and state[AWAITS][1] or ''}
   return true
 end
 

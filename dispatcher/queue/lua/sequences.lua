@@ -24,7 +24,7 @@ local function digits(number) return string.format('%016.0f', number) end
 -- asks for it before any write.
 local function all()
   if of_all then return of_all end
-  check_types(OFTEN + 1, OWN)
+  check_types(OFTEN + 1, OF_MODELS)
   of_all = {lives = 0, active = 0, held = 0, aborted = 0, ever_held = 0, ever_released = 0, ever_aborted = 0,
             ever_cancelled = 0, ever_idle = 0, ever_aged = 0, ever_gaps = 0, last_held = '', last_aborted = ''}
   local packed = call('HGET', SEQUENCES, '')

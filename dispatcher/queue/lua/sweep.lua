@@ -3,9 +3,9 @@
 -- A lease of another line that ran out lease_s ago is abandoned: nobody sweeps that line, or it would be gone. It counts
 -- as lost and keeps its request, which that line's next sweep takes back, if there ever is one.
 -- KEYS   own…
--- ARGV   owner, owner_timeout_s, lease_s, most of each kind, then owners that are proven gone…
+-- ARGV   owner, owner_timeout_s, lease_s, most of each kind, foreign (as in settle), then owners that are proven gone…
 -- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, units lost so far,
---         owners that hold leases, requests of sequences whose turn has come}
+--         owners that hold leases, requests of sequences whose turn has come, cancelled ones that waited for their model}
 -- Keeps: a lease is reclaimed when its owner is proven gone, has not shown itself for its own owner_timeout_s, or
 -- has not renewed it. Who lives is given time to say so: after a gap between sweeps (the queue was away, all
 -- owners were, or its clock jumped forward) longer than lease_s/3 no lease runs out for lease_s/3, and after one
@@ -14,6 +14,8 @@
 local me, timeout_s, lease_s, most = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
 local now, shared = clock(), control()
 all()
+local any_awaited = call('TYPE', ABSENT).ok ~= 'none'
+if any_awaited then models.checked() end
 open()
 rewind(shared, now)
 
@@ -99,7 +101,7 @@ end
 
 -- Who is gone: proven, or silent; of the silent, those without leases are forgotten.
 local gone, silent, any = {}, {}, false
-for number = 5, #ARGV do
+for number = 6, #ARGV do
   if ARGV[number] ~= me then gone[ARGV[number]], any = true, true end
 end
 if now >= (shared.beats_quiet_until or 0) then
@@ -177,4 +179,5 @@ end
 local next_due = call('ZRANGE', DELAYED, 0, 0, 'WITHSCORES')[2]
 local looked = sweep_sequences(now, LOOKED_MOST)
 local more = (reclaimed == most or due == most or looked == LOOKED_MOST) and 1 or 0
-return {text(now), reclaimed, due, next_due or false, more, shared.lost, call('HKEYS', OWNERS), moved}
+local revoked = any_awaited and models.call_back_cancelled(REVOKED_MOST, ARGV[5] == '1') or 0
+return {text(now), reclaimed, due, next_due or false, more, shared.lost, call('HKEYS', OWNERS), moved, revoked}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
@@ -11,6 +11,7 @@ from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import desk_steps as steps
 from dispatcher.queue.memory import search, sequences
 from dispatcher.queue.memory.state import Line, Pool
+from dispatcher.queue.memory.steps import awaited
 
 
 class MemoryStore:
@@ -120,6 +121,10 @@ class MemoryStore:
     async def counts(self) -> Counts:
         self.pool.check_up()
         return self.line.counts()
+
+    async def awaited(self) -> Mapping[str, int]:
+        self.pool.check_up()
+        return awaited(self.line)
 
     async def sequences(
         self, most: int, after: str = "", status: SequenceStatus | None = None

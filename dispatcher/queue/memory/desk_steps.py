@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from dispatcher.ports import Dead, Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.memory.state import Entry, Line
+from dispatcher.queue.memory.entries import Entry
+from dispatcher.queue.memory.state import Line
 from dispatcher.queue.requeue import accept_anew
 
 

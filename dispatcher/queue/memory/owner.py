@@ -19,6 +19,7 @@ from dispatcher.ports import (
     LinedUp,
     Overload,
     Permit,
+    Recalled,
     Release,
     Renewed,
     Settled,
@@ -141,6 +142,14 @@ class MemoryQueue:
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         return steps.release(self._line, self._begin().now, releases)
 
+    async def recall(self, models: Sequence[str]) -> Recalled:
+        self._begin()
+        return steps.recall(self._line, models)
+
+    async def awaited(self) -> Mapping[str, int]:
+        self._begin()
+        return steps.awaited(self._line)
+
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         self._begin()
         return results.settle(self._line, [(each.settlement, each.reason) for each in burials])
@@ -151,12 +160,12 @@ class MemoryQueue:
 
     async def sweep(self) -> Swept:
         me = self._begin()
-        reclaimed, due, due_at, turns = sweep(self._line, me, ())
+        reclaimed, due, due_at, turns, revoked = sweep(self._line, me, ())
         if gone := self._gone():
-            more, _, due_at, again = sweep(self._line, me, gone)
+            more, _, due_at, again, _ = sweep(self._line, me, gone)
             reclaimed, turns = reclaimed + more, turns + again
         due_at = None if due_at is None else self._mine(due_at)
-        return Swept(reclaimed, due, due_at, self._pool.lost, turns)
+        return Swept(reclaimed, due, due_at, self._pool.lost, turns, revoked)
 
     def _gone(self) -> Sequence[str]:
         """Those of the owners that hold leases which are proven to have ended."""
@@ -185,7 +194,7 @@ class MemoryQueue:
                     await self._woken.wait()
             except TimeoutError:
                 self._begin()
-                if self._line.counts().pending:
+                if self._line.counts().claimable:
                     return
             else:
                 self._woken.clear()

@@ -14,7 +14,8 @@ from dispatcher.ports import (
     Settlement,
 )
 from dispatcher.queue.memory import sequences
-from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
+from dispatcher.queue.memory.entries import NEVER_CLAIMED, Entry, Place
+from dispatcher.queue.memory.state import Line
 
 
 def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Settled | None]:

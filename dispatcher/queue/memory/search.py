@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from dispatcher.core.located import IN_LINE, OF_LANE, FoundRequest, Looked, Whereabouts, Words, spellings
 from dispatcher.core.request import Request, parse
-from dispatcher.queue.memory.state import NEVER_CLAIMED, Entry, Line, Place
+from dispatcher.queue.memory.entries import NEVER_CLAIMED, Entry, Place
+from dispatcher.queue.memory.state import Line
 
 
 def lying(line: Line, state: Whereabouts, most: int, after: str) -> Looked:
@@ -112,7 +113,7 @@ def _all(line: Line) -> Iterator[FoundRequest]:
             _, reason, at = line.dead[entry.id]
         counts = entry.deliveries, entry.attempts, entry.refusals, entry.deaths, entry.units or 1
         number = 0 if entry.id == NEVER_CLAIMED else entry.id
-        yield FoundRequest(state, entry.member, entry.score, number, *counts, owner, at, reason)
+        yield FoundRequest(state, entry.member, entry.score, number, *counts, owner, at, reason, entry.awaits)
 
 
 def _state(entry: Entry) -> Whereabouts:

@@ -21,7 +21,8 @@ from dispatcher.core.turns import (
 )
 from dispatcher.ports import Expired, Lease, Unserved
 from dispatcher.queue.memory import desk_steps
-from dispatcher.queue.memory.state import Entry, Line, Place
+from dispatcher.queue.memory.entries import Entry, Place
+from dispatcher.queue.memory.state import Line
 
 
 def line_up(line: Line, turns: Sequence[tuple[Lease, Turn]], terms: SequenceTerms) -> list[Verdict]:

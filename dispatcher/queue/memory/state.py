@@ -1,8 +1,7 @@
 """What would be in Redis: what lies where, who holds what, and what owners share. Its steps are in steps.py.
 
 What several lines share under one limit is the `Pool`; what waits, is delayed or is dead lies in a `Line`.
-Nothing here is searched: what lies in order lies in heaps, and what moved on since it was pushed is dropped
-when it comes up (an entry's `moves` tells).
+Its entries, and their orders, are of entries.py.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
-from dispatcher.core.lanes import CLOSED, Lane, lane_of, losses_of
+from dispatcher.core.lanes import CLOSED, Lane
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.result import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
@@ -23,106 +21,7 @@ from dispatcher.core.sequences import Sequences
 from dispatcher.core.turns import SequenceCounts
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
-
-NEVER_CLAIMED = 2**62
-
-
-class Place(Enum):
-    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
-
-    PENDING = "pending"
-    """Never claimed: known by its bytes, as in the sorted set that producers write to."""
-    RETURNED = "returned"
-    LEASED = "leased"
-    DELAYED = "delayed"
-    DEAD = "dead"
-    GONE = "gone"
-
-
-class Entry:
-    """One accepted request, until its result."""
-
-    __slots__ = (
-        "attempts",
-        "deaths",
-        "deliveries",
-        "id",
-        "in_line",
-        "last_try",
-        "member",
-        "moves",
-        "place",
-        "refusals",
-        "score",
-        "units",
-    )
-
-    def __init__(self, member: bytes, score: float) -> None:
-        self.member = member
-        self.score = score
-        self.id = NEVER_CLAIMED
-        self.place = Place.PENDING
-        self.moves = 0
-        self.units = 0
-        """What it weighs, as far as is known; 0: it never was leased."""
-        self.in_line = False
-        """It waits for its turn in a sequence."""
-        self.deliveries = self.attempts = self.refusals = self.deaths = 0
-        self.last_try = ""
-
-    @property
-    def losses(self) -> int:
-        return losses_of(self.deaths)
-
-    @property
-    def lane(self) -> Lane | None:
-        return lane_of(self.deaths, in_line=self.in_line)
-
-    @property
-    def where(self) -> str:
-        """What `Expired.place` says; a move elsewhere and back is a move."""
-        return f"{self.id}:{self.moves}"
-
-
-class Lined:
-    """Entries in the order of a key, those that have not moved since they were put in."""
-
-    def __init__(self) -> None:
-        self.heap: list[tuple[float, bytes, int, int, int, Entry]] = []
-        self._puts = itertools.count()
-
-    def put(self, key: float, entry: Entry) -> None:
-        item = (key, entry.member, entry.id, next(self._puts), entry.moves, entry)
-        heapq.heappush(self.heap, item)
-
-    def first(self) -> Entry | None:
-        heap = self.heap
-        while heap:
-            moves, entry = heap[0][4:]
-            if entry.moves == moves:
-                return entry
-            heapq.heappop(heap)
-        return None
-
-    def key(self) -> float | None:
-        return self.heap[0][0] if self.first() is not None else None
-
-    def pop(self) -> Entry:
-        return heapq.heappop(self.heap)[5]
-
-    def shift(self, by: float) -> None:
-        """Move every key by that."""
-        self.heap = [(item[0] + by, *item[1:]) for item in self.heap]
-
-    def live(self) -> Iterator[tuple[float, bytes, int]]:
-        """In no order."""
-        return (item[:3] for item in self.heap if item[5].moves == item[4])
-
-    def tidy(self, live: int) -> None:
-        """Drop what moved on, once it outweighs the rest: a far deadline comes up late."""
-        if len(self.heap) > 2 * live + 1024:
-            self.heap = [item for item in self.heap if item[5].moves == item[4]]
-            heapq.heapify(self.heap)
+from dispatcher.queue.memory.entries import NEVER_CLAIMED, Awaiting, Entry, Lined, Place
 
 
 @dataclass(slots=True)
@@ -256,6 +155,7 @@ class Line:
         """What waits, by lane; None: outside of any."""
         self.in_lanes: Counter[Lane] = Counter()
         """How many wait in each."""
+        self.awaiting = Awaiting()
         self.delayed = Lined()
         self.deadlines = Lined()
         self.overdue: deque[tuple[int, Entry]] = deque()
@@ -295,6 +195,7 @@ class Line:
             units=self.pool.units,
             sequences=SequenceCounts.of(self.sequences.count, self.in_lanes[Lane.SEQUENCED]),
             news=replace(self.sequences.news),
+            awaiting=self.in_lanes[Lane.ABSENT],
         )
 
     @property
@@ -324,6 +225,8 @@ class Line:
             self.count[entry.place] -= 1
             if entry.place is Place.RETURNED and (lane := entry.lane) is not None:
                 self.in_lanes[lane] -= 1
+                if lane is Lane.ABSENT:
+                    self.awaiting.leave(entry)
         entry.moves += 1
         entry.place = place
         if place is Place.GONE:
@@ -338,6 +241,8 @@ class Line:
             lane = entry.lane
             if lane is not None:
                 self.in_lanes[lane] += 1
+                if lane is Lane.ABSENT:
+                    self.awaiting.enter(entry)
             self.sets[lane].put(entry.score, entry)
         if entry.score < len(PRIORITIES) * PRIORITY_STEP:
             self.deadlines.put(deadline_of_score(entry.score), entry)

@@ -11,24 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dispatcher.core.lanes import Lane, rooms
+from dispatcher.core.lanes import Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
+from dispatcher.core.request import parse
 from dispatcher.ports import (
     Lease,
     Overload,
     Permit,
+    Recalled,
     Release,
     Settled,
 )
 from dispatcher.queue.constants import (
     AHEAD_S,
+    AWAITED_MOST,
     CLAIM_BYTES,
     PASSED_MOST,
+    RECALL_MOST,
     REPLY_TTL_S,
     SAME_READING_S,
     YOUNG_S,
 )
-from dispatcher.queue.memory.state import Entry, Grant, Line, Place, Pool
+from dispatcher.queue.memory.entries import Entry, Place
+from dispatcher.queue.memory.state import Grant, Line, Pool
 
 
 class Caller(NamedTuple):
@@ -265,7 +270,10 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
         entry.deliveries -= release_.undelivered
         entry.last_try = release_.last_try or entry.last_try
         line.pool.end_lease(grant)
-        if release_.delay_s > 0:
+        if release_.awaits:
+            entry.awaits, entry.cancelled_by = awaited_as(release_.awaits), _cancelled_by(entry.member)
+            line.move(entry, Place.RETURNED)
+        elif release_.delay_s > 0:
             line.move(entry, Place.DELAYED, now + release_.delay_s)
         else:
             line.move(entry, Place.RETURNED)
@@ -273,7 +281,28 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
     return said
 
 
+def _cancelled_by(member: bytes) -> tuple[str, str]:
+    read = parse(member)
+    return read.id or "", read.token
+
+
+def recall(line: Line, models: Sequence[str]) -> Recalled:
+    names = list(dict.fromkeys(map(awaited_as, models)))
+    moved = 0
+    while moved < RECALL_MOST and (entry := line.awaiting.best(names)) is not None:
+        line.move(entry, Place.RETURNED)
+        moved += 1
+    return Recalled(moved, sum(line.awaiting.count[name] for name in names))
+
+
 # Looking.
+
+
+def awaited(line: Line) -> dict[str, int]:
+    """Others with each call, where they are too many."""
+    told = list(line.awaiting.count.items())
+    from_ = int(line.pool.unix_now() * 1e6) % len(told) if len(told) > AWAITED_MOST else 0
+    return dict((told[from_:] + told[:from_])[:AWAITED_MOST])
 
 
 def is_cancelled(line: Line, request_id: str, token: str) -> bool:

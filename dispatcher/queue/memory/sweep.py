@@ -8,13 +8,14 @@ from collections.abc import Collection
 
 from dispatcher.queue.constants import AHEAD_S, GAP_S
 from dispatcher.queue.memory import sequences
-from dispatcher.queue.memory.state import Grant, Line, Place, Pool
-from dispatcher.queue.memory.steps import Caller
+from dispatcher.queue.memory.entries import Place
+from dispatcher.queue.memory.state import Grant, Line, Pool
+from dispatcher.queue.memory.steps import Caller, is_cancelled
 
 
-def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None, int]:
-    """How many leases of this line were taken back, how many delayed were due, when the next one is, and how
-    many turns in sequences have come."""
+def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, float | None, int, int]:
+    """How many leases of this line were taken back, how many delayed were due, when the next one is, how many
+    turns in sequences have come, and how many that waited for their model were cancelled."""
     pool, now = line.pool, me.now
     if pool.tick is not None:
         gap_s = now - pool.tick
@@ -41,7 +42,11 @@ def sweep(line: Line, me: Caller, gone: Collection[str]) -> tuple[int, int, floa
         line.move(line.delayed.pop(), Place.RETURNED)
         due += 1
     line.deadlines.tidy(sum(line.count.values()))
-    return reclaimed, due, due_at, sequences.sweep(line)
+    turns = sequences.sweep(line)
+    revoked = [entry for entry in line.awaiting if is_cancelled(line, *entry.cancelled_by)]
+    for entry in revoked:
+        line.move(entry, Place.RETURNED)
+    return reclaimed, due, due_at, turns, len(revoked)
 
 
 def _stepped_back(pool: Pool, me: Caller, by: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import producer, search, sequences, steps
+from dispatcher.queue.redis import models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -156,6 +156,10 @@ class RedisDesk:
 
     async def counts(self) -> Counts:
         return await steps.counts(self.backend)
+
+    async def awaited(self) -> Mapping[str, int]:
+        """How many wait for which model that is not served."""
+        return await models.awaited(self.backend)
 
     async def sequences(
         self, most: int, after: str = "", status: SequenceStatus | None = None

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dispatcher.core.lanes import ONE_OF_EACH, Lane
+from dispatcher.core.lanes import ONE_OF_EACH, Lane, awaited_as
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.oversize import ENVELOPE_BYTES
 from dispatcher.core.turns import SequenceTerms, Turn, Verdict
@@ -26,6 +26,7 @@ from dispatcher.ports import (
     LinedUp,
     Overload,
     Permit,
+    Recalled,
     Release,
     Renewed,
     Settled,
@@ -34,12 +35,13 @@ from dispatcher.ports import (
     Unserved,
     Weighed,
 )
-from dispatcher.queue.constants import BAD_LIST, DONE, LOST, STUCK, TOO_LARGE
+from dispatcher.queue.constants import BAD_LIST, DONE, LOST, RECALL_MOST, STUCK, TOO_LARGE
 from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis import sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.destinations import Destinations
+from dispatcher.queue.redis.models import awaited, recall
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import UNSERVED, Overdue
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
@@ -245,6 +247,16 @@ class RedisQueue:
             said += await steps.release(self.backend, batch)
         return said
 
+    async def recall(self, models: Sequence[str]) -> Recalled:
+        moved = left = 0
+        for some in in_steps(list(dict.fromkeys(map(awaited_as, models))), lambda _: 0):
+            told = await recall(self.backend, some, RECALL_MOST - moved)
+            moved, left = moved + told.moved, left + told.left
+        return Recalled(moved, left)
+
+    async def awaited(self) -> Mapping[str, int]:
+        return await awaited(self.backend)
+
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts
         keys = [
@@ -267,20 +279,21 @@ class RedisQueue:
         ]
 
     async def sweep(self) -> Swept:
-        reclaimed = due = turns = 0
+        reclaimed = due = turns = revoked = 0
         gone: Sequence[str] = ()
         while True:
             told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone)
             reclaimed += told.reclaimed
             due += told.due
             turns += told.turns
+            revoked += told.revoked
             before, gone = gone, self._gone(told.holders)
             # Those that were named already hold leases of other lines, unless this sweep had not enough.
             if not told.more and set(gone) <= set(before):
                 break
         if self.backend.scripts.is_cluster:
             await self._outbox.carry()
-        return Swept(reclaimed, due, told.next_due_at, told.lost, turns)
+        return Swept(reclaimed, due, told.next_due_at, told.lost, turns, revoked)
 
     def _gone(self, holders: Sequence[str]) -> Sequence[str]:
         """Those of the owners that hold leases which are proven to have ended."""

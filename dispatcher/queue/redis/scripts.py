@@ -24,7 +24,7 @@ from dispatcher.core.plain import shortened
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.peer import words
 from dispatcher.queue import constants
-from dispatcher.queue.keys import KEYS, SEQUENCE_KEYS
+from dispatcher.queue.keys import KEYS, MODEL_KEYS, SEQUENCE_KEYS
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
@@ -37,11 +37,12 @@ _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
     "settle": (*_STEP, "markers", "keep", "results", "sequences"),
-    "expire": (*_STEP, "markers", "keep", "results", "sequences"),
-    "release": _STEP,
+    "expire": (*_STEP, "markers", "keep", "results", "sequences", "models"),
+    "release": (*_STEP, "models"),
+    "recall": (*_STEP, "models"),
     "renew": _STEP,
     "weigh": _STEP,
-    "sweep": (*_STEP, "sequences"),
+    "sweep": (*_STEP, "markers", "sequences", "models"),
     "line_up": (*_STEP, "sequences"),
     "sequence": ("need", "common", "sequences"),
     "submit": ("need", "common", "markers"),
@@ -112,18 +113,23 @@ def source(name: str) -> tuple[str, str]:
     return _SOURCES[name]
 
 
-def _prelude() -> str:
-    """What Python and the scripts both name, as locals: the keys, and the numbers they agree about."""
-    keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1)]
+def _prelude(script: str) -> str:
+    """What Python and the scripts both name, as locals: the keys, and the numbers they agree about. Only
+    those that the script names: it may have 200 locals."""
+    named = set(re.findall(r"\w+", script))
+    keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
-    numbers = [f"local {name} = {value}" for name, value in constants.LUA.items()]
-    counts = f"local OWN, OFTEN, TYPES = {len(KEYS)}, {len(KEYS) - len(SEQUENCE_KEYS)}, {{{types}}}"
-    return "\n".join([*keys, counts, *numbers, ""])
+    numbers = [f"local {name} = {value}" for name, value in constants.LUA.items() if name in named]
+    of_models = len(KEYS) - len(MODEL_KEYS)
+    counts = [f"local OWN, OF_MODELS, OFTEN = {len(KEYS)}, {of_models}, {of_models - len(SEQUENCE_KEYS)}"]
+    counts += [f"local TYPES = {{{types}}}"]
+    return "\n".join([*keys, *counts, *numbers, ""])
 
 
 def _whole(name: str) -> tuple[str, str]:
     parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
-    text = "\n".join([_prelude() if "common" in parts else "", *(_LUA[part] for part in parts)])
+    script = "\n".join(_LUA[part] for part in parts)
+    text = "\n".join([_prelude(script) if "common" in parts else "", script])
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -177,6 +177,7 @@ def _found(
     owner: bytes,
     at: bytes | None,
     reason: bytes,
+    awaits: bytes,
 ) -> FoundRequest:
     return FoundRequest(
         _PLACES[place.decode()],
@@ -191,4 +192,5 @@ def _found(
         owner.decode(errors="replace"),
         None if at is None else float(at),
         reason.decode(errors="replace"),
+        awaits.decode(errors="replace"),
     )

@@ -35,6 +35,7 @@ from dispatcher.queue.constants import (
 )
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
+from dispatcher.queue.redis.models import awaits_of
 from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
@@ -140,6 +141,7 @@ async def release(backend: Backend, releases: Sequence[Release]) -> list[Settled
     for each in releases:
         args += (each.lease.entry, each.lease.token, f"{each.delay_s:.6f}")
         args += (int(each.attempt), int(each.refusal), int(each.undelivered), each.last_try)
+        args += awaits_of(each)
     reply = await backend.run("release", args, [backend.new_reply()])
     now, *statuses = reply.value
     backend.saw(reply, now)
@@ -158,12 +160,14 @@ class SweepReply:
     """Owners that hold leases."""
     turns: int
     """Of sequences, that have come."""
+    revoked: int
+    """Requests that waited for their model, and were cancelled."""
 
 
 async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]) -> SweepReply:
     """`gone`: owners that are proven to have ended."""
-    reply = await backend.run("sweep", [*me.arguments, most, *gone])
-    now, reclaimed, due, next_due, more, lost, holders, turns = reply.value
+    reply = await backend.run("sweep", [*me.arguments, most, _foreign(backend), *gone])
+    now, reclaimed, due, next_due, more, lost, holders, turns, revoked = reply.value
     backend.saw(reply, now)
     return SweepReply(
         reclaimed,
@@ -173,6 +177,7 @@ async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]
         lost,
         [holder.decode(errors="replace") for holder in holders],
         turns,
+        revoked,
     )
 
 
@@ -238,7 +243,12 @@ async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Se
 
 
 def _results_head(backend: Backend, ttl_s: int) -> list[Argument]:
-    return [REPLY_TTL_S, ttl_s, int(not backend.scripts.is_cluster)]
+    return [REPLY_TTL_S, ttl_s, _foreign(backend)]
+
+
+def _foreign(backend: Backend) -> int:
+    """1: the markers of llm-d's producers can be reached from the queue's scripts."""
+    return int(not backend.scripts.is_cluster)
 
 
 def _results_keys(backend: Backend) -> list[Argument]:
@@ -313,10 +323,10 @@ async def forget(backend: Backend, marker: bytes, token: bytes) -> None:
 
 async def counts(backend: Backend) -> Counts:
     reply = await backend.run("counts", [])
-    now, pending, leased, delayed, dead, units, *of_sequences = reply.value
+    now, pending, leased, delayed, dead, units, *of_sequences, awaiting = reply.value
     backend.saw(reply, now)
     news = news_of(of_sequences[0])
-    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences), news)
+    return Counts(pending, leased, delayed, dead, units, counted_of(*of_sequences), news, awaiting)
 
 
 async def outlook(backend: Backend, timeout_s: float, rate: float | None, service_s: float) -> LineAhead:
