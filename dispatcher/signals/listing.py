@@ -195,7 +195,8 @@ def waiting_adapters(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def _may_be_named(name: str) -> bool:
-    return bool(name) and len(name.encode()) <= NAME_MOST_BYTES
+    """Whether a request could name it, and people may be shown it."""
+    return bool(name) and name.isprintable() and len(name.encode()) <= NAME_MOST_BYTES
 
 
 def _refused(target: ListTarget, status: int) -> str:

@@ -85,6 +85,7 @@ def test_lists_of_each_kind_of_server_are_read(body: str, names: tuple[str, ...]
 def test_names_that_no_request_could_carry_are_left_out() -> None:
     longest = "ü" * (NAME_MOST_BYTES // 2)
     assert read_list(listing(longest, f"{longest}x", "m").encode()).names == (longest, "m")
+    assert read_list(listing("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == ("ein Modell",)
 
 
 def test_a_list_without_end_is_cut_and_keeps_what_the_settings_name() -> None:
