@@ -28,6 +28,8 @@ from dispatcher.signals.exposition import Page, Sample
 LIST_MAX_BYTES = 8 * 1024 * 1024
 NAMES_MOST = 10_000
 """So many of a list are kept, those that the settings name before all others."""
+OBJECTS_MOST = 50_000
+"""In a list that is read at all: vLLM has two for each model. Millions would hold up the event loop."""
 NO_ADAPTERS_S = 60.0
 """A page that shows no adapters, or that cannot be read, is asked again after this."""
 _ADAPTERS = "vllm:lora_requests_info"
@@ -167,6 +169,8 @@ class Inquirer:
 def read_list(body: bytes, wanted: Set[str] = frozenset()) -> Listed:
     """The names of OpenAI's list of models, each once, those in `wanted` before what is too much. Raises
     UnreadableListError."""
+    if body.count(b"{") > OBJECTS_MOST:
+        raise UnreadableListError(f"the list of models has more than {OBJECTS_MOST} objects")
     try:
         cards = _decode(body).data
     except RecursionError:
@@ -195,7 +199,8 @@ def waiting_adapters(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def _may_be_named(name: str) -> bool:
-    return bool(name) and len(name.encode()) <= NAME_MOST_BYTES
+    """Whether a request could name it, and people may be shown it."""
+    return bool(name) and name.isprintable() and len(name.encode()) <= NAME_MOST_BYTES
 
 
 def _refused(target: ListTarget, status: int) -> str:

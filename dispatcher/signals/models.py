@@ -154,11 +154,12 @@ class ModelWatch:
         except (OSError, ValueError) as error:  # ssl.SSLError is the former
             return self._unread(now, f"{'gateway' if gateway else 'serving'}.tls: {error}")
         wanted = frozenset(model.name for model in settings.models)
+        listable = wanted - self._rewrites.aliases.exact.keys()
         places = asyncio.Semaphore(AT_ONCE)
 
         async def ask(target: ListTarget) -> Listing:
             async with places:
-                found = await inquirer.ask(target, wanted)
+                found = await inquirer.ask(target, listable)
             if found.models is None:
                 return found
             return replace(found, models=self._rewrites.aliases.served(found.models, wanted))

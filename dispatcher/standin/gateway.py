@@ -347,7 +347,8 @@ def _content(
     if how.echo:
         body, kind = exchange.body, "application/json"
     elif how.body is not None or how.kind == "status":
-        body, kind = (how.body or "").encode(), "text/plain"
+        body = (how.body or "").encode()
+        kind = "application/json" if body.startswith(b"{") else "text/plain"
     elif how.events:
         parts = [f'data: {{"id":"{entry.id}","choices":[{{"text":"t{n}"}}]}}\n\n' for n in range(how.events)]
         parts.append("data: [DONE]\n\n")

@@ -22,6 +22,7 @@ from dispatcher.signals.exposition import Sample
 from dispatcher.signals.listing import (
     LIST_MAX_BYTES,
     NAMES_MOST,
+    OBJECTS_MOST,
     Inquirer,
     ListTarget,
     UnreadableListError,
@@ -85,6 +86,7 @@ def test_lists_of_each_kind_of_server_are_read(body: str, names: tuple[str, ...]
 def test_names_that_no_request_could_carry_are_left_out() -> None:
     longest = "ü" * (NAME_MOST_BYTES // 2)
     assert read_list(listing(longest, f"{longest}x", "m").encode()).names == (longest, "m")
+    assert read_list(listing("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == ("ein Modell",)
 
 
 def test_a_list_without_end_is_cut_and_keeps_what_the_settings_name() -> None:
@@ -92,6 +94,13 @@ def test_a_list_without_end_is_cut_and_keeps_what_the_settings_name() -> None:
     kept = read_list(listing(*names).encode(), {names[-1], names[3]}).names
     assert len(kept) == NAMES_MOST
     assert set(kept) >= {names[-1], names[3], "m0"}
+
+
+def test_a_list_that_would_take_long_to_read_is_not_read() -> None:
+    most = b"{}," * (OBJECTS_MOST - 2) + b"{}"
+    assert read_list(b'{"data":[' + most + b"]}").names == ()
+    with pytest.raises(UnreadableListError, match="has more than 50000 objects"):
+        read_list(b'{"data":[{},' + most + b"]}")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +118,7 @@ def test_a_list_without_end_is_cut_and_keeps_what_the_settings_name() -> None:
         b'{"data":[{"id":"m"}]',
         b"<html>sign in</html>",
         b'{"x":' + b"[" * 200_000,
-        b'{"data":[{"owned_by":' + b'{"a":' * 100_000,
+        b'{"data":[{"owned_by":' + b'{"a":' * 40_000,
     ],
 )
 def test_what_is_no_list_is_told_in_one_short_sentence(body: bytes) -> None:
