@@ -10,7 +10,15 @@ from functools import partial
 
 from dispatcher.core.bounces import Bounces
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, Unreachable
+from dispatcher.core.outcome import (
+    Delivered,
+    Failed,
+    Outcome,
+    Overloaded,
+    TooLarge,
+    Unreachable,
+    WithoutModel,
+)
 from dispatcher.core.request import Request
 from dispatcher.core.stranger import Stranger
 from dispatcher.core.tenants import Tenants
@@ -126,12 +134,11 @@ class Tries:
         finally:
             self._holding.back(running)
         self._limiter.answered(running.token, forwarded.ended_at, forwarded.opened_s)
-        outcome = self.stranger.judged(forwarded.outcome)
+        outcome = self.models.outcome(running, forwarded.outcome, forwarded.sent_at)
+        if not isinstance(outcome, WithoutModel):
+            outcome = self.stranger.judged(outcome)
         seen = forwarded if outcome is forwarded.outcome else replace(forwarded, outcome=outcome)
         self._gateway_seen(running, seen)
-        outcome = self.models.outcome(running, seen.outcome, seen.sent_at)
-        if outcome is not seen.outcome:
-            seen = replace(seen, outcome=outcome)
         if running.bundled:
             self._follow(running, self._answered(running, seen))
         else:
@@ -214,7 +221,7 @@ class Tries:
             case Unreachable():
                 self._limiter.unreachable(at, outcome.why)
                 self._without_gateway()
-            case Delivered() | TooLarge():
+            case Delivered() | TooLarge() | WithoutModel():
                 self._limiter.reached(at, sent_at)
             case Failed() if outcome.status is not None:
                 self._limiter.reached(at, sent_at)
