@@ -9,6 +9,7 @@ from typing import Protocol
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
+from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import SequenceCounts, SequenceNews, SequenceTerms, Turn, TurnEnd, Verdict
 
@@ -174,6 +175,17 @@ class Release:
     awaits: str = ""
     """The model that it waits for, which is not served: in a lane that no claim takes from, until `recall`,
     and no delay counts. As the head of its sequence it stays that. Empty: it waits for none."""
+    request_id: str = ""
+    request_token: str = ""
+    """What cancels it while it awaits. Empty: as the member of the lease says, if it is there."""
+
+    @property
+    def cancelled_by(self) -> tuple[str, str]:
+        """Id and token."""
+        if self.request_token or not self.lease.member:
+            return self.request_id, self.request_token
+        read = parse(self.lease.member)
+        return read.id or "", read.token
 
 
 @dataclass(frozen=True, slots=True)

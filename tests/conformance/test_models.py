@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -217,6 +218,20 @@ async def test_what_is_cancelled_comes_back_to_be_answered(world: World) -> None
     assert back.entry == leases[1].entry
     assert await queue.cancelled([(ids[1], "t-1")]) == [True]
     assert (await queue.sweep()).revoked == 0
+
+
+async def test_who_holds_no_member_any_more_says_what_cancels_it(world: World) -> None:
+    queue = world.owner()
+    for number in range(2):
+        await world.zadd(NOW + 1000 + number, member(f"r-{number}", token="t"))
+    told, untold = (replace(lease, member=b"") for lease in await claim(queue))
+    named = Release(told, awaits="a", request_id="r-0", request_token="t")
+    await queue.release([named, Release(untold, awaits="a")])
+    for number in range(2):
+        assert await world.desk.cancel(f"r-{number}", "t", found=True)
+    assert (await queue.sweep()).revoked == 1
+    assert [one.entry for one in await claim(queue)] == [told.entry]
+    assert await queue.recall(["a"]) == Recalled(1, 0)
 
 
 async def test_llm_ds_marker_cancels_it_too(world: World) -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from dispatcher.core.lanes import Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
-from dispatcher.core.request import parse
 from dispatcher.ports import (
     Lease,
     Overload,
@@ -271,7 +270,7 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
         entry.last_try = release_.last_try or entry.last_try
         line.pool.end_lease(grant)
         if release_.awaits:
-            entry.awaits, entry.cancelled_by = awaited_as(release_.awaits), _cancelled_by(entry.member)
+            entry.awaits, entry.cancelled_by = awaited_as(release_.awaits), release_.cancelled_by
             line.move(entry, Place.RETURNED)
         elif release_.delay_s > 0:
             line.move(entry, Place.DELAYED, now + release_.delay_s)
@@ -279,11 +278,6 @@ def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled
             line.move(entry, Place.RETURNED)
         said.append(Settled.DONE)
     return said
-
-
-def _cancelled_by(member: bytes) -> tuple[str, str]:
-    read = parse(member)
-    return read.id or "", read.token
 
 
 def recall(line: Line, models: Sequence[str]) -> Recalled:

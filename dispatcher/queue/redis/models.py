@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dispatcher.core.lanes import awaited_as
-from dispatcher.core.request import parse
 from dispatcher.ports import Recalled, Release
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
@@ -17,8 +16,7 @@ def awaits_of(release: Release) -> tuple[Argument, Argument, Argument]:
     its state, and so not where they are too long."""
     if not release.awaits:
         return "", "", ""
-    read = parse(release.lease.member)
-    request, token = ((text or "").encode(errors="surrogatepass") for text in (read.id, read.token))
+    request, token = (text.encode(errors="surrogatepass") for text in release.cancelled_by)
     if max(len(request), len(token)) > MAX_TOKEN_BYTES:
         request = token = b""
     return awaited_as(release.awaits), request, token
