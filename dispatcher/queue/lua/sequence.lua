@@ -40,12 +40,14 @@ if verb == 'release' then
   turn_to(one, 'open')
   one.cause, one.touched = '', now
   settle_down(one, now)
+  keep_turns(now)
   return 1
 end
 if not one or ENDED[one.status] then return verb == 'abort' and 0 or false end
 if verb == 'abort' then
   close(one, 'aborted', 'SEQUENCE_ABORTED', ARGV[3], now)
   settle_down(one, now)
+  keep_turns(now)
   return 1
 end
 local next_index = one.lives[1][NEXT]
@@ -54,4 +56,5 @@ one.lives = {new_life(next_index)}
 if one.head then one.head_life, one.head_last = one.lives[1][NUMBER], 1
 else end_life(one, 'the sequence was cancelled', now) end
 settle_down(one, now)
+keep_turns(now)
 return one.head or 0

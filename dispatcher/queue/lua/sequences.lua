@@ -17,6 +17,20 @@ local NUMBER, NEXT, BEHIND, SEATS, PASSED = 1, 2, 3, 4, 5 -- of a life
 local leased, of_all, known_ones = {}, nil, {}
 local moved = 0 -- entries that became claimable
 
+-- What a script leaves is written at its end (`keep_turns`), for many requests by few commands: sequences that have
+-- changed, names in the lines, entries whose turn has come (they lie in the lane), and those that are to wait (they are
+-- leased). Whoever reads the lines has those names written first.
+local changed, lined, came, leaving = {}, {}, {}, {}
+local nobody_parked = false -- it was looked up, and none was parked since
+local function in_bulk(command, key, args)
+  for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
+end
+local function write_lines()
+  if #lined == 0 then return end
+  in_bulk('ZADD', TURNS, lined)
+  lined = {}
+end
+
 local function digits(number) return string.format('%016.0f', number) end
 
 -- Terms are those that were told last; before the first time nothing is known of any sequence. Who may come to write
@@ -79,10 +93,12 @@ end
 
 -- What lies in the line of a life, in order: a page.
 local function page(number, at, most)
+  write_lines()
   local low = digits(number) .. ':'
   return call('ZRANGE', TURNS, '[' .. low, '(' .. digits(number) .. ';', 'BYLEX', 'LIMIT', at, most)
 end
 local function lies_at(number, index)
+  write_lines()
   local low = digits(number) .. ':' .. digits(index)
   return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
 end
@@ -97,7 +113,7 @@ local function clear(number)
 end
 
 local function put(life, index, rest)
-  call('ZADD', TURNS, 0, digits(life[NUMBER]) .. ':' .. digits(index) .. ':' .. rest)
+  lined[#lined + 1], lined[#lined + 2] = 0, digits(life[NUMBER]) .. ':' .. digits(index) .. ':' .. rest
   life[BEHIND] = math.max(life[BEHIND], index + 1)
 end
 local function put_passed(life, index, last, failed, on_error, cause)
@@ -192,12 +208,10 @@ end
 
 -- A seat becomes the head. False: its entry is gone, whoever took it.
 local function promote(one, id, now)
-  local state = leased[id] or load(id)
+  local state = leased[id] or leaving[id] or load(id)
   if not state or not state[TURN] then return false end
   if not leased[id] then
-    call('ZREM', SEQUENCED, name_in_order(id, state))
-    state[TURN][IN_LINE] = 0
-    give_back(id, state)
+    if not leaving[id] then came[#came + 1] = {id = id, state = state} end
     moved = moved + 1
   end
   state[TURN][IN_LINE] = 0
@@ -244,30 +258,20 @@ local function advance(one, now)
   end
 end
 
--- Keep it, and when it wants to be looked at next.
-local function keep_one(one, now)
-  if one.gone then return end
-  local values = {}
-  for at, name in ipairs(FIELDS_OF) do values[at] = one[name] end
-  call('HSET', SEQUENCES, one.id, cmsgpack.pack(values))
-  local terms, seats = all(), seats_of(one)
-  local due = now + math.max(terms.max_idle_s, LOOK_S)
-  if one.head then due = now + LOOK_S
-  elseif seats == 0 then due = one.touched + terms.max_idle_s
-  elseif one.gap then due = one.gap + terms.gap_s end
-  if not one.head and one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
-  call('ZADD', LOOKS, text(due), one.id)
-end
+local function keep_one(one) changed[#changed + 1] = one end
 
 local function unpark(now)
   for _ = 1, UNPARK_MOST do
-    local id = has_room() and call('ZRANGE', PARKED, 0, 0)[1]
-    if not id then return end
+    local id = has_room() and not nobody_parked and call('ZRANGE', PARKED, 0, 0)[1]
+    if not id then
+      nobody_parked = nobody_parked or id == nil
+      return
+    end
     local one = known(id)
     if one and one.status == 'parked' then
       turn_to(one, 'open')
       advance(one, now)
-      keep_one(one, now)
+      keep_one(one)
     else
       call('ZREM', PARKED, id)
     end
@@ -276,9 +280,61 @@ end
 
 local function settle_down(one, now)
   advance(one, now)
-  keep_one(one, now)
+  keep_one(one)
   unpark(now)
-  keep_all()
+end
+
+-- When time may change something of it.
+local function wants_a_look_at(one, now)
+  local terms, seats = all(), seats_of(one)
+  local due = now + math.max(terms.max_idle_s, LOOK_S)
+  if one.head then return now + LOOK_S
+  elseif seats == 0 then due = one.touched + terms.max_idle_s
+  elseif one.gap then due = one.gap + terms.gap_s end
+  if one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
+  return due
+end
+
+-- Back to their places in the order.
+local function give_back_all(items)
+  local states, sets = {}, {}
+  for _, one in ipairs(items) do
+    local state = one.state
+    local at = 2 + (lane_of(state) or 0)
+    local set = sets[at] or {}
+    state[WHERE], state[MOVES] = WAITING_LETTERS[at], state[MOVES] + 1
+    sets[at], set[#set + 1], set[#set + 2] = set, state[SCORE], name_in_order(one.id, state)
+    states[#states + 1], states[#states + 2] = one.id, cmsgpack.pack(state)
+  end
+  for at, set in pairs(sets) do in_bulk('ZADD', WAITING[at], set) end
+  in_bulk('HSET', ENTRIES, states)
+end
+
+-- Those whose turn has come wait for a claim.
+local function bring()
+  local names = {}
+  for number, one in ipairs(came) do names[number] = name_in_order(one.id, one.state) end
+  in_bulk('ZREM', SEQUENCED, names)
+  give_back_all(came)
+  came = {}
+end
+
+local function keep_turns(now)
+  write_lines()
+  bring()
+  local kept, looks = {}, {}
+  for _, one in ipairs(changed) do
+    if not one.gone and not one.kept then
+      one.kept = true
+      local values = {}
+      for at, name in ipairs(FIELDS_OF) do values[at] = one[name] end
+      kept[#kept + 1], kept[#kept + 2] = one.id, cmsgpack.pack(values)
+      looks[#looks + 1], looks[#looks + 2] = text(wants_a_look_at(one, now)), one.id
+    end
+  end
+  in_bulk('HSET', SEQUENCES, kept)
+  in_bulk('ZADD', LOOKS, looks)
+  if of_all then keep_all() end
 end
 
 -- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .then_.
@@ -288,7 +344,7 @@ local function refused(one, turn, now)
   local full = string.format('%.0f', most) .. ' requests of its sequence wait already'
   if one and ENDED[one.status] and not turn.reset then
     one.touched = now
-    keep_one(one, now)
+    keep_one(one)
     return one.status == 'aborted' and 'SEQUENCE_ABORTED' or 'SEQUENCE_ENDED', one.cause
   end
   if not one or ENDED[one.status] then
@@ -312,6 +368,12 @@ local function refused(one, turn, now)
   if not goes and (seats + passed >= most or (turn.reset and #one.lives >= LIVES_MOST)) then return 'SEQUENCE_FULL', full end
 end
 
+-- Of one whose turn it is: its index, the token, 1 if it is the first of a life, what it is built on.
+local function told_to_go(one, state)
+  local carried = one.carried > 0 and call('HGET', CARRIED, one.id) or ''
+  return state[TURN][S_INDEX], one.token, one.done == 0 and 1 or 0, carried
+end
+
 -- The sequence with a life that takes the turn, and its index there.
 local function joined(one, turn, score, now)
   local fresh = not one or ENDED[one.status]
@@ -327,7 +389,10 @@ local function joined(one, turn, score, now)
   if fresh or turn.reset then one.lives[#one.lives + 1] = new_life(turn.reset and turn.index or 0) end
   one.touched = now
   -- A score is text, and its order Redis's: the set keeps the lower one.
-  if one.status == 'parked' then call('ZADD', PARKED, 'LT', score, one.id) end
+  if one.status == 'parked' then
+    call('ZADD', PARKED, 'LT', score, one.id)
+    nobody_parked = false
+  end
   return one, turn.index or one.lives[#one.lives][BEHIND]
 end
 
@@ -372,6 +437,7 @@ local function end_turn(id, state, told, carried, now)
     return
   end
   if turn[IN_LINE] ~= 1 then return end -- it was a head that the sweep gave up
+  write_lines()
   call('ZREM', TURNS, seat_name(number, index, id))
   for _, life in ipairs(one and one.lives or {}) do
     if life[NUMBER] == number then
@@ -418,7 +484,7 @@ local function sweep_sequences(now, most)
   end
   if call('ZCARD', PARKED) > 0 then
     unpark(now)
-    keep_all()
   end
+  keep_turns(now)
   return #ids
 end

@@ -50,6 +50,7 @@ if #live > 0 then
     forget_markers(item, foreign, now)
   end
   forget(finished)
+  if of_all then keep_turns(now) end
   while call('ZCARD', DEAD) > dead_max do
     local id = tonumber(call('ZPOPMIN', DEAD_AGE)[1])
     call('ZREM', DEAD, id)

@@ -65,12 +65,22 @@ async def line_up(
     turns: Sequence[tuple[Lease, Turn]],
     terms: SequenceTerms,
 ) -> LinedUp:
-    args: list[Argument] = [owner, lease_s, terms.max_idle_s, terms.max_age_s]
-    args += [-1 if terms.max_active is None else terms.max_active, terms.max_waiting, terms.on_error.value]
-    args += [terms.gap_s, int(terms.refuse_after_end)]
-    for lease, turn in turns:
-        args += (lease.entry, lease.token, turn.id, -1 if turn.index is None else turn.index)
-        args += (int(turn.last), int(turn.reset), (turn.on_error or terms.on_error).value)
+    most = -1 if terms.max_active is None else terms.max_active
+    told = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
+    told.append(int(terms.refuse_after_end))
+    asked = [
+        (
+            lease.entry,
+            lease.token,
+            turn.id,
+            -1 if turn.index is None else turn.index,
+            int(turn.last),
+            int(turn.reset),
+            (turn.on_error or terms.on_error).value,
+        )
+        for lease, turn in turns
+    ]
+    args: list[Argument] = [owner, lease_s, _pack(told), _pack(asked)]
     reply = await backend.run("line_up", args)
     facts, verdicts = reply.value
     return LinedUp([_verdict(*told) for told in verdicts], *facts_of(backend, reply, facts))
