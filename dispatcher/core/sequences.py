@@ -82,9 +82,9 @@ class Sequences:
 
     def line_up(self, entry: int, score: float, turn: Turn, now: float) -> Verdict:
         """What becomes of a leased request."""
-        seat, known = self.seats.get(entry), self.known.get(turn.id)
-        if seat is not None and known is not None and known.head is seat:
-            return _goes(known, seat)
+        known = self.known.get(turn.id)
+        if (goes := self.goes(entry)) is not None:
+            return goes
         if (refused := self._refused(known, turn, now)) is not None:
             return refused
         one, index = self._joined(known, turn, score, now)
@@ -135,6 +135,12 @@ class Sequences:
             one.score = score
             self._turn_to(one, one.status)
         return one, one.lives[-1].behind if turn.index is None else turn.index
+
+    def goes(self, entry: int) -> Goes | None:
+        """What is said of an entry whose turn it is; None: it is not."""
+        seat = self.seats.get(entry)
+        known = None if seat is None else self.known.get(seat.id)
+        return _goes(known, seat) if seat is not None and known is not None and known.head is seat else None
 
     # Ending.
 

@@ -33,6 +33,12 @@ local function head(key, at)
   return one
 end
 
+-- One unit is kept for a probe that found none.
+local function kept_for_probe(shared, now, lease_s)
+  local waits_s = (shared.probe_waits or 0) - now
+  return waits_s > 0 and waits_s <= lease_s and 1 or 0
+end
+
 local function earlier(a, b)
   if a.number ~= b.number then return a.number < b.number end
   if a.tie ~= b.tie then return before(a.tie, b.tie) end

@@ -86,10 +86,14 @@ async def line_up(
     return LinedUp([_verdict(*told) for told in verdicts], *facts_of(backend, reply, facts))
 
 
+def goes_of(index: int, token: bytes, fresh: int, carry: bytes) -> Goes:
+    """Of one whose turn it is."""
+    return Goes(index, token.decode(), carry, bool(fresh))
+
+
 def _verdict(how: int, *told: Any) -> Verdict:
     if how == _GOES:
-        index, token, fresh, carry = told
-        return Goes(index, token.decode(), carry, bool(fresh))
+        return goes_of(*told)
     if how == _REFUSED:
         code, why = told
         return Barred(ErrorCode(code.decode()), why.decode())

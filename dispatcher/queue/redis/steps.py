@@ -10,8 +10,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
+from dispatcher.core.turns import Goes
 from dispatcher.ports import (
     Claimed,
     Counts,
@@ -39,8 +42,9 @@ from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, source
-from dispatcher.queue.redis.sequences import counted_of, left_by
+from dispatcher.queue.redis.sequences import counted_of, goes_of, left_by
 
+_pack = msgspec.msgpack.Encoder().encode
 _SPLITS = 200
 """Of spans in an outlook, at the most."""
 _HEAD_BYTES = 4096
@@ -205,24 +209,56 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """An owner takes what comes next of the sequences of which it settles requests, as a claim would."""
+
+    me: OwnerTerms
+    nonce: str
+    permit: Permit
+    largest: int
+    """Bytes of the longest member that is moved."""
+
+    def packed(self, backend: Backend) -> bytes:
+        me = self.me
+        terms = (me.owner, me.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest)
+        return _pack((*terms, *_permit(backend, self.permit)))
+
+
+@dataclass(frozen=True, slots=True)
 class SettleReply:
     statuses: Sequence[int]
     dropped: int
     """The dead that went because there were more than dead_max."""
+    claimed: Claimed | None = None
+    """What was handed over; None: nothing was offered, or this is not known."""
+    goes: Sequence[Goes] = ()
+    """For each of those."""
 
 
-async def settle(backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_max: int) -> SettleReply:
-    args: list[Argument] = [*_results_head(backend, ttl_s), dead_max]
+async def settle(
+    backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_max: int, offer: Offer | None = None
+) -> SettleReply:
+    keys, args = _results_keys(backend), [*_results_head(backend, ttl_s), dead_max]
+    args.append("" if offer is None else offer.packed(backend))
+    if offer is not None:
+        keys.append(backend.names.reply(f"{offer.me.owner}:{offer.nonce}"))
     for write in writes:
         lease, why = write.settlement.lease, write.bury
         args += (lease.entry, lease.token, *_result(backend, write.settlement))
         args += (0, "") if why is None else (1, why)
         args += left_by(write.settlement.turn)
     size = sum(write.size for write in writes)
-    reply = await backend.run("settle", args, _results_keys(backend), size=size)
-    now, dropped, *statuses = reply.value
+    reply = await backend.run("settle", args, keys, size=size)
+    now, dropped, handed, *statuses = reply.value
     backend.saw(reply, now)
-    return SettleReply(statuses, dropped)
+    if not isinstance(handed, list):
+        return SettleReply(statuses, dropped)
+    facts, waiting, flat, turns = handed
+    leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
+    count, shared = facts_of(backend, reply, facts)
+    return SettleReply(
+        statuses, dropped, Claimed(leases, count, shared, waiting), [goes_of(*turn) for turn in turns]
+    )
 
 
 async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Sequence[int]:
