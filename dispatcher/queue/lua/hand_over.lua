@@ -17,25 +17,36 @@ local function first_waiting()
   return best
 end
 
--- Those that were handed over: {id, state, member}…
-local function chosen(offer, shared, now)
-  local limit = #came > 0 and limit_by(shared, now, offer[6], offer[7], offer[8], offer[9])
-  local found = {}
-  if not limit then return found end
-  local free, size = limit - live_units(shared) - kept_for_probe(shared, now, offer[2]), 0
-  local best = free > 0 and first_waiting()
-  for _, one in ipairs(came) do one.number, one.tie = number_of(one.state[SCORE]), one.state[PREFIX] end
-  table.sort(came, earlier)
-  for _, one in ipairs(came) do
-    local units = units_of(one.state)
-    if units > free or lane_of(one.state) or (best and not earlier(one, best)) then break end
-    one.member = call('HGET', MEMBERS, one.id)
-    size = size + #one.member
-    if #one.member > offer[5] or size > offer[4] then break end
-    free = free - units
-    found[#found + 1] = one
+-- Of these the first that fit, until their members sum to the bytes of the offer. And whether others are left.
+local function fitting(some, free, offer)
+  local found, size = {}, 0
+  for number, one in ipairs(some) do
+    one.member = one.member or call('HGET', MEMBERS, one.id)
+    free, size = free - units_of(one.state), size + #one.member
+    if free < 0 or size > offer[4] or #one.member > offer[5] then return found, true end
+    found[number] = one
   end
   return found
+end
+
+-- Those that are handed over. To put them in order costs more than the rest, and where all of them fit they need none.
+local function chosen(offer, shared, now)
+  local limit = #came > 0 and limit_by(shared, now, offer[6], offer[7], offer[8], offer[9])
+  local free = limit and limit - live_units(shared) - kept_for_probe(shared, now, offer[2]) or 0
+  if free < 1 then return {} end
+  local best, some = first_waiting(), {}
+  for _, one in ipairs(came) do
+    one.number, one.tie = number_of(one.state[SCORE]), one.state[PREFIX]
+    one.apart = lane_of(one.state)
+    if one.apart and (not best or earlier(one, best)) then best = one end
+  end
+  for _, one in ipairs(came) do
+    if not one.apart and (not best or earlier(one, best)) then some[#some + 1] = one end
+  end
+  local found, more = fitting(some, free, offer)
+  if not more then return found end
+  table.sort(some, earlier)
+  return (fitting(some, free, offer))
 end
 
 -- Returns {facts, waiting, {as a claim tells leases}, {index, token, 1 if it is the first of a life, what it is built on}…},
@@ -44,6 +55,7 @@ function hand_over(offer, shared, now)
   local me, lease_s, base = offer[1], offer[2], offer[3]
   local found = chosen(offer, shared, now)
   local told, turns, record, names, states, leases, counted = {}, {}, {base}, {}, {}, {}, 0
+  local ends = text(now + lease_s)
   for number, one in ipairs(found) do
     local id, state, at = one.id, one.state, #told
     names[number], record[number + 1] = name_in_order(id, state), id
@@ -51,7 +63,7 @@ function hand_over(offer, shared, now)
     state[TOKEN], state[OWNER] = base .. '-' .. id, me
     counted = counted + units_of(state)
     states[#states + 1], states[#states + 2] = id, cmsgpack.pack(state)
-    leases[#leases + 1], leases[#leases + 2] = text(now + lease_s), lease_name(id, state)
+    leases[#leases + 1], leases[#leases + 2] = ends, lease_name(id, state)
     told[at + 1], told[at + 2], told[at + 3], told[at + 4] = id, state[TOKEN], one.member, state[SCORE]
     told[at + 5], told[at + 6], told[at + 7] = state[DELIVERIES], state[ATTEMPTS], state[REFUSALS]
     told[at + 8], told[at + 9], told[at + 10] = state[DEATHS], units_of(state), state[REASON] or ''
@@ -62,8 +74,11 @@ function hand_over(offer, shared, now)
     in_bulk('HSET', ENTRIES, states)
     in_bulk('ZADD', LEASES, leases)
     hold(me, counted, counted - #found)
-    for number = #found + 1, #came do came[number - #found] = came[number] end
-    for number = #came, #came - #found + 1, -1 do came[number] = nil end
+    local stay = {}
+    for _, one in ipairs(came) do
+      if one.state[WHERE] ~= 'L' then stay[#stay + 1] = one end
+    end
+    came = stay
   end
   keep_turns(now)
   return {facts(shared, now, me, lease_s), call('ZCARD', PENDING) + call('ZCARD', RETURNED), told, turns}, record

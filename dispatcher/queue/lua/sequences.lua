@@ -19,16 +19,17 @@ local moved = 0 -- entries that became claimable
 
 -- What a script leaves is written at its end (`keep_turns`), for many requests by few commands: sequences that have
 -- changed, names in the lines, entries whose turn has come (they lie in the lane), and those that are to wait (they are
--- leased). Whoever reads the lines has those names written first.
-local changed, lined, came, leaving = {}, {}, {}, {}
+-- leased). Whoever reads the line of a life has its names written first.
+local changed, came, leaving = {}, {}, {}
+local lined, unlined, written_of = {}, {}, {} -- names to add and to take, and of which lives
 local nobody_parked = false -- it was looked up, and none was parked since
 local function in_bulk(command, key, args)
   for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
 end
 local function write_lines()
-  if #lined == 0 then return end
   in_bulk('ZADD', TURNS, lined)
-  lined = {}
+  in_bulk('ZREM', TURNS, unlined)
+  lined, unlined, written_of = {}, {}, {}
 end
 
 local function digits(number) return string.format('%016.0f', number) end
@@ -93,12 +94,12 @@ end
 
 -- What lies in the line of a life, in order: a page.
 local function page(number, at, most)
-  write_lines()
+  if written_of[number] then write_lines() end
   local low = digits(number) .. ':'
   return call('ZRANGE', TURNS, '[' .. low, '(' .. digits(number) .. ';', 'BYLEX', 'LIMIT', at, most)
 end
 local function lies_at(number, index)
-  write_lines()
+  if written_of[number] then write_lines() end
   local low = digits(number) .. ':' .. digits(index)
   return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
 end
@@ -113,6 +114,7 @@ local function clear(number)
 end
 
 local function put(life, index, rest)
+  written_of[life[NUMBER]] = true
   lined[#lined + 1], lined[#lined + 2] = 0, digits(life[NUMBER]) .. ':' .. digits(index) .. ':' .. rest
   life[BEHIND] = math.max(life[BEHIND], index + 1)
 end
@@ -244,7 +246,7 @@ local function advance(one, now)
       end
       local last, failed, on_error, cause = string.match(name, '^%d+:%d+:%-(%d)(%d)(%a+):(.*)$')
       if held and (id or last == '1') then return end
-      call('ZREM', TURNS, name)
+      unlined[#unlined + 1], written_of[life[NUMBER]] = name, true
       life[NEXT], life[BEHIND], gap = index + 1, math.max(life[BEHIND], index + 1), false
       if id then
         life[SEATS] = life[SEATS] - 1
@@ -284,17 +286,6 @@ local function settle_down(one, now)
   unpark(now)
 end
 
--- When time may change something of it.
-local function wants_a_look_at(one, now)
-  local terms, seats = all(), seats_of(one)
-  local due = now + math.max(terms.max_idle_s, LOOK_S)
-  if one.head then return now + LOOK_S
-  elseif seats == 0 then due = one.touched + terms.max_idle_s
-  elseif one.gap then due = one.gap + terms.gap_s end
-  if one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
-  return due
-end
-
 -- Back to their places in the order.
 local function give_back_all(items)
   local states, sets = {}, {}
@@ -319,7 +310,22 @@ local function bring()
   came = {}
 end
 
-local function keep_turns(now)
+local keep_turns
+do
+
+-- When time may change something of it.
+local function wants_a_look_at(one, now)
+  local terms, seats = all(), seats_of(one)
+  local due = now + math.max(terms.max_idle_s, LOOK_S)
+  if one.head then return now + LOOK_S
+  elseif seats == 0 then due = one.touched + terms.max_idle_s
+  elseif one.gap then due = one.gap + terms.gap_s end
+  if one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
+  return due
+end
+
+-- What a script that ends has to write.
+function keep_turns(now)
   write_lines()
   bring()
   local kept, looks = {}, {}
@@ -335,6 +341,7 @@ local function keep_turns(now)
   in_bulk('HSET', SEQUENCES, kept)
   in_bulk('ZADD', LOOKS, looks)
   if of_all then keep_all() end
+end
 end
 
 -- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .then_.

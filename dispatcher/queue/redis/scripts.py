@@ -58,6 +58,7 @@ _FRAGMENTS = {
     "unfit": (),
 }
 _CAPITALS = re.compile(r"\b[A-Z][A-Z_]+\b")
+_COMMENT = re.compile(r"--.*")
 _PAUSES_S = (0.05, 0.2)
 """Before the second and the third try. A longer outage is the caller's to wait for."""
 
@@ -116,7 +117,7 @@ def source(name: str) -> tuple[str, str]:
 def _prelude(text: str) -> str:
     """What Python and a script both name, as locals: the keys, and the numbers they agree about. Those that
     it names only: a script may have 200 locals."""
-    named = set(_CAPITALS.findall(text))
+    named = set(_CAPITALS.findall(_COMMENT.sub("", text)))
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
     numbers = [f"local {name} = {value}" for name, value in constants.LUA.items() if name in named]
