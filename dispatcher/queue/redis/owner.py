@@ -230,7 +230,7 @@ class RedisQueue:
 
     async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
         await self._learn_clock()
-        offers = [steps.Offer(self._me, nonce, permit, self._largest)]
+        offers = [sequences.TakeOver(self.owner, self._me.lease_s, nonce, permit, self._largest)]
         told: list[steps.SettleReply] = []
 
         async def settle(writes: Sequence[Write]) -> Sequence[int]:
@@ -254,7 +254,9 @@ class RedisQueue:
     async def _settle(self, writes: Sequence[Write]) -> Sequence[int]:
         return (await self._settled(writes)).statuses
 
-    async def _settled(self, writes: Sequence[Write], offer: steps.Offer | None = None) -> steps.SettleReply:
+    async def _settled(
+        self, writes: Sequence[Write], offer: sequences.TakeOver | None = None
+    ) -> steps.SettleReply:
         told = await steps.settle(
             self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max, offer=offer
         )

@@ -10,8 +10,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
 from dispatcher.core.turns import Goes
@@ -42,9 +40,8 @@ from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, source
-from dispatcher.queue.redis.sequences import counted_of, goes_of, left_by
+from dispatcher.queue.redis.sequences import TakeOver, counted_of, handed_of, left_by
 
-_pack = msgspec.msgpack.Encoder().encode
 _SPLITS = 200
 """Of spans in an outlook, at the most."""
 _HEAD_BYTES = 4096
@@ -209,22 +206,6 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """An owner takes what comes next of the sequences of which it settles requests, as a claim would."""
-
-    me: OwnerTerms
-    nonce: str
-    permit: Permit
-    largest: int
-    """Bytes of the longest member that is moved."""
-
-    def packed(self, backend: Backend) -> bytes:
-        me = self.me
-        terms = (me.owner, me.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest)
-        return _pack((*terms, *_permit(backend, self.permit)))
-
-
-@dataclass(frozen=True, slots=True)
 class SettleReply:
     statuses: Sequence[int]
     dropped: int
@@ -236,12 +217,12 @@ class SettleReply:
 
 
 async def settle(
-    backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_max: int, offer: Offer | None = None
+    backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_max: int, offer: TakeOver | None = None
 ) -> SettleReply:
     keys, args = _results_keys(backend), [*_results_head(backend, ttl_s), dead_max]
     args.append("" if offer is None else offer.packed(backend))
     if offer is not None:
-        keys.append(backend.names.reply(f"{offer.me.owner}:{offer.nonce}"))
+        keys.append(backend.names.reply(f"{offer.owner}:{offer.nonce}"))
     for write in writes:
         lease, why = write.settlement.lease, write.bury
         args += (lease.entry, lease.token, *_result(backend, write.settlement))
@@ -253,12 +234,7 @@ async def settle(
     backend.saw(reply, now)
     if not isinstance(handed, list):
         return SettleReply(statuses, dropped)
-    facts, waiting, flat, turns = handed
-    leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
-    count, shared = facts_of(backend, reply, facts)
-    return SettleReply(
-        statuses, dropped, Claimed(leases, count, shared, waiting), [goes_of(*turn) for turn in turns]
-    )
+    return SettleReply(statuses, dropped, *handed_of(backend, reply, handed))
 
 
 async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Sequence[int]:
