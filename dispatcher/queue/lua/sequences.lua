@@ -10,7 +10,7 @@
 local S_ID, S_LIFE, S_INDEX, S_LAST, S_THEN = 2, 3, 4, 5, 6
 local ALIVE, ENDED = {open = true, held = true}, {aborted = true, ended = true}
 local FIELDS_OF = {'status', 'touched', 'head', 'head_life', 'head_last', 'head_then', 'born', 'gap', 'token', 'done',
-                   'failed', 'cause', 'carried', 'lives'}
+                   'failed', 'cause', 'carried', 'lives', 'look'}
 local SHARED = {'lives', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses',
                 'held', 'aborted'}
 local NUMBER, NEXT, BEHIND, SEATS, PASSED = 1, 2, 3, 4, 5 -- of a life
@@ -57,16 +57,27 @@ local function keep_all()
   of_all.told = packed
 end
 
+local function read_known(id, packed)
+  local one = packed and {id = id}
+  if packed then
+    for at, value in ipairs(cmsgpack.unpack(packed)) do one[FIELDS_OF[at]] = value end
+  end
+  known_ones[id] = one
+  return one
+end
 local function known(id)
   local one = known_ones[id]
   if one ~= nil then return one end
-  local packed = call('HGET', SEQUENCES, id)
-  if packed then
-    one = {id = id}
-    for at, value in ipairs(cmsgpack.unpack(packed)) do one[FIELDS_OF[at]] = value end
+  return read_known(id, call('HGET', SEQUENCES, id))
+end
+-- They will be asked for: all by one command.
+local function know(ids)
+  local asked, once = {}, {}
+  for _, id in ipairs(ids) do
+    if not asked[id] then asked[id], once[#once + 1] = true, id end
   end
-  known_ones[id] = one or false
-  return one
+  if #once < 2 then return end
+  for number, packed in ipairs(call('HMGET', SEQUENCES, unpack(once))) do read_known(once[number], packed) end
 end
 
 local function new_number()
@@ -332,10 +343,14 @@ function keep_turns(now)
   for _, one in ipairs(changed) do
     if not one.gone and not one.kept then
       one.kept = true
-      local values = {}
+      local values, due = {}, wants_a_look_at(one, now)
+      -- A look that comes too soon finds nothing, and sees to the next: most have one ahead, and need no other.
+      if not one.look or one.look <= now or one.look > due then
+        one.look = due
+        looks[#looks + 1], looks[#looks + 2] = text(due), one.id
+      end
       for at, name in ipairs(FIELDS_OF) do values[at] = one[name] end
       kept[#kept + 1], kept[#kept + 2] = one.id, cmsgpack.pack(values)
-      looks[#looks + 1], looks[#looks + 2] = text(wants_a_look_at(one, now)), one.id
     end
   end
   in_bulk('HSET', SEQUENCES, kept)

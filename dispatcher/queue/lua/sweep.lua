@@ -168,6 +168,7 @@ end
 
 -- Look at one whose time has come.
 local function look_at(one, now)
+  one.look = false
   one.touched = math.min(one.touched, now)
   one.born, one.gap = one.born and math.min(one.born, now), one.gap and math.min(one.gap, now)
   if one.head then
