@@ -90,8 +90,8 @@ class Bench:
     ("sequences", "turns", "line", "pairs", "most"),
     [
         pytest.param(100, 6, "turns", 5, 2.0, id="short"),
-        pytest.param(1000, 10, "turns", 5, 1.35, id="turns", marks=LONG),
-        pytest.param(1000, 10, "sequences", 5, 1.6, id="sequences", marks=LONG),
+        pytest.param(1000, 10, "turns", 5, 1.5, id="turns", marks=LONG),
+        pytest.param(1000, 10, "sequences", 5, 1.8, id="sequences", marks=LONG),
     ],
 )
 async def test_order_costs_a_part_of_what_a_request_costs(
