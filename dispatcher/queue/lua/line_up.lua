@@ -15,7 +15,7 @@ open()
 rewind(shared, now)
 of_all.max_idle_s, of_all.max_age_s, of_all.max_active = terms[1], terms[2], terms[3]
 of_all.max_waiting, of_all.on_error, of_all.gap_s, of_all.refuses = terms[4], terms[5], terms[6], terms[7]
-local verdicts, ids, names, states, going, waits = {}, {}, {}, {}, {}, {}
+local verdicts, ids, states, going, waits = {}, {}, {}, {}, {}
 
 local function line_up(id, state, turn, on_error)
   local one = known(turn.id)
@@ -48,8 +48,7 @@ local function line_up(id, state, turn, on_error)
   return {0}
 end
 
-for number, told in ipairs(turns) do ids[number], names[number] = told[1], told[3] end
-know(names)
+for number, told in ipairs(turns) do ids[number] = told[1] end
 if #ids > 0 then
   for number, packed in ipairs(call('HMGET', ENTRIES, unpack(ids))) do
     states[ids[number]] = packed and cmsgpack.unpack(packed) or nil

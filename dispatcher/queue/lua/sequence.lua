@@ -4,7 +4,7 @@
 -- Returns for a list: {cursor, {as `row` has it…}}; to show: a row, or false; released, aborted: 1, or 0 where there was nothing
 --         to decide; cancelled: the entry of its head or 0, or false where there was nothing to cancel
 -- Keeps: what waits is answered, or goes on; a head goes on to its end.
-need('HSCAN', 'HGET', 'HMGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE')
+need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE')
 local verb, now = ARGV[1], clock()
 all()
 

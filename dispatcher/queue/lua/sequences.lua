@@ -57,27 +57,16 @@ local function keep_all()
   of_all.told = packed
 end
 
-local function read_known(id, packed)
-  local one = packed and {id = id}
-  if packed then
-    for at, value in ipairs(cmsgpack.unpack(packed)) do one[FIELDS_OF[at]] = value end
-  end
-  known_ones[id] = one
-  return one
-end
 local function known(id)
   local one = known_ones[id]
   if one ~= nil then return one end
-  return read_known(id, call('HGET', SEQUENCES, id))
-end
--- They will be asked for: all by one command.
-local function know(ids)
-  local asked, once = {}, {}
-  for _, id in ipairs(ids) do
-    if not asked[id] then asked[id], once[#once + 1] = true, id end
+  local packed = call('HGET', SEQUENCES, id)
+  if packed then
+    one = {id = id}
+    for at, value in ipairs(cmsgpack.unpack(packed)) do one[FIELDS_OF[at]] = value end
   end
-  if #once < 2 then return end
-  for number, packed in ipairs(call('HMGET', SEQUENCES, unpack(once))) do read_known(once[number], packed) end
+  known_ones[id] = one or false
+  return one
 end
 
 local function new_number()

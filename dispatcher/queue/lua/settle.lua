@@ -31,12 +31,6 @@ for at = 6, #ARGV, 11 do
   end
 end
 
-local names = {}
-for _, item in ipairs(live) do
-  if item.state[TURN] then names[#names + 1] = item.state[TURN][S_ID] end
-end
-know(names)
-
 local dropped, statuses, handed, record = 0, {text(now), 0, false}, false, {}
 if #live > 0 then
   open()
