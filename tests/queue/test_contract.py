@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "keep", "line", "markers", "need", "results", "rights", "sequences"}
+FRAGMENTS = {"common", "keep", "line", "markers", "need", "results", "rights", "sequences", "hand_over"}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 
