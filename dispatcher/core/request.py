@@ -138,6 +138,7 @@ _encode = msgspec.json.Encoder().encode
 _FIELDS = {"": _Member, "internal": _Internal, "data": _Data}
 _READ = frozenset((section, name) for section, kind in _FIELDS.items() for name in kind.__struct_fields__)
 _NAMES = frozenset(name.encode() for _, name in _READ)
+_SEQUENCE = b'"sequence"'
 
 
 def parse(member: bytes, *, max_payload_bytes: int | None = None) -> Request | Rejection:
@@ -176,9 +177,9 @@ def _parse(member: bytes) -> Request:
         if isinstance(error, msgspec.ValidationError):
             raise
         decoded, payload, envelope = _with_surrogates(member, masked or without_surrogates(member), error)
-    if b"\\" in envelope or _may_repeat(envelope):
-        _refuse_duplicates(member, payload)
     data, internal = decoded.data, decoded.internal or _NONE
+    if b"\\" in envelope or _may_repeat(envelope if data.sequence is None else _without_turn(envelope)):
+        _refuse_duplicates(member, payload)
     if payload[:1] != b"{":
         raise _Invalid("data.payload: must be a JSON object")
     if not data.id:
@@ -273,6 +274,17 @@ def _check_headers(headers: Mapping[str, str]) -> None:
             raise _Invalid(f"data.headers: {name!r} is no header name")
         if not HEADER_VALUE.fullmatch(value):
             raise _Invalid(f"data.headers: the value of {name} holds a control character")
+
+
+def _without_turn(envelope: bytes) -> bytes:
+    """Less what is inside of `data.sequence`, whose `id` is no second one of the request's (envelopes without
+    escapes, in which it is an object). Whole where its end is not plain to see."""
+    if envelope.count(_SEQUENCE) != 1:
+        return envelope
+    start = envelope.index(b"{", envelope.index(_SEQUENCE)) + 1
+    end = envelope.index(b"}", start)
+    inside = envelope[start:end]
+    return envelope if b"{" in inside or inside.count(b'"') % 2 else envelope[:start] + envelope[end:]
 
 
 def _may_repeat(envelope: bytes) -> bool:

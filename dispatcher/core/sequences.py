@@ -82,9 +82,9 @@ class Sequences:
 
     def line_up(self, entry: int, score: float, turn: Turn, now: float) -> Verdict:
         """What becomes of a leased request."""
-        seat, known = self.seats.get(entry), self.known.get(turn.id)
-        if seat is not None and known is not None and known.head is seat:
-            return _goes(known, seat)
+        known = self.known.get(turn.id)
+        if (goes := self.goes(entry)) is not None:
+            return goes
         if (refused := self._refused(known, turn, now)) is not None:
             return refused
         one, index = self._joined(known, turn, score, now)
@@ -97,7 +97,7 @@ class Sequences:
         self._leased = entry
         self._settle_down(one, now)
         self._leased = 0
-        return _goes(one, seat) if one.head is seat else Waits()
+        return self.goes(entry) or Waits()
 
     def _refused(self, one: Sequenced | None, turn: Turn, now: float) -> Barred | None:
         most = self.terms.max_waiting
@@ -121,12 +121,10 @@ class Sequences:
         """The sequence with a life that takes the turn, and its index there."""
         fresh = one is None or one.status in _OVER
         if one is None:
-            one = Sequenced(turn.id, SequenceStatus.ENDED, [], now, score)
-            self.known[turn.id] = one
+            one = self.known[turn.id] = Sequenced(turn.id, SequenceStatus.ENDED, [], now, score)
         if fresh:
             one.begin()
-            one.lives.clear()
-            one.score = score
+            one.lives, one.score = [], score
             self._turn_to(one, SequenceStatus.OPEN if self._has_room() else SequenceStatus.PARKED)
         if fresh or turn.reset:
             one.lives.append(Life(next(self._numbers), (turn.index or 0) if turn.reset else 0))
@@ -135,6 +133,13 @@ class Sequences:
             one.score = score
             self._turn_to(one, one.status)
         return one, one.lives[-1].behind if turn.index is None else turn.index
+
+    def goes(self, entry: int) -> Goes | None:
+        """What is said of an entry whose turn it is; None: it is not."""
+        seat = self.seats.get(entry)
+        if seat is None or (one := self.known.get(seat.id)) is None or one.head is not seat:
+            return None
+        return Goes(seat.index, one.token, one.carry, one.done == 0)
 
     # Ending.
 
@@ -224,8 +229,7 @@ class Sequences:
     def _promote(self, one: Sequenced, life: Life, seat: Seat, now: float) -> None:
         one.head, seat.waits = seat, False
         life.waiting -= 1
-        one.born_at = now if one.born_at is None else one.born_at
-        one.touched_at = now
+        one.born_at, one.touched_at = now if one.born_at is None else one.born_at, now
         if seat.entry != self._leased:
             self._moved.append(seat.entry)
 
@@ -414,7 +418,3 @@ class Sequences:
         self._forget(one)
         self._settle_down(one, now)
         return True
-
-
-def _goes(one: Sequenced, seat: Seat) -> Goes:
-    return Goes(seat.index, one.token, one.carry, one.done == 0)

@@ -36,6 +36,8 @@ class Case:
     """The gate is open, or it is a probe; nobody stops the process."""
     ours: bool = True
     """Its lease is surely still ours."""
+    without_model: Callable[[], Ending | None] = lambda: None
+    """How it ends or is put off, for its model is not served; None: it is, as far as anybody knows."""
     rest_s: Callable[[], float] = lambda: 0.0
     """How long its tenant rests. Asked last: whoever does not rest goes, and is counted as gone."""
 
@@ -75,6 +77,10 @@ def _unlisted(case: Case) -> Ending | None:
     return None if case.unfit is None else endings.unlisted(case.lease, case.request, case.unfit)
 
 
+def _without_model(case: Case) -> Ending | None:
+    return case.without_model()
+
+
 def _not_now(case: Case) -> Ending | None:
     sure = case.cancelled is not None and case.may_send and case.ours
     return None if sure else endings.returned(case.lease)
@@ -86,4 +92,4 @@ def _at_rest(case: Case) -> Ending | None:
 
 
 BY_ITSELF: Sequence[Rule] = (_deadly, _expired)
-TO_SEND: Sequence[Rule] = (_cancelled, _unlisted, _not_now, _at_rest)
+TO_SEND: Sequence[Rule] = (_cancelled, _unlisted, _without_model, _not_now, _at_rest)

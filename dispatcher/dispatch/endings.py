@@ -75,9 +75,10 @@ def returned(lease: Lease, after_s: float = 0.0) -> Release:
     return Release(lease, delay_s=after_s, undelivered=True)
 
 
-def awaiting(lease: Lease, model: str, why: str) -> Release:
+def awaiting(lease: Lease, request: Request, model: str, why: str) -> Release:
     """Untouched, to where it waits for its model."""
-    return Release(lease, undelivered=True, last_try=why, awaits=model)
+    put_off = Release(lease, undelivered=True, last_try=why, awaits=model)
+    return replace(put_off, request_id=request.id, request_token=request.token)
 
 
 def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:
@@ -125,6 +126,8 @@ def after_try(
                 undelivered=decision.undelivered,
                 last_try=decision.last_try,
                 awaits=decision.awaits,
+                request_id=request.id,
+                request_token=request.token,
             )
         case Bury():
             return _burial(lease, request, decision)

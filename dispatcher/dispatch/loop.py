@@ -31,12 +31,14 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request
 from dispatcher.core.tenure import Tenure
+from dispatcher.core.turns import Goes
 from dispatcher.core.units import units_of
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
 from dispatcher.dispatch.batching import Batching
 from dispatcher.dispatch.endings import Ending
+from dispatcher.dispatch.handing import HandingIn
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
@@ -46,7 +48,7 @@ from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
 from dispatcher.dispatch.weighing import Weighing
-from dispatcher.ports import Burial, Claimed, Gateway, Permit, Queue, Release, Settled, Settlement
+from dispatcher.ports import Claimed, Gateway, Permit, Queue, Release
 from dispatcher.telemetry.events import Event, emit
 
 GATHER_S = 0.002
@@ -106,7 +108,7 @@ class Dispatcher:
         self.batching: Batching = self._tries.batching
         self.lineup: LineUp = self._tries.lineup
         self.models: Models = self._tries.models
-        self._done: list[Ending] = []
+        self._handing = HandingIn(self._access, self._lanes, journal, self._drop)
         self._free: float | None = None
         self._free_by = float("nan"), 0
         """The reading and the limit by which it was free: while the gate is open it changes with either."""
@@ -179,7 +181,7 @@ class Dispatcher:
             await self._access.wake.wait()
             self._access.wake.clear()
             self.turned_at = now()
-            if self._done:
+            if self._handing.done:
                 await self._hand_in()
             if not self._options.observe:
                 await self._take()
@@ -191,7 +193,7 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         at = loop.time()
         allowance = self.limiter.allowance(at)
-        alarm_at = at + (self._access.pause_s if self._done else TURN_S)
+        alarm_at = at + (self._access.pause_s if self._handing.done else TURN_S)
         if (together_at := self._tries.batching.company.next_at) is not None:
             alarm_at = max(min(alarm_at, together_at), at)
         if allowance.next_check_at is not None:
@@ -247,7 +249,7 @@ class Dispatcher:
             self._access.work = claimed.waiting > 0 or again
             if claimed.leases:
                 waits = await self._start(claimed, self._asked_at, permit)
-                if waits and self._done:  # what waits takes no room: without an end, others would come first
+                if waits and self._handing.done:  # what waits takes no room: others would come first
                     return
             elif not again:
                 return
@@ -277,13 +279,22 @@ class Dispatcher:
                 return
         self.limiter.probed(now(), others=self._tries.others_wait)
 
-    async def _start(self, claimed: Claimed, asked_at: float, permit: Permit, *, probe: bool = False) -> bool:
+    async def _start(
+        self,
+        claimed: Claimed,
+        asked_at: float,
+        permit: Permit,
+        *,
+        probe: bool = False,
+        goes: Sequence[Goes] = (),
+    ) -> bool:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
-        wait for their turn in a sequence."""
+        wait for their turn, or their model. `goes`: what is known already of whose turn it is."""
         cases: list[tuple[HeldLease, Case]] = []
         unix_now = self._queue.unix_now()
-        for lease in claimed.leases:
+        for at, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
+            held.goes = goes[at] if goes else None
             request = admit(lease, self._options.max_payload_bytes)
             if not isinstance(request, Request):
                 self._finish(request)
@@ -298,7 +309,6 @@ class Dispatcher:
                 held.lease = case.lease = replace(lease, member=b"")
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
-        cases = self.models.judged(cases)
         read = [(held, case.request) for held, case in cases]
         gone = await self._weighing.without_room(read, permit, self.limiter.most)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
@@ -309,8 +319,10 @@ class Dispatcher:
         for (held, case), yes in zip(cases, cancelled, strict=True):
             case.lease, case.cancelled, case.unfit = held.lease, yes, unfit.get(case.request.results)
             case.may_send, case.ours = may_send, self._access.ours(held)
+            case.without_model = partial(self.models.put_off, held, case.request)
             case.rest_s = partial(self._tries.rest_s, held)
             if (ending := judge(case, TO_SEND)) is not None:
+                waits = waits or (isinstance(ending, Release) and ending.awaits != "")
                 self._finish(ending)
             elif not self._tries.batching.gathers(held, now(), case.request.deadline - unix_now):
                 self._tries.begin(Try(case.lease.token, case.request, [held]), self._tasks)
@@ -343,43 +355,31 @@ class Dispatcher:
                 self._tries.begin(each, self._tasks)
 
     def _finish(self, ending: Ending) -> None:
-        self._done.append(ending)
+        self._handing.done.append(ending)
         self.poke()
 
     # Handing in.
 
     async def _hand_in(self) -> None:
-        """Everything that has finished, one call for each way to end."""
-        if self.running and len(self._done) < GATHERED and not self._stop.is_set():
+        """Everything that has finished, and start what comes with that."""
+        done = self._handing.done
+        if self.running and len(done) < GATHERED and not self._stop.is_set():
             await asyncio.sleep(GATHER_S)
-        done, self._done = self._done, []
-        settlements = [ending for ending in done if isinstance(ending, Settlement)]
-        releases = [ending for ending in done if isinstance(ending, Release)]
-        burials = [ending for ending in done if isinstance(ending, Burial)]
-        if settlements:
-            self._ended(settlements, await self._access.ask("settle", self._queue.settle(settlements)))
-        if releases:
-            self._ended(releases, await self._access.ask("release", self._queue.release(releases)))
-        if burials:
-            self._ended(burials, await self._access.ask("bury", self._queue.bury(burials)))
-
-    def _ended(self, handed_in: Sequence[Ending], answers: Sequence[Settled | None] | None) -> None:
-        if answers is None:
-            self._done.extend(handed_in)
+        taken = await self._handing.all(self._permit_to_take_over)
+        if taken is None:
             return
-        at, unix_now = now(), self._queue.unix_now()
-        for ending, answer in zip(handed_in, answers, strict=True):
-            if answer is None:  # alone, it waits for the next turn
-                self._done.append(ending)
-                continue
-            lease = endings.lease_of(ending)
-            held = self._drop(lease.token)
-            self._journal.ended(held, ending, answer, at, unix_now)
-            at_once = (
-                ending.delay_s <= 0 if isinstance(ending, Release) else endings.turn_of(ending) is not None
-            )
-            if self._lanes.ended(lease, ending) or at_once:
-                self._access.work = True
+        if taken.claimed is None:  # the next claim tells
+            self._nonce, self._asked_at, self._access.work = taken.nonce, taken.asked_at, True
+            return
+        self._tries.others_wait = taken.claimed.waiting > 0
+        if taken.claimed.leases:
+            await self._start(taken.claimed, taken.asked_at, taken.permit, goes=taken.goes)
+
+    def _permit_to_take_over(self) -> Permit | None:
+        """None where a claim would be none now, or another one: a probe, a repetition, one by one."""
+        allowance = self.allowance()
+        plain = not (self._nonce or self._options.observe or self._tries.tenants.at_once)
+        return permit_of(allowance, self._options) if plain and allowance.limit > 0 else None
 
     def _drop(self, token: str) -> HeldLease | None:
         self.poke()

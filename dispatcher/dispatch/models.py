@@ -1,7 +1,7 @@
 """Requests and their models: who is sent, who waits for its model, who asks for one that is none.
 
-    judged     of what was claimed and read, those whose model is served go; those that are expected wait in
-               the queue, apart from all others; the rest ends with MODEL_NOT_FOUND
+    put off    of what was claimed and may go otherwise, those whose model is served go; those that are
+               expected wait in the queue, apart from all others; the rest ends with MODEL_NOT_FOUND
     outcome    a server's answer that it has no such model, where that is expected, costs no attempt
     recall     what waits for a model that is served by now, or that nobody watches any more, comes back
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dispatcher.core.outcome import Delivered, Outcome, WithoutModel
@@ -33,8 +33,8 @@ from dispatcher.dispatch.access import now
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
+    from dispatcher.core.request import Request
     from dispatcher.dispatch.access import QueueAccess
-    from dispatcher.dispatch.admission import Case
     from dispatcher.dispatch.endings import Ending
     from dispatcher.dispatch.holding import HeldLease, Try
     from dispatcher.dispatch.options import Options
@@ -47,15 +47,14 @@ SHOWN_MOST = 50
 
 
 class Models:
-    """Of one process. `finish`: how a lease ends."""
+    """Of one process."""
 
-    def __init__(self, access: QueueAccess, options: Options, finish: Callable[[Ending], None]) -> None:
+    def __init__(self, access: QueueAccess, options: Options) -> None:
         self.requests: dict[str, int] = dict.fromkeys(("goes", "waits", "unknown", "denied"), 0)
         """What was said of those that name a model, by what it was; `denied`: by the server."""
         self.awaited: Mapping[str, int] = {}
         """How many requests wait for each model, as counted last."""
         self._access = access
-        self._finish = finish
         self._pool: PoolModels | None = None
         self._changed = asyncio.Event()
         self.reconfigure(options)
@@ -89,24 +88,20 @@ class Models:
             if seen.state is ModelState.READY:
                 self._changed.set()
 
-    def judged(self, read: list[tuple[HeldLease, Case]]) -> list[tuple[HeldLease, Case]]:
-        """Those that may go, in their order; what becomes of the others is seen to."""
-        if self._pool is None or not read:
-            return read
-        going, at = [], now()
-        for held, case in read:
-            held.model = model_of(case.request.payload)
-            match self._pool.verdict(held.model, at):
-                case GoesToModel():
-                    self.requests["goes"] += bool(held.model)
-                    going.append((held, case))
-                case AwaitsModel(why):
-                    self.requests["waits"] += 1
-                    self._finish(endings.awaiting(held.lease, held.model, f"not sent, for {why}"))
-                case NoSuchModel(why):
-                    self.requests["unknown"] += 1
-                    self._finish(endings.error(held.lease, case.request, ErrorCode.MODEL_NOT_FOUND, why))
-        return going
+    def put_off(self, held: HeldLease, request: Request) -> Ending | None:
+        """How a request ends, or waits, that may go otherwise; None: it goes."""
+        if self._pool is None:
+            return None
+        held.model = model_of(request.payload)
+        match self._pool.verdict(held.model, now()):
+            case AwaitsModel(why):
+                self.requests["waits"] += 1
+                return endings.awaiting(held.lease, request, held.model, f"not sent, for {why}")
+            case NoSuchModel(why):
+                self.requests["unknown"] += 1
+                return endings.error(held.lease, request, ErrorCode.MODEL_NOT_FOUND, why)
+        self.requests["goes"] += bool(held.model)
+        return None
 
     def outcome(self, tried: Try, outcome: Outcome, sent_at: float) -> Outcome:
         """What the answer comes to, with what is known of the model that it was asked for."""

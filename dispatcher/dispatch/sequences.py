@@ -67,7 +67,9 @@ class LineUp:
         if not turns:
             return read, False
         waited = self.turns["waits"]
-        gone = await self._asked(turns)
+        asked = [each for each in turns if each[0].goes is None]
+        self.turns["goes"] += len(turns) - len(asked)
+        gone = await self._asked(asked) if asked else set()
         going = []
         for held, case in read:
             if held.lease.token in gone:

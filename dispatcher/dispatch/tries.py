@@ -64,7 +64,7 @@ class Tries:
         self.stranger = Stranger()
         self.batching = Batching(options, rand)
         self.lineup = LineUp(access, options, finish, drop)
-        self.models = Models(access, options, finish)
+        self.models = Models(access, options)
         self._gateway = gateway
         self._limiter = limiter
         self._holding = holding

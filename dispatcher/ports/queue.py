@@ -11,7 +11,15 @@ from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import SequenceCounts, SequenceNews, SequenceTerms, Turn, TurnEnd, Verdict
+from dispatcher.core.turns import (
+    Goes,
+    SequenceCounts,
+    SequenceNews,
+    SequenceTerms,
+    Turn,
+    TurnEnd,
+    Verdict,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +165,17 @@ class Settled(StrEnum):
     TOO_LARGE = "too-large"
     """The queue takes no value as large as this result, though it takes others: a TOO_LARGE result went to
     the list instead and the lease ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    answers: Sequence[Settled | None]
+    """As `settle` gives them."""
+    claimed: Claimed | None
+    """What came next of their sequences, and is leased to the caller. None: that is not known, or nothing
+    could come; a claim by the same nonce tells it."""
+    goes: Sequence[Goes] = ()
+    """For each of those leases, as `line_up` would say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +396,13 @@ class Queue(Protocol):
 
         One that cannot be written holds up no other. Raises where nothing could be written.
         """
+        ...
+
+    async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
+        """`settle`, and in the same step lease to the caller those whose turn comes by that, as far as a
+        `claim` by this permit would have leased just them: in their order, from the first for which there is
+        no room, or before which something else is to go, they wait for a claim as ever (and so do those that
+        wait in a lane, or are too large). `nonce`: one that no claim has had."""
         ...
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,8 +28,18 @@ from dispatcher.core.turns import (
     Verdict,
     Waits,
 )
-from dispatcher.ports import Burial, Expired, Lease, Queue, Release, Settled, Settlement
-from tests.conformance.worlds import NOW, World, answer, claim, full_claim, member
+from dispatcher.ports import (
+    Burial,
+    Expired,
+    HandedOver,
+    Lease,
+    Overload,
+    Queue,
+    Release,
+    Settled,
+    Settlement,
+)
+from tests.conformance.worlds import NOW, World, answer, claim, full_claim, member, permit
 from tests.support import wait_until
 
 TERMS = SequenceTerms(max_idle_s=1000, max_age_s=5000, gap_s=500)
@@ -183,6 +194,108 @@ async def test_others_go_while_a_sequence_waits(world: World) -> None:
     (lease,) = await claim(queue)
     assert name_of(lease) == "single"
     assert await world.desk.peek(9) == []
+
+
+# Handing over.
+
+
+async def handed(
+    queue: Queue, leases: Sequence[Lease], limit: int = 1000, nonce: str = "", **left: Any
+) -> HandedOver:
+    """These end, by an owner that takes what comes next."""
+    ends = [
+        replace(answer(one, msgspec.json.encode({"id": name_of(one)})), turn=TurnEnd(turn_of(one), **left))
+        for one in leases
+    ]
+    told = await queue.hand_over(ends, nonce or f"handing-{leases[0].token}", permit(limit))
+    assert told.answers == [Settled.DONE] * len(leases)
+    return told
+
+
+async def test_who_ends_one_is_handed_the_next(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1, 2)
+    lease = await goes(queue)
+    for number in (1, 2):
+        told = await handed(queue, [lease], token="server-3", carry=b"so far")
+        assert told.claimed is not None
+        (lease,) = told.claimed.leases
+        assert name_of(lease) == f"r-{number}"
+        assert (lease.deliveries, told.claimed.count.live, told.claimed.waiting) == (1, 1, 0)
+        assert told.goes == [Goes(number, "server-3", b"so far", False)]
+        assert await lined_up(queue, [lease]) == told.goes, "it is asked for no more, but may be"
+        assert (await full_claim(queue)).leases == []
+    told = await handed(queue, [lease])
+    assert told.claimed is not None
+    assert (list(told.claimed.leases), told.claimed.count.live) == ([], 0)
+    assert await answered(world) == ["r-0", "r-1", "r-2"]
+
+
+@pytest.mark.parametrize("how", ["limit", "paused", "refused", "better", "suspect", "nothing"])
+async def test_nothing_is_handed_over_that_a_claim_would_not_have_leased(world: World, how: str) -> None:
+    queue, other = world.owner("owner-1"), world.owner("owner-2")
+    await put(world, "r", 0, 1)
+    if how == "suspect":
+        await put(world, "died", 0, of="t", deadline=LATER - 9)
+        for _ in range(2):
+            (died,) = await claim(other, 1)
+            await world.lose(queue, died)
+    held = await claim(queue, 100, suspects=0)
+    await lined_up(queue, held)
+    (lease,) = [one for one in held if name_of(one) == "r-0"]
+    if how == "better":
+        await world.zadd(LATER - 5, member("single"))
+    if how == "paused":
+        await world.desk.pause("me", "why")
+    if how == "refused":
+        now = asyncio.get_running_loop().time()
+        await other.share(permit(), Overload(now, now + 100, False, 1))
+    told = await handed(queue, [lease], limit=0 if how == "limit" else 1000)
+    assert told.claimed is not None
+    assert [name_of(one) for one in told.claimed.leases] == (["r-1"] if how == "nothing" else [])
+    assert (await queue.counts()).leased == (how == "nothing")
+    if how != "nothing":
+        assert told.claimed.waiting == (2 if how == "better" else 1)
+        if how == "paused":
+            await world.desk.resume()
+        names = ["r-1"] if how == "refused" else [name_of(one) for one in await claim(queue)]
+        assert names == {"better": ["single", "r-1"], "suspect": ["died-0", "r-1"]}.get(how, ["r-1"])
+
+
+async def test_the_best_are_handed_over_where_there_is_no_room_for_all(world: World) -> None:
+    queue, other = world.owner("owner-1"), world.owner("owner-2")
+    for at, name in enumerate("cab"):
+        await put(world, name, 0, 1, of=name, deadline=LATER + 10 * (name == "a") + at)
+    held, _ = await take(queue)
+    await world.zadd(LATER, member("single"))
+    assert [name_of(one) for one in await claim(other)] == ["single"]
+    told = await handed(queue, [held["c-0"], held["a-0"], held["b-0"]], limit=3)
+    assert told.claimed is not None
+    assert [name_of(one) for one in told.claimed.leases] == ["c-1", "b-1"], "one unit is another owner's"
+    assert told.claimed.waiting == 1
+    (last,) = await claim(queue)
+    assert name_of(last) == "a-1"
+
+
+async def test_what_was_handed_over_is_told_again_by_a_claim(world: World) -> None:
+    queue = world.owner()
+    await put(world, "r", 0, 1)
+    told = await handed(queue, [await goes(queue)], nonce="its reply is lost")
+    assert told.claimed is not None
+    again = await queue.claim(5, "its reply is lost", permit(1000))
+    assert again.leases == told.claimed.leases
+    assert again.count.live == 1
+    assert await lined_up(queue, again.leases) == told.goes
+
+
+async def test_a_burial_between_them_is_waited_for_as_any_end(world: World) -> None:
+    """What an end bars goes to nobody: a sequence that is over hands nothing over."""
+    queue = world.owner()
+    await put(world, "r", {"index": 0, "on_error": "abort"}, 1)
+    told = await handed(queue, [await goes(queue)], failed=True, cause="it broke")
+    assert told.claimed is not None
+    assert list(told.claimed.leases) == []
+    assert await serve_unserved(queue) == {"r-1": "SEQUENCE_ABORTED"}
 
 
 # Who goes stays the one.
@@ -904,9 +1017,19 @@ class History:
         result = b'{"id":"%s"}' % name_of(lease).encode()
         end = TurnEnd(turn_of(lease), failed=failed, cause="why")
         settlement = replace(answer(lease, result), turn=end)
-        (said,) = await queue.settle([settlement])
+        if self.dice.random() < 0.5:
+            told = await queue.hand_over([settlement], f"handing-{lease.token}", permit())
+            (said,) = told.answers
+        else:
+            told = HandedOver(await queue.settle([settlement]), None)
+            (said,) = told.answers
         if said is Settled.DONE:
             assert self.going.pop(turn_of(lease).id) == name_of(lease)
+        for next_one, verdict in zip(told.claimed.leases if told.claimed else (), told.goes, strict=True):
+            turn = turn_of(next_one)
+            assert self.going.setdefault(turn.id, name_of(next_one)) == name_of(next_one), "one at a time"
+            self.sent.setdefault(turn.id, []).append(verdict.index)
+            self.held.append((queue, next_one))
         assert await queue.settle([settlement]) == [Settled.LOST]
 
     async def die(self) -> None:

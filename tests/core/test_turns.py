@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dispatcher.core.request import Rejection, Request, encode_member, parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import INDEX_MOST, MAX_SEQUENCE_BYTES, OnError, Turn
+from tests.floors import beside, cpu_of
 
 turns = st.builds(
     Turn,
@@ -85,6 +86,45 @@ def test_what_names_its_sequence_twice_is_refused() -> None:
     found = parse(b'{"request_kind":"redis","data":%s}' % data)
     assert isinstance(found, Rejection)
     assert found.message == "data.sequence: given twice"
+
+
+PLAIN = b'"id":"r","deadline":9,"payload":{}'
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b'%b,"sequence":{"id":"a"}' % PLAIN, Turn("a")),
+        (b'"sequence" : {"index":1,"id":"a"},%b' % PLAIN, Turn("a", 1)),
+        (b'%b,"sequence":{"id":"}"}' % PLAIN, Turn("}")),
+        (b'%b,"sequence":{"id":"a","more":{"id":"b"}}' % PLAIN, Turn("a")),
+        (b'%b,"sequence":{"id":"a","more":["id"]},"metadata":{"of":"sequence"}' % PLAIN, Turn("a")),
+        (b'%b,"sequence":{"id":"a"},"id":"s"' % PLAIN, "data.id: given twice"),
+        (b'%b,"sequence":{"id":"a","more":{}},"id":"s"' % PLAIN, "data.id: given twice"),
+        (b'%b,"sequence":{"id":"}"},"deadline":8' % PLAIN, "data.deadline: given twice"),
+        (b'"sequence":{"id":"a"},"deadline":8,%b' % PLAIN, "data.deadline: given twice"),
+        (b'%b,"sequence":{"id":"a"},"\\u0069d":"s"' % PLAIN, "data.id: given twice"),
+    ],
+)
+def test_the_id_of_a_sequence_is_no_second_one_of_the_request(data: bytes, expected: Turn | str) -> None:
+    found = parse(b'{"request_kind":"redis","data":{%b}}' % data)
+    assert expected == (found.message if isinstance(found, Rejection) else found.sequence)
+
+
+async def test_a_request_of_a_sequence_is_read_about_as_fast_as_another() -> None:
+    """Its `id` beside the sequence's once sent it through the slow search for names that stand twice."""
+    one, other = (
+        encode_member("r" * 20, b'{"prompt":"hi"}', 2_000_000_000, sequence=turn)
+        for turn in (Turn("chat-7", 3), None)
+    )
+
+    def read_often(member: bytes) -> None:
+        for _ in range(200):
+            parse(member)
+
+    found = await beside(cpu_of(lambda: read_often(one)), cpu_of(lambda: read_often(other)))
+    print(f"{found.ratio:.2f} x")
+    assert found.ratio <= 3.0
 
 
 @pytest.mark.parametrize(

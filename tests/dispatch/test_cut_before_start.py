@@ -51,7 +51,7 @@ def test_request_cut_before_its_first_step_leaves_nothing_behind(why: Cut, hande
             (held,) = dispatcher._holding
             dispatcher._holding.cut(held, why)
         assert dispatcher.running == 0
-        assert len(dispatcher._done) == handed_in
+        assert len(dispatcher._handing.done) == handed_in
         if handed_in:
             await dispatcher._hand_in()
         assert len(dispatcher._holding) == 0

@@ -208,6 +208,87 @@ class SequenceModel(Twins):
             self.seen["failed"] += left is not None and left.failed
         self.drop(owner, held)
 
+    @rule(data=st.data(), owner=owners, end=ends, limit=st.sampled_from([0, 1, 2, 3, 100, 100]), lose=lost)
+    def hand_over(
+        self, data: st.DataObject, owner: int, end: tuple[Any, ...], limit: int, lose: bool
+    ) -> None:
+        """End some that go, by an owner that takes what comes next."""
+        going = [held for held in self.known[owner] if held.real.entry in self.goes.values()]
+        if going:
+            ended = data.draw(st.lists(st.sampled_from(going), min_size=1, unique_by=id))
+            self.end_and_take(owner, ended, end, limit, lose)
+
+    @rule(
+        data=st.data(),
+        turns=st.lists(turns, min_size=1, max_size=5),
+        owner=owners,
+        limit=st.sampled_from([1, 2, 100, 100]),
+        rounds=st.integers(1, 3),
+        lose=st.integers(0, 2).map(lambda number: number == 0),
+    )
+    def work_on(
+        self,
+        data: st.DataObject,
+        turns: list[dict[str, Any]],
+        owner: int,
+        limit: int,
+        rounds: int,
+        lose: bool,
+    ) -> None:
+        """Take all that there is, and end what goes, over and over."""
+        self.submit_and_take(turns, owner)
+        self.take(owner, 9, False, False)
+        for _ in range(rounds):
+            if going := [held for held in self.known[owner] if held.real.entry in self.goes.values()]:
+                self.end_and_take(owner, going, data.draw(self.ends), limit, lose)
+
+    def end_and_take(
+        self, owner: int, ended: Sequence[Held], end: tuple[Any, ...], limit: int, lose: bool
+    ) -> None:
+        sides: list[list[Settlement]] = [[], []]
+        for held in ended:
+            turn = turn_of(held.real.member)
+            assert turn is not None
+            failed, token, carry = end
+            left = TurnEnd(turn, failed=failed, cause="it: failed", token=token, carry=carry)
+            for side, lease in zip(sides, (held.real, held.twin), strict=True):
+                side.append(Settlement(lease, b"%d" % lease.entry, "", turn=left))
+        self.serial += 1
+        nonce, permit = f"n-{self.serial}", self.permit(owner, limit)
+        real, twin = self.both(owner, lambda queue, at: queue.hand_over(sides[at], nonce, permit), lose)
+        assert list(real.answers) == list(twin.answers)
+        for held, answer in zip(ended, real.answers, strict=True):
+            if answer == "done":
+                self.written[NAMES.results, b"%d" % held.real.entry] += 1
+                self.finished += 1
+                self.stopped(held.real.entry)
+            self.drop(owner, held)
+        if real.claimed is None:  # the next claim tells
+            real, twin = self.both(owner, lambda queue, _: queue.claim(9, nonce, permit))
+            self.same_facts(owner, real, twin)
+            pairs = [Held(*both) for both in zip(real.leases, twin.leases, strict=True)]
+            self.line_up(owner, pairs, False)
+            self.seen["told again"] += len(pairs)
+            return
+        self.same_facts(owner, real.claimed, twin.claimed)
+        assert real.claimed.waiting == twin.claimed.waiting
+        found, twins = (
+            sorted(zip(one.claimed.leases, one.goes, strict=True), key=lambda each: each[0].entry)
+            for one in (real, twin)
+        )
+        for (real_lease, goes), (twin_lease, twin_goes) in zip(found, twins, strict=True):
+            held = Held(real_lease, twin_lease)
+            alike(held.real, held.twin)
+            assert goes == twin_goes
+            turn = turn_of(held.real.member)
+            assert turn is not None
+            assert self.goes.get(turn.id, held.real.entry) == held.real.entry, "two of one sequence go"
+            self.goes[turn.id] = held.real.entry
+            self.known[owner].append(held)
+            self.seen["handed over"] += 1
+        waits = real.claimed.waiting > 0
+        self.seen["not handed over"] += waits
+
     @rule(data=st.data(), owner=owners, delay_s=st.sampled_from([0.0, 1000.0]), lose=lost)
     def release(self, data: st.DataObject, owner: int, delay_s: float, lose: bool) -> None:
         held = self.pick(owner, data)
@@ -382,6 +463,7 @@ HAPPENS = (
     *("Goes", "Waits", "Barred", "SEQUENCE_FULL", "SEQUENCE_INDEX", "SEQUENCE_ABORTED", "SEQUENCE_ENDED"),
     *("failed", "turns by time", "unserved", "expired b'late'", "expired b'over'", "release", "abort"),
     *("cancel", "forget", "open", "parked", "held", "aborted", "ended", "lives", "gaps", "replies lost"),
+    *("handed over", "not handed over", "told again"),
 )
 
 

@@ -30,7 +30,18 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "queue-contract.md").read_text(encoding="utf-8")
 EXAMPLES = dict(re.findall(r"<!-- example: (\w+) -->\n```\w+\n(.*?)```", PAGE, re.DOTALL))
 SCRIPTS = sorted((ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"))
-FRAGMENTS = {"common", "keep", "line", "markers", "models", "need", "results", "rights", "sequences"}
+FRAGMENTS = {
+    "common",
+    "hand_over",
+    "keep",
+    "line",
+    "markers",
+    "models",
+    "need",
+    "results",
+    "rights",
+    "sequences",
+}
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
 

@@ -34,10 +34,10 @@ local function room()
   if probing and shared.probe then return 0, 0 end
   local limit = limit_by(shared, now, ARGV[9], ARGV[10], ARGV[11], ARGV[12])
   if not limit then return 0, 0 end
-  local free, waits_s = limit - live_units(shared), (shared.probe_waits or 0) - now
-  if not probing then return limit, free - (waits_s > 0 and waits_s <= lease_s and 1 or 0) end
+  local free = limit - live_units(shared)
+  if not probing then return limit, free - kept_for_probe(shared, now, lease_s) end
   if free < 1 then
-    waits_s = timeout_s > 0 and math.min(timeout_s, lease_s) or lease_s
+    local waits_s = timeout_s > 0 and math.min(timeout_s, lease_s) or lease_s
     call('HSET', CONTROL, 'probe_waits', text(now + waits_s))
   end
   return limit, free

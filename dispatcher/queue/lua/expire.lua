@@ -39,7 +39,10 @@ if #live > 0 then
   write_results(live, ttl_s, now)
   for _, item in ipairs(live) do
     if item.status == DONE then
-      if item.state and item.state[TURN] then item.state = load(item.id) end -- one before it may have made it the head
+      if item.state and item.state[TURN] then -- one before it may have made it the head
+        bring()
+        item.state = load(item.id)
+      end
       if item.state then
         call('ZREM', SETS[item.state[WHERE]], name_in_order(item.id, item.state))
         if item.state[WHERE] == 'D' then call('ZREM', DELAYED, string.format('%016d', item.id)) end
@@ -52,6 +55,7 @@ if #live > 0 then
       forget_markers(item, foreign, now)
     end
   end
+  if of_all then keep_turns(now) end
 end
 local statuses = {}
 for number, item in ipairs(items) do statuses[number] = item.status end

@@ -1,5 +1,8 @@
 -- The line: pending, returned and lanes merged, best score first, ties by bytes.
 
+local earlier -- of two of the line
+do
+
 -- Bytes decide, not the server's locale (Lua's own < would ask it).
 local function before(a, b)
   local same, most = 0, math.min(#a, #b)
@@ -9,6 +12,14 @@ local function before(a, b)
   end
   if same == #a or same == #b then return #a < #b end
   return string.byte(a, same + 1) < string.byte(b, same + 1)
+end
+
+function earlier(a, b)
+  if a.number ~= b.number then return a.number < b.number end
+  if a.tie ~= b.tie then return before(a.tie, b.tie) end
+  -- The same bytes: the one that was claimed before goes first.
+  return (a.id or math.huge) < (b.id or math.huge)
+end
 end
 
 -- The heads of the sets are read one by one: members may be large, and so at most one is read for nothing.
@@ -28,11 +39,10 @@ local function head(key, at)
   return one
 end
 
-local function earlier(a, b)
-  if a.number ~= b.number then return a.number < b.number end
-  if a.tie ~= b.tie then return before(a.tie, b.tie) end
-  -- The same bytes: the one that was claimed before goes first.
-  return (a.id or math.huge) < (b.id or math.huge)
+-- One unit is kept for a probe that found none.
+local function kept_for_probe(shared, now, lease_s)
+  local waits_s = (shared.probe_waits or 0) - now
+  return waits_s > 0 and waits_s <= lease_s and 1 or 0
 end
 
 -- Up to `most` from the front of the line, until their members sum to `bytes` (one at least), within `room` units (nil:

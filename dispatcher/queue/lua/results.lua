@@ -5,6 +5,8 @@
 
 -- Lists and tokens that a producer names come as arguments, not as KEYS: were one of KEYS forbidden to this user,
 -- Redis would refuse the whole call, and one request would hold up all others for ever.
+local write_results
+do
 local DEFAULT = KEYS[OWN + 2]
 
 local function push(list, results, ttl_s)
@@ -26,7 +28,7 @@ local function post(list, result, now)
 end
 
 -- Each of `items` has .how (0: no result, 1: push, 2: by the outbox), .list and .result; its .status is set.
-local function write_results(items, ttl_s, now)
+function write_results(items, ttl_s, now)
   local groups, order = {}, {}
   for _, item in ipairs(items) do
     item.status = DONE
@@ -46,4 +48,5 @@ local function write_results(items, ttl_s, now)
     local status = push(list, results, ttl_s)
     for _, item in ipairs(groups[list]) do item.status = status end
   end
+end
 end

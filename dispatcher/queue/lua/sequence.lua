@@ -5,7 +5,7 @@
 --         to decide; cancelled: the entry of its head or 0, or false where there was nothing to cancel; forgotten: 1, 0 where
 --         something of it runs or waits, false where nothing is known of it
 -- Keeps: what waits is answered, or goes on; a head goes on to its end.
-need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE', 'ZRANGEBYSCORE')
+need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE')
 local verb, now = ARGV[1], clock()
 all()
 
@@ -42,6 +42,7 @@ if verb == 'release' then
   one.cause, one.touched = '', now
   happened('released')
   settle_down(one, now)
+  keep_turns(now)
   return 1
 end
 if verb == 'forget' then
@@ -49,12 +50,14 @@ if verb == 'forget' then
   if one.head or seats_of(one) > 0 then return 0 end
   drop(one)
   settle_down(one, now)
+  keep_turns(now)
   return 1
 end
 if not one or ENDED[one.status] then return verb == 'abort' and 0 or false end
 if verb == 'abort' then
   close(one, 'aborted', 'SEQUENCE_ABORTED', ARGV[3], now)
   settle_down(one, now)
+  keep_turns(now)
   return 1
 end
 happened('cancelled')
@@ -64,4 +67,5 @@ one.lives = {new_life(next_index)}
 if one.head then one.head_life, one.head_last = one.lives[1][NUMBER], 1
 else end_life(one, 'the sequence was cancelled', now) end
 settle_down(one, now)
+keep_turns(now)
 return one.head or 0

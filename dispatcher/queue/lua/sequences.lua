@@ -10,13 +10,28 @@
 local S_ID, S_LIFE, S_INDEX, S_LAST, S_THEN = 2, 3, 4, 5, 6
 local ALIVE, ENDED = {open = true, held = true}, {aborted = true, ended = true}
 local FIELDS_OF = {'status', 'touched', 'head', 'head_life', 'head_last', 'head_then', 'born', 'gap', 'token', 'done',
-                   'failed', 'cause', 'carried', 'lives'}
+                   'failed', 'cause', 'carried', 'lives', 'look'}
 local SHARED = {'lives', 'active', 'max_idle_s', 'max_age_s', 'max_active', 'max_waiting', 'on_error', 'gap_s', 'refuses',
                 'held', 'aborted', 'ever_held', 'ever_released', 'ever_aborted', 'ever_cancelled', 'ever_idle', 'ever_aged',
                 'ever_gaps', 'last_held', 'last_aborted'}
 local NUMBER, NEXT, BEHIND, SEATS, PASSED = 1, 2, 3, 4, 5 -- of a life
 local leased, of_all, known_ones = {}, nil, {}
 local moved = 0 -- entries that became claimable
+
+-- What a script leaves is written at its end (`keep_turns`), for many requests by few commands: sequences that have
+-- changed, names in the lines, entries whose turn has come (they lie in the lane), and those that are to wait (they are
+-- leased). Whoever reads the line of a life has its names written first.
+local changed, came, leaving = {}, {}, {}
+local lined, unlined, written_of = {}, {}, {} -- names to add and to take, and of which lives
+local nobody_parked = false -- it was looked up, and none was parked since
+local function in_bulk(command, key, args)
+  for at = 1, #args, 1000 do call(command, key, unpack(args, at, math.min(at + 999, #args))) end
+end
+local function write_lines()
+  in_bulk('ZADD', TURNS, lined)
+  in_bulk('ZREM', TURNS, unlined)
+  lined, unlined, written_of = {}, {}, {}
+end
 
 local function digits(number) return string.format('%016.0f', number) end
 
@@ -37,6 +52,7 @@ local function all()
 end
 
 local function keep_all()
+  if not of_all.max_idle_s then return end -- nobody has told any terms, so there is nothing to keep
   local values = {}
   for at, name in ipairs(SHARED) do values[at] = of_all[name] end
   local packed = cmsgpack.pack(values)
@@ -84,10 +100,12 @@ end
 
 -- What lies in the line of a life, in order: a page.
 local function page(number, at, most)
+  if written_of[number] then write_lines() end
   local low = digits(number) .. ':'
   return call('ZRANGE', TURNS, '[' .. low, '(' .. digits(number) .. ';', 'BYLEX', 'LIMIT', at, most)
 end
 local function lies_at(number, index)
+  if written_of[number] then write_lines() end
   local low = digits(number) .. ':' .. digits(index)
   return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
 end
@@ -102,7 +120,8 @@ local function clear(number)
 end
 
 local function put(life, index, rest)
-  call('ZADD', TURNS, 0, digits(life[NUMBER]) .. ':' .. digits(index) .. ':' .. rest)
+  written_of[life[NUMBER]] = true
+  lined[#lined + 1], lined[#lined + 2] = 0, digits(life[NUMBER]) .. ':' .. digits(index) .. ':' .. rest
   life[BEHIND] = math.max(life[BEHIND], index + 1)
 end
 local function put_passed(life, index, last, failed, on_error, cause)
@@ -204,12 +223,10 @@ end
 
 -- A seat becomes the head. False: its entry is gone, whoever took it.
 local function promote(one, id, now)
-  local state = leased[id] or load(id)
+  local state = leased[id] or leaving[id] or load(id)
   if not state or not state[TURN] then return false end
   if not leased[id] then
-    call('ZREM', SEQUENCED, name_in_order(id, state))
-    state[TURN][IN_LINE] = 0
-    give_back(id, state)
+    if not leaving[id] then came[#came + 1] = {id = id, state = state} end
     moved = moved + 1
   end
   state[TURN][IN_LINE] = 0
@@ -243,7 +260,7 @@ local function advance(one, now)
       end
       local last, failed, on_error, cause = string.match(name, '^%d+:%d+:%-(%d)(%d)(%a+):(.*)$')
       if held and (id or last == '1') then return end
-      call('ZREM', TURNS, name)
+      unlined[#unlined + 1], written_of[life[NUMBER]] = name, true
       life[NEXT], life[BEHIND], gap = index + 1, math.max(life[BEHIND], index + 1), false
       if id then
         life[SEATS] = life[SEATS] - 1
@@ -257,30 +274,20 @@ local function advance(one, now)
   end
 end
 
--- Keep it, and when it wants to be looked at next.
-local function keep_one(one, now)
-  if one.gone then return end
-  local values = {}
-  for at, name in ipairs(FIELDS_OF) do values[at] = one[name] end
-  call('HSET', SEQUENCES, one.id, cmsgpack.pack(values))
-  local terms, seats = all(), seats_of(one)
-  local due = now + math.max(terms.max_idle_s, LOOK_S)
-  if one.head then due = now + LOOK_S
-  elseif seats == 0 then due = one.touched + terms.max_idle_s
-  elseif one.gap then due = one.gap + terms.gap_s end
-  if not one.head and one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
-  call('ZADD', LOOKS, text(due), one.id)
-end
+local function keep_one(one) changed[#changed + 1] = one end
 
 local function unpark(now)
   for _ = 1, UNPARK_MOST do
-    local id = has_room() and call('ZRANGE', PARKED, 0, 0)[1]
-    if not id then return end
+    local id = has_room() and not nobody_parked and call('ZRANGE', PARKED, 0, 0)[1]
+    if not id then
+      nobody_parked = nobody_parked or id == nil
+      return
+    end
     local one = known(id)
     if one and one.status == 'parked' then
       turn_to(one, 'open')
       advance(one, now)
-      keep_one(one, now)
+      keep_one(one)
     else
       call('ZREM', PARKED, id)
     end
@@ -289,9 +296,70 @@ end
 
 local function settle_down(one, now)
   advance(one, now)
-  keep_one(one, now)
+  keep_one(one)
   unpark(now)
-  keep_all()
+end
+
+-- Back to their places in the order.
+local function give_back_all(items)
+  local states, sets = {}, {}
+  for _, one in ipairs(items) do
+    local state = one.state
+    local at = 2 + (lane_of(state) or 0)
+    local set = sets[at] or {}
+    state[WHERE], state[MOVES] = WAITING_LETTERS[at], state[MOVES] + 1
+    sets[at], set[#set + 1], set[#set + 2] = set, state[SCORE], name_in_order(one.id, state)
+    states[#states + 1], states[#states + 2] = one.id, cmsgpack.pack(state)
+  end
+  for at, set in pairs(sets) do in_bulk('ZADD', WAITING[at], set) end
+  in_bulk('HSET', ENTRIES, states)
+end
+
+-- Those whose turn has come wait for a claim.
+local function bring()
+  local names = {}
+  for number, one in ipairs(came) do names[number] = name_in_order(one.id, one.state) end
+  in_bulk('ZREM', SEQUENCED, names)
+  give_back_all(came)
+  came = {}
+end
+
+local keep_turns
+do
+
+-- When time may change something of it.
+local function wants_a_look_at(one, now)
+  local terms, seats = all(), seats_of(one)
+  local due = now + math.max(terms.max_idle_s, LOOK_S)
+  if one.head then return now + LOOK_S
+  elseif seats == 0 then due = one.touched + terms.max_idle_s
+  elseif one.gap then due = one.gap + terms.gap_s end
+  if one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
+  return due
+end
+
+-- What a script that ends has to write.
+function keep_turns(now)
+  write_lines()
+  bring()
+  local kept, looks = {}, {}
+  for _, one in ipairs(changed) do
+    if not one.gone and not one.kept then
+      one.kept = true
+      local values, due = {}, wants_a_look_at(one, now)
+      -- A look that comes too soon finds nothing, and sees to the next: most have one ahead, and need no other.
+      if not one.look or one.look <= now or one.look > due then
+        one.look = due
+        looks[#looks + 1], looks[#looks + 2] = text(due), one.id
+      end
+      for at, name in ipairs(FIELDS_OF) do values[at] = one[name] end
+      kept[#kept + 1], kept[#kept + 2] = one.id, cmsgpack.pack(values)
+    end
+  end
+  in_bulk('HSET', SEQUENCES, kept)
+  in_bulk('ZADD', LOOKS, looks)
+  if of_all then keep_all() end
+end
 end
 
 -- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .then_.
@@ -301,7 +369,7 @@ local function refused(one, turn, now)
   local full = string.format('%.0f', most) .. ' requests of its sequence wait already'
   if one and ENDED[one.status] and not turn.reset then
     one.touched = now
-    keep_one(one, now)
+    keep_one(one)
     return one.status == 'aborted' and 'SEQUENCE_ABORTED' or 'SEQUENCE_ENDED', one.cause
   end
   if not one or ENDED[one.status] then
@@ -325,6 +393,12 @@ local function refused(one, turn, now)
   if not goes and (seats + passed >= most or (turn.reset and #one.lives >= LIVES_MOST)) then return 'SEQUENCE_FULL', full end
 end
 
+-- Of one whose turn it is: its index, the token, 1 if it is the first of a life, what it is built on.
+local function told_to_go(one, state)
+  local carried = one.carried > 0 and call('HGET', CARRIED, one.id) or ''
+  return state[TURN][S_INDEX], one.token, one.done == 0 and 1 or 0, carried
+end
+
 -- The sequence with a life that takes the turn, and its index there.
 local function joined(one, turn, score, now)
   local fresh = not one or ENDED[one.status]
@@ -340,7 +414,10 @@ local function joined(one, turn, score, now)
   if fresh or turn.reset then one.lives[#one.lives + 1] = new_life(turn.reset and turn.index or 0) end
   one.touched = now
   -- A score is text, and its order Redis's: the set keeps the lower one.
-  if one.status == 'parked' then call('ZADD', PARKED, 'LT', score, one.id) end
+  if one.status == 'parked' then
+    call('ZADD', PARKED, 'LT', score, one.id)
+    nobody_parked = false
+  end
   return one, turn.index or one.lives[#one.lives][BEHIND]
 end
 
@@ -385,6 +462,7 @@ local function end_turn(id, state, told, carried, now)
     return
   end
   if turn[IN_LINE] ~= 1 then return end -- it was a head that the sweep gave up
+  write_lines()
   call('ZREM', TURNS, seat_name(number, index, id))
   for _, life in ipairs(one and one.lives or {}) do
     if life[NUMBER] == number then
@@ -405,38 +483,4 @@ local function end_turn(id, state, told, carried, now)
   if #page(number, 0, 1) == 0 then
     for _, name in ipairs(call('ZRANGEBYSCORE', OVER, number, number)) do call('ZREM', OVER, name) end
   end
-end
-
--- Look at one whose time has come.
-local function look_at(one, now)
-  one.touched = math.min(one.touched, now)
-  one.born, one.gap = one.born and math.min(one.born, now), one.gap and math.min(one.gap, now)
-  if one.head then
-    local state = load(one.head)
-    if not state or state[WHERE] == 'X' then end_turn(one.head, {[TURN] = {0, one.id}}, nil, '', now) end
-  elseif seats_of(one) == 0 and now >= one.touched + all().max_idle_s then
-    if ENDED[one.status] then
-      drop(one)
-    else
-      happened('idle')
-      end_life(one, 'nothing of it ran or waited for max_idle_s', now)
-    end
-  else
-    end_if_old(one, now)
-  end
-  settle_down(one, now)
-end
-
--- What is due by now, at most so many; how many that were.
-local function sweep_sequences(now, most)
-  local ids = call('ZRANGEBYSCORE', LOOKS, '-inf', text(now), 'LIMIT', 0, most)
-  for _, id in ipairs(ids) do
-    local one = known(id)
-    if one then look_at(one, now) else call('ZREM', LOOKS, id) end
-  end
-  if call('ZCARD', PARKED) > 0 then
-    unpark(now)
-    keep_all()
-  end
-  return #ids
 end

@@ -168,6 +168,41 @@ if lost > 0 then
   if stray > 0 then call('HINCRBY', CONTROL, 'stray', stray) end
 end
 
+-- Look at one whose time has come.
+local function look_at(one, now)
+  one.look = false
+  one.touched = math.min(one.touched, now)
+  one.born, one.gap = one.born and math.min(one.born, now), one.gap and math.min(one.gap, now)
+  if one.head then
+    local state = load(one.head)
+    if not state or state[WHERE] == 'X' then end_turn(one.head, {[TURN] = {0, one.id}}, nil, '', now) end
+  elseif seats_of(one) == 0 and now >= one.touched + all().max_idle_s then
+    if ENDED[one.status] then
+      drop(one)
+    else
+      happened('idle')
+      end_life(one, 'nothing of it ran or waited for max_idle_s', now)
+    end
+  else
+    end_if_old(one, now)
+  end
+  settle_down(one, now)
+end
+
+-- What is due by now, at most so many; how many that were.
+local function sweep_sequences(now, most)
+  local ids = call('ZRANGEBYSCORE', LOOKS, '-inf', text(now), 'LIMIT', 0, most)
+  for _, id in ipairs(ids) do
+    local one = known(id)
+    if one then look_at(one, now) else call('ZREM', LOOKS, id) end
+  end
+  if call('ZCARD', PARKED) > 0 then
+    unpark(now)
+  end
+  keep_turns(now)
+  return #ids
+end
+
 for _, name in ipairs(call('ZRANGEBYSCORE', DELAYED, '-inf', text(now), 'LIMIT', 0, most)) do
   local id = tonumber(name)
   local state = load(id)

@@ -14,6 +14,7 @@ from dispatcher.ports import (
     Claimed,
     Counts,
     Expired,
+    HandedOver,
     Lease,
     Leases,
     LinedUp,
@@ -31,6 +32,7 @@ from dispatcher.ports import (
 )
 from dispatcher.queue.memory import results, sequences, steps
 from dispatcher.queue.memory.desk import MemoryStore
+from dispatcher.queue.memory.entries import Entry
 from dispatcher.queue.memory.state import Grant
 from dispatcher.queue.memory.steps import Caller
 from dispatcher.queue.memory.sweep import sweep
@@ -138,6 +140,14 @@ class MemoryQueue:
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         self._begin()
         return results.settle(self._line, [(each, None) for each in settlements])
+
+    async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
+        me, line, came = self._begin(), self._line, list[Entry]()
+        answers = results.settle(line, [(each, None) for each in settlements], came)
+        taken = steps.hand_over(line, me, nonce, self._theirs_of(permit), came)
+        waiting = line.waiting_count - line.passed_over({}, taken)
+        claimed = Claimed([_lease(each) for each in taken], self._leases(me), self._shared(), waiting)
+        return HandedOver(answers, claimed, [sequences.goes_of(line, each.entry) for each in taken])
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         return steps.release(self._line, self._begin().now, releases)

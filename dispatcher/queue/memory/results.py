@@ -18,14 +18,16 @@ from dispatcher.queue.memory.entries import NEVER_CLAIMED, Entry, Place
 from dispatcher.queue.memory.state import Line
 
 
-def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Settled | None]:
+def settle(
+    line: Line, ends: Sequence[tuple[Settlement, str | None]], came: list[Entry] | None = None
+) -> list[Settled | None]:
     """Each with why it is set aside as dead, or None. One whose result has no place keeps its lease, and its
-    neighbours go on."""
+    neighbours go on. `came` gets those whose turn has come by that."""
     said: list[Settled | None] = []
     stuck, now = None, line.pool.clock()
     for settlement, why in ends:
         try:
-            said.append(_settle(line, settlement, why, now))
+            said.append(_settle(line, settlement, why, now, [] if came is None else came))
         except QueueUnavailableError as error:
             stuck = error
             said.append(None)
@@ -34,7 +36,7 @@ def settle(line: Line, ends: Sequence[tuple[Settlement, str | None]]) -> list[Se
     return said
 
 
-def _settle(line: Line, settlement: Settlement, bury: str | None, now: float) -> Settled:
+def _settle(line: Line, settlement: Settlement, bury: str | None, now: float, came: list[Entry]) -> Settled:
     pool = line.pool
     grant = line.held(settlement.lease)
     if grant is None:
@@ -42,7 +44,7 @@ def _settle(line: Line, settlement: Settlement, bury: str | None, now: float) ->
     said = _write(line, settlement)
     pool.end_lease(grant)
     pool.settled += 1
-    sequences.end_turn(line, grant.entry, settlement.turn, now)
+    came += sequences.end_turn(line, grant.entry, settlement.turn, now)
     if bury is None:
         line.forget(grant.entry)
     else:

@@ -10,6 +10,7 @@ from dispatcher.core.oversize import cut
 from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import (
     LINE_SEEN,
+    Goes,
     SequencePage,
     SequenceSeen,
     SequenceStatus,
@@ -46,20 +47,26 @@ def _line_up(line: Line, lease: Lease, turn: Turn, now: float) -> Verdict:
     return verdict
 
 
-def bring_forward(line: Line) -> int:
-    """Those whose turn has come may be claimed; how many they are."""
-    moved = line.sequences.moved()
-    for number in moved:
-        entry = line.entries[number]
+def bring_forward(line: Line) -> list[Entry]:
+    """Those whose turn has come may be claimed."""
+    moved = [line.entries[number] for number in line.sequences.moved()]
+    for entry in moved:
         line.leave_lane(entry)
         line.move(entry, Place.RETURNED)
-    return len(moved)
+    return moved
 
 
-def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> None:
-    """A request has ended for good."""
+def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> list[Entry]:
+    """A request has ended for good; those whose turn has come by that."""
     line.sequences.end(entry.id, end, now)
-    bring_forward(line)
+    return bring_forward(line)
+
+
+def goes_of(line: Line, entry: Entry) -> Goes:
+    """Of one whose turn it is."""
+    goes = line.sequences.goes(entry.id)
+    assert goes is not None  # noqa: S101 -- it was moved
+    return goes
 
 
 def sweep(line: Line) -> int:
@@ -70,7 +77,7 @@ def sweep(line: Line) -> int:
         return entry is not None and entry.place is not Place.DEAD
 
     line.sequences.sweep(line.pool.clock(), is_there)
-    return bring_forward(line)
+    return len(bring_forward(line))
 
 
 def unserved(line: Line, most: int) -> list[Unserved]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from dispatcher.core.lanes import Lane, awaited_as, rooms
+from dispatcher.core.lanes import CLOSED, Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
 from dispatcher.ports import (
     Lease,
@@ -33,6 +33,9 @@ from dispatcher.queue.constants import (
 )
 from dispatcher.queue.memory.entries import Entry, Place
 from dispatcher.queue.memory.state import Grant, Line, Pool
+
+_OPEN = dict.fromkeys(set(Lane) - CLOSED, 1)
+"""What goes before others, of whatever lane."""
 
 
 class Caller(NamedTuple):
@@ -157,6 +160,26 @@ def _take(
         taken.append(line.lease(source.pop(), me.owner, me.now, units))
     for entry in passed:
         line.put_back(entry)
+    return taken
+
+
+def hand_over(line: Line, me: Caller, nonce: str, permit: Permit, came: Sequence[Entry]) -> list[Grant]:
+    """Of those whose turn has come, what a claim would lease before anything else."""
+    limit, room = _room(line.pool, me, permit, probing=False) if came else (0, 0)
+    taken: list[Grant] = []
+    size = 0
+    while room > 0:
+        source = line.next(_OPEN)
+        entry = None if source is None else source.first()
+        if source is None or entry is None or entry not in came or entry.lane is not None:
+            break
+        size += len(entry.member)
+        if entry.units > min(room, limit) or len(entry.member) > line.largest or size > CLAIM_BYTES:
+            break
+        room -= entry.units
+        taken.append(line.lease(source.pop(), me.owner, me.now, entry.units))
+    if taken:
+        _remember(line, me, nonce, taken)
     return taken
 
 

@@ -22,6 +22,7 @@ from dispatcher.ports import (
     Claimed,
     Counts,
     Expired,
+    HandedOver,
     Lease,
     LinedUp,
     Overload,
@@ -47,7 +48,7 @@ from dispatcher.queue.redis.overdue import UNSERVED, Overdue
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
 from dispatcher.queue.redis.steps import OwnerTerms, Write, key_of
 from dispatcher.queue.redis.wake import WakeUps
-from dispatcher.queue.redis.writer import Writer
+from dispatcher.queue.redis.writer import Step, Writer
 from dispatcher.telemetry.events import Event, emit
 
 _CLAIM_MOST = 1000
@@ -229,17 +230,41 @@ class RedisQueue:
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         return await self._end([Write(each) for each in settlements])
 
+    async def hand_over(self, settlements: Sequence[Settlement], nonce: str, permit: Permit) -> HandedOver:
+        await self._learn_clock()
+        offers = [sequences.TakeOver(self.owner, self._me.lease_s, nonce, permit, self._largest)]
+        told: list[steps.SettleReply] = []
+
+        async def settle(writes: Sequence[Write]) -> Sequence[int]:
+            """The first call makes the offer; where its reply is lost a claim by the nonce tells."""
+            offer = offers.pop() if offers else None
+            reply = await self._settled(writes, offer)
+            if offer is not None:
+                told.append(reply)
+            return reply.statuses
+
+        answers = await self._end([Write(each) for each in settlements], settle)
+        claimed, goes = (told[0].claimed, told[0].goes) if told else (None, ())
+        return HandedOver(answers, claimed, goes)
+
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         return await self._end([Write(each.settlement, bury=each.reason) for each in burials])
 
-    async def _end(self, writes: Sequence[Write]) -> Sequence[Settled | None]:
-        return [_SETTLED[status] for status in await self._writer.write(self._settle, writes)]
+    async def _end(self, writes: Sequence[Write], step: Step | None = None) -> Sequence[Settled | None]:
+        return [_SETTLED[status] for status in await self._writer.write(step or self._settle, writes)]
 
     async def _settle(self, writes: Sequence[Write]) -> Sequence[int]:
-        told = await steps.settle(self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max)
+        return (await self._settled(writes)).statuses
+
+    async def _settled(
+        self, writes: Sequence[Write], offer: sequences.TakeOver | None = None
+    ) -> steps.SettleReply:
+        told = await steps.settle(
+            self.backend, writes, ttl_s=self._ttl_s, dead_max=self._dead_max, offer=offer
+        )
         if told.dropped:
             emit(Event.DEAD_DROPPED, count=told.dropped, dead_max=self._dead_max)
-        return told.statuses
+        return told
 
     async def release(self, releases: Sequence[Release]) -> Sequence[Settled]:
         said: list[Settled] = []

@@ -36,7 +36,7 @@ SCRIPT_ITEMS = 256
 _STEP = ("need", "rights", "common")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
-    "settle": (*_STEP, "markers", "keep", "results", "sequences"),
+    "settle": (*_STEP, "line", "markers", "keep", "results", "sequences", "hand_over"),
     "expire": (*_STEP, "markers", "keep", "results", "sequences", "models"),
     "release": (*_STEP, "models"),
     "recall": (*_STEP, "models"),
@@ -58,6 +58,8 @@ _FRAGMENTS = {
     "permits": (),
     "unfit": (),
 }
+_CAPITALS = re.compile(r"\b[A-Z][A-Z_]+\b")
+_COMMENT = re.compile(r"--.*")
 _PAUSES_S = (0.05, 0.2)
 """Before the second and the third try. A longer outage is the caller's to wait for."""
 
@@ -113,23 +115,23 @@ def source(name: str) -> tuple[str, str]:
     return _SOURCES[name]
 
 
-def _prelude(script: str) -> str:
-    """What Python and the scripts both name, as locals: the keys, and the numbers they agree about. Only
-    those that the script names: it may have 200 locals."""
-    named = set(re.findall(r"\w+", script))
+def _prelude(text: str) -> str:
+    """What Python and a script both name, as locals: the keys, and the numbers they agree about. Those that
+    it names only: a script may have 200 locals."""
+    named = set(_CAPITALS.findall(_COMMENT.sub("", text)))
     keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1) if name in named]
     types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
     numbers = [f"local {name} = {value}" for name, value in constants.LUA.items() if name in named]
     of_models = len(KEYS) - len(MODEL_KEYS)
     counts = [f"local OWN, OF_MODELS, OFTEN = {len(KEYS)}, {of_models}, {of_models - len(SEQUENCE_KEYS)}"]
     counts += [f"local TYPES = {{{types}}}"]
-    return "\n".join([*keys, *counts, *numbers, ""])
+    return "\n".join([*keys, *numbers, *counts, ""])
 
 
 def _whole(name: str) -> tuple[str, str]:
     parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
-    script = "\n".join(_LUA[part] for part in parts)
-    text = "\n".join([_prelude(script) if "common" in parts else "", script])
+    text = "\n".join(_LUA[part] for part in parts)
+    text = f"{_prelude(text)}\n{text}" if "common" in parts else text
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

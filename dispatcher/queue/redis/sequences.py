@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +25,11 @@ from dispatcher.core.turns import (
     Verdict,
     Waits,
 )
-from dispatcher.ports import Lease, LinedUp
+from dispatcher.ports import Claimed, Lease, LinedUp, Permit
+from dispatcher.queue.constants import CLAIM_BYTES
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.replies import facts_of
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument
+from dispatcher.queue.redis.replies import facts_of, lease_of
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Reply
 
 _GOES, _REFUSED = 1, 2
 _WHY_CHARS = 300
@@ -68,21 +70,59 @@ async def line_up(
     turns: Sequence[tuple[Lease, Turn]],
     terms: SequenceTerms,
 ) -> LinedUp:
-    args: list[Argument] = [owner, lease_s, terms.max_idle_s, terms.max_age_s]
-    args += [-1 if terms.max_active is None else terms.max_active, terms.max_waiting, terms.on_error.value]
-    args += [terms.gap_s, int(terms.refuse_after_end)]
-    for lease, turn in turns:
-        args += (lease.entry, lease.token, turn.id, -1 if turn.index is None else turn.index)
-        args += (int(turn.last), int(turn.reset), (turn.on_error or terms.on_error).value)
+    most = -1 if terms.max_active is None else terms.max_active
+    told = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
+    told.append(int(terms.refuse_after_end))
+    asked = [
+        (
+            lease.entry,
+            lease.token,
+            turn.id,
+            -1 if turn.index is None else turn.index,
+            int(turn.last),
+            int(turn.reset),
+            (turn.on_error or terms.on_error).value,
+        )
+        for lease, turn in turns
+    ]
+    args: list[Argument] = [owner, lease_s, _pack(told), _pack(asked)]
     reply = await backend.run("line_up", args)
     facts, verdicts = reply.value
     return LinedUp([_verdict(*told) for told in verdicts], *facts_of(backend, reply, facts))
 
 
+def _goes(index: int, token: bytes, fresh: int, carry: bytes) -> Goes:
+    return Goes(index, token.decode(), carry, bool(fresh))
+
+
+@dataclass(frozen=True, slots=True)
+class TakeOver:
+    """An owner takes what comes next of the sequences of which it settles requests, as a claim would."""
+
+    owner: str
+    lease_s: float
+    nonce: str
+    permit: Permit
+    largest: int
+    """Bytes of the longest member that is moved."""
+
+    def packed(self, backend: Backend) -> bytes:
+        """As hand_over.lua gets it."""
+        permit = self.permit
+        by = permit.limit, backend.server_time(permit.read_at), permit.lost, permit.retry_after_max_s
+        return _pack((self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest, *by))
+
+
+def handed_of(backend: Backend, reply: Reply, handed: Sequence[Any]) -> tuple[Claimed, Sequence[Goes]]:
+    """What hand_over.lua replies."""
+    facts, waiting, flat, turns = handed
+    leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
+    return Claimed(leases, *facts_of(backend, reply, facts), waiting), [_goes(*turn) for turn in turns]
+
+
 def _verdict(how: int, *told: Any) -> Verdict:
     if how == _GOES:
-        index, token, fresh, carry = told
-        return Goes(index, token.decode(), carry, bool(fresh))
+        return _goes(*told)
     if how == _REFUSED:
         code, why = told
         return Barred(ErrorCode(code.decode()), why.decode())

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
+from dispatcher.core.turns import Goes
 from dispatcher.ports import (
     Claimed,
     Counts,
@@ -40,7 +41,7 @@ from dispatcher.queue.redis.overdue import place_of
 from dispatcher.queue.redis.producer import mark
 from dispatcher.queue.redis.replies import dead_of, facts_of, lease_of, line_of
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, source
-from dispatcher.queue.redis.sequences import counted_of, left_by, news_of
+from dispatcher.queue.redis.sequences import TakeOver, counted_of, handed_of, left_by, news_of
 
 _SPLITS = 200
 """Of spans in an outlook, at the most."""
@@ -214,20 +215,31 @@ class SettleReply:
     statuses: Sequence[int]
     dropped: int
     """The dead that went because there were more than dead_max."""
+    claimed: Claimed | None = None
+    """What was handed over; None: nothing was offered, or this is not known."""
+    goes: Sequence[Goes] = ()
+    """For each of those."""
 
 
-async def settle(backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_max: int) -> SettleReply:
-    args: list[Argument] = [*_results_head(backend, ttl_s), dead_max]
+async def settle(
+    backend: Backend, writes: Sequence[Write], *, ttl_s: int, dead_max: int, offer: TakeOver | None = None
+) -> SettleReply:
+    keys, args = _results_keys(backend), [*_results_head(backend, ttl_s), dead_max]
+    args.append("" if offer is None else offer.packed(backend))
+    if offer is not None:
+        keys.append(backend.names.reply(f"{offer.owner}:{offer.nonce}"))
     for write in writes:
         lease, why = write.settlement.lease, write.bury
         args += (lease.entry, lease.token, *_result(backend, write.settlement))
         args += (0, "") if why is None else (1, why)
         args += left_by(write.settlement.turn)
     size = sum(write.size for write in writes)
-    reply = await backend.run("settle", args, _results_keys(backend), size=size)
-    now, dropped, *statuses = reply.value
+    reply = await backend.run("settle", args, keys, size=size)
+    now, dropped, handed, *statuses = reply.value
     backend.saw(reply, now)
-    return SettleReply(statuses, dropped)
+    if not isinstance(handed, list):
+        return SettleReply(statuses, dropped)
+    return SettleReply(statuses, dropped, *handed_of(backend, reply, handed))
 
 
 async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Sequence[int]:
