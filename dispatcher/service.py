@@ -28,9 +28,9 @@ from dispatcher.admin import AdminServer, Views
 from dispatcher.core.budget import Reason
 from dispatcher.core.harvest import Work
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RetryPolicy
-from dispatcher.dispatch import Dispatcher, Journal, Options, SequenceOptions
+from dispatcher.dispatch import Dispatcher, Journal
 from dispatcher.forward import HttpGateway
+from dispatcher.inforce import options_of
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
 from dispatcher.ports import QueueUnavailableError
@@ -48,6 +48,7 @@ from dispatcher.settings.watch import watch
 from dispatcher.signals import capacity
 from dispatcher.signals.capacity import CapacityWatch, Endpoints
 from dispatcher.signals.cluster import NO_CLUSTER, ClusterAccess
+from dispatcher.signals.models import ModelWatch
 from dispatcher.signals.poller import Poller, SourcePoll
 from dispatcher.signals.sources import sources
 from dispatcher.signals.verdict import at_most
@@ -99,7 +100,7 @@ class Service:
         self.journal = Journal(self.metrics)
         self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
-        options = _options(settings, observe)
+        options = options_of(settings, observe=observe)
         self.dispatcher = Dispatcher(
             queue, gateway, self.limiter, options, self.journal, clock=_seconds_since_boot
         )
@@ -112,6 +113,7 @@ class Service:
         )
         self.watch = self._watch_of(settings)
         self._watch_changed = asyncio.Event()
+        self.model_watch = ModelWatch(settings, self.dispatcher.models.heard, access=_access(settings))
         self.pace = PaceWatch(self._slow)
         self.metrics.show(self.status)
         self._watched = Endpoints()
@@ -136,6 +138,7 @@ class Service:
             beside = [
                 tasks.create_task(self.poller.run(), name="signals"),
                 tasks.create_task(self._watching(), name="capacity"),
+                tasks.create_task(self.model_watch.run(), name="models"),
                 tasks.create_task(self.pace.run(), name="pace"),
             ]
             try:
@@ -145,9 +148,7 @@ class Service:
                     task.cancel()
 
     def _watch_of(self, settings: Settings) -> CapacityWatch:
-        # Model servers that the settings name are in no InferencePool, whose absence would close the gate.
-        access = NO_CLUSTER if settings.signals.vllm else ClusterAccess()
-        return CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=access)
+        return CapacityWatch(settings.pool, settings.signals.epp, self._endpoints, access=_access(settings))
 
     async def _watching(self) -> None:
         """Watch the pool's endpoints, and anew where there is another watch."""
@@ -169,7 +170,8 @@ class Service:
         now = _now()
         self.limiter.settings(settings.policy(), now)
         self._tell_capacity(now)
-        self.dispatcher.reconfigure(_options(settings, self._observe))
+        self.dispatcher.reconfigure(options_of(settings, observe=self._observe))
+        self.model_watch.reconfigure(settings)
         if settings.gateway != before.gateway:
             self._gateway.reconfigure(settings.gateway)
         if settings.signals != before.signals or settings.budget != before.budget:
@@ -213,6 +215,7 @@ class Service:
         self._watched = endpoints
         self._tell_capacity(_now())
         self.poller.discovered(endpoints.epp_addresses)
+        self.model_watch.discovered(endpoints)
         self.dispatcher.poke()
 
     def _slow(self) -> None:
@@ -494,26 +497,9 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _options(settings: Settings, observe: bool) -> Options:
-    retry, sequences = settings.retry, settings.sequences
-    return Options(
-        retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts, retry.max_deliveries),
-        lease_s=settings.queue.lease_s,
-        owner_timeout_s=settings.queue.timeout_s(),
-        max_payload_bytes=settings.queue.max_payload_bytes,
-        gateway=f"{settings.gateway.url.bare}{settings.gateway.path}",
-        tenant_from=settings.gateway.fairness_from,
-        path=settings.gateway.path,
-        batching=settings.batching.in_force(),
-        sequences=SequenceOptions(
-            terms=sequences.terms(),
-            header=sequences.header,
-            id_header=sequences.session_id_header,
-            carry=sequences.carries(),
-            max_carry_bytes=sequences.max_carry_bytes,
-        ),
-        observe=observe,
-    )
+def _access(settings: Settings) -> ClusterAccess:
+    # Model servers that the settings name are in no InferencePool, whose absence would close the gate.
+    return NO_CLUSTER if settings.signals.vllm else ClusterAccess()
 
 
 def _now() -> float:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from dispatcher.cli.running import running
 from dispatcher.cli.screen import answer, complain, fail, say, table
-from dispatcher.cli.status import AdminUrl, look, meant
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, warn_of
+from dispatcher.cli.status import AdminUrl, meant
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find, warn_of
 from dispatcher.core.duration import told
 
 EXAMPLES = {
@@ -79,19 +81,16 @@ def show(
     raise fail(f"{name}: no model that is known here{f'; there are {names}' if names else ''}")
 
 
-def _found(config: Any, queue_url: str, queue: str, pool: str, admin_url: str) -> tuple[Models, bool]:
-    """The models, and whether a dispatcher that watches them has said so."""
+def _found(config: Path | None, queue_url: str, queue: str, pool: str, admin_url: str) -> tuple[Models, bool]:
+    """The models, and whether a dispatcher that watches them has told."""
     place, address = meant(config, queue_url, queue, pool, admin_url)
     warn_of(place)
-    shown = asyncio.run(look(place, address, guides=True))
-    dispatcher = shown["dispatcher"]
+    dispatcher, problem = asyncio.run(running(address)) if address else (None, "nothing says where one is")
     if dispatcher is not None and dispatcher.get("models"):
         return dispatcher["models"], True
     if dispatcher is None:
-        complain(f"no dispatcher tells: {shown['dispatcher_problem']}")
-    if shown["queue_problem"]:
-        raise fail(shown["queue_problem"])
-    awaited = shown["models_awaited"]
+        complain(f"no dispatcher tells which are served: {problem}", fg=None)
+    awaited = ask(find(config, queue_url, queue, pool), lambda desk: desk.awaited())
     return [
         _unwatched(name, count) for name, count in sorted(awaited.items(), key=lambda each: -each[1])
     ], False
