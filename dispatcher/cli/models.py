@@ -88,9 +88,9 @@ def _found(config: Path | None, queue_url: str, queue: str, pool: str, admin_url
     dispatcher, problem = asyncio.run(running(address)) if address else (None, "nothing says where one is")
     if dispatcher is not None and dispatcher.get("models"):
         return dispatcher["models"], True
+    awaited = ask(find(config, queue_url, queue, pool), lambda desk: desk.awaited())
     if dispatcher is None:
         complain(f"no dispatcher tells which are served: {problem}", fg=None)
-    awaited = ask(find(config, queue_url, queue, pool), lambda desk: desk.awaited())
     return [
         _unwatched(name, count) for name, count in sorted(awaited.items(), key=lambda each: -each[1])
     ], False

@@ -322,27 +322,27 @@ def _told(model: str) -> str:
     return repr(shortened(model, _NAME_CHARS))
 
 
-class _Named(msgspec.Struct):
+class _ModelField(msgspec.Struct):
     model: str | None = None
 
 
-class _Error(msgspec.Struct):
+class _ServerError(msgspec.Struct):
     message: str = ""
     type: str | None = None
     param: str | None = None
     code: int | str | None = None
 
 
-class _Answer(msgspec.Struct):
+class _ServerAnswer(msgspec.Struct):
     message: str = ""
     type: str | None = None
     param: str | None = None
     code: int | str | None = None
-    error: _Error | str | None = None
+    error: _ServerError | str | None = None
 
 
-_named = msgspec.json.Decoder(_Named)
-_answer = msgspec.json.Decoder(_Answer)
+_named = msgspec.json.Decoder(_ModelField)
+_answer = msgspec.json.Decoder(_ServerAnswer)
 
 
 def model_of(payload: bytes) -> str:
@@ -362,7 +362,7 @@ def says_no_model(status: int, body: bytes, model: str) -> bool:
         answer = _answer.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
-    said = answer.error if isinstance(answer.error, _Error) else answer
+    said = answer.error if isinstance(answer.error, _ServerError) else answer
     if said.code == "model_not_found":
         return True
     if status != 404:

@@ -126,8 +126,8 @@ def after_try(
                 undelivered=decision.undelivered,
                 last_try=decision.last_try,
                 awaits=decision.awaits,
-                request_id=request.id,
-                request_token=request.token,
+                request_id=request.id if decision.awaits else "",
+                request_token=request.token if decision.awaits else "",
             )
         case Bury():
             return _burial(lease, request, decision)

@@ -70,6 +70,18 @@ class Row:
     """Its happy path is tried in the long form alone."""
 
 
+MODEL = {
+    "name",
+    "state",
+    "serving",
+    "endpoints",
+    "unread",
+    "since_s",
+    "named",
+    "denied",
+    "waiting",
+    "sentence",
+}
 REQUEST = {
     *("id", "state", "place", "entry", "score", "priority", "deadline", "created", "deliveries", "attempts"),
     *(
@@ -204,6 +216,8 @@ ROWS = {
     "sequences forget": Row(
         happy=("chat-8",), empty=1, wrong=((), ("a", "b")), fields={"": {"id", "forgotten", "why"}}
     ),
+    "models list": Row(wrong=(("--nonsense",), ("qwen",)), fields={"": MODEL}, table=True),
+    "models show": Row(happy=("qwen",), empty=1, wrong=((), ("a", "b")), fields={"": MODEL}),
     "queue copy": Row(
         happy=("--from", "{url}", "--to", "{other}", "--live", "--pool", POOL),
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
@@ -309,6 +323,9 @@ async def furnish(place: Place) -> None:
             client.lpush(NAMES.answers(name), answered(name, 200, b'{"text": "hello"}'))
     async with queues(place.server.url, "owner", names=NAMES) as (queue,):
         await furnish_sequence(queue)
+        await queue.submit([Submission(encode_member("early", b"{}", LATER), LATER)])
+        (early,) = (await claim(queue, 1)).leases
+        await queue.release([Release(early, undelivered=True, awaits="qwen")])
         for at, name in enumerate(("dead", "delayed", "running", "first", "second", "third" + "-" * 90)):
             token = f"token-of-{name}"
             member = encode_member(name.rstrip("-"), b'{"prompt": "hi"}', LATER + at, token=token)

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -347,7 +347,7 @@ class Stage:
         return World(urls["gateway"], urls["metrics"], http)
 
     def settings(
-        self, world: World, *, max_sys: int | None = 32, **sections: Mapping[str, Any]
+        self, world: World, *, max_sys: int | None = 32, **sections: Mapping[str, Any] | Sequence[Any]
     ) -> dict[str, Any]:
         """A configuration for this world and the stage's Redis: readings each second, short leases."""
         plain = {

@@ -180,6 +180,7 @@ def test_label_values_are_no_names_of_the_code() -> None:
     assert series.OUTCOMES[Delivered] == "delivered"
     assert set(series.OUTCOMES.values()) == {
         "delivered", "overloaded", "failed", "unreachable", "toolarge", "refused", "expired", "unsent",
+        "nomodel",
     }  # fmt: skip
     assert set(series.ENDINGS.values()) == {"settlement", "release", "burial"}
     assert set(series.ANSWERS) == {"done", "lost", "bad-list", "too-large"} == {str(each) for each in Settled}

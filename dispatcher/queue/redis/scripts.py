@@ -129,8 +129,10 @@ def _prelude(text: str) -> str:
 
 
 def _whole(name: str) -> tuple[str, str]:
+    """The script itself is a function in what it stands on: each of the two may have 200 locals."""
     parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
-    text = "\n".join(_LUA[part] for part in parts)
+    *below, script = (_LUA[part] for part in parts)
+    text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
     text = f"{_prelude(text)}\n{text}" if "common" in parts else text
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 

@@ -88,9 +88,8 @@ async def claim(
     probing: bool = False,
 ) -> ClaimReply:
     """`largest`: bytes of the longest member that is moved whole."""
-    args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, secrets.token_hex(16)]
-    args += [REPLY_TTL_S, int(probing), *_permit(backend, permit), largest, max(0, units)]
-    args += rooms(lanes).values()
+    args: list[Argument] = [*me.arguments, most, CLAIM_BYTES, secrets.token_hex(16), REPLY_TTL_S]
+    args += [int(probing), *_permit(backend, permit), largest, max(0, units), *rooms(lanes).values()]
     reply = await backend.run("claim", args, [backend.names.reply(f"{me.owner}:{nonce}")])
     facts, waiting, flat = reply.value
     count, shared = facts_of(backend, reply, facts)
