@@ -139,7 +139,8 @@ class World:
     `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
     once. `queue_limit`: so many may wait before the pods, or in them where all are let in. `outages`: (from,
     until) in which the gateway accepts nobody; at its start it drops every connection, and the pool stops
-    what was running for them.
+    what was running for them. `on_start`: a batch request has got a slot, and leaves it at that time unless
+    it is gone before.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class World:
         pods_at: Sequence[tuple[float, int]] = (),
         lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
         outages: Sequence[tuple[float, float]] = (),
+        on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
         on_finish: Callable[[Job], None] = lambda job: None,
         on_gone: Callable[[Job], None] = lambda job: None,
         on_pods: Callable[[int], None] = lambda pods: None,
@@ -167,7 +169,7 @@ class World:
         """The most requests there ever were, running and waiting."""
         self._reserve = reserve
         self._queue_limit = inf if queue_limit is None else queue_limit
-        self.on_finish, self.on_gone = on_finish, on_gone
+        self.on_start, self.on_finish, self.on_gone = on_start, on_finish, on_gone
         self._on_pods = on_pods
         self._lets_in = lets_in
         self._realtime = iter(realtime)
@@ -229,6 +231,14 @@ class World:
         if self._changes and self._changes[-1][0] < at:
             at = self._changes[-1][0]
         return at
+
+    def next_change_at(self) -> float:
+        """When its slots, its pods or the gateway next change."""
+        return self._changes[-1][0] if self._changes else inf
+
+    @property
+    def batch_waiting(self) -> bool:
+        return bool(self._inside[True] or self._outside[True])
 
     def advance(self, to: float) -> None:
         """Live through everything that happens until `to`, and be there."""
@@ -323,6 +333,8 @@ class World:
         self._starts += 1  # equal ends leave in the order of their starts
         end = self.now + job.work_s * slowdown(pod.running, pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
+        if job.batch:
+            self.on_start(job, end)
 
     def _stops(self, pod: Pod, job: Job) -> None:
         self._running[job.batch] -= 1
