@@ -368,7 +368,7 @@ class Dispatcher:
                 self._done.append(ending)
                 continue
             lease = endings.lease_of(ending)
-            held = self._drop(lease.token)
+            held = self._forget(lease.token)  # the turn goes on to claim for it: no other one is needed
             self._journal.ended(held, ending, answer, at, unix_now)
             at_once = (
                 ending.delay_s <= 0 if isinstance(ending, Release) else endings.turn_of(ending) is not None
@@ -378,6 +378,9 @@ class Dispatcher:
 
     def _drop(self, token: str) -> HeldLease | None:
         self.poke()
+        return self._forget(token)
+
+    def _forget(self, token: str) -> HeldLease | None:
         self._tries.batching.forget(token)
         return self._holding.drop(token)
 
