@@ -22,8 +22,9 @@ import asyncio
 import random
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter
@@ -295,10 +296,11 @@ class Dispatcher:
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]
-        gone = await self._weighing.without_room(read, permit, self.limiter.most)
+        gone = await self._weighing.without_room(read, permit, self.limiter)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
         cancelled = await self._access.cancelled([held for held, _ in cases])
-        unfit = await self._queue.refused_lists({case.request.results for _, case in cases} - {""})
+        lists = {case.request.results for _, case in cases} - {""}
+        unfit = await self._queue.refused_lists(lists) if lists else {}
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
         may_send = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
         for (held, case), yes in zip(cases, cancelled, strict=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import SequenceCounts, SequenceTerms, Turn, TurnEnd, Verdict
 
 
-@dataclass(frozen=True, slots=True)
-class Overload:
+class Overload(msgspec.Struct, frozen=True):
     """The newest refusal for overload that any replica saw."""
 
     at: float
@@ -31,8 +32,7 @@ class Overload:
         return min(self.until, self.at + most_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
+class Permit(msgspec.Struct, frozen=True):
     """What a claim may assume: the limit, and how old the knowledge behind it is."""
 
     limit: int
@@ -45,8 +45,7 @@ class Permit:
     """No refusal is waited for longer, whatever is stored of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """One request, held by one owner until it is settled, released, buried, or its time runs out."""
 
     entry: int
@@ -69,8 +68,7 @@ class Lease:
     """What the last try that counted came to; empty: there was none, or of a version that does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leases:
+class Leases(msgspec.Struct, frozen=True):
     """A count of leases at one moment, in units."""
 
     at: float
@@ -87,8 +85,7 @@ class Leases:
     """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(msgspec.Struct, frozen=True):
     """What the replicas of one queue tell each other through it."""
 
     limit: int | None
@@ -101,8 +98,7 @@ class Shared:
     paused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Weighed:
+class Weighed(msgspec.Struct, frozen=True):
     fits: Sequence[bool]
     """For each lease: it counts what it weighs. False: it is no longer the caller's, and was given back to
     its place, undelivered, unless somebody else has it by now."""
@@ -110,16 +106,14 @@ class Weighed:
     shared: Shared
 
 
-@dataclass(frozen=True, slots=True)
-class LinedUp:
+class LinedUp(msgspec.Struct, frozen=True):
     verdicts: Sequence[Verdict]
     """For each lease."""
     count: Leases
     shared: Shared
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(msgspec.Struct, frozen=True):
     leases: Sequence[Lease]
     count: Leases
     shared: Shared
@@ -181,8 +175,7 @@ class Burial:
     """One sentence for the operator."""
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(msgspec.Struct, frozen=True):
     lost: Sequence[int]
     """Entries whose lease is no longer the caller's."""
     count: Leases
