@@ -201,10 +201,10 @@ def _ends(waited_for: asyncio.Future[End | None]) -> None:
 
 def _outcome(end: End | None, request: Request) -> Outcome:
     match end:
+        case End.ANSWERED:  # first, for most are
+            return Delivered(200, b'{"id":"%s"}' % request.id.encode())
         case None:
             return TooLate()
-        case End.ANSWERED:
-            return Delivered(200, b'{"id":"%s"}' % request.id.encode())
         case End.REFUSED:
             return Overloaded(429, "rejected-saturated", capacity=True)
         case End.UNREACHABLE:

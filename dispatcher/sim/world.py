@@ -242,13 +242,14 @@ class World:
 
     def advance(self, to: float) -> None:
         """Live through everything that happens until `to`, and be there."""
+        ends = self._ends
         while (at := self.next_event_at()) <= to:
             if at > self.now:
                 self._pass_time(at)
             if self._changes and self._changes[-1][0] == at:
                 self._changes.pop()[1]()
-            elif self._ends and self._ends[0][0] == at:
-                self._finish(heapq.heappop(self._ends)[2])
+            elif ends and ends[0][0] == at:
+                self._finish(heapq.heappop(ends)[2])
             elif self._next_realtime is not None:
                 job = self._next_realtime[1]
                 self._next_realtime = next(self._realtime, None)
@@ -365,11 +366,11 @@ class World:
         self.on_finish(job)
 
     def _realtime_arrives(self, job: Job) -> None:
-        match self._admit(job):
-            case Arrival.REFUSED:
-                self.realtime_refused += 1
-            case Arrival.UNREACHABLE:
-                self.realtime_unreachable += 1
+        arrival = self._admit(job)
+        if arrival is Arrival.REFUSED:
+            self.realtime_refused += 1
+        elif arrival is Arrival.UNREACHABLE:
+            self.realtime_unreachable += 1
 
     def _becomes(self, slots: int) -> None:
         self._per_pod = slots / max(1, len(self._pods))
