@@ -457,7 +457,7 @@ class Turning(Dispatcher):
     turns = 0
 
     @property
-    def turned_at(self) -> float:  # type: ignore[override]
+    def turned_at(self) -> float:
         return 0.0
 
     @turned_at.setter

@@ -8,6 +8,7 @@ is asked of a server: unfit, permits.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -300,6 +301,6 @@ def outlook(line: Line, me: Caller) -> LineAhead:
         )
         for owner in owners
     ]
-    spans, heads = lying((score, member) for score, member, _ in line.waiting())
+    spans, heads = lying(map(itemgetter(0, 1), line.waiting()))
     leased = len(pool.grants)
     return LineAhead(pool.unix_now(), spans, heads, pool.settled, leased, replicas[:REPLICAS], len(owners))
