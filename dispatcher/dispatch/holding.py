@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
-
-from msgspec.structs import replace
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.request import Request

@@ -22,9 +22,8 @@ import asyncio
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-
-from msgspec.structs import replace
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter

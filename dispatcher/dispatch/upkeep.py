@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-
-from msgspec.structs import replace
+from dataclasses import replace
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason

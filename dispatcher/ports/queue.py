@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-import msgspec
-
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import SequenceCounts, SequenceTerms, Turn, TurnEnd, Verdict
 
 
-class Overload(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Overload:
     """The newest refusal for overload that any replica saw."""
 
     at: float
@@ -32,7 +31,8 @@ class Overload(msgspec.Struct, frozen=True):
         return min(self.until, self.at + most_s)
 
 
-class Permit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Permit:
     """What a claim may assume: the limit, and how old the knowledge behind it is."""
 
     limit: int
@@ -45,7 +45,8 @@ class Permit(msgspec.Struct, frozen=True):
     """No refusal is waited for longer, whatever is stored of it."""
 
 
-class Lease(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Lease:
     """One request, held by one owner until it is settled, released, buried, or its time runs out."""
 
     entry: int
@@ -68,7 +69,8 @@ class Lease(msgspec.Struct, frozen=True):
     """What the last try that counted came to; empty: there was none, or of a version that does not say."""
 
 
-class Leases(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Leases:
     """A count of leases at one moment, in units."""
 
     at: float
@@ -85,7 +87,8 @@ class Leases(msgspec.Struct, frozen=True):
     """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
 
 
-class Shared(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Shared:
     """What the replicas of one queue tell each other through it."""
 
     limit: int | None
@@ -98,7 +101,8 @@ class Shared(msgspec.Struct, frozen=True):
     paused: bool
 
 
-class Weighed(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Weighed:
     fits: Sequence[bool]
     """For each lease: it counts what it weighs. False: it is no longer the caller's, and was given back to
     its place, undelivered, unless somebody else has it by now."""
@@ -106,14 +110,16 @@ class Weighed(msgspec.Struct, frozen=True):
     shared: Shared
 
 
-class LinedUp(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class LinedUp:
     verdicts: Sequence[Verdict]
     """For each lease."""
     count: Leases
     shared: Shared
 
 
-class Claimed(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Claimed:
     leases: Sequence[Lease]
     count: Leases
     shared: Shared
@@ -175,7 +181,8 @@ class Burial:
     """One sentence for the operator."""
 
 
-class Renewed(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, slots=True)
+class Renewed:
     lost: Sequence[int]
     """Entries whose lease is no longer the caller's."""
     count: Leases

@@ -27,7 +27,7 @@ class StuckError(RuntimeError):
     """Every task waits for something that no timer will bring about."""
 
 
-class _Handle(list[Any]):
+class _Due(list[Any]):
     """When, its number, the callback (None: cancelled), the arguments, the context. So timers are compared
     without asking a method of ours, and of those of the same time the one that was set first goes first."""
 
@@ -49,8 +49,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
-        self._next: deque[_Handle] = deque()
-        self._timers: list[_Handle] = []
+        self._next: deque[_Due] = deque()
+        self._timers: list[_Due] = []
         self._numbers = count(1)
         self._tidy_at = LITTER
         """So many timers, and those that are cancelled are dropped."""
@@ -65,28 +65,28 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Handle:
-        handle = _Handle((0.0, 0, callback, args, copy_context() if context is None else context))
+    ) -> _Due:
+        handle = _Due((0.0, 0, callback, args, copy_context() if context is None else context))
         self._next.append(handle)
         return handle
 
     def call_soon_threadsafe(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Handle:
+    ) -> _Due:
         handle = self.call_soon(callback, *args, context=context)
         self._write_to_self()  # type: ignore[attr-defined]
         return handle
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Handle:
+    ) -> _Due:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> _Handle:
+    ) -> _Due:
         context = copy_context() if context is None else context
-        timer = _Handle((when, next(self._numbers), callback, args, context))
+        timer = _Due((when, next(self._numbers), callback, args, context))
         if len(self._timers) > self._tidy_at:
             self._tidy()
         heapq.heappush(self._timers, timer)

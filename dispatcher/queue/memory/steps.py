@@ -8,10 +8,9 @@ is asked of a server: unfit, permits.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import NamedTuple
-
-from msgspec.structs import replace
 
 from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
