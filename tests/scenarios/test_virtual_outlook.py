@@ -50,7 +50,7 @@ async def test_a_closed_gate_puts_all_that_wait_at_risk(stage: Stage) -> None:
     first = view.outlook
     assert first is not None
     assert first.at_risk is None, "nobody knows what the pool can do"
-    await asyncio.sleep(60)
+    await asyncio.sleep(65)
     assert view.outlook is not None
     assert (view.outlook.at_risk, view.outlook.service_rate) == (100, 0)
 
