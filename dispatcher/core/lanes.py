@@ -25,6 +25,8 @@ SUSPECT_DEATHS = 2
 class Lane(enum.Enum):
     """By the suffix of its set. In the order in which a claim tells the scripts of them."""
 
+    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+
     SUSPECTS = "suspects"
     """Its owners died, often enough that it may be what killed them."""
     SEQUENCED = "sequenced"
@@ -38,7 +40,7 @@ ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 def rooms(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
     """How many of each lane a claim may take that asks for so many: none of one that is closed, or not
     named."""
-    return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in Lane}
+    return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in ONE_OF_EACH}
 
 
 def lane_of(deaths: int, *, in_line: bool = False) -> Lane | None:

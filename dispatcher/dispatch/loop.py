@@ -106,7 +106,7 @@ class Dispatcher:
         self.view: QueueView = self._access.view
         self.batching: Batching = self._tries.batching
         self.lineup: LineUp = self._tries.lineup
-        self._handing = HandingIn(self._access, self._lanes, journal, self._drop)
+        self._handing = HandingIn(self._access, self._lanes, journal, self._forget)
         self._free: float | None = None
         self._free_by = float("nan"), 0
         """The reading and the limit by which it was free: while the gate is open it changes with either."""
@@ -308,10 +308,11 @@ class Dispatcher:
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]
-        gone = await self._weighing.without_room(read, permit, self.limiter.most)
+        gone = await self._weighing.without_room(read, permit, self.limiter)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
         cancelled = await self._access.cancelled([held for held, _ in cases])
-        unfit = await self._queue.refused_lists({case.request.results for _, case in cases} - {""})
+        lists = {case.request.results for _, case in cases} - {""}
+        unfit = await self._queue.refused_lists(lists) if lists else {}
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
         may_send = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
         for (held, case), yes in zip(cases, cancelled, strict=True):
@@ -379,6 +380,9 @@ class Dispatcher:
 
     def _drop(self, token: str) -> HeldLease | None:
         self.poke()
+        return self._forget(token)
+
+    def _forget(self, token: str) -> HeldLease | None:
         self._tries.batching.forget(token)
         return self._holding.drop(token)
 
