@@ -28,6 +28,8 @@ MODEL_BYTES = 256
 class Lane(enum.Enum):
     """By the suffix of its set. In the order in which a claim tells the scripts of them."""
 
+    __hash__ = object.__hash__  # each is there once; Enum's own hashes its name, each time
+
     SUSPECTS = "suspects"
     """Its owners died, often enough that it may be what killed them."""
     SEQUENCED = "sequenced"
@@ -43,7 +45,7 @@ ONE_OF_EACH: Mapping[Lane, int] = MappingProxyType(dict.fromkeys(Lane, 1))
 def rooms(lanes: Mapping[Lane, int]) -> dict[Lane, int]:
     """How many of each lane a claim may take that asks for so many: none of one that is closed, or not
     named."""
-    return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in Lane}
+    return {lane: 0 if lane in CLOSED else max(0, lanes.get(lane, 0)) for lane in ONE_OF_EACH}
 
 
 def lane_of(deaths: int, *, in_line: bool = False, awaits: bool = False) -> Lane | None:

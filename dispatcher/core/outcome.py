@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import assert_never
 
+import msgspec
+
 from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.plain import plain, shortened
 from dispatcher.core.result import ErrorCode
@@ -24,8 +26,7 @@ TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-
 _NOT_ADMITTED = b"request cannot be admitted"
 
 
-@dataclass(frozen=True, slots=True)
-class Delivered:
+class Delivered(msgspec.Struct, frozen=True):
     """The gateway answered, and no retry would change the answer: 2xx, and 4xx that retrying cannot mend."""
 
     status: int
@@ -122,8 +123,7 @@ class RetryPolicy:
     """Owners that may die with it while it runs apart from other suspects; one more and it is dead."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(msgspec.Struct, frozen=True):
     """The gateway's answer is the result, and the request is over."""
 
     status: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from asyncio import get_running_loop
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -254,4 +255,4 @@ def withheld(claimed: Claimed, permit: Permit) -> str:
 
 
 def now() -> float:
-    return asyncio.get_running_loop().time()
+    return get_running_loop().time()

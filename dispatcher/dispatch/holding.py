@@ -39,7 +39,7 @@ class Try:
     """Units of those that have left it, and are still at the gateway with it."""
 
     def __post_init__(self) -> None:
-        self.units = max(1, sum(held.lease.units for held in self.riders))
+        self.units = max(1, sum([held.lease.units for held in self.riders]))
 
 
 @dataclass(slots=True, eq=False)

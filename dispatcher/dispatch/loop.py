@@ -36,15 +36,12 @@ from dispatcher.core.units import units_of
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
-from dispatcher.dispatch.batching import Batching
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.handing import HandingIn
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
-from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.options import Options
-from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
 from dispatcher.dispatch.weighing import Weighing
@@ -105,10 +102,10 @@ class Dispatcher:
             self._drop,
         )
         self.view: QueueView = self._access.view
-        self.batching: Batching = self._tries.batching
-        self.lineup: LineUp = self._tries.lineup
-        self.models: Models = self._tries.models
-        self._handing = HandingIn(self._access, self._lanes, journal, self._drop)
+        self.batching = self._tries.batching
+        self.lineup = self._tries.lineup
+        self.models = self._tries.models
+        self._handing = HandingIn(self._access, self._lanes, journal, self._forget)
         self._free: float | None = None
         self._free_by = float("nan"), 0
         """The reading and the limit by which it was free: while the gate is open it changes with either."""
@@ -129,8 +126,7 @@ class Dispatcher:
             await self._upkeep.take_over()
             beside = self._upkeep.start(tasks)
             beside.append(tasks.create_task(self._turns(), name="turns"))
-            if not self._options.observe:
-                beside.append(tasks.create_task(self.models.recalling(), name="recall"))
+            beside.append(tasks.create_task(self.models.recalling(), name="recall"))
             self.poke()
             await self._stop.wait()
             await self._run_dry()
@@ -310,10 +306,11 @@ class Dispatcher:
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]
-        gone = await self._weighing.without_room(read, permit, self.limiter.most)
+        gone = await self._weighing.without_room(read, permit, self.limiter)
         cases = [each for each in cases if each[0].lease.token not in gone] if gone else cases
         cancelled = await self._access.cancelled([held for held, _ in cases])
-        unfit = await self._queue.refused_lists({case.request.results for _, case in cases} - {""})
+        lists = {case.request.results for _, case in cases} - {""}
+        unfit = await self._queue.refused_lists(lists) if lists else {}
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
         may_send = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
         for (held, case), yes in zip(cases, cancelled, strict=True):
@@ -383,6 +380,9 @@ class Dispatcher:
 
     def _drop(self, token: str) -> HeldLease | None:
         self.poke()
+        return self._forget(token)
+
+    def _forget(self, token: str) -> HeldLease | None:
         self._tries.batching.forget(token)
         return self._holding.drop(token)
 

@@ -60,6 +60,7 @@ class Models:
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
+        self._observes = options.observe
         if options.models is None:
             self._pool = None
         elif self._pool is None:
@@ -125,9 +126,10 @@ class Models:
         return outcome  # nobody expects it: this is the answer
 
     async def recalling(self) -> None:
-        """See to it that nothing waits for a model that is there."""
+        """See to it that nothing waits for a model that is there; who only observes sees to nothing."""
         while True:
-            await self._recall()
+            if not self._observes:
+                await self._recall()
             pause_s = UNWATCHED_EACH_S if self._pool is None else RECALL_EACH_S
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Set
+from typing import Protocol
 
 from dispatcher.core.request import Request
 from dispatcher.core.units import Weights
@@ -12,6 +13,15 @@ from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.ports import Permit
 
 Read = tuple[HeldLease, Request]
+
+
+class Bounded(Protocol):
+    """What is known of the limit; asked where it matters."""
+
+    @property
+    def most(self) -> int | None:
+        """All that it can be."""
+        ...
 
 
 class Weighing:
@@ -55,12 +65,12 @@ class Weighing:
                 weights.append((first, 1))
         return await self._weigh(weights, permit) if weights else frozenset()
 
-    async def without_room(self, read: list[Read], permit: Permit, most: int | None) -> Set[str]:
+    async def without_room(self, read: list[Read], permit: Permit, limit: Bounded) -> Set[str]:
         """The tokens of those that weigh more than there is room for. They are given back: by the queue, or
         where it cannot be asked by us.
 
-        One that is heavier than `most`, which is all that the limit can be, counts that: it goes alone, when
-        the pool has room for all that it may take.
+        One that is heavier than `limit.most`, which is all that the limit can be, counts that: it goes alone,
+        when the pool has room for all that it may take.
         """
         weighed = []
         for held, request in read:
@@ -68,7 +78,9 @@ class Weighing:
             self._weights.seen(share)
             if share < 1:
                 continue
-            units = int(share) if most is None else min(int(share), max(1, most))
+            units = int(share)
+            if units > 1 and (most := limit.most) is not None:
+                units = min(units, max(1, most))
             if units != held.lease.units:
                 weighed.append((held, units))
         return await self._weigh(weighed, permit) if weighed else frozenset()

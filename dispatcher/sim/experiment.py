@@ -144,7 +144,11 @@ class _Experiment:
         self._loop = asyncio.get_running_loop()
         send_s, answer_s = setting.ways_s
         self._road = Road(
-            world, send_s=send_s, answer_s=answer_s, on_realtime=self._answered, on_change=self._changed
+            world,
+            send_s=send_s,
+            answer_s=answer_s,
+            on_realtime=self._answered,
+            on_change=self._fill if name is Name.ALL_KNOWING else None,
         )
         self._exporter = setting.exporter
         self._run = Run(name, setting.seconds)
@@ -221,10 +225,6 @@ class _Experiment:
     def _answered(self, realtime: Job) -> None:
         self._run.waits.append(realtime.started_at - realtime.arrived_at)
         self._run.latencies.append(realtime.finished_at - realtime.arrived_at)
-
-    def _changed(self) -> None:
-        if self._policy.all_knowing:
-            self._fill()
 
     def _scrape(self, at: float) -> None:
         setting, call_at = self._setting, self._loop.call_at

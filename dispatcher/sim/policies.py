@@ -27,8 +27,6 @@ POLL_S = 0.2
 class Policy:
     """What all have in common: a count of what is out, and a pause after a refusal."""
 
-    all_knowing = False
-
     def __init__(self, budgeting: Budgeting, slots: int) -> None:
         self.budgeting = budgeting
         self.workers = slots * WORKERS_PER_SLOT
@@ -94,8 +92,6 @@ class NoBatch(Policy):
 
 class AllKnowing(Policy):
     """Knows the pool at every moment and at once: nothing can harvest more within the reserve."""
-
-    all_knowing = True
 
     def __init__(self, budgeting: Budgeting, slots: int, fill: Callable[[], int]) -> None:
         super().__init__(budgeting, slots)

@@ -1,7 +1,12 @@
 """The way between a dispatcher and the simulated pool, on the running loop: requests and answers travel.
 
-The loop is a virtual one (`virtual.run`): the road wakes whenever the world changes by itself, and carries
-what happens there back to whoever sent the request. `RoadGateway` is that road as the dispatch loop knows it.
+The loop is a virtual one (`virtual.run`): the road brings the world up to the loop's time where it has to be
+looked at, and carries what happens there back to whoever sent the request. `RoadGateway` is that road as the
+dispatch loop knows it.
+
+What happens in the world by itself is mostly realtime's coming and going, and then nobody need wake for it:
+when a batch request starts it is known when its answer will be back. So the road wakes at each change of the
+world only while a batch request waits there, or somebody wants to hear of every change.
 """
 
 from __future__ import annotations
@@ -36,9 +41,10 @@ class End(Enum):
 
 class Road:
     """Takes requests to the world, and answers back. It drives the world: nobody else advances it into the
-    future, and its `on_finish` and `on_gone` are taken.
+    future, and its `on_start`, `on_finish` and `on_gone` are taken. Ask for `now` before you look at it.
 
-    `on_realtime`: a realtime request was answered. `on_change`: the world has changed by itself.
+    `on_realtime`: a realtime request was answered; told some time after it was, in the order in which they
+    were. `on_change`: the world has changed by itself, told at once.
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Road:
         send_s: float = SEND_S,
         answer_s: float = ANSWER_S,
         on_realtime: Callable[[Job], None] = lambda job: None,
-        on_change: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] | None = None,
     ) -> None:
         self.world = world
         self.travelling = 0
@@ -64,7 +70,7 @@ class Road:
         self._loop = asyncio.get_running_loop()
         self._backs: dict[Job, Callable[[End], None]] = {}
         self._wakes_at = inf
-        world.on_finish, world.on_gone = self._finished, self._gone
+        world.on_start, world.on_finish, world.on_gone = self._started, self._finished, self._gone
         self._wind()
 
     def now(self) -> float:
@@ -95,10 +101,19 @@ class Road:
             self._answer(job, End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE)
         self._wind()
 
+    def _started(self, job: Job, ends_at: float) -> None:
+        self._loop.call_at(ends_at + self._answer_s, self._answered, job, ends_at)
+
+    def _answered(self, job: Job, at: float) -> None:
+        """The answer to a request that ended at that time is back, if it did."""
+        self.world.advance(at)
+        if not job.gone:
+            self._arrived_back(job, End.ANSWERED)
+
     def _finished(self, job: Job) -> None:
         if job.batch:
             self.tokens += job.tokens
-            self._answer(job, End.ANSWERED)
+            self.ended[End.ANSWERED] += 1
         else:
             self._on_realtime(job)
 
@@ -116,8 +131,13 @@ class Road:
             back(how)
 
     def _wind(self) -> None:
-        """Wake when the world next changes by itself."""
-        at = self.world.next_event_at()
+        """Wake when the world next changes by itself, if that is of use to anybody."""
+        world = self.world
+        at = (
+            world.next_change_at()
+            if self._on_change is None and not world.batch_waiting
+            else world.next_event_at()
+        )
         if at < self._wakes_at:
             self._wakes_at = at
             self._loop.call_at(at, self._wake, at)
@@ -126,7 +146,8 @@ class Road:
         if at >= self._wakes_at:
             self._wakes_at = inf
         self.world.advance(at)
-        self._on_change()
+        if self._on_change is not None:
+            self._on_change()
         self._wind()
 
 
@@ -180,10 +201,10 @@ def _ends(waited_for: asyncio.Future[End | None]) -> None:
 
 def _outcome(end: End | None, request: Request) -> Outcome:
     match end:
+        case End.ANSWERED:  # first, for most are
+            return Delivered(200, b'{"id":"%s"}' % request.id.encode())
         case None:
             return TooLate()
-        case End.ANSWERED:
-            return Delivered(200, b'{"id":"%s"}' % request.id.encode())
         case End.REFUSED:
             return Overloaded(429, "rejected-saturated", capacity=True)
         case End.UNREACHABLE:

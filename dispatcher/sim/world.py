@@ -139,7 +139,8 @@ class World:
     `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
     once. `queue_limit`: so many may wait before the pods, or in them where all are let in. `outages`: (from,
     until) in which the gateway accepts nobody; at its start it drops every connection, and the pool stops
-    what was running for them.
+    what was running for them. `on_start`: a batch request has got a slot, and leaves it at that time unless
+    it is gone before.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class World:
         pods_at: Sequence[tuple[float, int]] = (),
         lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
         outages: Sequence[tuple[float, float]] = (),
+        on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
         on_finish: Callable[[Job], None] = lambda job: None,
         on_gone: Callable[[Job], None] = lambda job: None,
         on_pods: Callable[[int], None] = lambda pods: None,
@@ -167,7 +169,7 @@ class World:
         """The most requests there ever were, running and waiting."""
         self._reserve = reserve
         self._queue_limit = inf if queue_limit is None else queue_limit
-        self.on_finish, self.on_gone = on_finish, on_gone
+        self.on_start, self.on_finish, self.on_gone = on_start, on_finish, on_gone
         self._on_pods = on_pods
         self._lets_in = lets_in
         self._realtime = iter(realtime)
@@ -230,15 +232,24 @@ class World:
             at = self._changes[-1][0]
         return at
 
+    def next_change_at(self) -> float:
+        """When its slots, its pods or the gateway next change."""
+        return self._changes[-1][0] if self._changes else inf
+
+    @property
+    def batch_waiting(self) -> bool:
+        return bool(self._inside[True] or self._outside[True])
+
     def advance(self, to: float) -> None:
         """Live through everything that happens until `to`, and be there."""
+        ends = self._ends
         while (at := self.next_event_at()) <= to:
             if at > self.now:
                 self._pass_time(at)
             if self._changes and self._changes[-1][0] == at:
                 self._changes.pop()[1]()
-            elif self._ends and self._ends[0][0] == at:
-                self._finish(heapq.heappop(self._ends)[2])
+            elif ends and ends[0][0] == at:
+                self._finish(heapq.heappop(ends)[2])
             elif self._next_realtime is not None:
                 job = self._next_realtime[1]
                 self._next_realtime = next(self._realtime, None)
@@ -323,6 +334,8 @@ class World:
         self._starts += 1  # equal ends leave in the order of their starts
         end = self.now + job.work_s * slowdown(pod.running, pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
+        if job.batch:
+            self.on_start(job, end)
 
     def _stops(self, pod: Pod, job: Job) -> None:
         self._running[job.batch] -= 1
@@ -353,11 +366,11 @@ class World:
         self.on_finish(job)
 
     def _realtime_arrives(self, job: Job) -> None:
-        match self._admit(job):
-            case Arrival.REFUSED:
-                self.realtime_refused += 1
-            case Arrival.UNREACHABLE:
-                self.realtime_unreachable += 1
+        arrival = self._admit(job)
+        if arrival is Arrival.REFUSED:
+            self.realtime_refused += 1
+        elif arrival is Arrival.UNREACHABLE:
+            self.realtime_unreachable += 1
 
     def _becomes(self, slots: int) -> None:
         self._per_pod = slots / max(1, len(self._pods))

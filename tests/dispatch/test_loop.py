@@ -14,7 +14,7 @@ from dispatcher.core.budget import Reading, Reason, Signal
 from dispatcher.core.outcome import Outcome, Overloaded, RetryPolicy, Unreachable
 from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request, encode_member
-from dispatcher.dispatch import Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.loop import GATHER_S, LARGE_BYTES
 from dispatcher.ports import (
     Burial,
@@ -26,8 +26,12 @@ from dispatcher.ports import (
     Settlement,
     Submission,
 )
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.sim.virtual import run
 from dispatcher.telemetry.events import Event
-from tests.dispatch.scene import Answers, Scene, perform
+from dispatcher.telemetry.metrics import Metrics
+from tests.dispatch.scene import Answers, Scene, open_limiter, perform
+from tests.queue.made import member
 
 AWAY = QueueUnavailableError("Redis did not answer in time")
 
@@ -445,6 +449,41 @@ def test_while_a_probe_runs_the_queue_is_not_asked_for_another() -> None:
 
 
 # Turning, settings, the end.
+
+
+class Turning(Dispatcher):
+    """It counts its turns."""
+
+    turns = 0
+
+    @property
+    def turned_at(self) -> float:
+        return 0.0
+
+    @turned_at.setter
+    def turned_at(self, _at: float) -> None:
+        self.turns += 1
+
+
+def test_completion_takes_one_turn_that_hands_in_and_claims() -> None:
+    async def main() -> None:
+        store, gateway = MemoryStore(clock=asyncio.get_running_loop().time), Answers()
+        gateway.takes_s = 0.25
+        queue, journal = MemoryQueue(store, "a"), Journal(Metrics())
+        dispatcher = Turning(queue, gateway, open_limiter(), Options(RetryPolicy()), journal)
+        task = asyncio.create_task(dispatcher.run())
+        await asyncio.sleep(0.5)
+        for number in range(100):
+            store.add(member(f"r-{number:03d}"), float(number))
+        await asyncio.sleep(1.0)
+        before, sent = dispatcher.turns, len(gateway.sent)
+        await asyncio.sleep(1.0)
+        assert len(gateway.sent) - sent == 36
+        assert dispatcher.turns - before <= 10, "four completions of nine, and five looks at the queue"
+        dispatcher.drain(1.0)
+        await task
+
+    run(main(), start=2.0)
 
 
 def test_loop_turns_each_second_though_nothing_happens() -> None:

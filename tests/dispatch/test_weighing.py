@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 
@@ -29,6 +30,13 @@ class Counting(MemoryQueue):
     async def weigh(self, weights: Sequence[tuple[Lease, int]], permit: Permit) -> Weighed:
         self.weighed.append([units for _, units in weights])
         return await super().weigh(weights, permit)
+
+
+@dataclass
+class Most:
+    """As the limiter says it."""
+
+    most: int | None
 
 
 class Bench:
@@ -65,7 +73,7 @@ class Bench:
     async def weigh(self, held: list[HeldLease], *, limit: int = 100, most: int | None = None) -> set[int]:
         """The entries of those that there is no room for."""
         read = [(each, each.request) for each in held if each.request is not None]
-        gone = await self.weighing.without_room(read, self.permit(limit), most)
+        gone = await self.weighing.without_room(read, self.permit(limit), Most(most))
         return {each.lease.entry for each in held if each.lease.token in gone}
 
 

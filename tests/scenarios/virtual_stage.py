@@ -279,6 +279,7 @@ class Stage:
     @property
     def in_flight(self) -> int:
         """Of ours, in the pool."""
+        self.road.now()
         state = self.world.observe()
         return state.batch_running + state.batch_waiting
 
@@ -290,11 +291,13 @@ class Stage:
         return [one for one in self.tries if since < one.began_at < until]
 
     def restart_peak(self) -> None:
+        self.road.now()
         self.world.overshoot.worst = self.world.in_system
 
     @property
     def peak(self) -> float:
         """The most requests in the system since `restart_peak`, realtime included."""
+        self.road.now()
         return self.world.overshoot.worst
 
     async def mean_over(self, seconds: float) -> float:

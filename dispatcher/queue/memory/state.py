@@ -270,7 +270,9 @@ class Line:
         best: tuple[float, bytes, int] | None = None
         found = None
         for lane, waiting in self.sets.items():
-            first = None if lane is not None and lanes.get(lane, 0) <= 0 else waiting.first()
+            if not waiting.heap or (lane is not None and lanes.get(lane, 0) <= 0):
+                continue
+            first = waiting.first()
             if first is None:
                 continue
             place = first.score, first.member, first.id

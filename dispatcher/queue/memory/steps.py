@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import NamedTuple
 
 from dispatcher.core.lanes import CLOSED, Lane, awaited_as, rooms
@@ -345,6 +346,6 @@ def outlook(line: Line, me: Caller) -> LineAhead:
         )
         for owner in owners
     ]
-    spans, heads = lying((score, member) for score, member, _ in line.waiting())
+    spans, heads = lying(map(itemgetter(0, 1), line.waiting()))
     leased = len(pool.grants)
     return LineAhead(pool.unix_now(), spans, heads, pool.settled, leased, replicas[:REPLICAS], len(owners))

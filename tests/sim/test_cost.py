@@ -1,0 +1,24 @@
+"""What a simulated request costs, in calls: unlike seconds they are the same on every machine."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+from dispatcher.sim.experiment import Name, play
+from dispatcher.sim.setting import Setting
+from dispatcher.standin import shapes
+from dispatcher.standin.trace import BUNDLED, load
+
+CALLS_MOST = 780
+"""Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
+
+
+def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_did() -> None:
+    traffic = shapes.copies(load(BUNDLED, slots=400), 8)
+    profile = cProfile.Profile()
+    with profile:
+        run = play(Setting(slots=400, seconds=60.0), traffic, Name.LAW)
+    calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+    assert run.sent > 2_000
+    assert calls / run.sent <= CALLS_MOST
