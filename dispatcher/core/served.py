@@ -32,7 +32,7 @@ TRUST_S = 30.0
 """So long what an endpoint said last is believed while it cannot be read."""
 DENIED_S, DENIED_MOST_S = 5.0, 300.0
 """After an answer that a listed model is not there it is not asked for so long; twice as long each further
-time, until one is answered."""
+time, until one is answered, or other endpoints list it."""
 SEEN_MOST = 10_000
 _NAMES_TOLD, _NAME_CHARS = 10, 100
 
@@ -134,6 +134,8 @@ class _Denial:
     at: float
     until: float
     times: int
+    """So often in a row, while the same endpoints named it."""
+    by: frozenset[str]
 
 
 class PoolModels:
@@ -186,12 +188,15 @@ class PoolModels:
 
     def denied(self, model: str, sent_at: float, now: float) -> None:
         """A request that was sent then was answered that there is no such model."""
+        if self.partly(model):  # it may have come to one of the others
+            return
         before = self._denials.get(model)
         if before is not None and sent_at <= before.at:  # they were sent together
             return
-        times = 1 if before is None else before.times + 1
+        by = frozenset(said.endpoint for said in self._serving.get(model, ()))
+        times = before.times + 1 if before is not None and before.by == by else 1
         hold_s = min(DENIED_MOST_S, DENIED_S * 2.0 ** min(times - 1, 16))
-        self._denials[model] = _Denial(now, now + hold_s, times)
+        self._denials[model] = _Denial(now, now + hold_s, times, by)
 
     def answered(self, model: str, sent_at: float) -> None:
         """A request that was sent then was served."""

@@ -228,10 +228,26 @@ def test_where_only_some_endpoints_serve_a_model_a_denial_may_be_of_the_others()
     pool = Pool(named(m=WAIT))
     pool.round(a="m", b="x")
     assert pool.models.partly("m")
-    pool.models.denied("m", pool.now, pool.now)
+    for _ in range(20):
+        pool.models.denied("m", pool.now, pool.now)
+        pool.now += 1.0
     assert pool.verdict("m") is GoesToModel
     pool.round(a="m", b="m")
     assert not pool.models.partly("m")
+    assert pool.verdict("m") is GoesToModel, "what came to the others counts no more than it did then"
+
+
+def test_denials_count_from_the_first_again_where_other_endpoints_list_it() -> None:
+    pool = Pool(named(m=WAIT))
+    for _ in range(6):
+        pool.round(a="m")
+        pool.models.denied("m", pool.now, pool.now)
+        pool.now += DENIED_MOST_S
+    pool.round(a="m", b="m")
+    pool.models.denied("m", pool.now, pool.now)
+    pool.now += DENIED_S
+    pool.round(a="m", b="m")
+    assert pool.verdict("m") is GoesToModel
 
 
 def test_how_it_is_with_a_model_is_one_sentence() -> None:

@@ -30,6 +30,7 @@ ROWS = [
     "Gate",
     "Queue and deadlines",
     "Sequences",
+    "Models",
     "Gateway",
     "Batching",
     "Harvest and price",

@@ -21,6 +21,7 @@ from dispatcher.telemetry.status import (
     BatchingStatus,
     BudgetStatus,
     LineStatus,
+    ModelsStatus,
     PriceStatus,
     SequencesStatus,
     Terms,
@@ -32,6 +33,8 @@ from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue,
 from tests.scenarios.processes import POOL, Stage
 
 NOT_HERE = {
+    "batch_dispatcher_model_endpoints",  # no models are watched
+    "batch_dispatcher_model_waiting",
     "batch_dispatcher_merge_gain",  # no request of a rule
     "batch_dispatcher_merge_off",
     "batch_dispatcher_merge_size",
@@ -61,6 +64,7 @@ ALL_KNOWN = replace(
     price=PriceStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
     batching=BatchingStatus([MERGED, {**MERGED, "model": "other", "why_off": "it mixes things up"}], 3),
     sequences=SequencesStatus({"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9}),
+    models=ModelsStatus([{"name": "qwen", "serving": 2, "waiting": 7}]),
 )  # fmt: skip
 
 
