@@ -7,7 +7,7 @@ import pytest
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Outlook
-from dispatcher.core.turns import SequenceCounts
+from dispatcher.core.verdicts import SequenceCounts
 from dispatcher.dispatch.access import QueueView
 from dispatcher.ports import Counts, Shared
 from dispatcher.settings import Settings

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.core.turns import Carry, OnError, SequenceTerms
+from dispatcher.core.turns import Carry, OnError
+from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.settings import Settings, parse
 
 MINIMAL = "gateway: {url: http://gw}\n"

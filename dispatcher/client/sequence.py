@@ -20,14 +20,7 @@ from dispatcher.client.errors import ClosedError, NoResultError, QueueAwayError,
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import HookError, Result, of_error
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import (
-    MAX_SEQUENCE_BYTES,
-    Carry,
-    OnError,
-    SequenceSeen,
-    SequenceStatus,
-    Turn,
-)
+from dispatcher.core.turns import MAX_SEQUENCE_BYTES, Carry, OnError, SequenceSeen, SequenceStatus, Turn
 
 AHEAD_MOST = 50
 """Of one sequence whose bodies are known: so many are submitted and unanswered, for each of them is claimed

@@ -6,7 +6,8 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import LOOK_S, Barred, OnError, SequenceSeen, SequenceStatus, SequenceTerms
+from dispatcher.core.turns import LOOK_S, OnError, SequenceSeen, SequenceStatus
+from dispatcher.core.verdicts import Barred, SequenceTerms
 
 
 @dataclass(slots=True, eq=False)

@@ -28,20 +28,8 @@ from collections.abc import Callable, Iterator
 
 from dispatcher.core.lives import Life, Over, Passed, Seat, Sequenced, full, taken
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import (
-    LIVES_MOST,
-    UNPARK_MOST,
-    Barred,
-    Goes,
-    OnError,
-    SequenceNews,
-    SequenceStatus,
-    SequenceTerms,
-    Turn,
-    TurnEnd,
-    Verdict,
-    Waits,
-)
+from dispatcher.core.turns import LIVES_MOST, UNPARK_MOST, OnError, SequenceStatus, Turn
+from dispatcher.core.verdicts import Barred, Goes, SequenceNews, SequenceTerms, TurnEnd, Verdict, Waits
 
 _LAST, _CANCELLED = "its last request has ended", "the sequence was cancelled"
 _IDLE, _AGE = "nothing of it ran or waited for max_idle_s", "it had run for max_age_s"

@@ -10,7 +10,7 @@ from typing import Any
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Reason
-from dispatcher.core.turns import SequenceNews
+from dispatcher.core.verdicts import SequenceNews
 from dispatcher.telemetry.events import Event
 
 AT_ONCE = 10

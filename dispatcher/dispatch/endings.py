@@ -8,7 +8,8 @@ from dispatcher.core.outcome import Answered, Bury, Errored, Outcome, Retry, Ret
 from dispatcher.core.plain import shortened
 from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed, misdirected
-from dispatcher.core.turns import Turn, TurnEnd
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import TurnEnd
 from dispatcher.ports import Burial, Lease, Release, Settlement, Unserved
 
 Ending = Settlement | Release | Burial

@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from dispatcher.core.turns import Goes
+from dispatcher.core.verdicts import Goes
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
 from dispatcher.dispatch.endings import Ending

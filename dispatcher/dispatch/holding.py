@@ -11,7 +11,7 @@ from typing import Literal
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.request import Request
-from dispatcher.core.turns import Goes
+from dispatcher.core.verdicts import Goes
 from dispatcher.ports import Lease
 from dispatcher.telemetry.tracing import Trail
 

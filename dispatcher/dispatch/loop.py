@@ -31,8 +31,8 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request
 from dispatcher.core.tenure import Tenure
-from dispatcher.core.turns import Goes
 from dispatcher.core.units import units_of
+from dispatcher.core.verdicts import Goes
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from dispatcher.core.headers import SESSION_TOKEN
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.served import ModelTerms
-from dispatcher.core.turns import Carry, SequenceTerms
+from dispatcher.core.turns import Carry
+from dispatcher.core.verdicts import SequenceTerms
 
 if TYPE_CHECKING:
     from dispatcher.core.batching import BatchRule

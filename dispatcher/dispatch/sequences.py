@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from dispatcher.core.carry import NotCarried, equipped, left, spoken
 from dispatcher.core.outcome import Delivered
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import Barred, Carry, Goes, Session, TurnEnd, Waits
+from dispatcher.core.turns import Carry, Session
+from dispatcher.core.verdicts import Barred, Goes, TurnEnd, Waits
 from dispatcher.dispatch import endings
 from dispatcher.ports import Settlement
 

@@ -12,7 +12,7 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outlook import Served, look
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import SequenceTerms
+from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import QueueAccess, now
 from dispatcher.dispatch.changes import Changes, SequenceChanges, terms

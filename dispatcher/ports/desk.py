@@ -8,7 +8,8 @@ from typing import Protocol
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.submission import Submission
-from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
+from dispatcher.core.turns import SequenceSeen, SequenceStatus
+from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports.queue import Counts
 
 

@@ -11,15 +11,8 @@ from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import (
-    Goes,
-    SequenceCounts,
-    SequenceNews,
-    SequenceTerms,
-    Turn,
-    TurnEnd,
-    Verdict,
-)
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import Goes, SequenceCounts, SequenceNews, SequenceTerms, TurnEnd, Verdict
 
 
 @dataclass(frozen=True, slots=True)

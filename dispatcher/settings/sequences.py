@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.core.headers import NAME, NOT_PASSED_ON, SESSION_TOKEN, plain
-from dispatcher.core.turns import Carry, OnError, SequenceTerms
+from dispatcher.core.turns import Carry, OnError
+from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import CONTROL_HEADERS, Text, refuse
 

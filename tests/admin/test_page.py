@@ -197,6 +197,37 @@ async def queue_facts(page: Page) -> dict[str, tuple[str, str]]:
     return {name: (value, mark) for name, (value, mark) in found.items()}
 
 
+def seen(name: str, state: str, **more: Any) -> dict[str, Any]:
+    """A model as /status tells of it."""
+    told = {"serving": 2, "endpoints": 4, "unread": 0, "waiting": 0, "since_s": 90.0, "named": True}
+    return {"name": name, "state": state, **told, "denied": False, "sentence": "it is served", **more}
+
+
+async def test_models_have_a_card_where_they_are_watched(page: Page) -> None:
+    stage = Stage(told=status("open"))
+    async with shown(stage, page):
+        assert await page.ask("document.querySelector('#models-card').hidden")
+        night = "it is served by none of 4 endpoints"
+        stage.told |= {
+            "models": [
+                seen("<b>night</b>", "absent", serving=0, waiting=12345, sentence=night),
+                seen("qwen", "ready"),
+            ],
+            "model_problems": ["10.0.0.7:8000: it does not answer"],
+        }
+        await soon(lambda: says(page, "#models", "qwen"), what="the card")
+        assert not await page.ask("document.querySelector('#models-card').hidden")
+        assert await page.text("#models-sum") == "12,345 requests wait for their model"
+        rows = await page.ask(
+            "[...document.querySelectorAll('#models tbody tr')].map(row =>"
+            " [...row.children].map(cell => cell.textContent))"
+        )
+        assert rows[0] == ["<b>night</b>", "absent", "0 of 4", "12,345", "1 min 30 s", night]
+        assert rows[1][:4] == ["qwen", "ready", "2 of 4", "0"]
+        assert await says(page, "#models-note", "10.0.0.7:8000: it does not answer.")
+        await quiet(page)
+
+
 async def test_sequences_are_among_the_facts_of_the_queue_where_there_are_some(page: Page) -> None:
     none = dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)
     stage = Stage(told=status("open", sequences=none))

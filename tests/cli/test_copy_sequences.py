@@ -13,7 +13,8 @@ from dispatcher.cli.queue import copy_requests
 from dispatcher.cli.target import QueueTarget
 from dispatcher.core.located import Whereabouts
 from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.core.turns import Goes, OnError, SequenceTerms, Turn, TurnEnd
+from dispatcher.core.turns import OnError, Turn
+from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd
 from dispatcher.ports import Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

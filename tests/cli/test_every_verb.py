@@ -25,7 +25,8 @@ from typer.testing import CliRunner
 from dispatcher.cli import VERBS, app
 from dispatcher.core.request import encode_member
 from dispatcher.core.result import answered
-from dispatcher.core.turns import OnError, SequenceTerms, Turn, TurnEnd
+from dispatcher.core.turns import OnError, Turn
+from dispatcher.core.verdicts import SequenceTerms, TurnEnd
 from dispatcher.ports import Burial, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from dispatcher.core.request import encode_member
-from dispatcher.core.turns import OnError, SequenceTerms, Turn, TurnEnd
+from dispatcher.core.turns import OnError, Turn
+from dispatcher.core.verdicts import SequenceTerms, TurnEnd
 from dispatcher.ports import Lease, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues

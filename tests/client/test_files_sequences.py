@@ -15,7 +15,8 @@ from dispatcher.core.batchlines import BadLine, BatchLine, LineRules, read_line
 from dispatcher.core.lineturns import LineTurn
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode, failed
-from dispatcher.core.turns import OnError, SequenceTerms
+from dispatcher.core.turns import OnError
+from dispatcher.core.verdicts import SequenceTerms
 from tests.batchfiles import broken_off, errors, ids, line, output, read, run, source, write
 from tests.client.answering import NAMES, echo
 from tests.client.turns import TurnTaking

@@ -24,7 +24,8 @@ from dispatcher.client import (
 )
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed
-from dispatcher.core.turns import Carry, SequenceTerms
+from dispatcher.core.turns import Carry
+from dispatcher.core.verdicts import SequenceTerms
 from tests.client.answering import NAMES, POOL, echo, refusal
 from tests.client.turns import TurnTaking
 from tests.queue.made import OwnerAndDesk, claim, queues

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, decode_result, failed
-from dispatcher.core.turns import Barred, Goes, SequenceTerms, TurnEnd
+from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd
 from dispatcher.ports import Lease, QueueUnavailableError, Settlement
 from tests.client.answering import echo
 from tests.queue.made import OwnerAndDesk, claim

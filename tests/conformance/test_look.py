@@ -8,7 +8,8 @@ import pytest
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, spellings
 from dispatcher.core.request import encode_member
-from dispatcher.core.turns import SequenceTerms, Turn
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.ports import Burial, Desk, Release, Submission
 from tests.conformance.worlds import NOW, RESULTS, World, answer, claim, member
 

@@ -10,7 +10,8 @@ import pytest
 
 from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.located import FoundRequest, Whereabouts
-from dispatcher.core.turns import Goes, OnError, SequenceTerms, Turn, TurnEnd
+from dispatcher.core.turns import OnError, Turn
+from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd
 from dispatcher.ports import Lease, Queue, Recalled, Release, Settled
 from dispatcher.queue.constants import RECALL_MOST
 from tests.conformance.worlds import NOW, QUEUE, World, answer, claim, full_claim, member, waits

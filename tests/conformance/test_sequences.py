@@ -15,19 +15,8 @@ import pytest
 from dispatcher.core.located import Whereabouts
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import (
-    Barred,
-    Goes,
-    OnError,
-    SequenceNews,
-    SequenceSeen,
-    SequenceStatus,
-    SequenceTerms,
-    Turn,
-    TurnEnd,
-    Verdict,
-    Waits,
-)
+from dispatcher.core.turns import OnError, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.verdicts import Barred, Goes, SequenceNews, SequenceTerms, TurnEnd, Verdict, Waits
 from dispatcher.ports import (
     Burial,
     Expired,

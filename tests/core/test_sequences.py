@@ -12,20 +12,8 @@ from hypothesis import strategies as st
 
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.sequences import Sequences
-from dispatcher.core.turns import (
-    LIVES_MOST,
-    LOOK_S,
-    UNPARK_MOST,
-    Barred,
-    Goes,
-    OnError,
-    SequenceNews,
-    SequenceStatus,
-    SequenceTerms,
-    Turn,
-    TurnEnd,
-    Waits,
-)
+from dispatcher.core.turns import LIVES_MOST, LOOK_S, UNPARK_MOST, OnError, SequenceStatus, Turn
+from dispatcher.core.verdicts import Barred, Goes, SequenceNews, SequenceTerms, TurnEnd, Waits
 
 TERMS = SequenceTerms(max_idle_s=100, max_age_s=1000, max_waiting=5, gap_s=60)
 

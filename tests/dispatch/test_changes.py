@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.budget import Reason
-from dispatcher.core.turns import SequenceNews
+from dispatcher.core.verdicts import SequenceNews
 from dispatcher.dispatch.changes import (
     AT_ONCE,
     FLAPPING_S,

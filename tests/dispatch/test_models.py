@@ -206,6 +206,23 @@ def test_merged_call_whose_model_is_gone_gives_all_riders_back() -> None:
     perform(scene_of, gateway, how)
 
 
+def test_what_is_cancelled_while_it_waits_is_answered_without_its_model() -> None:
+    gateway = Models("day")
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="day")
+        await submit(scene, "night", "n1", "n2")
+        await asyncio.sleep(RECALL_EACH_S + 1)
+        assert await scene.store.cancel("n1", "t")
+        await asyncio.sleep(3)
+        found = await results(scene)
+        assert {name: each["error_code"] for name, each in found.items()} == {"n1": "CANCELLED"}
+        await asyncio.sleep(RECALL_EACH_S)
+        assert scene.dispatcher.models.awaited == {"night": 1}
+
+    perform(scene_of, gateway, WATCHED)
+
+
 def test_head_of_a_sequence_that_waits_for_its_model_keeps_its_turn() -> None:
     gateway = Models("day")
 

@@ -12,7 +12,8 @@ from dispatcher.core.batching import BatchRule, Forming, Mode
 from dispatcher.core.outcome import Delivered, Failed, Outcome, RetryPolicy
 from dispatcher.core.request import Request
 from dispatcher.core.shapes import SHAPES
-from dispatcher.core.turns import Carry, OnError, SequenceCounts, SequenceTerms, Turn
+from dispatcher.core.turns import Carry, OnError, Turn
+from dispatcher.core.verdicts import SequenceCounts, SequenceTerms
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.loop import GATHER_S
 from dispatcher.dispatch.options import SequenceOptions

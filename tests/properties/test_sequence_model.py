@@ -19,16 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
 
 from dispatcher.core.request import Request, parse
-from dispatcher.core.turns import (
-    Barred,
-    Goes,
-    OnError,
-    SequenceSeen,
-    SequenceTerms,
-    Turn,
-    TurnEnd,
-    Waits,
-)
+from dispatcher.core.turns import OnError, SequenceSeen, Turn
+from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd, Waits
 from dispatcher.ports import Burial, Release, Settlement
 from tests.properties.twins import NAMES, OWNERS, UNLEASED, Bench, Held, Twins, alike, open_bench
 from tests.queue.aging import age_memory, age_redis
@@ -266,7 +258,9 @@ class SequenceModel(Twins):
         if real.claimed is None:  # the next claim tells
             real, twin = self.both(owner, lambda queue, _: queue.claim(9, nonce, permit))
             self.same_facts(owner, real, twin)
-            pairs = [Held(*both) for both in zip(real.leases, twin.leases, strict=True)]
+            # What was handed over is in no order, so that what tells of it again is in none.
+            leases = (sorted(one.leases, key=lambda lease: lease.entry) for one in (real, twin))
+            pairs = [Held(*both) for both in zip(*leases, strict=True)]
             self.line_up(owner, pairs, False)
             self.seen["told again"] += len(pairs)
             return
@@ -378,6 +372,15 @@ class SequenceModel(Twins):
     @rule(owner=owners)
     def forget_what_is_over(self, owner: int) -> None:
         self.decide(owner, self.over()[0], "forget")
+
+    @precondition(lambda self: self.in_line())
+    @rule(owner=owners, verb=st.sampled_from(["abort", "cancel"]))
+    def give_up_what_waits(self, owner: int, verb: str) -> None:
+        self.decide(owner, self.in_line()[0], verb)
+
+    def in_line(self) -> list[str]:
+        known = self.store.line.sequences.known.values()
+        return [one.id for one in known if one.waiting and one.status in ("open", "held")]
 
     def over(self) -> list[str]:
         known = self.store.line.sequences.known.values()

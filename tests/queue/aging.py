@@ -9,8 +9,8 @@ import msgspec
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import MemoryStore
 
-_TIMES = (1, 6, 7)
-"""Where touched, born and gap stand in what sequences.lua packs."""
+_TIMES = (1, 6, 7, 14)
+"""Where touched, born, gap and look stand in what sequences.lua packs."""
 
 
 def age_redis(raw: Any, names: Names, seconds: float) -> None:

@@ -17,7 +17,8 @@ import pytest
 import redis.asyncio
 from redis.crc import key_slot
 
-from dispatcher.core.turns import SequenceTerms, Turn, TurnEnd
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import SequenceTerms, TurnEnd
 from dispatcher.ports import Burial, Release
 from dispatcher.queue.constants import LUA
 from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError, queue_of

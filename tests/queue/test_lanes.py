@@ -12,7 +12,8 @@ import redis.asyncio
 import dispatcher.queue
 from dispatcher.core.lanes import Lane
 from dispatcher.core.located import OF_LANE
-from dispatcher.core.turns import Goes, SequenceTerms, Turn, TurnEnd
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd
 from dispatcher.ports import Lease, Release
 from tests.queue.known import assert_drained
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission

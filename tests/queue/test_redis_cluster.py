@@ -19,7 +19,8 @@ from dispatcher.client import BatchClient
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import RetryPolicy
-from dispatcher.core.turns import Goes, SequenceTerms, Turn, TurnEnd, Waits
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd, Waits
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Recalled, Release, Settled
 from dispatcher.queue.keys import Names

@@ -55,6 +55,8 @@ class Entry:
     """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
     server: str = ""
     """The model server that it went to."""
+    model_server: int = -1
+    """The one that was chosen by its model; -1: none was."""
 
 
 @dataclass

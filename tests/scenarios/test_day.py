@@ -36,8 +36,9 @@ LONG_S = 8.0
 REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "retry_after": "8"}
 UNMOVED = {"batch_dispatcher_build_info", "batch_dispatcher_observing"}
 """What stands still as long as a process lives."""
-OF_NO_DAY = ("batch_dispatcher_merge", "batch_dispatcher_sequence")
-"""Nothing that this day submits travels with others, or is of a sequence; tests/monitoring has these."""
+OF_NO_DAY = ("batch_dispatcher_merge", "batch_dispatcher_sequence", "batch_dispatcher_model_")
+"""Nothing that this day submits travels with others, or is of a sequence, and nobody watches models;
+tests/monitoring has these."""
 
 
 class Listener:

@@ -60,7 +60,7 @@ local function keep_all()
   of_all.told = packed
 end
 
--- What people are told of (core/turns.py: SequenceNews).
+-- What people are told of (core/verdicts.py: SequenceNews).
 local function happened(what) all()['ever_' .. what] = of_all['ever_' .. what] + 1 end
 
 local function known(id)

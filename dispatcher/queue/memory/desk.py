@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
-from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
+from dispatcher.core.turns import SequenceSeen, SequenceStatus
+from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory import desk_steps as steps

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
-from dispatcher.core.turns import SequenceTerms, Turn
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.ports import (
     Burial,
     Claimed,

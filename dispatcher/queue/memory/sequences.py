@@ -8,18 +8,8 @@ from dataclasses import replace
 from dispatcher.core.lives import Sequenced
 from dispatcher.core.oversize import cut
 from dispatcher.core.request import Request, parse
-from dispatcher.core.turns import (
-    LINE_SEEN,
-    Goes,
-    SequencePage,
-    SequenceSeen,
-    SequenceStatus,
-    SequenceTerms,
-    Turn,
-    TurnEnd,
-    Verdict,
-    Waits,
-)
+from dispatcher.core.turns import LINE_SEEN, SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.verdicts import Goes, SequencePage, SequenceTerms, TurnEnd, Verdict, Waits
 from dispatcher.ports import Expired, Lease, Unserved
 from dispatcher.queue.memory import desk_steps
 from dispatcher.queue.memory.entries import Entry, Place

@@ -18,7 +18,7 @@ from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.result import NO_LIST
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP, deadline_of_score
 from dispatcher.core.sequences import Sequences
-from dispatcher.core.turns import SequenceCounts
+from dispatcher.core.verdicts import SequenceCounts
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory.entries import NEVER_CLAIMED, Awaiting, Entry, Lined, Place

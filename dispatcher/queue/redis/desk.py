@@ -12,7 +12,8 @@ from redis import exceptions as errors
 
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.request import Request, parse
-from dispatcher.core.turns import SequencePage, SequenceSeen, SequenceStatus
+from dispatcher.core.turns import SequenceSeen, SequenceStatus
+from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, Submission
 from dispatcher.queue.keys import ACTIVE, Names
 from dispatcher.queue.redis import models, producer, search, sequences, steps

@@ -16,7 +16,8 @@ from functools import partial
 from dispatcher.core.lanes import ONE_OF_EACH, Lane, awaited_as
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.oversize import ENVELOPE_BYTES
-from dispatcher.core.turns import SequenceTerms, Turn, Verdict
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import SequenceTerms, Verdict
 from dispatcher.ports import (
     Burial,
     Claimed,

@@ -11,16 +11,14 @@ import msgspec
 
 from dispatcher.core.plain import shortened
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.turns import (
+from dispatcher.core.turns import SequenceSeen, SequenceStatus, Turn
+from dispatcher.core.verdicts import (
     Barred,
     Goes,
     SequenceCounts,
     SequenceNews,
     SequencePage,
-    SequenceSeen,
-    SequenceStatus,
     SequenceTerms,
-    Turn,
     TurnEnd,
     Verdict,
     Waits,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
-from dispatcher.core.turns import Goes
+from dispatcher.core.verdicts import Goes
 from dispatcher.ports import (
     Claimed,
     Counts,

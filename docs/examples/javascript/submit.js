@@ -35,7 +35,8 @@ class Producer {
     for (let start = 0; start < bodies.length; start += ONE_CALL) {
       const some = bodies.slice(start, start + ONE_CALL);
       await this.redis.zAdd(this.queue, some.map((body) => ({ score: this.deadline, value: this.member(body) })));
-      await this.redis.publish(`${this.prefix}:wake`, "work");
+      // Only to be quick: without it a dispatcher looks by itself, so that a Redis that goes away now does no harm.
+      await this.redis.publish(`${this.prefix}:wake`, "work").catch(() => {});
     }
   }
 

@@ -16,6 +16,7 @@ import secrets
 import signal
 import sys
 import time
+from contextlib import suppress
 
 from redis import ConnectionError as RedisConnectionError
 from redis import Redis
@@ -42,7 +43,8 @@ class Producer:
         for start in range(0, len(bodies), ONE_CALL):
             members = {self.member(body): self.deadline for body in bodies[start : start + ONE_CALL]}
             self.redis.zadd(self.queue, members)
-            self.redis.publish(f"{self.prefix}:wake", "work")
+            with suppress(RedisConnectionError, RedisTimeoutError):  # without it a dispatcher looks by itself
+                self.redis.publish(f"{self.prefix}:wake", "work")
 
     def member(self, body: str) -> str:
         """`internal` stands first and the token first in it: requests of one deadline leave in this order.
