@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.floors import beside, cpu_of, of_children
 
 BLOCKED = """
@@ -50,6 +52,7 @@ def test_what_runs_worker_processes_is_loaded_with_the_first_one() -> None:
     assert {"pickle", "multiprocessing", "dispatcher.client.batching.process"} & set(loaded) == set()
 
 
+@pytest.mark.serial
 async def test_the_client_costs_little_more_to_import_than_redis_does() -> None:
     ours = cpu_of(lambda: python("import dispatcher.client"), of_children)
     floor = cpu_of(lambda: python("import redis.asyncio, msgspec"), of_children)

@@ -12,6 +12,7 @@ import hashlib
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -110,11 +111,6 @@ _LUA = {
 """Read at the start: later the process may be short of descriptors, or the files be another version's."""
 
 
-def source(name: str) -> tuple[str, str]:
-    """The text of a script with the fragments it stands on, and its SHA."""
-    return _SOURCES[name]
-
-
 def _prelude(text: str) -> str:
     """What Python and a script both name, as locals: the keys, and the numbers they agree about. Those that
     it names only: a script may have 200 locals."""
@@ -128,16 +124,18 @@ def _prelude(text: str) -> str:
     return "\n".join([*keys, *numbers, *counts, ""])
 
 
-def _whole(name: str) -> tuple[str, str]:
-    """The script itself is a function in what it stands on: each of the two may have 200 locals."""
+@cache
+def source(name: str) -> tuple[str, str]:
+    """The text of a script with the fragments it stands on, and its SHA.
+
+    The script itself is a function in what it stands on: each of the two may have 200 locals. Put together
+    when it is first asked for, for a client runs few of them.
+    """
     parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
     *below, script = (_LUA[part] for part in parts)
     text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
     text = f"{_prelude(text)}\n{text}" if "common" in parts else text
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-
-
-_SOURCES = {name: _whole(name) for name in _LUA}
 
 
 class BrokenCallError(QueueUnavailableError):
