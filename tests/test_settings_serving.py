@@ -6,9 +6,10 @@ import json
 
 import pytest
 
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.settings import ModelSettings, Settings, effective, parse
 from dispatcher.settings.load import reload
-from dispatcher.settings.serving import MODELS_MOST, NAME_MOST_BYTES
+from dispatcher.settings.serving import MODELS_MOST
 
 MINIMAL = "gateway: {url: http://gw}\n"
 
@@ -70,7 +71,7 @@ def test_as_many_models_as_are_allowed_can_be_written_down_and_read_back() -> No
 
 
 def test_a_name_may_be_as_long_as_a_server_lists_it() -> None:
-    longest = "ü" * (NAME_MOST_BYTES // 2)
+    longest = "ü" * (MODEL_BYTES // 2)
     assert settings(f"models: [{{name: {longest}}}]").models == (ModelSettings(name=longest),)
     assert "must not be longer than 256 bytes" in refused(f"models: [{{name: {longest}x}}]")
 

@@ -24,10 +24,9 @@ from math import inf
 
 import msgspec
 
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.plain import shortened
 
-MODEL_BYTES = 256
-"""Of a name that is waited for; a longer one is of no model."""
 TRUST_S = 30.0
 """So long what an endpoint said last is believed while it cannot be read."""
 DENIED_S, DENIED_MOST_S = 5.0, 300.0

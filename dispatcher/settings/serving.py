@@ -6,12 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.settings.section import Section
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import HttpUrl, SecretUrl, Text, refuse
 
-NAME_MOST_BYTES = 256
-"""Of a model's name, in the settings and in what servers list."""
 MODELS_MOST = 1000
 """Named in the settings."""
 
@@ -25,8 +24,8 @@ def _model_name(name: str) -> str:
         size = len(name.encode())
     except UnicodeEncodeError:
         raise refuse("is not valid Unicode") from None
-    if size > NAME_MOST_BYTES:
-        raise refuse(f"must not be longer than {NAME_MOST_BYTES} bytes")
+    if size > MODEL_BYTES:
+        raise refuse(f"must not be longer than {MODEL_BYTES} bytes")
     return name
 
 

@@ -20,9 +20,9 @@ import aiohttp
 import msgspec
 
 from dispatcher import USER_AGENT
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.served import Listing
 from dispatcher.peer import words
-from dispatcher.settings.serving import NAME_MOST_BYTES
 from dispatcher.signals.exposition import Page, Sample
 
 LIST_MAX_BYTES = 8 * 1024 * 1024
@@ -200,7 +200,7 @@ def waiting_adapters(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 def _may_be_named(name: str) -> bool:
     """Whether a request could name it, and people may be shown it."""
-    return bool(name) and name.isprintable() and len(name.encode()) <= NAME_MOST_BYTES
+    return bool(name) and name.isprintable() and len(name.encode()) <= MODEL_BYTES
 
 
 def _refused(target: ListTarget, status: int) -> str:

@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.settings import PoolSettings
-from dispatcher.settings.serving import NAME_MOST_BYTES
 from dispatcher.signals.cluster import ClusterAccess
 from dispatcher.signals.digests import ModelRewrite, digest_rewrite
 from dispatcher.signals.kube import Api, ClusterProblem
@@ -57,7 +57,7 @@ def aliases(rewrites: Iterable[tuple[str, ModelRewrite]], pool: str) -> Aliases:
             if not rule.names and any_other is None:
                 any_other = rule.targets
             for name in rule.names:
-                if name and len(name.encode()) <= NAME_MOST_BYTES and len(exact) < NAMES_MOST:
+                if name and len(name.encode()) <= MODEL_BYTES and len(exact) < NAMES_MOST:
                     exact.setdefault(name, rule.targets)
     return Aliases(exact, any_other or ())
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.served import (
     DENIED_MOST_S,
     DENIED_S,
-    MODEL_BYTES,
     SEEN_MOST,
     TRUST_S,
     AwaitsModel,

@@ -16,8 +16,8 @@ from aiohttp import web
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.served import Listing
-from dispatcher.settings.serving import NAME_MOST_BYTES
 from dispatcher.signals.exposition import Sample
 from dispatcher.signals.listing import (
     LIST_MAX_BYTES,
@@ -84,7 +84,7 @@ def test_lists_of_each_kind_of_server_are_read(body: str, names: tuple[str, ...]
 
 
 def test_names_that_no_request_could_carry_are_left_out() -> None:
-    longest = "ü" * (NAME_MOST_BYTES // 2)
+    longest = "ü" * (MODEL_BYTES // 2)
     assert read_list(listing(longest, f"{longest}x", "m").encode()).names == (longest, "m")
     assert read_list(listing("a\nb", "\x1b[2J", "\u202em", "ein Modell").encode()).names == ("ein Modell",)
 
