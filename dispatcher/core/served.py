@@ -17,7 +17,7 @@ requests, and no others.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
@@ -33,6 +33,8 @@ DENIED_S, DENIED_MOST_S = 5.0, 300.0
 """After an answer that a listed model is not there it is not asked for so long; twice as long each further
 time, until one is answered, or other endpoints list it."""
 SEEN_MOST = 10_000
+GATEWAY = "gateway"
+"""The endpoint, where the gateway was asked for all."""
 _NAMES_TOLD, _NAME_CHARS = 10, 100
 
 
@@ -147,6 +149,8 @@ class PoolModels:
         """What each endpoint said last that could be read."""
         self._endpoints: dict[str, str] = {}
         """Those of the newest round, with what is wrong with each; empty: nothing."""
+        self._down: set[str] = set()
+        """Those of them where nobody listens."""
         self._serving: dict[str, list[Listing]] = {}
         self._loading: set[str] = set()
         self._unread = 0
@@ -163,6 +167,7 @@ class PoolModels:
         """A round: each endpoint there is, once. What has changed by it."""
         self._heard = True
         self._endpoints = {each.endpoint: each.problem for each in listings}
+        self._down = {each.endpoint for each in listings if each.down}
         self._said = {name: said for name, said in self._said.items() if name in self._endpoints}
         for each in listings:
             if each.models is not None:
@@ -206,6 +211,32 @@ class PoolModels:
     def reconfigure(self, terms: ModelTerms) -> None:
         self.terms = terms
 
+    # What is known.
+
+    @property
+    def endpoints(self) -> Set[str]:
+        """Those of the newest round."""
+        return self._endpoints.keys()
+
+    @property
+    def loading(self) -> frozenset[str]:
+        return frozenset(self._loading)
+
+    def ready(self, now: float) -> dict[str, frozenset[str]]:
+        """The models that are served, with the endpoints that name them."""
+        return {
+            name: frozenset([said.endpoint for said in serving])
+            for name, serving in self._serving.items()
+            if not self._is_denied(name, now)
+        }
+
+    def gone(self, model: str, endpoint: str) -> bool:
+        """The endpoint does not serve it any more, or may be another process by now."""
+        problem = self._endpoints.get(endpoint)
+        if problem is None or endpoint in self._down:
+            return True
+        return not problem and all(said.endpoint != endpoint for said in self._serving.get(model, ()))
+
     # What follows.
 
     def verdict(self, model: str, now: float) -> ModelVerdict:
@@ -215,9 +246,9 @@ class PoolModels:
             return _GOES
         rule = self._rule(model)
         if rule is WhenAbsent.WAIT:
-            return AwaitsModel(f"its model {_told(model)} {self._why(model, state)}")
+            return AwaitsModel(f"its model {told(model)} {self._why(model, state)}")
         if state is ModelState.ABSENT or (rule is not None and state is ModelState.LOADING):
-            return NoSuchModel(f"no model {_told(model)} is served here: {self._names()}")
+            return NoSuchModel(f"no model {told(model)} is served here: {self._names()}")
         return _GOES
 
     def sentence(self, model: str, now: float) -> str:
@@ -317,12 +348,13 @@ class PoolModels:
         names = sorted(self._serving)
         if not names:
             return "none is"
-        told = ", ".join(map(_told, names[:_NAMES_TOLD]))
+        told = ", ".join(map(told, names[:_NAMES_TOLD]))
         more = len(names) - _NAMES_TOLD
         return f"there {'is' if len(names) == 1 else 'are'} {told}{f' and {more} more' if more > 0 else ''}"
 
 
-def _told(model: str) -> str:
+def told(model: str) -> str:
+    """A model's name, in a sentence."""
     return repr(shortened(model, _NAME_CHARS))
 
 

@@ -33,7 +33,10 @@ PAUSE_S = (0.1, 1.0)
 """Pauses between tries while the queue cannot be reached: they double from the first to the second."""
 RESTS_S = (0.5, 10.0)
 """How long a call that is only made through an open gate keeps it closed: doubling each time in a row."""
-LOOKS = frozenset({"counts", "line", "expired", "unserved", "work", "awaited"})
+LOOKS = frozenset(
+    {"counts", "line", "expired", "unserved", "work", "awaited"}
+    | {"marks", "warming", "warmed", "unwarmed", "pin"}
+)
 PASSING = frozenset({"claim", "probe", "expire", "line_up"})
 """These are not made while the gate is closed, or not for the same requests again."""
 

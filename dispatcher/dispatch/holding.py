@@ -68,6 +68,8 @@ class HeldLease:
     """It is of a sequence, and its turn has come."""
     model: str = ""
     """What its body asks for, where models are watched."""
+    version: str = ""
+    """The version of that which it is sent to; empty: it has none, or none is open."""
 
 
 class Holding:

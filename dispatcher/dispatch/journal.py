@@ -9,6 +9,7 @@ from typing import Concatenate, ParamSpec
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
+from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, Outcome, Overloaded
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode
@@ -56,13 +57,17 @@ class Journal:
         self.meter = Meter()
         self.tracing: Tracing | None = None
         self._metrics = metrics
+        self._free: float | None = None
+        self._free_by = float("nan"), 0
+        """The reading and the limit by which it was free: while the gate is open it changes with either."""
 
     @_ends_nothing
-    def turned(
-        self, at: float, allowance: Allowance, *, used: int, free: float | None, waiting: bool
-    ) -> None:
-        """The state of things, at each turn of the loop."""
-        self.meter.observe(Observation(at, allowance.reason, used, free, waiting))
+    def turned(self, at: float, allowance: Allowance, limiter: Limiter, *, used: int) -> None:
+        """The state of things, at each turn of the loop. `used`: our units at the gateway."""
+        seen = allowance.read_at, allowance.limit
+        if seen != self._free_by or allowance.reason.closed:
+            self._free, self._free_by = limiter.free(at), seen
+        self.meter.observe(Observation(at, allowance.reason, used, self._free, limiter.work))
 
     @_ends_nothing
     def sent(self, held: HeldLease, request: Request, unix_now: float) -> None:

@@ -45,7 +45,7 @@ from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep, permit_of
 from dispatcher.dispatch.weighing import Weighing
-from dispatcher.ports import Claimed, Gateway, Permit, Queue, Release
+from dispatcher.ports import Claimed, Gateway, ModelServers, Permit, Queue, Release
 from dispatcher.telemetry.events import Event, emit
 
 GATHER_S = 0.002
@@ -73,8 +73,10 @@ class Dispatcher:
         rand: random.Random | None = None,
         clock: Callable[[], float] | None = None,
         weigh: Callable[[Request], int] = units_of,
+        servers: ModelServers | None = None,
     ) -> None:
-        """`clock`: seconds that go on while the machine sleeps; without one, those of the loop."""
+        """`clock`: seconds that go on while the machine sleeps; without one, those of the loop. `servers`:
+        the way straight to model servers; without one, warm-up goes through the gateway."""
         self.limiter = limiter
         self.turned_at = 0.0
         """When the loop last turned."""
@@ -100,15 +102,13 @@ class Dispatcher:
             rand or random.Random(),
             self._finish,
             self._drop,
+            servers,
         )
         self.view: QueueView = self._access.view
         self.batching = self._tries.batching
         self.lineup = self._tries.lineup
-        self.models = self._tries.models
+        self.models, self.warming = self._tries.models, self._tries.warming
         self._handing = HandingIn(self._access, self._lanes, journal, self._forget)
-        self._free: float | None = None
-        self._free_by = float("nan"), 0
-        """The reading and the limit by which it was free: while the gate is open it changes with either."""
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
         self._asked_at = self._probe_asked_at = 0.0
@@ -127,6 +127,7 @@ class Dispatcher:
             beside = self._upkeep.start(tasks)
             beside.append(tasks.create_task(self._turns(), name="turns"))
             beside.append(tasks.create_task(self.models.recalling(), name="recall"))
+            beside.append(tasks.create_task(self.warming.run(), name="warm-up"))
             self.poke()
             await self._stop.wait()
             await self._run_dry()
@@ -198,21 +199,13 @@ class Dispatcher:
             self._alarm.cancel()
         self._alarm = loop.call_at(alarm_at, self._access.wake.set)
         self._upkeep.share(allowance)
-        self._measure(allowance, at)
+        self._journal.turned(at, allowance, self.limiter, used=self._holding.running_units)
 
     def measure(self) -> Meter:
         """The integrals over time, until now."""
-        at = now()
-        self._measure(self.limiter.allowance(at), at)
+        at, used = now(), self._holding.running_units
+        self._journal.turned(at, self.limiter.allowance(at), self.limiter, used=used)
         return self._journal.meter
-
-    def _measure(self, allowance: Allowance, at: float) -> None:
-        limiter = self.limiter
-        seen = allowance.read_at, allowance.limit
-        if seen != self._free_by or allowance.reason.closed:
-            self._free, self._free_by = limiter.free(at), seen
-        used = self._holding.running_units
-        self._journal.turned(at, allowance, used=used, free=self._free, waiting=limiter.work)
 
     async def _take(self) -> None:
         """Claim what is free now, and start it."""
@@ -221,7 +214,7 @@ class Dispatcher:
             if allowance.probe:
                 await self._probe(allowance)
                 return
-            free = allowance.limit - self._holding.units - self.limiter.others
+            free = allowance.limit - self._holding.units - self.limiter.others - self.warming.units
             if free <= 0 or not self._access.work:
                 return
             most, units = self._weighing.claim(free, self._tries.batching.company.weightless)
@@ -286,16 +279,19 @@ class Dispatcher:
     ) -> bool:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
         wait for their turn, or their model. `goes`: what is known already of whose turn it is."""
-        cases: list[tuple[HeldLease, Case]] = []
-        unix_now = self._queue.unix_now()
+        admitted: list[tuple[HeldLease, Request]] = []
         for at, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
             held.goes = goes[at] if goes else None
             request = admit(lease, self._options.max_payload_bytes)
-            if not isinstance(request, Request):
+            if isinstance(request, Request):
+                admitted.append((held, request))
+            else:
                 self._finish(request)
-                continue
-            held.request = request
+        cases: list[tuple[HeldLease, Case]] = []
+        unix_now = self._queue.unix_now()
+        for held, request in await self.models.direct(admitted):
+            held.request, lease = request, held.lease
             self._tries.batching.read(held, request)
             case = Case(lease, request, unix_now, self._options.retry)
             if (ending := judge(case, BY_ITSELF)) is not None:
@@ -384,7 +380,10 @@ class Dispatcher:
 
     def _forget(self, token: str) -> HeldLease | None:
         self._tries.batching.forget(token)
-        return self._holding.drop(token)
+        held = self._holding.drop(token)
+        if held is not None and held.version:
+            self.models.left(held)
+        return held
 
     async def _run_dry(self) -> None:
         """Let what runs finish in time, give back the rest, hand everything in."""

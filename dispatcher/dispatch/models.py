@@ -1,5 +1,6 @@
 """Requests and their models: who is sent, who waits for its model, who asks for one that is none.
 
+    direct     each asks for the model that its body names; where that has versions it is sent to one of them
     put off    of what was claimed and may go otherwise, those whose model is served go; those that are
                expected wait in the queue, apart from all others; the rest ends with MODEL_NOT_FOUND
     outcome    a server's answer that it has no such model, where that is expected, costs no attempt
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from dispatcher.core.outcome import Delivered, Outcome, WithoutModel
@@ -23,13 +24,16 @@ from dispatcher.core.served import (
     Listing,
     ModelSeen,
     ModelState,
+    ModelVerdict,
     NoSuchModel,
     PoolModels,
     model_of,
     says_no_model,
+    told,
 )
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import now
+from dispatcher.dispatch.versions import Versions
 from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
@@ -44,12 +48,13 @@ RECALL_EACH_S, UNWATCHED_EACH_S = 5.0, 60.0
 ELSEWHERE_S = 1.0
 """Where some servers have the model and another one answered: it is tried again after this."""
 SHOWN_MOST = 50
+_GOES = GoesToModel()
 
 
 class Models:
-    """Of one process."""
+    """Of one process. `finish`: how a lease ends."""
 
-    def __init__(self, access: QueueAccess, options: Options) -> None:
+    def __init__(self, access: QueueAccess, options: Options, finish: Callable[[Ending], None]) -> None:
         self.requests: dict[str, int] = dict.fromkeys(("goes", "waits", "unknown", "denied"), 0)
         """What was said of those that name a model, by what it was; `denied`: by the server."""
         self.awaited: Mapping[str, int] = {}
@@ -57,6 +62,7 @@ class Models:
         self._access = access
         self._pool: PoolModels | None = None
         self._changed = asyncio.Event()
+        self.versions = Versions(access, options, finish)
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
@@ -68,6 +74,7 @@ class Models:
             self._pool.expect(self.awaited)
         else:
             self._pool.reconfigure(options.models)
+        self.versions.reconfigure(options)
         self._changed.set()
 
     def heard(self, listings: Sequence[Listing]) -> None:
@@ -76,6 +83,8 @@ class Models:
             return
         for moved in self._pool.heard(listings, now()):
             seen = moved.seen
+            if self.versions.family(seen.name) is not None:
+                continue  # its versions tell
             if seen.named or self.awaited.get(seen.name):
                 emit(
                     Event.MODEL,
@@ -88,13 +97,33 @@ class Models:
                 )
             if seen.state is ModelState.READY:
                 self._changed.set()
+        if self.versions:
+            self.versions.heard(self._pool)
+            self._changed.set()
+
+    async def direct(self, read: list[tuple[HeldLease, Request]]) -> list[tuple[HeldLease, Request]]:
+        """See what each asks for, and have it go to a version of that, where it has some. The requests as
+        they are sent; those that cannot be have ended."""
+        if self._pool is None:
+            return read
+        for held, request in read:
+            held.model = model_of(request.payload)
+        return await self.versions.direct(read) if self.versions else read
+
+    def left(self, held: HeldLease) -> None:
+        """It is not held any more."""
+        self.versions.left(held)
 
     def put_off(self, held: HeldLease, request: Request) -> Ending | None:
         """How a request ends, or waits, that may go otherwise; None: it goes."""
         if self._pool is None:
             return None
-        held.model = model_of(request.payload)
-        match self._pool.verdict(held.model, now()):
+        if held.version:
+            self.requests["goes"] += 1
+            return None
+        match self._verdict(self._pool, held.model):
+            case GoesToModel() if self.versions.family(held.model) is not None:
+                return endings.returned(held.lease)  # it was opened meanwhile
             case AwaitsModel(why):
                 self.requests["waits"] += 1
                 return endings.awaiting(held.lease, request, held.model, f"not sent, for {why}")
@@ -109,26 +138,43 @@ class Models:
         if self._pool is None or not isinstance(outcome, Delivered):
             return outcome
         model = tried.riders[0].model if tried.riders else ""
+        version = tried.request.version or model
         if outcome.status < 300:
-            self._pool.answered(model, sent_at)
+            self._pool.answered(version, sent_at)
             return outcome
-        if not says_no_model(outcome.status, outcome.body, model):
+        if not says_no_model(outcome.status, outcome.body, version):
             return outcome
-        at = now()
-        self._pool.denied(model, sent_at, at)
-        match self._pool.verdict(model, at):
+        self._pool.denied(version, sent_at, now())
+        if self.versions:
+            self.versions.heard(self._pool)
+        match self._verdict(self._pool, model):
             case AwaitsModel(why):
                 self.requests["denied"] += len(tried.riders)
                 return WithoutModel(f"not sent again, for {why}", awaits=model)
-            case GoesToModel() if self._pool.partly(model):
+            case GoesToModel() if version != model or self._pool.partly(model):
                 self.requests["denied"] += len(tried.riders)
                 return WithoutModel("it came to a server without its model", rest_s=ELSEWHERE_S)
         return outcome  # nobody expects it: this is the answer
+
+    def _verdict(self, pool: PoolModels, model: str) -> ModelVerdict:
+        """What becomes of a request for this model."""
+        if drained := self.versions.drained(model):
+            return AwaitsModel(f"its model {told(model)} is drained: {drained}")
+        family, found = self.versions.family(model), pool.verdict(model, now())
+        if family is None:
+            return found
+        if family.opened:
+            return _GOES
+        if isinstance(found, NoSuchModel) and not family.listed:
+            return found
+        return AwaitsModel(f"its model {told(model)} has no version that it could go to: {family.why()}")
 
     async def recalling(self) -> None:
         """See to it that nothing waits for a model that is there; who only observes sees to nothing."""
         while True:
             if not self._observes:
+                if self._pool is not None:
+                    await self.versions.exchange()
                 await self._recall()
             pause_s = UNWATCHED_EACH_S if self._pool is None else RECALL_EACH_S
             with contextlib.suppress(TimeoutError):
@@ -156,7 +202,7 @@ class Models:
             there = [model for model in there if not self._holds_back(model)]
 
     def _holds_back(self, model: str) -> bool:
-        return self._pool is not None and isinstance(self._pool.verdict(model, now()), AwaitsModel)
+        return self._pool is not None and isinstance(self._verdict(self._pool, model), AwaitsModel)
 
     # For people.
 
@@ -172,17 +218,19 @@ class Models:
         """The models that requests wait for, with how many these are and why, most first; bounded."""
         if self._pool is None:
             return []
-        at = now()
-        told = [
+        waits = [
             (name, count, verdict.why)
             for name, count in self.awaited.items()
-            if isinstance(verdict := self._pool.verdict(name, at), AwaitsModel)
+            if isinstance(verdict := self._verdict(self._pool, name), AwaitsModel)
         ]
-        return sorted(told, key=lambda each: -each[1])[:SHOWN_MOST]
+        return sorted(waits, key=lambda each: -each[1])[:SHOWN_MOST]
 
     def sentence(self, model: str) -> str:
         """How it is with a model."""
-        return "" if self._pool is None else self._pool.sentence(model, now())
+        if self._pool is None:
+            return ""
+        family = self.versions.family(model)
+        return self._pool.sentence(model, now()) if family is None else family.sentence()
 
     @property
     def problems(self) -> Mapping[str, str]:

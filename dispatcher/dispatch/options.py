@@ -14,6 +14,8 @@ from dispatcher.core.verdicts import SequenceTerms
 
 if TYPE_CHECKING:
     from dispatcher.core.batching import BatchRule
+    from dispatcher.core.versions import FamilyTerms
+    from dispatcher.core.warmup import WarmupRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,28 @@ class SequenceOptions:
     carry: Carry = Carry.OFF
     """For a request that does not say."""
     max_carry_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyOptions:
+    """A model with versions, or with a warm-up."""
+
+    terms: FamilyTerms
+    warmup: Sequence[WarmupRequest] = ()
+    """What is sent to what is cold; empty: nothing is."""
+    required: bool = False
+    """What was answered with errors stays cold."""
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOptions:
+    families: Sequence[FamilyOptions] = ()
+    steered: bool = False
+    """The gateway takes the endpoints that a request may go to from a header."""
+    straight: bool | None = None
+    """Warm-up goes straight to the endpoints; None: where requests cannot be steered."""
+    warm_s: float = 300.0
+    """What a warm-up may spend waiting for answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +73,6 @@ class Options:
     sequences: SequenceOptions = field(default_factory=SequenceOptions)
     models: ModelTerms | None = None
     """What becomes of requests whose model is not served; None: nobody watches that."""
+    versions: VersionOptions = field(default_factory=VersionOptions)
     observe: bool = False
     """Decide and show everything, touch nothing."""

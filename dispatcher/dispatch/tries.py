@@ -33,7 +33,8 @@ from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.sequences import LineUp
 from dispatcher.dispatch.upkeep import Upkeep
-from dispatcher.ports import Forwarded, Gateway, Lease, Overload
+from dispatcher.dispatch.warming import Warming
+from dispatcher.ports import Forwarded, Gateway, Lease, ModelServers, Overload
 from dispatcher.telemetry.events import Event, emit
 
 LOOK_S = 0.1
@@ -55,6 +56,7 @@ class Tries:
         rand: random.Random,
         finish: Callable[[Ending], None],
         drop: Callable[[str], object],
+        servers: ModelServers | None = None,
     ) -> None:
         self.options = options
         self.others_wait = False
@@ -64,7 +66,8 @@ class Tries:
         self.stranger = Stranger()
         self.batching = Batching(options, rand)
         self.lineup = LineUp(access, options, finish, drop)
-        self.models = Models(access, options)
+        self.models = Models(access, options, finish)
+        self.warming = Warming(access, limiter, holding, gateway, self.models.versions, options, servers)
         self._gateway = gateway
         self._limiter = limiter
         self._holding = holding
@@ -84,6 +87,7 @@ class Tries:
         self.options = self.lineup.options = options
         self.batching.reconfigure(options)
         self.models.reconfigure(options)
+        self.warming.reconfigure(options)
 
     def close(self) -> None:
         """Nothing runs any more."""

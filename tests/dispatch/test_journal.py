@@ -199,7 +199,7 @@ def test_turns_feed_the_integrals_over_time() -> None:
     async def check(told: Told) -> None:
         allowance = Allowance(9, Reason.OPEN, "", None, None, 0.0, 0, None)
         for at in (1.0, 3.0):
-            told.journal.turned(at, allowance, used=4, free=9.0, waiting=True)
+            told.journal.turned(at, allowance, open_limiter(), used=4)
         assert told.journal.meter.reason_s[Reason.OPEN] == 2.0
         assert sum(told.journal.meter.used_s.values()) == 8.0
 

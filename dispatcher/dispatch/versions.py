@@ -1,0 +1,240 @@
+"""Models with versions: to which one a request is sent, as this process sees it and does it.
+
+    look       what endpoints list, what is warm and what operators decided moves the state of each version
+    direct     a request for a model with versions gets one of those that are open, and its body says so
+    exchange   what is warm and under way is shared with the other owners, and what verbs have set comes back
+
+Which version is open is decided in core/versions.py. Where the settings name no versions nothing is kept, and
+nothing of a request is touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dispatcher.core.result import ErrorCode
+from dispatcher.core.rewrite import with_model
+from dispatcher.core.served import GATEWAY
+from dispatcher.core.versions import ModelFamily, Pin, VersionSight
+from dispatcher.dispatch import endings
+from dispatcher.dispatch.access import now
+from dispatcher.ports import ModelMarks, PinAsked
+from dispatcher.telemetry.events import Event, emit
+
+if TYPE_CHECKING:
+    from dispatcher.core.request import Request
+    from dispatcher.core.served import PoolModels
+    from dispatcher.core.versions import FamilyTerms
+    from dispatcher.dispatch.access import QueueAccess
+    from dispatcher.dispatch.endings import Ending
+    from dispatcher.dispatch.holding import HeldLease
+    from dispatcher.dispatch.options import FamilyOptions, Options
+
+PIN_S = 86_400.0
+"""A job or sequence of which nothing was sent for so long is given a version anew."""
+PIN_ASKED_S = 10.0
+"""So long what the queue said of a pin is believed."""
+PINS_MOST = 10_000
+"""Of those that are remembered here."""
+JOB_LABELS = ("job", "file")
+"""The labels that name a request's job; the first that it has counts."""
+
+
+class Versions:
+    """Of one process. `finish`: how a lease ends."""
+
+    def __init__(self, access: QueueAccess, options: Options, finish: Callable[[Ending], None]) -> None:
+        self.marks: ModelMarks | None = None
+        """What the owners share, as the queue told it last; None: it was not asked yet."""
+        self._access = access
+        self._finish = finish
+        self.stirred = asyncio.Event()
+        """Set where some version is cold."""
+        self._families: dict[str, ModelFamily] = {}
+        self._by_gateway = False
+        self._served: Mapping[str, frozenset[str]] = {}
+        self._loading: frozenset[str] = frozenset()
+        self._cold: set[tuple[str, str]] = set()
+        """Models at endpoints that are not warm any more, until the queue knows."""
+        self._held: Counter[str] = Counter()
+        """Requests that are held, by the version that they are sent to."""
+        self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        """Of jobs and sequences: the version, and until when it is believed."""
+        self.reconfigure(options)
+
+    def reconfigure(self, options: Options) -> None:
+        self.options = options.versions
+        self._told: dict[str, FamilyOptions] = {each.terms.name: each for each in options.versions.families}
+        before, self._families = self._families, {}
+        for name, told in self._told.items():
+            family = self._families[name] = before.get(name) or ModelFamily(told.terms, now())
+            family.reconfigure(told.terms)
+        self._pins.clear()
+        self.look()
+
+    def __bool__(self) -> bool:
+        """Some model has versions."""
+        return bool(self._families)
+
+    def __iter__(self) -> Iterator[ModelFamily]:
+        return iter(list(self._families.values()))
+
+    def family(self, model: str) -> ModelFamily | None:
+        return self._families.get(model)
+
+    def told(self, family: ModelFamily) -> FamilyOptions:
+        """What the settings say of it."""
+        return self._told[family.terms.name]
+
+    @property
+    def steered(self) -> bool:
+        """Requests can be confined to some endpoints."""
+        return self.options.steered and not self._by_gateway
+
+    def drained(self, model: str) -> str:
+        """Who drains it, and why; empty: nobody."""
+        return "" if self.marks is None else self.marks.drained.get(model, "")
+
+    # What is seen.
+
+    def heard(self, pool: PoolModels) -> None:
+        """What the endpoints said in a new round."""
+        if not self._families:
+            return
+        self._served, self._loading = pool.ready(now()), pool.loading
+        self._by_gateway = pool.endpoints == {GATEWAY}
+        marks = self.marks
+        if marks is not None:
+            cold = {(model, endpoint) for model, endpoint in marks.warm if pool.gone(model, endpoint)}
+            self._cold |= cold
+            self.marks = replace(marks, warm=marks.warm - cold)
+        self.look()
+
+    def look(self) -> None:
+        """Have each family decide anew, by all that is known now."""
+        marks = self.marks or ModelMarks()
+        used = marks.used | self._held.keys()
+        for name, family in self._families.items():
+            labels = {label: version for (of, label), version in marks.labels.items() if of == name}
+            sight = VersionSight(
+                served=self._served,
+                loading=self._loading,
+                warm=marks.warm,
+                used=used,
+                drained=marks.drained.keys(),
+                labels=labels,
+                steered=self.steered,
+            )
+            for moved in family.look(sight, now()):
+                emit(
+                    Event.VERSION,
+                    model=moved.family,
+                    version=moved.version,
+                    state=str(moved.state),
+                    before=str(moved.before),
+                )
+            if family.cold():
+                self.stirred.set()
+
+    async def exchange(self) -> None:
+        """Tell the other owners what is warm and under way here, and hear what holds for all."""
+        warm = frozenset() if self.marks is None else self.marks.warm
+        keep = [(model, endpoint) for model, endpoint in warm if endpoint in self._served.get(model, ())]
+        cold = frozenset(self._cold)
+        queue = self._access.queue
+        marks = await self._access.ask("marks", queue.marks(keep, cold, tuple(self._held)))
+        if marks is None:
+            return
+        self._cold -= cold
+        self.marks = replace(marks, warm=marks.warm - self._cold)
+        self.look()
+
+    def warmed(self, model: str, endpoint: str) -> None:
+        """It is warm there from now on."""
+        if self.marks is not None:
+            self.marks = replace(self.marks, warm=self.marks.warm | {(model, endpoint)})
+        self.look()
+
+    # Requests.
+
+    async def direct(self, read: Sequence[tuple[HeldLease, Request]]) -> list[tuple[HeldLease, Request]]:
+        """Give each that asks for a model with versions one of them, where one is open. All as they are sent
+        from here on, in their order; those whose bodies cannot be changed have ended."""
+        choices = [self._choice(held.model, request) for held, request in read]
+        asked = [choice for choice in choices if isinstance(choice, PinAsked)]
+        pinned = iter(await self._pin(asked) if asked else ())
+        directed = []
+        for (held, request), choice in zip(read, choices, strict=True):
+            version = next(pinned) if isinstance(choice, PinAsked) else choice
+            sent = self._sent_to(held, request, version) if version else request
+            if sent is not None:
+                directed.append((held, sent))
+        return directed
+
+    def _choice(self, model: str, request: Request) -> str | PinAsked:
+        """The version; or what the queue is to be asked, which knows what its job or sequence has. Empty: it
+        has no versions, or none is open."""
+        family = self._families.get(model)
+        if family is None:
+            return ""
+        key = pin_key(family.terms, request)
+        kept, until = self._pins.get(key, ("", 0.0))
+        if until > now() and family.keeps(kept):
+            return kept
+        version = family.choose(key or request.id) or ""
+        return PinAsked(key, version, family.kept(), PIN_S) if key and version else version
+
+    async def _pin(self, asked: Sequence[PinAsked]) -> list[str]:
+        """The version of each; empty where the queue cannot tell."""
+        versions = await self._access.ask("pin", self._access.queue.pin(asked))
+        if versions is None:
+            return [""] * len(asked)
+        until = now() + PIN_ASKED_S
+        for pin, version in zip(asked, versions, strict=True):
+            self._pins[pin.key] = version, until
+            self._pins.move_to_end(pin.key)
+        while len(self._pins) > PINS_MOST:
+            self._pins.popitem(last=False)
+        return list(versions)
+
+    def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
+        """The request as it goes to this version; None: it has ended."""
+        payload = request.payload if version == held.model else with_model(request.payload, version)
+        if payload is None:
+            why = "data.payload: its field `model` is given twice, or its name is escaped"
+            self._finish(endings.error(held.lease, request, ErrorCode.INVALID_REQUEST, why))
+            return None
+        held.version = version
+        self._held[version] += 1
+        warm = self._families[held.model].endpoints(version) if self.steered else ()
+        return msgspec.structs.replace(
+            request, payload=payload, version=version, endpoints=",".join(sorted(warm))
+        )
+
+    def left(self, held: HeldLease) -> None:
+        """It is not held any more."""
+        if not held.version:
+            return
+        self._held[held.version] -= 1
+        if not self._held[held.version]:
+            del self._held[held.version]
+            self.look()  # somebody may wait for that
+
+
+def pin_key(terms: FamilyTerms, request: Request) -> str:
+    """By what a job or sequence keeps its version of a family; empty: the request chooses for itself."""
+    name = ""
+    if terms.pin is Pin.JOB:
+        name = next((f"job {job}" for label in JOB_LABELS if (job := request.labels.get(label))), "")
+    if not name and terms.pin is not Pin.REQUEST and request.sequence is not None:
+        name = f"sequence {request.sequence.id}"
+    if not name:
+        return ""
+    return blake2b(f"{terms.name} {name}".encode(errors="replace"), digest_size=16).hexdigest()

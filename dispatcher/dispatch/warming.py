@@ -1,0 +1,256 @@
+"""Warm-up: recorded requests go to a version that is cold at an endpoint, before work does.
+
+    cold ──▶ right ──▶ one call after the other ──▶ warm
+              │ another owner has it                 what was answered with errors: cold again for a while
+              ▼                                      where a warm-up is required, else warm all the same
+            later
+
+Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint that
+cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, TooLate
+from dispatcher.core.plain import plain, shortened
+from dispatcher.core.request import Request
+from dispatcher.core.served import GATEWAY, says_no_model
+from dispatcher.core.warmup import plan
+from dispatcher.dispatch.access import now
+from dispatcher.telemetry.events import Event, emit
+
+if TYPE_CHECKING:
+    from dispatcher.core.limiter import Limiter
+    from dispatcher.core.versions import ModelFamily
+    from dispatcher.core.warmup import WarmupCall
+    from dispatcher.dispatch.access import QueueAccess
+    from dispatcher.dispatch.holding import Holding
+    from dispatcher.dispatch.options import Options
+    from dispatcher.dispatch.versions import Versions
+    from dispatcher.ports import Gateway, ModelServers
+
+AT_ONCE = 4
+"""Endpoints that are warmed at the same time."""
+LOOK_S = 1.0
+SOON_S = 5.0
+"""Until what could not be begun is tried again."""
+AGAIN_S = (30.0, 300.0)
+"""Until what was answered with errors is tried again: doubling from the first to the second."""
+RENEW_S = 10.0
+ROOM_S = 0.05
+"""How often it is looked whether there is room."""
+ERRORS_MOST = 10
+"""After so many the rest is not sent."""
+_WHY_CHARS = 200
+
+
+@dataclass(slots=True)
+class WarmUp:
+    """One warm-up, on its way."""
+
+    version: str
+    endpoint: str
+    calls: int = 0
+    errors: list[str] = field(default_factory=list)
+    spent_s: float = 0.0
+    """Waiting for answers."""
+
+
+class Warming:
+    """Of one process."""
+
+    def __init__(
+        self,
+        access: QueueAccess,
+        limiter: Limiter,
+        holding: Holding,
+        gateway: Gateway,
+        versions: Versions,
+        options: Options,
+        servers: ModelServers | None = None,
+    ) -> None:
+        self.units = 0
+        """Calls under way, or that wait for room."""
+        self.done: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
+        """Warm-ups by what became of them: all was answered; some not; it is to be tried again."""
+        self.options = options
+        self._access = access
+        self._limiter = limiter
+        self._holding = holding
+        self._gateway = gateway
+        self._versions = versions
+        self._servers = servers
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._rests: dict[tuple[str, str], tuple[float, int]] = {}
+        """Until when, and how often in a row it has failed."""
+        self._number = 0
+        self._under_way = 0
+
+    async def run(self) -> None:
+        """Warm what is cold. Who only observes warms nothing."""
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                if self._begin(tasks):
+                    await asyncio.sleep(LOOK_S)
+                else:
+                    self._versions.stirred.clear()
+                    await self._versions.stirred.wait()
+
+    def reconfigure(self, options: Options) -> None:
+        """What is under way goes on as it began."""
+        self.options = options
+        self._rests.clear()
+
+    # One warm-up.
+
+    def _begin(self, tasks: asyncio.TaskGroup) -> bool:
+        """Whether anything is cold."""
+        at = now()
+        cold = [(family, *each) for family in self._versions for each in family.cold()]
+        wanted = {(version, endpoint) for _, version, endpoint in cold}
+        self._rests = {pair: rest for pair, rest in self._rests.items() if pair in wanted}
+        if self._versions.marks is None or self.options.observe:  # what is warm already is not known yet
+            return bool(cold)
+        for family, version, endpoint in cold:
+            pair = version, endpoint
+            if len(self._running) < AT_ONCE and pair not in self._running and self._rest(pair)[0] <= at:
+                self._running[pair] = tasks.create_task(self._warm(family, WarmUp(version, endpoint)))
+        return bool(cold)
+
+    def _rest(self, pair: tuple[str, str]) -> tuple[float, int]:
+        return self._rests.get(pair, (0.0, 0))
+
+    async def _warm(self, family: ModelFamily, warm_up: WarmUp) -> None:
+        pair = version, endpoint = warm_up.version, warm_up.endpoint
+        queue, times = self._access.queue, self._rest(pair)[1]
+        try:
+            if not await self._access.ask("warming", queue.warming(version, endpoint)):
+                self._rests[pair] = now() + SOON_S, times
+                return
+            renewing = asyncio.create_task(self._renew(version, endpoint))
+            try:
+                whole = await self._send(family, warm_up)
+            finally:
+                renewing.cancel()
+            await self._end(family, warm_up, whole=whole, times=times)
+        finally:
+            del self._running[pair]
+
+    async def _renew(self, version: str, endpoint: str) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            await self._access.ask("warming", self._access.queue.warming(version, endpoint))
+
+    async def _end(self, family: ModelFamily, warm_up: WarmUp, *, whole: bool, times: int) -> None:
+        """What follows. `whole`: all was answered, one way or the other."""
+        pair = version, endpoint = warm_up.version, warm_up.endpoint
+        queue, errors = self._access.queue, warm_up.errors
+        again = not whole or (errors and self._versions.told(family).required)
+        if again:
+            await self._access.ask("unwarmed", queue.unwarmed(version, endpoint))
+            rest_s = min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** min(times, 10)) if whole else SOON_S
+            self._rests[pair] = now() + rest_s, times + bool(whole)
+        elif await self._access.ask("warmed", queue.warmed(version, endpoint)) is not False:
+            self._versions.warmed(version, endpoint)
+        self.done["again" if again else "errors" if errors else "warm"] += 1
+        if whole:
+            emit(
+                Event.WARM_UP,
+                model=version,
+                endpoint=endpoint,
+                calls=warm_up.calls,
+                spent_s=round(warm_up.spent_s, 3),
+                errors=len(errors),
+                why=errors[0] if errors else "",
+                opens=not again,
+            )
+
+    async def _send(self, family: ModelFamily, warm_up: WarmUp) -> bool:
+        """Send it all. Whether it came to an end: nothing else may be said of an endpoint that is away."""
+        told = self._versions.told(family)
+        most_s = self.options.versions.warm_s
+        for call in plan(told.warmup, self.options.batching, warm_up.version, self.options.path):
+            while True:
+                if warm_up.spent_s >= most_s:
+                    warm_up.errors.append(f"not done within {most_s:g} s")
+                    return True
+                self.units += 1
+                try:
+                    await self._room()
+                    if (warm_up.version, warm_up.endpoint) not in family.cold():
+                        return False  # nobody wants it any more, or it is gone
+                    began_at = now()
+                    outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
+                finally:
+                    self.units -= 1
+                warm_up.spent_s += now() - began_at
+                if not isinstance(outcome, Overloaded):
+                    break
+                await asyncio.sleep(min(max(outcome.retry_after_s or 0.0, 1.0), self.options.retry.max_s))
+            warm_up.calls += 1
+            if (why := _error(outcome, warm_up.version)) is None:
+                return False
+            if why:
+                warm_up.errors.append(why)
+                if len(warm_up.errors) == ERRORS_MOST:
+                    break
+        return True
+
+    async def _room(self) -> None:
+        """Return when a unit of the limit is free for a call."""
+        while True:
+            allowance = self._limiter.allowance(now())
+            taken = self._holding.units + self._limiter.others + self._under_way
+            if not allowance.reason.closed and allowance.limit > taken:
+                return
+            await asyncio.sleep(ROOM_S)
+
+    async def _call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
+        self._number += 1
+        token = f"warm-up-{self._number}"
+        straight = self.options.versions.straight
+        if straight is None:
+            straight = not self._versions.steered
+        self._under_way += 1
+        self._limiter.sent(token, now())
+        try:
+            if straight and self._servers is not None and warm_up.endpoint != GATEWAY:
+                return await self._servers.post(warm_up.endpoint, call.path, call.body, deadline=ends_at)
+            request = Request(
+                f"{self._access.queue.owner}-{token}",
+                int(self._access.queue.unix_now() + ends_at - now()) + 1,
+                call.body,
+                endpoint=call.path,
+                version=warm_up.version,
+                endpoints=warm_up.endpoint if self._versions.steered else "",
+            )
+            sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
+            return sent.outcome
+        finally:
+            self._under_way -= 1
+            self._limiter.answered(token, now())
+
+
+def _may() -> bool:
+    return True
+
+
+def _error(outcome: Outcome, version: str) -> str | None:
+    """What an answer says against a warm-up; empty: nothing. None: nothing was answered by the model."""
+    match outcome:
+        case Delivered(status, body) if says_no_model(status, body, version):
+            return None
+        case Delivered(status, body) if status >= 300:
+            return f"{status}: {shortened(plain(body.decode(errors='replace')), _WHY_CHARS)}"
+        case Delivered() | TooLarge():
+            return ""
+        case Failed(why, status):
+            return shortened(why if status is None else f"{status}: {why}", _WHY_CHARS)
+        case TooLate():
+            return "no answer in time"
+        case _:
+            return None
