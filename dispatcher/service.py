@@ -172,8 +172,9 @@ class Service:
         self._tell_capacity(now)
         self.dispatcher.reconfigure(options_of(settings, observe=self._observe))
         self.model_watch.reconfigure(settings)
-        if settings.gateway != before.gateway:
-            self._gateway.reconfigure(settings.gateway)
+        subset_header = settings.serving.subset_header
+        if settings.gateway != before.gateway or subset_header != before.serving.subset_header:
+            self._gateway.reconfigure(settings.gateway, subset_header=subset_header)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
         if bool(settings.signals.vllm) == bool(before.signals.vllm):
@@ -317,7 +318,7 @@ async def serve(
     await _prepare(path, settings)
     async with AsyncExitStack() as stack:
         queue, desk = await stack.enter_async_context(open_queue(settings))
-        gateway = HttpGateway(settings.gateway)
+        gateway = HttpGateway(settings.gateway, subset_header=settings.serving.subset_header)
         gateway.prepare()
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, desk, gateway, observe=observe)

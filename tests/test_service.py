@@ -40,12 +40,14 @@ class GatewayOfNobody:
     def __init__(self) -> None:
         self.sizes: list[int] = []
         self.options: list[object] = []
+        self.subset_header = ""
 
     def resize(self, limit: int) -> None:
         self.sizes.append(limit)
 
-    def reconfigure(self, options: object) -> None:
+    def reconfigure(self, options: object, *, subset_header: str) -> None:
         self.options.append(options)
+        self.subset_header = subset_header
 
 
 class Bench:
@@ -100,15 +102,28 @@ def test_changed_settings_reach_each_part() -> None:
         bench.polled()
         assert await bench.limit() == 28
         text = CONFIG.replace("0.05", "0.25").replace("pool.example", "other.example")
-        changed = settings(text + "retry: {max_attempts: 2}\nqueue: {lease_s: 60}\n")
+        more = "retry: {max_attempts: 2}\nqueue: {lease_s: 60}\nserving: {subset_header: x-subset}\n"
+        changed = settings(text + more)
         service.apply(changed, text)
         assert await bench.limit() == 16, "for the reading at hand, too"
         assert service.dispatcher._options.retry.max_attempts == 2
         assert service.dispatcher._options.lease_s == 60
         assert bench.gateway.options == [changed.gateway]
+        assert bench.gateway.subset_header == "x-subset"
         assert service.generation == 2
         assert service.metrics.value(series.RELOADS, "applied") == 1
         assert service.status().process.config_generation == 2
+
+    at_bench(check)
+
+
+def test_a_subset_header_that_alone_has_changed_reaches_the_gateway() -> None:
+    async def check(bench: Bench) -> None:
+        text = CONFIG + "serving: {subset_header: x-subset}\n"
+        bench.service.apply(settings(text), text)
+        assert bench.gateway.subset_header == "x-subset"
+        bench.service.apply(settings(text + "retry: {max_attempts: 2}\n"), text)
+        assert len(bench.gateway.options) == 1, "it is told of no change that is none of its"
 
     at_bench(check)
 

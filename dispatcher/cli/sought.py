@@ -155,6 +155,7 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
         "error_message": result.error_message,
         "payload": result.payload,
         "payload_note": result.payload_note,
+        "model_version": result.model_version,
     }
 
 

@@ -51,6 +51,8 @@ class Result:
     """Said where `text` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
     error: BatchError | None = None
     """What the client met itself (`code` is one of its own), else None."""
+    model_version: str = ""
+    """The model that it was sent as, where the dispatcher chose it; else empty."""
     number: int = field(default=0, repr=False)
     """Where it is kept for this client; 0: nowhere."""
 
@@ -182,6 +184,7 @@ def of_popped(popped: PoppedResult, number: int) -> Result:
         popped.error_code or "",
         popped.error_message or "",
         popped.payload_note or "",
+        model_version=popped.model_version or "",
         number=number,
     )
 

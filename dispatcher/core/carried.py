@@ -11,7 +11,8 @@ from dispatcher.core.shapes import Part, merge
 
 
 def together(requests: Sequence[Request], parts: Sequence[Part]) -> Request:
-    """One call for all of them: path, headers and id are of the first, the deadline is the last."""
+    """One call for all of them: path, headers and id are of the first, the deadline is the last. Version and
+    endpoints are the first's too: whoever forms the call lets only equal ones travel together."""
     deadline = max(request.deadline for request in requests)
     return replace(requests[0], payload=merge(parts), deadline=deadline)
 

@@ -65,6 +65,10 @@ class Request(msgspec.Struct, frozen=True):
     """Its turn in a sequence; None: it is of none."""
     session: Session | None = None
     """Of ours, once its turn has come; no member has it."""
+    version: str = ""
+    """Of ours: the model that it is sent as, where that is not what it names; no member has it."""
+    endpoints: str = ""
+    """Of ours: the model servers that it may go to, as `ip:port,ip:port`; empty: any. No member has it."""
 
 
 class Rejection(msgspec.Struct, frozen=True):

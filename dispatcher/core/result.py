@@ -51,20 +51,32 @@ class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """Said where `payload` is not exactly what the gateway sent: bytes that are not UTF-8 were replaced."""
     request_token: str | None = None
     """The request's token, where it has one: who else may write the list cannot know it."""
+    model_version: str | None = None
+    """The model that its last try was sent as, where the dispatcher chose it."""
 
 
 _decode_result = msgspec.json.Decoder(PoppedResult).decode
 _encode = msgspec.json.Encoder().encode
 
 
-def answered(request_id: str, status: int, body: bytes, *, token: str = "") -> bytes:
+def answered(request_id: str, status: int, body: bytes, *, token: str = "", version: str = "") -> bytes:
     """The result of a request that the gateway answered: the body as a string, and the request's token.
+    `version`: the model that it was sent as, where the dispatcher chose it.
 
     A body that is UTF-8 comes out in full. Bytes that are not are replaced by U+FFFD, and `payload_note`,
     a field that other consumers ignore, says so.
     """
     text, note = _text(body)
-    return _encode(PoppedResult(request_id, text, status, payload_note=note, request_token=token or None))
+    return _encode(
+        PoppedResult(
+            request_id,
+            text,
+            status,
+            payload_note=note,
+            request_token=token or None,
+            model_version=version or None,
+        )
+    )
 
 
 def failed(
@@ -75,13 +87,17 @@ def failed(
     body: bytes | None = None,
     *,
     token: str = "",
+    version: str = "",
 ) -> bytes:
-    """The result of a request without a final answer; with the last status and body where there were any."""
+    """The result of a request without a final answer; with the last status and body where there were any,
+    and the version that the last try was sent as."""
     if body:
         text, note = _text(body)
     else:
         text, note = _encode({"error": message}).decode(), None
-    return _encode(PoppedResult(request_id, text, status, code, message, note, token or None))
+    return _encode(
+        PoppedResult(request_id, text, status, code, message, note, token or None, version or None)
+    )
 
 
 def misdirected(request_id: str, results: str, why: str = NO_LIST, *, token: str = "") -> bytes:

@@ -47,7 +47,8 @@ class RouteOptions(Protocol):
 class Route:
     """The rules under one set of options."""
 
-    def __init__(self, options: RouteOptions, *, user_agent: str) -> None:
+    def __init__(self, options: RouteOptions, *, user_agent: str, subset_header: str = "") -> None:
+        """`subset_header`: in which it is said which model servers a request may go to; empty: in none."""
         self._path = options.path
         self._allowed = options.allowed_paths
         allowed = options.allowed_headers
@@ -59,6 +60,8 @@ class Route:
             chosen[OBJECTIVE] = options.objective
         self._chosen = frozenset(chosen)
         """What the operator set: a caller cannot change it."""
+        self._subset = subset_header.lower()
+        self._subset_plain = plain(subset_header)
         self._headers = {
             "accept": "*/*",
             "accept-encoding": "identity",
@@ -87,6 +90,8 @@ class Route:
         if request.session is not None:
             for name, value in request.session.headers.items():
                 headers[name] = _header_safe(value)
+        if self._subset and request.endpoints:
+            headers[self._subset] = _header_safe(request.endpoints)
         if bearer:
             headers["authorization"] = bearer
         headers[REQUEST_ID] = _header_safe(request.id)
@@ -113,6 +118,7 @@ class Route:
             for name, value in lowered.items()
             if passed_on(known := plain(name))
             and known not in self._chosen
+            and known != self._subset_plain
             and known not in ours
             and name not in named
             and self._passes(known)

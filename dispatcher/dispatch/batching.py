@@ -110,7 +110,7 @@ class Batching:
             request,
             part,
             served,
-            (path, part.key, headers, tenant),
+            (path, part.key, headers, tenant, request.version, request.endpoints),
             alone=held.probe or lease.lane is not None or lease.attempts > 0 or lease.entry in self._alone,
         )
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dispatcher.core.outcome import Answered, Bury, Errored, Outcome, Retry, RetryPolicy, after, too_late
+from dispatcher.core.outcome import (
+    Answered,
+    Bury,
+    Errored,
+    Outcome,
+    Refused,
+    Retry,
+    RetryPolicy,
+    after,
+    too_late,
+)
 from dispatcher.core.plain import shortened
 from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed, misdirected
@@ -32,9 +42,9 @@ def turn_of(ending: Settlement | Burial) -> TurnEnd | None:
     return ending.settlement.turn if isinstance(ending, Burial) else ending.turn
 
 
-def error(lease: Lease, request: Request, code: ErrorCode, message: str) -> Settlement:
-    """The request ends with an error of ours as its result."""
-    result = failed(request.id, code, message, token=request.token)
+def error(lease: Lease, request: Request, code: ErrorCode, message: str, *, version: str = "") -> Settlement:
+    """The request ends with an error of ours as its result. `version`: what it was sent as."""
+    result = failed(request.id, code, message, token=request.token, version=version)
     return _settlement(lease, request, result, code, f"{code}: {message}")
 
 
@@ -133,16 +143,23 @@ def after_try(
         case Bury():
             return _burial(lease, request, decision)
         case Answered(status, body):
-            result = answered(request.id, status, body, token=request.token)
+            result = answered(request.id, status, body, token=request.token, version=request.version)
             failure = "" if 200 <= status < 300 else f"the gateway answered {status}"
             return _settlement(lease, request, result, f"{status // 100}xx", failure)
         case Errored(code, message):
-            return error(lease, request, code, message)
+            version = "" if isinstance(outcome, Refused) else request.version  # that was not sent
+            return error(lease, request, code, message, version=version)
 
 
 def _burial(lease: Lease, request: Request, verdict: Bury) -> Burial:
     result = failed(
-        request.id, verdict.code, verdict.message, verdict.status, verdict.body, token=request.token
+        request.id,
+        verdict.code,
+        verdict.message,
+        verdict.status,
+        verdict.body,
+        token=request.token,
+        version=request.version,
     )
     failure = f"{verdict.code}: {verdict.message}"
     return Burial(_settlement(lease, request, result, verdict.code, failure), verdict.message)

@@ -64,11 +64,11 @@ class _Watched(Generic[T]):
 class _Plan:
     """Options prepared for use: everything that is the same for all requests."""
 
-    def __init__(self, options: GatewaySettings) -> None:
+    def __init__(self, options: GatewaySettings, subset_header: str) -> None:
         self.secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
-        self.route = Route(options, user_agent=USER_AGENT)
+        self.route = Route(options, user_agent=USER_AGENT, subset_header=subset_header)
         self.basic = options.url.authorization
         self._base = options.url.bare.rstrip("/")
         address = urlsplit(self._base)
@@ -86,16 +86,16 @@ class HttpGateway:
     are opened as needed and kept; a request never waits for one, for the limit bounds what is in flight.
     """
 
-    def __init__(self, options: GatewaySettings) -> None:
+    def __init__(self, options: GatewaySettings, *, subset_header: str = "") -> None:
         self._wire: Wire | None = None
         self._retired: list[Wire] = []
         self._tries: dict[str, Progress] = {}
         self._options: GatewaySettings | None = None
-        self.reconfigure(options)
+        self.reconfigure(options, subset_header=subset_header)
 
-    def reconfigure(self, options: GatewaySettings) -> None:
-        """Use these options from the next request on."""
-        self._plan = _Plan(options)
+    def reconfigure(self, options: GatewaySettings, *, subset_header: str = "") -> None:
+        """Use these options from the next request on. `subset_header`: as `Route` has it."""
+        self._plan = _Plan(options, subset_header)
         before, self._options = self._options, options
         if before is None or before.token_file != options.token_file:
             self._bearer = _Watched([options.token_file], lambda: _bearer(options.token_file))

@@ -15,6 +15,7 @@ from dispatcher.ports.gateway import (
     Forwarded,
     Gateway,
 )
+from dispatcher.ports.marks import ModelBoard, ModelMarks, PinAsked
 from dispatcher.ports.queue import (
     Burial,
     Claimed,
@@ -52,8 +53,11 @@ __all__ = [
     "Lease",
     "Leases",
     "LinedUp",
+    "ModelBoard",
+    "ModelMarks",
     "Overload",
     "Permit",
+    "PinAsked",
     "Queue",
     "QueueUnavailableError",
     "Recalled",

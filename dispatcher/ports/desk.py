@@ -10,6 +10,7 @@ from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.submission import Submission
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
+from dispatcher.ports.marks import ModelMarks
 from dispatcher.ports.queue import Counts
 
 
@@ -90,6 +91,24 @@ class Desk(Protocol):
 
     async def awaited(self) -> Mapping[str, int]:
         """As Queue.awaited."""
+        ...
+
+    async def model_marks(self) -> ModelMarks:
+        """What owners and operators say of versions of models, as `Queue.marks` tells it; reads only."""
+        ...
+
+    async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
+        """Have the label mean that version of the family, whatever the settings say; None takes it back.
+        False: there was none to take back. No name may have more than 256 bytes, and no more than 1,000
+        labels are kept: CallRefusedError."""
+        ...
+
+    async def drain(self, model: str, who: str, why: str = "") -> None:
+        """Have this version take nothing new; what runs goes on to its end. Bounds as those of `label`."""
+        ...
+
+    async def undrain(self, model: str) -> bool:
+        """Take that back; False: it was not drained."""
         ...
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:

@@ -13,6 +13,7 @@ from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import Turn
 from dispatcher.core.verdicts import Goes, SequenceCounts, SequenceNews, SequenceTerms, TurnEnd, Verdict
+from dispatcher.ports.marks import ModelBoard
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,7 @@ class Counts:
         return self.pending - self.sequences.waiting - self.awaiting
 
 
-class Queue(Protocol):
+class Queue(ModelBoard, Protocol):
     """The queue as one owner sees it. Each method is one atomic step, safe to repeat.
 
     All raise QueueUnavailableError, and nothing else that is expected.

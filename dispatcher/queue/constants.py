@@ -33,6 +33,14 @@ REVOKED_MOST = 250
 server's time."""
 AWAITED_MOST = 1000
 """Models that one look tells of."""
+WARM_S, WARMING_S, USED_S = 60, 30, 15
+"""How long each holds that is said of a version: it is warm; somebody warms it; somebody has it under way."""
+MARKS_MOST = 100_000
+"""Marks of a kind that one look tells of."""
+PINS_MOST = 100_000
+PIN_MOST_S = 365 * 86_400.0
+DECIDED_MOST = 1000
+"""Labels, and drains, that operators may set."""
 REPLY_TTL_S = 60
 """How long a repetition of a call gets the same reply."""
 CANCEL_TTL_S = 604_800
@@ -59,6 +67,11 @@ LUA = {
     "LINE_SEEN": LINE_SEEN,
     "REVOKED_MOST": REVOKED_MOST,
     "AWAITED_MOST": AWAITED_MOST,
+    "WARM_S": WARM_S,
+    "WARMING_S": WARMING_S,
+    "USED_S": USED_S,
+    "MARKS_MOST": MARKS_MOST,
+    "DECIDED_MOST": DECIDED_MOST,
     "DONE": DONE,
     "LOST": LOST,
     "BAD_LIST": BAD_LIST,

@@ -100,7 +100,7 @@ REQUEST = {
     ),
     *("labels", "sequence", "cancellable", "bytes", "problem"),
 }
-RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note"}
+RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note", "model_version"}
 DEAD = {"entry", "id", "reason", "died_at", "deliveries", "attempts", "refusals"}
 SEQUENCE = {
     *("id", "status", "next", "head", "waiting", "lives", "done", "failed", "began_at", "touched_at"),

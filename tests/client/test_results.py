@@ -21,6 +21,7 @@ from dispatcher.client import (
     RequestFailedError,
     TokenUsage,
 )
+from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode, answered
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.known import assert_only_known_keys
@@ -146,6 +147,18 @@ async def test_a_request_that_failed_raises_when_it_is_asked(
     assert isinstance(error, RequestFailedError)
     assert (error.id, error.code, error.status) == ("r-1", code, status)
     assert error.body == ("no room" if status else f'{{"error":"told {code}"}}')
+
+
+async def test_a_result_says_as_which_version_it_was_sent(
+    answering: Answering, producer: BatchClient
+) -> None:
+    def chosen(request: Request) -> bytes:
+        return answered(request.id, 200, b"{}", token=request.token, version="m-v2")
+
+    async with answering.always(chosen):
+        assert (await producer.submit({})).model_version == "m-v2"
+    async with answering.always():
+        assert (await producer.submit({})).model_version == ""
 
 
 async def test_an_answer_of_400_is_a_failure(answering: Answering, producer: BatchClient) -> None:

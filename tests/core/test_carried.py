@@ -23,6 +23,13 @@ def test_one_call_for_several_is_the_firsts_until_the_last_deadline() -> None:
     assert (call.id, call.headers, call.deadline) == ("a", {"x-of": "a"}, 300)
 
 
+def test_who_is_sent_for_others_goes_as_their_version_to_their_endpoints() -> None:
+    first, part = asked("a", ["one", "two"], 100)
+    directed = msgspec.structs.replace(first, version="m-v2", endpoints="10.0.0.1:8000")
+    for call in (together([directed, directed], [part, part]), piece(directed, cut(part, 1)[0])):
+        assert (call.version, call.endpoints) == ("m-v2", "10.0.0.1:8000")
+
+
 def test_a_piece_is_the_same_request_with_less_in_it() -> None:
     request, part = asked("a", ["one", "two", "three"], 100)
     pieces = [piece(request, each) for each in cut(part, 2)]

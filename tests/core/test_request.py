@@ -341,6 +341,22 @@ def test_a_failure_has_the_shape_of_the_contract() -> None:
     }
 
 
+def test_a_result_names_the_version_that_answered_or_failed_and_says_nothing_where_there_is_none() -> None:
+    assert json.loads(answered("r", 200, b"{}", version="m-v2"))["model_version"] == "m-v2"
+    told = failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", version="m-v2")
+    assert json.loads(told)["model_version"] == "m-v2"
+    assert "model_version" not in json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no"))
+
+
+@pytest.mark.parametrize("field", ["version", "endpoints"])
+def test_no_member_says_as_what_or_where_it_is_sent(field: str) -> None:
+    member = json.loads(encode_member("r", {}, 1))
+    for section in (member, member["data"], member["internal"]):
+        section[field] = "mine"
+    request = accepted(json.dumps(member).encode())
+    assert (request.version, request.endpoints) == ("", "")
+
+
 def test_a_failure_after_an_answer_carries_it() -> None:
     assert json.loads(failed("r", ErrorCode.RETRIES_EXHAUSTED, "no", status=502, body=b"bad gateway")) == {
         "id": "r",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,3 +220,29 @@ def test_headers_that_the_connection_header_names_stay_behind() -> None:
 )
 def test_id_that_is_no_header_value_is_escaped(request_id: str, sent: str) -> None:
     assert route().headers_for(a_request(request_id=request_id), "")["x-request-id"] == sent
+
+
+def directed(endpoints: str, headers: Mapping[str, str] | None = None) -> Request:
+    return msgspec.structs.replace(a_request(headers), endpoints=endpoints)
+
+
+def test_endpoints_go_in_the_header_that_the_settings_name() -> None:
+    rules = Route(Options(), user_agent="us/1", subset_header="X-Subset")
+    assert rules.headers_for(directed("10.0.0.1:80,[fd00::1]:80"), "")["x-subset"] == (
+        "10.0.0.1:80,[fd00::1]:80"
+    )
+    assert "x-subset" not in rules.headers_for(directed(""), "")
+    assert "10.0.0.1:80" not in route().headers_for(directed("10.0.0.1:80"), "").values()
+
+
+@pytest.mark.parametrize("name", ["x-subset", "X-Subset", "x_subset"])
+@pytest.mark.parametrize("endpoints", ["", "10.0.0.1:80"])
+def test_no_caller_says_to_which_endpoints_his_request_goes(name: str, endpoints: str) -> None:
+    request = directed(endpoints, {name: "10.0.0.9:80", "x-own": "1"})
+    options = Options(allowed_headers=["x-*"])
+    sent = Route(options, user_agent="us/1", subset_header="x-subset").headers_for(request, "")
+    assert "10.0.0.9:80" not in sent.values()
+    assert sent.get("x-subset", "") == endpoints
+    assert sent["x-own"] == "1"
+    other = Route(options, user_agent="us/1").headers_for(request, "")
+    assert other[name.lower()] == "10.0.0.9:80", "where nothing is told by it, it is a header like others"

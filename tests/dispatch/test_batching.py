@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,12 +20,15 @@ from dispatcher.core.request import encode_member
 from dispatcher.core.result import ErrorCode, PoppedResult, decode_result
 from dispatcher.core.shapes import SHAPES
 from dispatcher.dispatch import Dispatcher, Journal, Options
+from dispatcher.dispatch.batching import Batching
+from dispatcher.dispatch.holding import HeldLease
 from dispatcher.ports import Submission
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry.events import Event, diverted
 from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.embedder import Embedder, answer
+from tests.dispatch.scene import lease, request
 
 PATH = "/v1/embeddings"
 RULE = BatchRule((PATH,), SHAPES["embeddings"], Mode.ON, Forming(32, max_delay_s=0.02))
@@ -329,6 +333,19 @@ def test_lists_weigh_what_they_hold() -> None:
     all_their_own(scene, texts)
     assert 14 <= max(peaks) <= 20
     assert max(map(len, scene.server.calls)) <= 20
+
+
+def test_who_is_sent_as_another_version_or_elsewhere_travels_apart() -> None:
+    ways = [("m-v1", ""), ("m-v2", ""), ("m-v2", "10.0.0.1:80"), ("m-v2", "10.0.0.1:80,10.0.0.2:80")]
+    batching = Batching(Options(RetryPolicy(), path=PATH, batching=(RULE,)), random.Random(1))
+    for entry, (version, endpoints) in enumerate(2 * ways):
+        held = HeldLease(lease(entry))
+        payload = b'{"model": "m", "input": "a text"}'
+        batching.read(held, request(entry, payload=payload, version=version, endpoints=endpoints))
+        assert batching.gathers(held, 0.0, 600.0)
+    tries, _ = batching.formed(1.0, nobody_comes=True, ours=lambda _: True)
+    went = [(each.request.version, each.request.endpoints, len(each.riders)) for each in tries]
+    assert sorted(went) == [(version, endpoints, 2) for version, endpoints in ways]
 
 
 def test_only_equals_travel_together() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from dispatcher.core.outcome import (
     Bury,
@@ -153,3 +154,30 @@ def test_each_ending_names_its_lease() -> None:
     assert buried.reason == verdict.message
     for ending in (buried, endings.cancelled(LEASE, REQUEST), endings.returned(LEASE)):
         assert lease_of(ending) is LEASE
+
+
+@pytest.mark.parametrize(
+    ("outcome", "attempts", "version"),
+    [
+        (Delivered(200, b"{}"), 0, "m-v2"),
+        (Delivered(404, b"{}"), 0, "m-v2"),
+        (Failed("reset"), 2, "m-v2"),
+        (TooLarge(200, 10), 0, "m-v2"),
+        (TooLate(), 1, "m-v2"),
+        (Refused("endpoint: not allowed"), 0, None),
+    ],
+)
+def test_the_result_of_what_was_sent_says_as_which_version(
+    outcome: Outcome, attempts: int, version: str | None
+) -> None:
+    sent = replace(REQUEST, version="m-v2")
+    ending = endings.after_try(lease(7, attempts=attempts), sent, outcome, 0.0, POLICY, rand=0.5)
+    settlement = ending.settlement if isinstance(ending, Burial) else ending
+    assert isinstance(settlement, Settlement)
+    assert decode_result(settlement.result).model_version == version
+
+
+def test_the_result_of_what_was_not_sent_names_no_version() -> None:
+    sent = replace(REQUEST, version="m-v2")
+    for settlement in (endings.cancelled(LEASE, sent), endings.expired(LEASE, sent)):
+        assert decode_result(settlement.result).model_version is None

@@ -306,3 +306,16 @@ async def test_a_request_of_a_sequence_takes_its_session_there_and_back(gateway_
     assert of_one["x-fine"] == "fine"
     assert "x_session_id" not in of_one
     assert "x-session-token" not in without_token
+
+
+async def test_where_a_request_may_go_is_said_in_the_header_of_the_moment(gateway_to: MakeGateway) -> None:
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url)
+        directed = a_request(endpoints="10.0.0.1:8000,10.0.0.2:8000")
+        for header in ("", "x-subset", "X-Other"):
+            gateway.reconfigure(options(server.url), subset_header=header)
+            assert isinstance(await outcome(gateway, directed), Delivered)
+        named = {name: value for each in server.received for name, value in each.headers.items()}
+        assert "10.0.0.1:8000,10.0.0.2:8000" not in server.received[0].headers.values()
+        assert named["x-subset"] == named["x-other"] == "10.0.0.1:8000,10.0.0.2:8000"
+        assert "x-subset" not in server.received[2].headers

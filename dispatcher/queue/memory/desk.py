@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
-from dispatcher.ports import Counts, Dead, Submission
+from dispatcher.ports import Counts, Dead, ModelMarks, Submission
 from dispatcher.queue.keys import Names
+from dispatcher.queue.marks import check_names
 from dispatcher.queue.memory import desk_steps as steps
 from dispatcher.queue.memory import search, sequences
 from dispatcher.queue.memory.state import Line, Pool
@@ -152,6 +153,24 @@ class MemoryStore:
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         self.pool.check_up()
         return sequences.forget(self.line, sequence_id)
+
+    async def model_marks(self) -> ModelMarks:
+        self.pool.check_up()
+        return self.pool.board.look(self.pool.clock())
+
+    async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
+        self.pool.check_up()
+        check_names(family=family, label=label, version=family if version is None else version)
+        return self.pool.board.label(family, label, version)
+
+    async def drain(self, model: str, who: str, why: str = "") -> None:
+        self.pool.check_up()
+        check_names(model=model)
+        self.pool.board.drain(self.pool.unix_now(), model, who, why)
+
+    async def undrain(self, model: str) -> bool:
+        self.pool.check_up()
+        return self.pool.board.undrain(model)
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         self.pool.check_up()

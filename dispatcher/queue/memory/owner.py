@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
@@ -19,8 +19,10 @@ from dispatcher.ports import (
     Lease,
     Leases,
     LinedUp,
+    ModelMarks,
     Overload,
     Permit,
+    PinAsked,
     Recalled,
     Release,
     Renewed,
@@ -160,6 +162,23 @@ class MemoryQueue:
     async def awaited(self) -> Mapping[str, int]:
         self._begin()
         return steps.awaited(self._line)
+
+    async def marks(
+        self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
+    ) -> ModelMarks:
+        return self._pool.board.marks(self._begin().now, self.owner, keep, cold, using)
+
+    async def warming(self, model: str, endpoint: str) -> bool:
+        return self._pool.board.take(self._begin().now, self.owner, model, endpoint)
+
+    async def warmed(self, model: str, endpoint: str) -> None:
+        self._pool.board.give_back(self._begin().now, self.owner, model, endpoint, warm=True)
+
+    async def unwarmed(self, model: str, endpoint: str) -> None:
+        self._pool.board.give_back(self._begin().now, self.owner, model, endpoint, warm=False)
+
+    async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
+        return self._pool.board.pin(self._begin().now, pins)
 
     async def bury(self, burials: Sequence[Burial]) -> Sequence[Settled | None]:
         self._begin()

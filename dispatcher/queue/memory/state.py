@@ -22,6 +22,7 @@ from dispatcher.core.verdicts import SequenceCounts
 from dispatcher.ports import Counts, Lease, Overload, Permit, QueueUnavailableError
 from dispatcher.queue.keys import Names
 from dispatcher.queue.memory.entries import NEVER_CLAIMED, Awaiting, Entry, Lined, Place
+from dispatcher.queue.memory.marks import Board
 
 
 @dataclass(slots=True)
@@ -72,6 +73,7 @@ class Pool:
         self.probe: int | None = None
         self.probe_waits = float("-inf")
         self.pause: tuple[str, str] | None = None
+        self.board = Board()
         self.lost = self.stray = self.settled = 0
         self.tick: float | None = None
         self.quiet_until = self.beats_quiet_until = float("-inf")
