@@ -274,6 +274,7 @@ def _price(price: Price) -> show.PriceStatus:
 
 
 _TOLD_MOST = 3
+_VERSIONS_MOST = 20
 
 
 def _awaited(models: Models) -> list[str]:
@@ -301,12 +302,33 @@ def _models(models: Models, now: float) -> show.ModelsStatus:
                 "named": seen.named,
                 "denied": seen.denied,
                 "sentence": models.sentence(seen.name),
+                "versions": _versions(models, seen.name, now),
             }
             for seen, waiting in models.seen()
         ],
         model_requests=dict(models.requests),
         model_problems=[f"{endpoint}: {problem}" for endpoint, problem in models.problems.items()],
     )
+
+
+def _versions(models: Models, name: str, now: float) -> list[dict[str, object]]:
+    """Those of a model, the newest first; none where the settings name none."""
+    family = models.versions.family(name)
+    return [
+        {
+            "name": each.name,
+            "label": each.label,
+            "state": str(each.state),
+            "since_s": round(now - each.since, 1),
+            "serving": len(each.serving),
+            "warm": len(each.warm),
+            "wanted": each.wanted,
+            "drained": each.drained,
+            "share": round(each.weight, 4),
+            "labels": list(each.labels),
+        }
+        for each in (family.versions()[:_VERSIONS_MOST] if family is not None else ())
+    ]
 
 
 def _batching(batching: Batching) -> show.BatchingStatus:

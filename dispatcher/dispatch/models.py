@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dispatcher.core.outcome import Delivered, Outcome, WithoutModel
@@ -159,7 +160,7 @@ class Models:
     def _verdict(self, pool: PoolModels, model: str) -> ModelVerdict:
         """What becomes of a request for this model."""
         if drained := self.versions.drained(model):
-            return AwaitsModel(f"its model {told(model)} is drained: {drained}")
+            return AwaitsModel(f"its model {told(model)} is drained {drained}")
         family, found = self.versions.family(model), pool.verdict(model, now())
         if family is None:
             return found
@@ -210,9 +211,20 @@ class Models:
         """The models that are known, each with how many requests wait for it, most first; bounded."""
         if self._pool is None:
             return []
-        names = sorted(self._pool.known(), key=lambda name: -self.awaited.get(name, 0))
-        at = now()
-        return [(self._pool.look(name, at), self.awaited.get(name, 0)) for name in names[:SHOWN_MOST]]
+        pool, at = self._pool, now()
+        names = sorted(pool.known(), key=lambda name: -self.awaited.get(name, 0))
+        return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names[:SHOWN_MOST]]
+
+    def _look(self, pool: PoolModels, name: str, at: float) -> ModelSeen:
+        """One model; one with versions as they are."""
+        seen, family = pool.look(name, at), self.versions.family(name)
+        if family is None:
+            return seen
+        versions = family.versions()
+        serving = frozenset().union(*(each.serving for each in versions if each.weight > 0))
+        state = ModelState.READY if family.opened else ModelState.LOADING if family.listed else seen.state
+        since = max((each.since for each in versions), default=seen.since)
+        return replace(seen, state=state, serving=len(serving), since=since, denied=False)
 
     def held_back(self) -> list[tuple[str, int, str]]:
         """The models that requests wait for, with how many these are and why, most first; bounded."""

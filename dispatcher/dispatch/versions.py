@@ -63,6 +63,8 @@ class Versions:
         self._loading: frozenset[str] = frozenset()
         self._cold: set[tuple[str, str]] = set()
         """Models at endpoints that are not warm any more, until the queue knows."""
+        self._warmed: set[tuple[str, str]] = set()
+        """Those that were warmed here since the queue was asked."""
         self._held: Counter[str] = Counter()
         """Requests that are held, by the version that they are sent to."""
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -148,16 +150,19 @@ class Versions:
         warm = frozenset() if self.marks is None else self.marks.warm
         keep = [(model, endpoint) for model, endpoint in warm if endpoint in self._served.get(model, ())]
         cold = frozenset(self._cold)
+        self._warmed.clear()
         queue = self._access.queue
         marks = await self._access.ask("marks", queue.marks(keep, cold, tuple(self._held)))
         if marks is None:
             return
         self._cold -= cold
-        self.marks = replace(marks, warm=marks.warm - self._cold)
+        self.marks = replace(marks, warm=(marks.warm | self._warmed) - self._cold)
         self.look()
 
     def warmed(self, model: str, endpoint: str) -> None:
         """It is warm there from now on."""
+        self._warmed.add((model, endpoint))
+        self._cold.discard((model, endpoint))
         if self.marks is not None:
             self.marks = replace(self.marks, warm=self.marks.warm | {(model, endpoint)})
         self.look()
@@ -214,8 +219,9 @@ class Versions:
         held.version = version
         self._held[version] += 1
         warm = self._families[held.model].endpoints(version) if self.steered else ()
+        sent_as = "" if version == held.model else version
         return msgspec.structs.replace(
-            request, payload=payload, version=version, endpoints=",".join(sorted(warm))
+            request, payload=payload, version=sent_as, endpoints=",".join(sorted(warm))
         )
 
     def left(self, held: HeldLease) -> None:

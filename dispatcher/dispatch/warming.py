@@ -154,8 +154,9 @@ class Warming:
             await self._access.ask("unwarmed", queue.unwarmed(version, endpoint))
             rest_s = min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** min(times, 10)) if whole else SOON_S
             self._rests[pair] = now() + rest_s, times + bool(whole)
-        elif await self._access.ask("warmed", queue.warmed(version, endpoint)) is not False:
+        else:
             self._versions.warmed(version, endpoint)
+            await self._access.ask("warmed", queue.warmed(version, endpoint))
         self.done["again" if again else "errors" if errors else "warm"] += 1
         if whole:
             emit(

@@ -230,8 +230,10 @@ class ModelsStatus:
 
     models: Sequence[Mapping[str, Any]] = ()
     """Each that the settings name, that is or was served, or that requests wait for, most waited for first:
-    `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it, `since_s`, and the
-    `sentence` that says so. Empty: nobody watches them."""
+    `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it, `since_s`, the
+    `sentence` that says so, and its `versions`: of each `name`, `label`, `state`, `since_s`, endpoints
+    `serving` it and those where it is `warm`, whether it is `wanted` and `drained`, its `share` of the work,
+    the `labels` that mean it. Empty: nobody watches them."""
     model_requests: Mapping[str, int] = field(default_factory=dict)
     """In this process: what was said of claimed requests that name a model, by `goes`, `waits`, `unknown`,
     `denied` (by the server)."""

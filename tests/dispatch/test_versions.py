@@ -1,0 +1,426 @@
+"""Requests for a model with versions, in the loop: to which they go, what they keep, and when they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from dispatcher.core.outcome import Delivered, RetryPolicy
+from dispatcher.core.request import Request, encode_member
+from dispatcher.core.served import Listing, ModelTerms, WhenAbsent
+from dispatcher.core.turns import Turn
+from dispatcher.core.versions import FamilyTerms, Pin, Transition, VersionPolicy
+from dispatcher.dispatch import Options
+from dispatcher.dispatch.options import FamilyOptions, VersionOptions
+from dispatcher.dispatch.versions import PIN_ASKED_S, Versions, pin_key
+from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError, Submission
+from dispatcher.telemetry.events import Event
+from tests.dispatch.scene import Answers, Scene, perform, request
+from tests.dispatch.test_models import GONE, results, told
+
+EACH_S = 5.0
+"""Between two exchanges with other owners, at the longest."""
+
+
+def options(*, steered: bool = False, observe: bool = False, **terms: Any) -> Options:
+    """`qwen` has versions."""
+    family = FamilyTerms("qwen", re.compile(r"qwen-v(?P<version>\d+)"), **terms)
+    return Options(
+        RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
+        models=ModelTerms({"qwen": WhenAbsent.WAIT}),
+        versions=VersionOptions((FamilyOptions(family),), steered=steered),
+        observe=observe,
+    )
+
+
+class Servers(Answers):
+    """Notes what each was sent as; those that are not `there` are answered 404."""
+
+    takes_s = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_as: dict[str, str] = {}
+        self.sent_to: dict[str, str] = {}
+        self.bodies: dict[str, bytes] = {}
+        self.away: set[str] = set()
+        self.slow: dict[str, float] = {}
+
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+        model = json.loads(request.payload)["model"]
+        self.sent_as[request.id], self.sent_to[request.id] = model, request.endpoints
+        self.bodies[request.id] = request.payload
+        await asyncio.sleep(self.slow.get(request.id, 0.0))
+        forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+        if model in self.away:
+            return replace(forwarded, outcome=Delivered(404, GONE % model.encode()))
+        return forwarded
+
+
+async def submit(
+    scene: Scene, *names: str, payload: bytes = b'{"model":"qwen"}', within_s: float = 10**6, **member: Any
+) -> None:
+    until = int(asyncio.get_running_loop().time() + within_s)
+    members = [encode_member(name, payload, until, token="t", **member) for name in names]
+    await scene.store.submit(
+        [
+            Submission(each, float(until), name, "t", until)
+            for name, each in zip(names, members, strict=True)
+        ]
+    )
+
+
+def states(scene: Scene, version: str) -> list[str]:
+    """Those that it went through."""
+    return [
+        fields["state"]
+        for event, fields in scene.events
+        if event is Event.VERSION and fields["version"] == version
+    ]
+
+
+def test_request_goes_to_the_newest_version_and_only_its_model_is_changed() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v9 qwen-v10 other")
+        await submit(scene, "r1", payload=b'{ "model" : "qwen" , "x":[1.0,  "model"], "\\u0061":1e400}')
+        await submit(scene, "r2", payload=b'{"model":"other"}')
+        await asyncio.sleep(1)
+        assert gateway.bodies["r1"] == b'{ "model" : "qwen-v10" , "x":[1.0,  "model"], "\\u0061":1e400}'
+        assert gateway.bodies["r2"] == b'{"model":"other"}'
+        found = await results(scene)
+        assert found["r1"]["model_version"] == "qwen-v10"
+        assert "model_version" not in found["r2"]
+        assert states(scene, "qwen-v10") == ["cold", "open"]
+        assert states(scene, "qwen-v9") == ["spare"]
+
+    perform(scene_of, gateway, options())
+
+
+def test_new_version_takes_over_and_the_old_one_is_drained() -> None:
+    gateway = Servers()
+    gateway.slow = {"r1": 20.0}
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1", "r2")
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r3")
+        await asyncio.sleep(1)
+        assert gateway.sent_as == {"r1": "qwen-v1", "r2": "qwen-v1", "r3": "qwen-v2"}
+        assert states(scene, "qwen-v1") == ["cold", "open", "draining"]
+        await asyncio.sleep(30)
+        assert states(scene, "qwen-v1") == ["cold", "open", "draining", "spare"]
+        told(scene, a="qwen-v2")
+        assert states(scene, "qwen-v1")[-1] == "gone"
+        assert {each["status_code"] for each in (await results(scene)).values()} == {200}
+
+    perform(scene_of, gateway, options())
+
+
+def test_where_resources_are_kept_the_new_version_waits_for_the_end_of_the_old() -> None:
+    gateway = Servers()
+    gateway.slow = {"r1": 20.0}
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r2")
+        await asyncio.sleep(10)
+        assert gateway.sent_as == {"r1": "qwen-v1"}
+        ((name, count, why),) = scene.dispatcher.models.held_back()
+        assert (name, count) == ("qwen", 1)
+        assert "'qwen-v1' is drained first" in why
+        await asyncio.sleep(25)
+        assert gateway.sent_as == {"r1": "qwen-v1", "r2": "qwen-v2"}
+
+    perform(scene_of, gateway, options(transition=Transition.RESOURCE))
+
+
+def test_another_owner_that_still_uses_the_old_version_is_waited_for() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        other = type(scene.queue)(scene.store, "b")
+        await other.marks([], [], ["qwen-v1"])
+        await asyncio.sleep(EACH_S + 1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r1")
+        await asyncio.sleep(3)
+        assert gateway.sent_as == {}
+        await other.marks([], [], [])
+        await asyncio.sleep(2 * EACH_S)
+        assert gateway.sent_as == {"r1": "qwen-v2"}
+
+    perform(scene_of, gateway, options(transition=Transition.RESOURCE))
+
+
+def test_job_keeps_its_version_and_a_new_job_gets_the_new_one() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "a1", labels={"job": "a"})
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "a2", "a3", labels={"job": "a"})
+        await submit(scene, "b1", labels={"file": "b"})
+        await submit(scene, "c1")
+        await asyncio.sleep(1)
+        await asyncio.sleep(10 * PIN_ASKED_S)  # nothing is under way, and what is remembered here is stale
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "a4", labels={"job": "a"})
+        await asyncio.sleep(1)
+        assert gateway.sent_as == {
+            **dict.fromkeys(("a1", "a2", "a3", "a4"), "qwen-v1"),
+            **dict.fromkeys(("b1", "c1"), "qwen-v2"),
+        }
+        told(scene, a="qwen-v2")
+        await submit(scene, "a5", labels={"job": "a"})
+        await asyncio.sleep(1)
+        assert gateway.sent_as["a5"] == "qwen-v2"  # its version has gone
+
+    perform(scene_of, gateway, options(pin=Pin.JOB))
+
+
+def test_sequence_keeps_its_version() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "s1", sequence=Turn("chat"))
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "s2", sequence=Turn("chat"))
+        await submit(scene, "t1", sequence=Turn("other"))
+        await asyncio.sleep(2)
+        assert gateway.sent_as == {"s1": "qwen-v1", "s2": "qwen-v1", "t1": "qwen-v2"}
+
+    perform(scene_of, gateway, options(pin=Pin.SEQUENCE))
+
+
+def test_pin_holds_for_another_owner_too_and_while_the_queue_is_away_nothing_goes() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        key = pin_key(options(pin=Pin.JOB).versions.families[0].terms, request(labels={"job": "a"}))
+        other = type(scene.queue)(scene.store, "b")
+        first = scene.dispatcher.models.versions
+        assert await other.pin([replace(_asked(first, key), version="qwen-v1")]) == ["qwen-v1"]
+        await submit(scene, "a1", labels={"job": "a"})
+        await asyncio.sleep(1)
+        assert gateway.sent_as == {"a1": "qwen-v2"}  # v1 is not open, nor was it: it keeps nothing
+        pin = scene.queue.pin
+
+        async def away(_pins: Sequence[object]) -> Sequence[str]:
+            raise QueueUnavailableError("Redis did not answer in time")
+
+        scene.queue.pin = away  # type: ignore[method-assign,assignment]
+        await submit(scene, "b1", labels={"job": "b"})
+        await asyncio.sleep(3)
+        assert "b1" not in gateway.sent_as
+        scene.queue.pin = pin  # type: ignore[method-assign]
+        await asyncio.sleep(15)
+        assert gateway.sent_as["b1"] == "qwen-v2"
+
+    perform(scene_of, gateway, options(pin=Pin.JOB))
+
+
+def _asked(versions: Versions, key: str) -> Any:
+    family = versions.family("qwen")
+    assert family is not None
+    choice = versions._choice("qwen", request(labels={"job": "a"}))
+    assert not isinstance(choice, str)
+    assert choice.key == key
+    return choice
+
+
+def test_label_of_a_verb_wins_and_rolls_back() -> None:
+    gateway = Servers()
+    by_label = options(policy=VersionPolicy(label="stable"), labels={"stable": "v2"})
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        await scene.store.label("qwen", "stable", "1", "ada")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r2")
+        await asyncio.sleep(1)
+        scene.dispatcher.reconfigure(by_label)  # the verb's label stands
+        await submit(scene, "r3")
+        await asyncio.sleep(1)
+        await scene.store.label("qwen", "stable", None, "ada")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r4")
+        await asyncio.sleep(1)
+        assert gateway.sent_as == {"r1": "qwen-v2", "r2": "qwen-v1", "r3": "qwen-v1", "r4": "qwen-v2"}
+
+    perform(scene_of, gateway, by_label)
+
+
+def test_model_that_an_operator_drains_takes_nothing_until_it_is_given_back() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2 other")
+        await scene.store.drain("qwen-v2", "ada")
+        await scene.store.drain("other", "ada", "a bad quantisation")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r1")
+        await submit(scene, "o1", payload=b'{"model":"other"}')
+        await asyncio.sleep(EACH_S + 1)
+        assert gateway.sent_as == {"r1": "qwen-v1"}
+        ((name, count, why),) = scene.dispatcher.models.held_back()
+        assert (name, count) == ("other", 1)
+        assert "is drained by ada" in why
+        assert "a bad quantisation" in why
+        assert await scene.store.undrain("other")
+        assert await scene.store.undrain("qwen-v2")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r2")
+        await asyncio.sleep(EACH_S + 1)
+        assert gateway.sent_as == {"r1": "qwen-v1", "o1": "other", "r2": "qwen-v2"}
+
+    perform(scene_of, gateway, options())
+
+
+def test_where_no_version_is_served_requests_wait_and_say_so() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="other")
+        await submit(scene, "r1")
+        await asyncio.sleep(EACH_S + 1)
+        ((_, _, why),) = scene.dispatcher.models.held_back()
+        assert "no version of 'qwen' is served" in why
+        assert "no version of 'qwen' is served" in scene.dispatcher.models.sentence("qwen")
+        told(scene, a="other qwen-v1")
+        await asyncio.sleep(1)
+        assert gateway.sent_as == {"r1": "qwen-v1"}
+        ((seen, _), *_) = [each for each in scene.dispatcher.models.seen() if each[0].name == "qwen"]
+        assert (seen.state, seen.serving, seen.endpoints) == ("ready", 1, 1)
+
+    perform(scene_of, gateway, options())
+
+
+def test_where_requests_are_not_to_wait_they_end_while_no_version_is_served() -> None:
+    gateway = Servers()
+    fails = replace(options(), models=ModelTerms({"qwen": WhenAbsent.FAIL}))
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="other")
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        assert (await results(scene))["r1"]["error_code"] == "MODEL_NOT_FOUND"
+
+    perform(scene_of, gateway, fails)
+
+
+def test_version_that_the_server_denies_costs_no_attempt() -> None:
+    gateway = Servers()
+    gateway.away = {"qwen-v2"}
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r1")
+        await asyncio.sleep(3)
+        result = (await results(scene))["r1"]
+        assert (result["status_code"], result["model_version"]) == (200, "qwen-v1")
+        assert states(scene, "qwen-v2") == ["cold", "open", "draining", "gone"]
+
+    perform(scene_of, gateway, options())
+
+
+def test_body_whose_model_cannot_be_changed_ends_with_the_reason() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1", payload=b'{"model":"x","model":"qwen"}')
+        await submit(scene, "r2")
+        await asyncio.sleep(1)
+        found = await results(scene)
+        assert found["r1"]["error_code"] == "INVALID_REQUEST"
+        assert "`model`" in found["r1"]["error_message"]
+        assert gateway.sent_as == {"r2": "qwen-v1"}
+
+    perform(scene_of, gateway, options())
+
+
+def test_weights_spread_requests_and_a_retry_stays_where_it_was() -> None:
+    gateway = Servers()
+    names = [f"r{number}" for number in range(400)]
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, *names)
+        await asyncio.sleep(30)
+        canaries = [name for name, model in gateway.sent_as.items() if model == "qwen-v2"]
+        assert len(gateway.sent_as) == 400
+        assert 20 <= len(canaries) <= 65
+        before = dict(gateway.sent_as)
+        await submit(scene, *names)
+        await asyncio.sleep(30)
+        assert gateway.sent_as == before
+
+    everything = VersionPolicy(everything=True)
+    perform(scene_of, gateway, options(policy=everything, weights={"v2": 0.1}))
+
+
+def test_who_only_observes_says_nothing_to_others() -> None:
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(2 * EACH_S)
+        versions = scene.dispatcher.models.versions
+        assert versions.marks is None
+        family = versions.family("qwen")
+        assert family is not None
+        assert family.opened
+
+    perform(scene_of, Servers(), options(observe=True))
+
+
+def test_without_versions_nothing_is_kept_or_changed() -> None:
+    gateway = Servers()
+    plain = replace(options(), versions=VersionOptions())
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen qwen-v1")
+        await submit(scene, "r1", payload=b'{"model":"qwen"}')
+        await asyncio.sleep(1)
+        assert gateway.bodies == {"r1": b'{"model":"qwen"}'}
+        assert not scene.dispatcher.models.versions
+        scene.dispatcher.reconfigure(options())
+        told(scene, a="qwen qwen-v1")
+        await submit(scene, "r2")
+        await asyncio.sleep(1)
+        assert gateway.sent_as["r2"] == "qwen-v1"
+
+    perform(scene_of, gateway, plain)
+
+
+def test_jobs_and_sequences_are_told_apart_by_few_bytes() -> None:
+    terms = FamilyTerms("qwen", pin=Pin.JOB)
+    job = request(labels={"job": "x"})
+    assert pin_key(terms, job) == pin_key(terms, request(labels={"file": "x"}))
+    assert pin_key(terms, job) != pin_key(replace(terms, name="other"), job)
+    assert pin_key(terms, request(sequence=Turn("x"))) != pin_key(terms, job)
+    assert pin_key(terms, request()) == ""
+    assert pin_key(replace(terms, pin=Pin.SEQUENCE), job) == ""
+    assert pin_key(replace(terms, pin=Pin.REQUEST), job) == ""
+    assert len(pin_key(terms, request(labels={"job": "\ud800" * 10_000}))) == 32
+
+
+def test_marks_begin_with_nothing() -> None:
+    assert ModelMarks() == ModelMarks(frozenset(), frozenset(), {}, {}, "")
+    assert Listing("a", 0.0, ("m",)).down is False
