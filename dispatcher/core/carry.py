@@ -17,7 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from dispatcher.core.request import Request
-from dispatcher.core.shapes.fields import fields, items, loose_fields, text_of
+from dispatcher.core.shapes.fields import fields, items, loose_fields, place_of, text_of
 from dispatcher.core.shapes.part import NotUnderstoodError
 from dispatcher.core.turns import Session
 
@@ -95,19 +95,8 @@ def _with_messages(payload: bytes, own: msgspec.Raw, carried: bytes, most_bytes:
     together = _joined(carried, bytes(own)) if carried else bytes(own)
     if len(together) > most_bytes:
         return NotCarried(_too_long(len(together), most_bytes))
-    start = _place_of(payload, _MESSAGES)
+    start = place_of(payload, _MESSAGES)
     return payload[:start] + together + payload[start + len(bytes(own)) :]
-
-
-def _place_of(text: bytes, name: str) -> int:
-    """Where the value of a field begins, in a text that `fields` has understood."""
-    at = 0
-    for field, value in fields(text).items():
-        at = text.index(bytes(value), text.index(b":", text.index(b'"%b"' % field.encode(), at)))
-        if field == name:
-            return at
-        at += len(bytes(value))
-    raise NotUnderstoodError(f"no {name}")
 
 
 def _joined(before: bytes, after: bytes) -> bytes:

@@ -1,0 +1,51 @@
+"""A body's model replaced, and nothing else of it. Pure."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from dispatcher.core.served import model_of
+from dispatcher.core.shapes.fields import fields, place_of, text_of
+from dispatcher.core.shapes.part import NotUnderstoodError
+
+_TOKEN = b'"model"'
+_ESCAPED = b"\\u006"
+"""Begins each escape of a letter of the token."""
+_VALUE = re.compile(rb'"model"[ \t\r\n]*:[ \t\r\n]*("[^"\\\x00-\x1f]*")')
+
+
+def with_model(payload: bytes, name: str) -> bytes | None:
+    """The body with this name as the value of its field `model`, byte for byte the same else.
+
+    None: it is not certain what that would change. It is no object or not UTF-8, it has no such field or two,
+    the field's value is no string, or where the field stands cannot be told for a name that is escaped.
+    """
+    try:
+        value = msgspec.json.encode(name)
+        text_of(payload)
+        return _replaced_at_once(payload, name, value) or _replaced(payload, name, value)
+    except (NotUnderstoodError, msgspec.DecodeError, UnicodeError, RecursionError):
+        return None
+
+
+def _replaced_at_once(payload: bytes, name: str, value: bytes) -> bytes | None:
+    """Where one field of all, at any depth, has this name, and the body then reads as it should, it is the
+    one: no other could be what is read."""
+    if payload.count(_TOKEN) != 1 or _ESCAPED in payload:
+        return None
+    found = _VALUE.search(payload)
+    if found is None:
+        return None
+    replaced = payload[: found.start(1)] + value + payload[found.end(1) :]
+    return replaced if model_of(replaced) == name else None
+
+
+def _replaced(payload: bytes, name: str, value: bytes) -> bytes | None:
+    before = fields(payload).get("model", msgspec.Raw())
+    if bytes(before)[:1] != b'"':
+        return None
+    at = place_of(payload, "model")
+    replaced = payload[:at] + value + payload[at + len(before) :]
+    return replaced if model_of(replaced) == name else None

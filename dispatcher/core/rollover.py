@@ -1,0 +1,344 @@
+"""The versions of one model: which of them take work, and which one a request is sent to. Pure.
+
+Wanted is what the policy says of the listed ones, without those that an operator drains. Ready is what is
+warm: at one endpoint where requests can be confined to those that are, else at each that lists it; at any,
+once it is open. Where no warm-up is configured all are.
+
+    availability  Open are the wanted that are ready. Until all of them are, also what was open before, and
+                  if that leaves none the newest that is ready: while one is warm there is one open.
+    resource      What is not wanted closes at once, and a wanted version is warmed and opened only when
+                  nothing of any replica is under way to one that is not wanted. In between none may be open.
+
+Nothing here depends on when it was looked, but for what was open before and the steps that are told: two
+replicas that see the same choose the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+from itertools import islice, pairwise
+
+from dispatcher.core.plain import shortened
+from dispatcher.core.spread import Spread, shares
+from dispatcher.core.versions import (
+    WAYS,
+    FamilyTerms,
+    Transition,
+    VersionMoved,
+    VersionNaming,
+    VersionSeen,
+    VersionSight,
+    VersionState,
+    naming_of,
+)
+
+GONE_MOST = 1000
+"""Versions of a family that are remembered when they are gone, those that went last."""
+NAMINGS_MOST = 20_000
+"""Names of which a family remembers between two looks whether they match."""
+_NAMES_TOLD, _NAME_CHARS = 5, 100
+
+
+@dataclass(slots=True)
+class _Version:
+    naming: VersionNaming
+    since: float
+    state: VersionState = VersionState.ABSENT
+
+
+class ModelFamily:
+    """The versions of one model. Bounded, whatever names come; it never raises."""
+
+    def __init__(self, terms: FamilyTerms, now: float) -> None:
+        self.terms = terms
+        self._next = terms
+        self._namings: dict[str, VersionNaming | None] = {}
+        self._sight = VersionSight({})
+        self._looked_at = now
+        self._known: dict[str, _Version] = {}
+        self._gone: dict[str, None] = {}
+        """Those among them, the ones that went last at the end."""
+        self._listed: dict[str, VersionNaming] = {}
+        """Newest first, as in what follows."""
+        self._drained: set[str] = set()
+        self._wanted: dict[str, None] = {}
+        self._open: dict[str, None] = {}
+        self._blocking: list[str] = []
+        """Where resources are kept: what has to end before another version opens."""
+        self._warm: dict[str, frozenset[str]] = {}
+        self._spread = Spread({})
+
+    # What is seen.
+
+    def reconfigure(self, terms: FamilyTerms) -> None:
+        """From the next look on."""
+        self._next = terms
+
+    def look(self, sight: VersionSight, now: float) -> list[VersionMoved]:
+        """What has changed: each new state of each version, in order. What opens is told before what closes
+        where availability is kept, and after it where resources are."""
+        if (self._next.name, self._next.match) != (self.terms.name, self.terms.match):
+            self._namings, self._listed = {}, {}
+        self.terms, self._sight, self._looked_at, self._warm = self._next, sight, now, {}
+        self._listed = self._list()
+        self._drained = self._mean(sight.drained) if sight.drained else set()
+        self._wanted = dict.fromkeys(self._policy())
+        self._blocking = []
+        if self.terms.transition is Transition.RESOURCE:
+            used = (name for name in sight.used if self._naming(name) is not None)
+            self._blocking = sorted(name for name in used if name not in self._wanted)
+        opened = self._opened()
+        self._open = {name: None for name in self._listed if name in opened}
+        words = {name: self._listed[name].words for name in self._open}
+        self._spread = Spread(shares(words, self.terms.weights))
+        moved = self._move()
+        self._forget()
+        return moved
+
+    # What follows for work.
+
+    def choose(self, key: str) -> str | None:
+        """The version that work of this key is sent to; None: none is open, and `why` says why."""
+        return self._spread.chosen(key)
+
+    def keeps(self, version: str) -> bool:
+        """Whether work that was given this version may still go to it."""
+        if version in self._open:
+            return True
+        if self.terms.transition is Transition.RESOURCE or version not in self._listed:
+            return False
+        # What is used while it is spare has pinned work of another replica, and we may share the pin.
+        draining = self._known[version].state is VersionState.DRAINING or version in self._sight.used
+        return draining and version not in self._drained
+
+    def endpoints(self, version: str) -> frozenset[str]:
+        """Those at which it is warm; empty: any will do, or it is warm nowhere."""
+        return self._warm_at(version) if self.terms.warms else frozenset()
+
+    def cold(self) -> list[tuple[str, str]]:
+        """Versions and endpoints to be warmed now: the wanted ones first, of each kind the newest first."""
+        if not self.terms.warms:
+            return []
+        names = [name for name in self._wanted if not self._blocking or name in self._open]
+        names += [name for name in self._open if name not in self._wanted]
+        return [(name, each) for name in names for each in sorted(self._at(name) - self._warm_at(name))]
+
+    # What people are told.
+
+    def versions(self) -> list[VersionSeen]:
+        """All that are there, or were: the newest first."""
+        known = sorted(self._known.values(), key=lambda each: each.naming.order, reverse=True)
+        labels = self._labels()
+        return [self._seen(each, labels) for each in known]
+
+    def meant(self, word: str) -> list[str]:
+        """The listed versions that an operator means by it, by their full names: the newest first."""
+        return [name for name, each in self._listed.items() if word in each.words]
+
+    def why(self) -> str:
+        """One sentence for a request that has to wait; empty: it need not."""
+        if self._open:
+            return ""
+        if self._listed:
+            return self._why_not_open()
+        loading = _are(self._in(VersionState.LOADING), "being loaded")
+        return loading or f"no version of {_told(self.terms.name)} is served"
+
+    def sentence(self) -> str:
+        """How it stands."""
+        if not self._open:
+            return self.why()
+        parts = sorted(self._spread.shares.items(), key=lambda each: -each[1])
+        if len(parts) == 1:
+            open_ = _are(self._open, "open")
+        else:
+            open_ = f"open are {_several([f'{_told(name)} with {share:.1%}' for name, share in parts])}"
+        draining = _are(self._in(VersionState.DRAINING), "draining")
+        return "; ".join(filter(None, [open_, self._why_not_open(), draining]))
+
+    # Details: which there are, and which of them are wanted and open.
+
+    def _naming(self, name: str) -> VersionNaming | None:
+        """None: it is none of this family."""
+        try:
+            return self._namings[name]
+        except KeyError:
+            self._namings[name] = naming = naming_of(name, self.terms)
+            return naming
+
+    def _list(self) -> dict[str, VersionNaming]:
+        served, namings, before = self._sight.served, self._namings, self._listed
+        for name in served.keys() - namings.keys():
+            self._naming(name)
+        stood = [each for name, each in before.items() if served.get(name)]
+        came = [
+            each
+            for name, at in served.items()
+            if (each := namings[name]) is not None and at and name not in before
+        ]
+        if not came and len(stood) == len(before):
+            return before
+        ordered = sorted(came + stood, key=lambda each: each.order, reverse=True)
+        return {each.name: each for each in ordered}
+
+    def _mean(self, words: Set[str]) -> set[str]:
+        return {name for name, each in self._listed.items() if not words.isdisjoint(each.words)}
+
+    def _labels(self) -> dict[str, str]:
+        return {**self.terms.labels, **self._sight.labels}
+
+    def _asked(self) -> frozenset[str] | None:
+        """The words by which the policy asks for versions; None: it takes what there is."""
+        policy = self.terms.policy
+        if policy.label:
+            return frozenset(filter(None, [self._labels().get(policy.label)]))
+        return frozenset(policy.specific) if policy.specific else None
+
+    def _policy(self) -> list[str]:
+        there = [name for name in self._listed if name not in self._drained]
+        asked = self._asked()
+        if asked is not None:
+            return [name for name in there if not asked.isdisjoint(self._listed[name].words)]
+        return there if self.terms.policy.everything else there[: max(0, self.terms.policy.latest)]
+
+    def _opened(self) -> set[str]:
+        ready = {name for name in self._wanted if self._ready(name)}
+        if self.terms.transition is Transition.RESOURCE:
+            return ready & self._open.keys() if self._blocking else ready
+        if len(ready) < len(self._wanted) or not self._wanted:
+            ready |= {name for name in self._open if name in self._listed and name not in self._drained}
+        if not ready:
+            others = (name for name in self._listed if name not in self._drained and self._ready(name))
+            ready.update(islice(others, 1))
+        return ready
+
+    def _ready(self, name: str) -> bool:
+        if not self.terms.warms:
+            return True
+        warm = self._warm_at(name)
+        return bool(warm) if self._sight.steered or name in self._open else warm == self._at(name)
+
+    def _at(self, name: str) -> frozenset[str]:
+        return self._sight.served.get(name, frozenset())
+
+    def _warm_at(self, name: str) -> frozenset[str]:
+        warm = self._warm.get(name)
+        if warm is None:
+            warm = frozenset([each for each in self._at(name) if (name, each) in self._sight.warm])
+            if name in self._listed:
+                self._warm[name] = warm
+        return warm
+
+    # Details: states.
+
+    def _move(self) -> list[VersionMoved]:
+        known, now = self._known, self._looked_at
+        for name, naming in self._listed.items():
+            if name in known:
+                known[name].naming = naming
+            else:
+                known[name] = _Version(naming, now)
+        for name in self._sight.loading - known.keys():
+            loads = self._naming(name)
+            if loads is not None:
+                known[name] = _Version(loads, now)
+        opens: list[VersionMoved] = []
+        others: list[VersionMoved] = []
+        for name, version in known.items():
+            before, state = version.state, self._state(name, version.state)
+            if state is before:
+                continue
+            way = WAYS[before, state]
+            version.state, version.since = state, now
+            moves = [VersionMoved(self.terms.name, name, *step) for step in pairwise(way)]
+            (opens if state is VersionState.OPEN else others).extend(moves)
+            self._gone.pop(name, None)
+            if state is VersionState.GONE:
+                self._gone[name] = None
+        return opens + others if self.terms.transition is Transition.AVAILABILITY else others + opens
+
+    def _state(self, name: str, before: VersionState) -> VersionState:
+        if name in self._open:
+            return VersionState.OPEN
+        wanted = name in self._wanted
+        if name in self._listed:
+            # What this process sees for the first time, unwanted and in use, closed before it began.
+            closed = before in (VersionState.OPEN, VersionState.DRAINING) or (
+                before is VersionState.ABSENT and not wanted
+            )
+            if closed and name in self._sight.used:
+                return VersionState.DRAINING
+            return VersionState.COLD if wanted else VersionState.SPARE
+        loads = name in self._sight.loading and self._naming(name) is not None
+        return VersionState.LOADING if loads else VersionState.GONE
+
+    def _forget(self) -> None:
+        for name in list(self._gone)[: max(0, len(self._gone) - GONE_MOST)]:
+            del self._gone[name], self._known[name]
+        if len(self._namings) > NAMINGS_MOST:
+            served = self._sight.served
+            kept = [(name, each) for name, each in self._namings.items() if name in served]
+            self._namings = dict(kept[:NAMINGS_MOST])
+
+    # Details: words.
+
+    def _seen(self, version: _Version, labels: Mapping[str, str]) -> VersionSeen:
+        name = version.naming.name
+        return VersionSeen(
+            name=name,
+            label=version.naming.label,
+            state=version.state,
+            since=version.since,
+            serving=self._at(name) if name in self._listed else frozenset(),
+            warm=self._warm_at(name) if name in self._listed else frozenset(),
+            wanted=name in self._wanted,
+            drained=name in self._drained,
+            used=name in self._sight.used,
+            weight=self._spread.shares.get(name, 0.0),
+            labels=tuple(sorted(label for label, word in labels.items() if word in version.naming.words)),
+        )
+
+    def _in(self, state: VersionState) -> list[str]:
+        return [name for name, version in self._known.items() if version.state is state]
+
+    def _why_not_open(self) -> str:
+        """Of what is wanted and not open, or why nothing is wanted; empty: all that is wanted is open."""
+        waiting = [name for name in self._wanted if name not in self._open]
+        if not self._wanted:
+            return self._why_unwanted()
+        if waiting and self._blocking:
+            return f"{_are(self._blocking, 'drained')} first"
+        return _are(waiting, "being warmed up")
+
+    def _why_unwanted(self) -> str:
+        asked, label = self._asked(), self.terms.policy.label
+        if label and not asked:
+            return f"the label {_told(label)} is not set"
+        meant = set(self._listed) if asked is None else self._mean(asked)
+        if meant and meant <= self._drained:
+            return _are(sorted(meant), "drained by an operator")
+        if asked is None:
+            return "the policy asks for no version"
+        who, words = f"the label {_told(label)}" if label else "the policy", sorted(asked)
+        are, there = "is" if len(words) == 1 else "are", "is" if len(self._listed) == 1 else "are"
+        named, names = _several(map(_told, words)), _several(map(_told, self._listed))
+        return f"{who} asks for {named}, which {are} not served: there {there} {names}"
+
+
+def _told(name: str) -> str:
+    return repr(shortened(name, _NAME_CHARS))
+
+
+def _several(told: Iterable[str]) -> str:
+    parts = list(told)
+    more = len(parts) - _NAMES_TOLD
+    if more > 0:
+        return f"{', '.join(parts[:_NAMES_TOLD])} and {more} more"
+    return " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
+
+
+def _are(names: Iterable[str], what: str) -> str:
+    """Empty where there is none."""
+    told = [_told(name) for name in names]
+    return f"{_several(told)} {'is' if len(told) == 1 else 'are'} {what}" if told else ""
