@@ -39,6 +39,7 @@ MARKS_MOST = 100_000
 """Marks of a kind that one look tells of."""
 PINS_MOST = 100_000
 PIN_MOST_S = 365 * 86_400.0
+"""Versions that were given to sequences and jobs: how many are remembered, and the longest."""
 DECIDED_MOST = 1000
 """Labels, and drains, that operators may set."""
 REPLY_TTL_S = 60
@@ -71,6 +72,7 @@ LUA = {
     "WARMING_S": WARMING_S,
     "USED_S": USED_S,
     "MARKS_MOST": MARKS_MOST,
+    "PIN_MOST_S": PIN_MOST_S,
     "DECIDED_MOST": DECIDED_MOST,
     "DONE": DONE,
     "LOST": LOST,

@@ -55,9 +55,20 @@ MODEL_KEYS = {
 """What the scripts call each lasting key; its suffix (none: the queue itself), and its type. A line has its
 own of all but the second, which it shares with all lines of its pool. Those of sequences, and those of what
 waits for its model, come last: scripts look at their types only where there is such a request."""
+BOARD_KEYS = {
+    "WARM": ("models:warm", "zset"),
+    "WARMING": ("models:warming", "zset"),
+    "USED": ("models:used", "zset"),
+    "LABELS": ("models:labels", "zset"),
+    "DRAINS": ("models:drains", "zset"),
+    "PINS": ("models:pins", "hash"),
+    "PINS_ASKED": ("models:pins:asked", "zset"),
+}
+"""Of the pool, too: what its owners and operators say of versions of models. Apart from all others, and given
+to the steps that are about them alone."""
 KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **MODEL_KEYS}
-"""In the order in which every script gets them."""
-_SUFFIXES = tuple(suffix for suffix, _ in KEYS.values() if suffix)
+"""In the order in which every other script gets them."""
+_SUFFIXES = tuple(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
@@ -117,11 +128,16 @@ class Names:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Every lasting key of the line and of its pool, as the scripts expect them."""
+        """Every lasting key of the line and of its pool but `board`, as the scripts expect them."""
         line = (f"{self.prefix}:{suffix}" if suffix else self.queue for suffix, _ in LINE_KEYS.values())
         pool = (f"{self.pool_prefix}:{suffix}" for suffix, _ in POOL_KEYS.values())
         seldom = (*SEQUENCE_KEYS.values(), *MODEL_KEYS.values())
         return (*line, *pool, *(f"{self.prefix}:{suffix}" for suffix, _ in seldom))
+
+    @property
+    def board(self) -> tuple[str, ...]:
+        """Where the pool has what is said of versions of models, as the steps about those expect it."""
+        return tuple(f"{self.pool_prefix}:{suffix}" for suffix, _ in BOARD_KEYS.values())
 
     @property
     def control(self) -> str:

@@ -24,7 +24,7 @@ from dispatcher.queue.owners import Prover
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.desk import RedisDesk
 from dispatcher.queue.redis.owner import RedisQueue
-from tests.queue.aging import age_memory, age_redis
+from tests.queue.aging import age_board_memory, age_board_redis, age_memory, age_redis
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import entry_of
 from tests.queue.roles import grant, url_of
@@ -151,6 +151,10 @@ class World(ABC):
         """As if all that is known of sequences had been so much earlier."""
 
     @abstractmethod
+    async def age_board(self, seconds: float) -> None:
+        """As if all that is said of versions of models had been said so much earlier."""
+
+    @abstractmethod
     async def end_silently(self, lease: Lease) -> None:
         """As a dispatcher of a version ends it that knows nothing of sequences."""
 
@@ -265,6 +269,9 @@ class MemoryWorld(World):
 
     async def age_sequences(self, seconds: float) -> None:
         age_memory(self.store, seconds)
+
+    async def age_board(self, seconds: float) -> None:
+        age_board_memory(self.store, seconds)
 
     async def end_silently(self, lease: Lease) -> None:
         grant = self.store.pool.grants[lease.entry]
@@ -382,6 +389,10 @@ class RedisWorld(World):
     async def age_sequences(self, seconds: float) -> None:
         with self._server.client() as raw:
             age_redis(raw, self.names, seconds)
+
+    async def age_board(self, seconds: float) -> None:
+        with self._server.client() as raw:
+            age_board_redis(raw, self.names, seconds)
 
     async def end_silently(self, lease: Lease) -> None:
         pool = self.names.pool_prefix

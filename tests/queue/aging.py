@@ -1,4 +1,4 @@
-"""Time that passes for sequences, by hand: what is kept of them is of so much earlier."""
+"""Time that passes for sequences, or for versions of models, by hand: what is kept is of so much earlier."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.queue.keys import Names
+from dispatcher.queue.keys import BOARD_KEYS, Names
 from dispatcher.queue.memory import MemoryStore
 
 _TIMES = (1, 6, 7, 14)
@@ -40,3 +40,23 @@ def age_memory(store: MemoryStore, seconds: float) -> None:
         one.touched_at -= seconds
         one.born_at = None if one.born_at is None else one.born_at - seconds
         one.gap_since = None if one.gap_since is None else one.gap_since - seconds
+
+
+def age_board_redis(raw: Any, names: Names, seconds: float) -> None:
+    """`raw`: a blocking client."""
+    at = dict(zip(BOARD_KEYS, names.board, strict=True))
+    for name in ("WARM", "WARMING", "USED", "PINS_ASKED"):
+        for member in raw.zrange(at[name], 0, -1):
+            raw.zincrby(at[name], -seconds, member)
+    for key, value in raw.hgetall(at["PINS"]).items():
+        until, version = value.split(b" ", 1)
+        raw.hset(at["PINS"], key, b"%.6f %s" % (float(until) - seconds, version))
+
+
+def age_board_memory(store: MemoryStore, seconds: float) -> None:
+    board = store.pool.board
+    for held in (board.warm, board.warming, board.used):
+        for name in held:
+            held[name] -= seconds
+    for key, (until, version) in board.pins.items():
+        board.pins[key] = until - seconds, version

@@ -12,7 +12,6 @@ local DEATHS, MOVES, TOKEN, OWNER, PREFIX, REASON, DIED, UNITS, TURN, AWAITS = 6
 -- sequence knows it. AWAITS is what it waits for in the lane of those whose model is not served (models.lua), there as
 -- long as it lies in that lane.
 local IN_LINE = 1 -- of a seat: it waits for its turn
-local call = redis.call
 
 -- Lanes (core/lanes.py): entries that wait apart, for a claim may lease only so many of each. In the order of their rooms
 -- in a claim. An entry waits in the first whose `holds` is true of its state. Of a closed one no claim takes any.
@@ -48,13 +47,6 @@ local function check_types(first, last)
   end
 end
 check_types(1, OFTEN)
-
-local function clock()
-  local time = call('TIME')
-  return tonumber(time[1]) + tonumber(time[2]) / 1000000
-end
-
-local function text(number) return string.format('%.6f', number) end
 
 local function number_of(score)
   if score == 'inf' then return math.huge elseif score == '-inf' then return -math.huge end

@@ -85,7 +85,7 @@ class Board:
             until, version = self.pins.pop(each.key, (now, ""))
             if until <= now or version not in each.keeps:
                 version = each.version
-            self.pins[each.key] = now + min(each.for_s, PIN_MOST_S), version
+            self.pins[each.key] = now + max(0.0, min(each.for_s, PIN_MOST_S)), version
             given.append(version)
         while self.pins and (len(self.pins) > most or next(iter(self.pins.values()))[0] <= now):
             self.pins.popitem(last=False)

@@ -14,9 +14,9 @@ from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
-from dispatcher.ports import Counts, Dead, Submission
+from dispatcher.ports import Counts, Dead, ModelMarks, Submission
 from dispatcher.queue.keys import ACTIVE, Names
-from dispatcher.queue.redis import models, producer, search, sequences, steps
+from dispatcher.queue.redis import marks, models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
 from dispatcher.queue.requeue import accept_anew
@@ -212,6 +212,22 @@ class RedisDesk:
         if done:
             await self.backend.scripts.attempt(lambda: self._wake("sequence"))
         return done
+
+    async def model_marks(self) -> ModelMarks:
+        """What is said of versions of models; reads only."""
+        return await marks.look(self.backend)
+
+    async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
+        """Have the label mean that version; None takes it back. False: there was none to take back."""
+        return await marks.label(self.backend, family, label, version, who)
+
+    async def drain(self, model: str, who: str, why: str = "") -> None:
+        """Have this version take nothing new."""
+        await marks.drain(self.backend, model, who, why)
+
+    async def undrain(self, model: str) -> bool:
+        """Take that back; False: it was not drained."""
+        return await marks.undrain(self.backend, model)
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +26,10 @@ from dispatcher.ports import (
     HandedOver,
     Lease,
     LinedUp,
+    ModelMarks,
     Overload,
     Permit,
+    PinAsked,
     Recalled,
     Release,
     Renewed,
@@ -37,10 +39,10 @@ from dispatcher.ports import (
     Unserved,
     Weighed,
 )
-from dispatcher.queue.constants import BAD_LIST, DONE, LOST, RECALL_MOST, STUCK, TOO_LARGE
+from dispatcher.queue.constants import BAD_LIST, DONE, LOST, PINS_MOST, RECALL_MOST, STUCK, TOO_LARGE
 from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import sequences, steps
+from dispatcher.queue.redis import marks, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.destinations import Destinations
 from dispatcher.queue.redis.models import awaited, recall
@@ -282,6 +284,23 @@ class RedisQueue:
 
     async def awaited(self) -> Mapping[str, int]:
         return await awaited(self.backend)
+
+    async def marks(
+        self, keep: Collection[tuple[str, str]], cold: Collection[tuple[str, str]], using: Collection[str]
+    ) -> ModelMarks:
+        return await marks.marks(self.backend, self.owner, keep, cold, using)
+
+    async def warming(self, model: str, endpoint: str) -> bool:
+        return await marks.warm(self.backend, "take", self.owner, model, endpoint)
+
+    async def warmed(self, model: str, endpoint: str) -> None:
+        await marks.warm(self.backend, "warm", self.owner, model, endpoint)
+
+    async def unwarmed(self, model: str, endpoint: str) -> None:
+        await marks.warm(self.backend, "back", self.owner, model, endpoint)
+
+    async def pin(self, pins: Sequence[PinAsked]) -> Sequence[str]:
+        return await marks.pin(self.backend, pins, PINS_MOST)
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts

@@ -55,7 +55,13 @@ def needed(names: Names) -> list[Right]:
     """All that a dispatcher of this queue does."""
     own = [
         Right("eval", key)
-        for key in (*names.keys, names.reply("*"), names.active("*"), f"{names.prefix}:cancel:*")
+        for key in (
+            *names.keys,
+            *names.board,
+            names.reply("*"),
+            names.active("*"),
+            f"{names.prefix}:cancel:*",
+        )
     ]
     results = [Right(command, names.results) for command in ("type", "lpush", "expire")]
     active = [Right(command, f"{ACTIVE}*") for command in ("mget", "get", "del")]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -25,7 +25,7 @@ from dispatcher.core.plain import shortened
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.peer import words
 from dispatcher.queue import constants
-from dispatcher.queue.keys import KEYS, MODEL_KEYS, SEQUENCE_KEYS
+from dispatcher.queue.keys import BOARD_KEYS, KEYS, MODEL_KEYS, SEQUENCE_KEYS
 
 Client = Redis | RedisCluster
 Argument = str | bytes | int | float
@@ -34,7 +34,9 @@ T = TypeVar("T")
 SCRIPT_BYTES = 2**20
 SCRIPT_ITEMS = 256
 """No script is given more at once."""
-_STEP = ("need", "rights", "common")
+_DESK = ("need", "time", "common")
+_STEP = ("need", "rights", "time", "common")
+_BOARD = ("need", "time", "versions")
 _FRAGMENTS = {
     "claim": (*_STEP, "line"),
     "settle": (*_STEP, "line", "markers", "keep", "results", "sequences", "hand_over"),
@@ -45,14 +47,18 @@ _FRAGMENTS = {
     "weigh": _STEP,
     "sweep": (*_STEP, "markers", "sequences", "models"),
     "line_up": (*_STEP, "sequences"),
-    "sequence": ("need", "common", "sequences"),
-    "submit": ("need", "common", "markers"),
-    "requeue": ("need", "common", "markers"),
-    "cancel": ("need", "common", "markers"),
-    "peek": ("need", "common", "line"),
-    "look": ("need", "common", "markers"),
-    "ahead": ("need", "common"),
-    "restore": ("need", "common", "markers"),
+    "sequence": (*_DESK, "sequences"),
+    "submit": (*_DESK, "markers"),
+    "requeue": (*_DESK, "markers"),
+    "cancel": (*_DESK, "markers"),
+    "peek": (*_DESK, "line"),
+    "look": (*_DESK, "markers"),
+    "ahead": _DESK,
+    "restore": (*_DESK, "markers"),
+    "marks": _BOARD,
+    "warm": _BOARD,
+    "pin": _BOARD,
+    "decide": _BOARD,
     "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),
@@ -111,12 +117,12 @@ _LUA = {
 """Read at the start: later the process may be short of descriptors, or the files be another version's."""
 
 
-def _prelude(text: str) -> str:
+def _prelude(text: str, all_keys: Mapping[str, tuple[str, str]]) -> str:
     """What Python and a script both name, as locals: the keys, and the numbers they agree about. Those that
     it names only: a script may have 200 locals."""
     named = set(_CAPITALS.findall(_COMMENT.sub("", text)))
-    keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(KEYS, start=1) if name in named]
-    types = ", ".join(f"'{kind}'" for _, kind in KEYS.values())
+    keys = [f"local {name} = KEYS[{number}]" for number, name in enumerate(all_keys, 1) if name in named]
+    types = ", ".join(f"'{kind}'" for _, kind in all_keys.values())
     numbers = [f"local {name} = {value}" for name, value in constants.LUA.items() if name in named]
     of_models = len(KEYS) - len(MODEL_KEYS)
     counts = [f"local OWN, OF_MODELS, OFTEN = {len(KEYS)}, {of_models}, {of_models - len(SEQUENCE_KEYS)}"]
@@ -131,10 +137,11 @@ def source(name: str) -> tuple[str, str]:
     The script itself is a function in what it stands on: each of the two may have 200 locals. Put together
     when it is first asked for, for a client runs few of them.
     """
-    parts = (*_FRAGMENTS.get(name, ("need", "common")), name)
+    parts = (*_FRAGMENTS.get(name, _DESK), name)
     *below, script = (_LUA[part] for part in parts)
     text = "\n".join([*below, f"return (function()\n{script}\nend)()"])
-    text = f"{_prelude(text)}\n{text}" if "common" in parts else text
+    if "time" in parts:
+        text = f"{_prelude(text, BOARD_KEYS if 'versions' in parts else KEYS)}\n{text}"
     return text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 

@@ -72,7 +72,7 @@ async def other_queues(desk: RedisDesk) -> tuple[list[str], bool] | None:
     """Where nothing of this queue is on its server: which queues are, and whether all keys were looked at.
     None: something of it is there. Raises QueueUnavailableError, also for a user who may not SCAN."""
     scripts, names = desk.backend.scripts, desk.names
-    if await scripts.attempt(lambda: scripts.client.exists(*names.keys)):
+    if await scripts.attempt(lambda: scripts.client.exists(*names.keys, *names.board)):
         return None
 
     async def scan() -> tuple[set[str], bool]:
