@@ -21,7 +21,7 @@ from dispatcher import __version__
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART, key_paths
 from dispatcher.settings.queue import QueueUrl
-from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, UrlPath
+from dispatcher.settings.values import AUTO, SECRET_NAME, HttpUrl, Label, Spelled, UrlPath
 
 CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 
@@ -59,7 +59,8 @@ def _field(info: FieldInfo, path: str) -> dict[str, Any]:
     kind = info.annotation
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return section(kind, f"{path}.")
-    found = _kind(kind, path)
+    spelled = next((dict(each.schema) for each in info.metadata if isinstance(each, Spelled)), None)
+    found = _kind(kind, path) if spelled is None else spelled
     found |= _bounds(info.metadata)
     found |= _pattern(info.metadata)
     if AUTO in info.metadata:  # `pattern` speaks of texts only, the bounds of numbers only
@@ -89,10 +90,10 @@ def _kind(kind: Any, path: str = "") -> dict[str, Any]:
     if origin is tuple:
         return {"type": "array", "items": _item(of[0], path)}
     if origin is dict:
-        names, text = _item(of[0]).get("enum"), {"type": "string"}
+        names, value = _item(of[0]).get("enum"), {"type": _item(of[1])["type"]}
         if names is None:
-            return {"type": "object", "additionalProperties": text}
-        return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, text)}
+            return {"type": "object", "additionalProperties": value}
+        return {"type": "object", "additionalProperties": False, "properties": dict.fromkeys(names, value)}
     found = _kind(of[0])  # X | None is all that is left
     if "enum" in found:
         return {"enum": [*found["enum"], None]}

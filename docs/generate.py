@@ -19,7 +19,7 @@ from dispatcher.core.budget import Reason
 from dispatcher.settings import SecretUrl, Settings
 from dispatcher.settings.load import NEEDS_RESTART
 from dispatcher.settings.source import MAX_BYTES, MAX_EVENTS, PREFIX
-from dispatcher.settings.values import AUTO
+from dispatcher.settings.values import AUTO, Spelled
 from dispatcher.telemetry.catalogue import CATALOGUE
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITIES
@@ -114,7 +114,10 @@ _NAMES = {str: "text", SecretUrl: "URL", int: "whole number", float: "number", b
 def _kind(info: FieldInfo) -> str:
     kind: Any = info.annotation
     choices = get_args(kind)
-    if kind in _NAMES:
+    spelled = next((each for each in info.metadata if isinstance(each, Spelled)), None)
+    if spelled is not None:
+        text = spelled.words
+    elif kind in _NAMES:
         text = _NAMES[kind]
     elif AUTO in info.metadata:
         text = f"`{AUTO}` or {_NAMES[choices[0]]}"

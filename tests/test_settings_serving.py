@@ -8,8 +8,8 @@ import pytest
 
 from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.settings import ModelSettings, Settings, effective, parse
+from dispatcher.settings.families import MODELS_MOST
 from dispatcher.settings.load import reload
-from dispatcher.settings.serving import MODELS_MOST
 
 MINIMAL = "gateway: {url: http://gw}\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dispatcher.settings.families import ModelSettings
 from dispatcher.settings.load import ClientSettings, Refusal, load, load_client, parse, read, reload
 from dispatcher.settings.model import (
     AdminSettings,
@@ -15,7 +16,7 @@ from dispatcher.settings.model import (
     TracingSettings,
 )
 from dispatcher.settings.queue import QueueSettings
-from dispatcher.settings.serving import ModelSettings, ServingSettings
+from dispatcher.settings.serving import ServingSettings
 from dispatcher.settings.signals import (
     EppSettings,
     PrometheusSettings,

@@ -28,6 +28,8 @@ NEEDS_RESTART = ("pool", "queue", "admin", "tracing", "gateway.url")
 """What a running dispatcher has bound itself to: a reload that changes one of these is refused whole."""
 PATH_ENDINGS = ("_file", "_dir")
 """Of the keys whose values are paths."""
+LISTED_PATHS = (("models", "warmup"),)
+"""Lists, and the keys of their entries whose values are paths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +159,24 @@ def _tree(
         return root, problems
     problems += overlay(root, environ, Settings)
     if directory is not None:
-        for path in key_paths(Settings):
-            node = _given(root, path) if path.endswith(PATH_ENDINGS) else None
-            if node is not None and not node.variable and node.value and isinstance(node.value, str):
+        for node in _paths(root):
+            if not node.variable and node.value and isinstance(node.value, str):
                 node.value = os.path.normpath(directory / node.value)
     return root, problems
+
+
+def _paths(root: Node) -> Iterator[Node]:
+    """Of each key that is given and names a file or a directory."""
+    for path in key_paths(Settings):
+        if path.endswith(PATH_ENDINGS) and (node := _given(root, path)) is not None:
+            yield node
+    for name, key in LISTED_PATHS:
+        listed = _given(root, name)
+        if listed is None or listed.variable or not isinstance(listed.value, list):
+            continue
+        for entry in listed.value:
+            if isinstance(entry, Node) and isinstance(entry.value, dict) and key in entry.value:
+                yield entry.value[key]
 
 
 def _given(root: Node, path: str) -> Node | None:

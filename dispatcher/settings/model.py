@@ -5,7 +5,7 @@ docs/configuration.md is made of this. Frozen: settings in use never change, a r
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -17,11 +17,13 @@ from pydantic import (
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from dispatcher.core.budget import Policy
+from dispatcher.core.headers import plain
 from dispatcher.settings.batching import BatchingSettings
+from dispatcher.settings.families import MODELS_MOST, Models, ModelSettings
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
-from dispatcher.settings.serving import MODELS_MOST, Models, ServingSettings, observes
+from dispatcher.settings.serving import ServingSettings, observes
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.tls import TlsSettings
@@ -275,13 +277,40 @@ class Settings(Section, BaseSettings):
     models: Models = Field(
         (),
         description="Models that requests wait for while the pool does not serve them, at most "
-        f"{MODELS_MOST:,}; those of others that were never served are sent as they are.",
+        f"{MODELS_MOST:,}; those of others that were never served are sent as they are. With `match` "
+        "they are sent to a version of theirs.",
     )
     retry: RetrySettings = RetrySettings()
     shutdown: ShutdownSettings = ShutdownSettings()
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
+
+    @field_validator("serving")
+    @classmethod
+    def _no_header_twice(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
+        header, said = plain(serving.subset_header), info.data
+        sequences, gateway = said.get("sequences"), said.get("gateway")
+        taken: dict[str, str] = {}
+        if isinstance(gateway, GatewaySettings):
+            taken |= dict.fromkeys(map(plain, gateway.headers), "gateway.headers")
+        if isinstance(sequences, SequenceSettings):
+            taken[plain(sequences.header)] = "sequences.header"
+            taken[plain(sequences.session_id_header)] = "sequences.session_id_header"
+        if header and header in taken:
+            raise refuse(f"subset_header: {taken[header]} has that header already")
+        return serving
+
+    @field_validator("models")
+    @classmethod
+    def _versions_are_seen(cls, models: tuple[ModelSettings, ...], info: ValidationInfo) -> Any:
+        serving = info.data.get("serving")
+        if isinstance(serving, ServingSettings) and serving.observe == "off":
+            for place, model in enumerate(models):
+                if model.is_family:
+                    what = "match" if model.match else "warmup"
+                    raise refuse(f"[{place}].{what} needs to see what is served, and serving.observe is off")
+        return models
 
     @classmethod
     def settings_customise_sources(

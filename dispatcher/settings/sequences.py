@@ -6,13 +6,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.headers import NAME, NOT_PASSED_ON, SESSION_TOKEN, plain
+from dispatcher.core.headers import NAME, SESSION_TOKEN, plain
 from dispatcher.core.turns import Carry, OnError
 from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import CONTROL_HEADERS, Text, refuse
-
-_NEVER = NOT_PASSED_ON | CONTROL_HEADERS.keys() | {"accept", "traceparent", "tracestate", "user-agent"}
+from dispatcher.settings.values import TAKEN_HEADERS, Text, refuse
 
 
 class SequenceSettings(Section):
@@ -82,7 +80,7 @@ class SequenceSettings(Section):
     def _may_be_sent(cls, name: str) -> str:
         if name and NAME.fullmatch(name) is None:
             raise refuse("is not a header name")
-        if plain(name) in _NEVER:
+        if plain(name) in TAKEN_HEADERS:
             raise refuse(f"{name} cannot be used for this: it has a meaning of its own")
         return name
 

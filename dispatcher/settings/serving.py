@@ -1,35 +1,32 @@
-"""The settings of models: which requests may name, and how it is known what the pool serves."""
+"""The settings of how it is known which models are served, and how requests reach servers that are warm."""
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.lanes import MODEL_BYTES
+from dispatcher.core.headers import NAME, plain
+from dispatcher.settings.families import ModelSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.tls import TlsSettings
-from dispatcher.settings.values import HttpUrl, SecretUrl, Text, refuse
-
-MODELS_MOST = 1000
-"""Named in the settings."""
+from dispatcher.settings.values import TAKEN_HEADERS, HttpUrl, SecretUrl, Text, refuse
 
 Observe = Literal["auto", "off", "gateway", "endpoints"]
 
 
-def _model_name(name: str) -> str:
-    if not name or name != name.strip():
-        raise refuse("must not be empty, nor have blanks at its ends")
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError:
-        raise refuse("is not valid Unicode") from None
-    if size > MODEL_BYTES:
-        raise refuse(f"must not be longer than {MODEL_BYTES} bytes")
-    return name
+class WarmupSettings(Section):
+    """How servers that have a version newly are warmed up."""
 
-
-ModelName = Annotated[Text, AfterValidator(_model_name)]
+    by: Literal["auto", "gateway", "endpoints"] = Field(
+        "auto",
+        description="`endpoints`: straight to each server. `gateway`: through the gateway, with "
+        "`serving.subset_header`. `auto`: through the gateway where that header is named or the gateway is "
+        "what is asked for its models, else straight.",
+    )
+    timeout_s: float = Field(
+        300.0, gt=0, le=86_400, description="Seconds that the warm-up of one server may take altogether."
+    )
 
 
 class ServingSettings(Section):
@@ -71,6 +68,35 @@ class ServingSettings(Section):
         TlsSettings(), description="Anything set: what the watch finds is asked by https."
     )
 
+    subset_header: Text = Field(
+        "",
+        description="Header that tells the gateway which servers a request may go to, as `ip:port,ip:port`: "
+        "those that are warm. Something before the endpoint picker has to turn it into the subset that "
+        "pickers know ([models.md](models.md#only-to-servers-that-are-warm)). Empty: any server may get it.",
+    )
+    warmup: WarmupSettings = WarmupSettings()
+
+    @field_validator("subset_header")
+    @classmethod
+    def _ours_to_set(cls, name: str) -> str:
+        if name and NAME.fullmatch(name) is None:
+            raise refuse("is not a header name")
+        if plain(name) in TAKEN_HEADERS:
+            raise refuse(f"{name} cannot be used for this: it has a meaning of its own")
+        return name
+
+    @field_validator("warmup")
+    @classmethod
+    def _reaches_each(cls, warmup: WarmupSettings, info: ValidationInfo) -> WarmupSettings:
+        observe, header = info.data.get("observe"), info.data.get("subset_header")
+        if warmup.by == "endpoints" and observe == "gateway":
+            raise refuse(
+                "by: endpoints cannot be had with serving.observe: gateway, which knows of no server"
+            )
+        if warmup.by == "gateway" and header == "" and (observe == "endpoints" or info.data.get("urls")):
+            raise refuse("by: gateway needs serving.subset_header, for else it cannot name a server")
+        return warmup
+
     @field_validator("urls")
     @classmethod
     def _asked_once(cls, urls: tuple[SecretUrl, ...], info: ValidationInfo) -> tuple[SecretUrl, ...]:
@@ -82,30 +108,6 @@ class ServingSettings(Section):
         if urls and info.data.get("observe") == "gateway":
             raise refuse("stands beside serving.observe: gateway, which asks no server")
         return urls
-
-
-class ModelSettings(Section):
-    """A model that requests may name."""
-
-    name: ModelName = Field(description="As requests have it in the field `model` of their bodies.")
-    absent: Literal["wait", "fail"] = Field(
-        "wait",
-        description="What becomes of its requests while no server has it: they wait for it, until their "
-        "deadlines, or end as MODEL_NOT_FOUND.",
-    )
-
-
-def _each_model_once(models: tuple[ModelSettings, ...]) -> tuple[ModelSettings, ...]:
-    if len(models) > MODELS_MOST:
-        raise refuse(f"must be at most {MODELS_MOST} models, not {len(models)}")
-    places: dict[str, int] = {}
-    for place, model in enumerate(models):
-        if (first := places.setdefault(model.name, place)) != place:
-            raise refuse(f"names a model twice, in [{first}] and [{place}]")
-    return models
-
-
-Models = Annotated[tuple[ModelSettings, ...], Field(strict=False), AfterValidator(_each_model_once)]
 
 
 def observes(serving: ServingSettings, models: tuple[ModelSettings, ...]) -> bool:

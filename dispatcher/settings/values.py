@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 from urllib.parse import unquote
 
@@ -17,6 +19,7 @@ from dispatcher.core.headers import (
     FAIRNESS_ID,
     HOP_BY_HOP,
     NAME,
+    NOT_PASSED_ON,
     OBJECTIVE,
     OLD_FAIRNESS_ID,
     OLD_OBJECTIVE,
@@ -33,6 +36,8 @@ CONTROL_HEADERS = {
     **dict.fromkeys(HOP_BY_HOP, "it belongs to the connection"),
 }
 """Headers the dispatcher sets itself, or that no request may carry, and what to do instead."""
+TAKEN_HEADERS = NOT_PASSED_ON | CONTROL_HEADERS.keys() | {"accept", "traceparent", "tracestate", "user-agent"}
+"""Those that mean something else, so that no setting can name one for a purpose of its own."""
 
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://(?P<netloc>[^/?#]*)(?P<path>[^?#]*)"
@@ -166,6 +171,16 @@ AutoNumber = Annotated[
     AUTO,
 ]
 """A number, or the word `auto` (None): the value is found out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spelled:
+    """Beside a type that is none of the plain ones: how its values are written."""
+
+    words: str
+    """For the reference."""
+    schema: Mapping[str, Any]
+    """JSON Schema."""
 
 
 def url(*schemes: str, hosts: int = 1) -> AfterValidator:
