@@ -103,14 +103,26 @@ class ModelFamily:
         return self._spread.chosen(key)
 
     def keeps(self, version: str) -> bool:
-        """Whether work that was given this version may still go to it."""
+        """Whether work that was given this version may still go to it: until it is drained or gone."""
         if version in self._open:
             return True
         if self.terms.transition is Transition.RESOURCE or version not in self._listed:
             return False
-        # What is used while it is spare has pinned work of another replica, and we may share the pin.
-        draining = self._known[version].state is VersionState.DRAINING or version in self._sight.used
-        return draining and version not in self._drained
+        return version not in self._drained and (not self.terms.warms or bool(self._warm_at(version)))
+
+    def kept(self) -> list[str]:
+        """Those."""
+        return [name for name in self._listed if self.keeps(name)]
+
+    @property
+    def opened(self) -> bool:
+        """Some version takes work."""
+        return bool(self._open)
+
+    @property
+    def listed(self) -> bool:
+        """Some version is there."""
+        return bool(self._listed)
 
     def endpoints(self, version: str) -> frozenset[str]:
         """Those at which it is warm; empty: any will do, or it is warm nowhere."""

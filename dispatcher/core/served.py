@@ -51,6 +51,7 @@ class Listing:
     loading: tuple[str, ...] = ()
     """Those among others that it has begun to load and does not serve yet, where it tells."""
     problem: str = ""
+    down: bool = False
     """One sentence: why it could not be read."""
 
 
@@ -246,9 +247,9 @@ class PoolModels:
             return _GOES
         rule = self._rule(model)
         if rule is WhenAbsent.WAIT:
-            return AwaitsModel(f"its model {told(model)} {self._why(model, state)}")
+            return AwaitsModel(f"its model {quoted(model)} {self._why(model, state)}")
         if state is ModelState.ABSENT or (rule is not None and state is ModelState.LOADING):
-            return NoSuchModel(f"no model {told(model)} is served here: {self._names()}")
+            return NoSuchModel(f"no model {quoted(model)} is served here: {self._names()}")
         return _GOES
 
     def sentence(self, model: str, now: float) -> str:
@@ -348,12 +349,12 @@ class PoolModels:
         names = sorted(self._serving)
         if not names:
             return "none is"
-        told = ", ".join(map(told, names[:_NAMES_TOLD]))
+        told = ", ".join(map(quoted, names[:_NAMES_TOLD]))
         more = len(names) - _NAMES_TOLD
         return f"there {'is' if len(names) == 1 else 'are'} {told}{f' and {more} more' if more > 0 else ''}"
 
 
-def told(model: str) -> str:
+def quoted(model: str) -> str:
     """A model's name, in a sentence."""
     return repr(shortened(model, _NAME_CHARS))
 

@@ -29,8 +29,8 @@ from dispatcher.core.served import (
     NoSuchModel,
     PoolModels,
     model_of,
+    quoted,
     says_no_model,
-    told,
 )
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import now
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 RECALL_EACH_S, UNWATCHED_EACH_S = 5.0, 60.0
 """How often it is looked whether any wait whose model is there; the second: where no models are watched."""
 ELSEWHERE_S = 1.0
-"""Where some servers have the model and another one answered: it is tried again after this."""
+"""Where some servers have the model and another one answered, or its version could not be told: it is tried
+again after this."""
 SHOWN_MOST = 50
 _GOES = GoesToModel()
 
@@ -124,7 +125,8 @@ class Models:
             return None
         match self._verdict(self._pool, held.model):
             case GoesToModel() if self.versions.family(held.model) is not None:
-                return endings.returned(held.lease)  # it was opened meanwhile
+                # It was opened meanwhile, or the queue could not say what its job or sequence has.
+                return endings.returned(held.lease, after_s=ELSEWHERE_S)
             case AwaitsModel(why):
                 self.requests["waits"] += 1
                 return endings.awaiting(held.lease, request, held.model, f"not sent, for {why}")
@@ -160,7 +162,7 @@ class Models:
     def _verdict(self, pool: PoolModels, model: str) -> ModelVerdict:
         """What becomes of a request for this model."""
         if drained := self.versions.drained(model):
-            return AwaitsModel(f"its model {told(model)} is drained {drained}")
+            return AwaitsModel(f"its model {quoted(model)} is drained {drained}")
         family, found = self.versions.family(model), pool.verdict(model, now())
         if family is None:
             return found
@@ -168,7 +170,7 @@ class Models:
             return _GOES
         if isinstance(found, NoSuchModel) and not family.listed:
             return found
-        return AwaitsModel(f"its model {told(model)} has no version that it could go to: {family.why()}")
+        return AwaitsModel(f"its model {quoted(model)} has no version that it could go to: {family.why()}")
 
     async def recalling(self) -> None:
         """See to it that nothing waits for a model that is there; who only observes sees to nothing."""

@@ -21,8 +21,9 @@ import msgspec
 
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.rewrite import with_model
+from dispatcher.core.rollover import ModelFamily
 from dispatcher.core.served import GATEWAY
-from dispatcher.core.versions import ModelFamily, Pin, VersionSight
+from dispatcher.core.versions import Pin, VersionSight
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import now
 from dispatcher.ports import ModelMarks, PinAsked

@@ -5,8 +5,8 @@
               ▼                                      where a warm-up is required, else warm all the same
             later
 
-Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint that
-cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that.
+Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint
+that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dispatcher.telemetry.events import Event, emit
 
 if TYPE_CHECKING:
     from dispatcher.core.limiter import Limiter
-    from dispatcher.core.versions import ModelFamily
+    from dispatcher.core.rollover import ModelFamily
     from dispatcher.core.warmup import WarmupCall
     from dispatcher.dispatch.access import QueueAccess
     from dispatcher.dispatch.holding import Holding

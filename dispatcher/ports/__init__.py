@@ -14,6 +14,7 @@ from dispatcher.ports.desk import (
 from dispatcher.ports.gateway import (
     Forwarded,
     Gateway,
+    ModelServers,
 )
 from dispatcher.ports.marks import ModelBoard, ModelMarks, PinAsked
 from dispatcher.ports.queue import (

@@ -59,11 +59,6 @@ class ServingSettings(Section):
         description="File with a bearer token for the model servers, read again for each round. The gateway "
         "gets its own.",
     )
-    subset_header: Text = Field(
-        "",
-        description="The header by which the gateway's endpoint picker is told which model servers a request "
-        "may go to (`ip:port,ip:port`); callers cannot set it. Empty: it cannot be told.",
-    )
     tls: TlsSettings = Field(
         TlsSettings(), description="Anything set: what the watch finds is asked by https."
     )

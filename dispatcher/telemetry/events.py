@@ -61,7 +61,11 @@ class Event(Enum):
         "A model that the settings name, or that requests wait for, is served, loaded, gone or not known",
     )
     VERSION = ("version", logging.INFO, "A version of a model came, opened, is drained, or is gone")
-    WARM_UP = ("warm-up", logging.INFO, "A version was sent its recorded requests at an endpoint; with errors")
+    WARM_UP = (
+        "warm-up",
+        logging.INFO,
+        "A version was sent its recorded requests at an endpoint; with errors",
+    )
     LEASE_LOST = (
         "lease-lost",
         logging.WARNING,

@@ -21,7 +21,7 @@ from dispatcher.telemetry import catalogue as series
 from dispatcher.telemetry.catalogue import Series
 from dispatcher.telemetry.events import Event, detail, diverted
 from dispatcher.telemetry.metrics import Metrics
-from tests.dispatch.scene import lease, request
+from tests.dispatch.scene import lease, open_limiter, request
 
 UNIX_NOW = 1_000_000.0
 SETTLEMENT = Settlement(lease(), b"{}", "", code="2xx")
