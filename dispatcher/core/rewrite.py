@@ -33,12 +33,14 @@ def with_model(payload: bytes, name: str) -> bytes | None:
 def _replaced_at_once(payload: bytes, name: str, value: bytes) -> bytes | None:
     """Where one field of all, at any depth, has this name, and the body then reads as it should, it is the
     one: no other could be what is read."""
-    if payload.count(_TOKEN) != 1 or _ESCAPED in payload:
+    at = payload.find(_TOKEN)
+    found = _VALUE.match(payload, at) if at >= 0 else None
+    if found is None or payload.find(_TOKEN, found.end()) >= 0:
         return None
-    found = _VALUE.search(payload)
-    if found is None:
+    if b"\\" in payload and _ESCAPED in payload:
         return None
-    replaced = payload[: found.start(1)] + value + payload[found.end(1) :]
+    start, end = found.span(1)
+    replaced = payload[:start] + value + payload[end:]
     return replaced if model_of(replaced) == name else None
 
 

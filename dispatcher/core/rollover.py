@@ -37,6 +37,7 @@ GONE_MOST = 1000
 """Versions of a family that are remembered when they are gone, those that went last."""
 NAMINGS_MOST = 20_000
 """Names of which a family remembers between two looks whether they match."""
+_CLOSING = (VersionState.OPEN, VersionState.DRAINING)
 _NAMES_TOLD, _NAME_CHARS = 5, 100
 
 
@@ -53,7 +54,10 @@ class ModelFamily:
     def __init__(self, terms: FamilyTerms, now: float) -> None:
         self.terms = terms
         self._next = terms
-        self._namings: dict[str, VersionNaming | None] = {}
+        self._namings: dict[str, VersionNaming] = {}
+        """By name, of those that match."""
+        self._others: set[str] = set()
+        """Those that do not."""
         self._sight = VersionSight({})
         self._looked_at = now
         self._known: dict[str, _Version] = {}
@@ -66,6 +70,8 @@ class ModelFamily:
         self._open: dict[str, None] = {}
         self._blocking: list[str] = []
         """Where resources are kept: what has to end before another version opens."""
+        self._lively: dict[str, None] = {}
+        """Neither spare nor gone."""
         self._warm: dict[str, frozenset[str]] = {}
         self._spread = Spread({})
 
@@ -78,21 +84,21 @@ class ModelFamily:
     def look(self, sight: VersionSight, now: float) -> list[VersionMoved]:
         """What has changed: each new state of each version, in order. What opens is told before what closes
         where availability is kept, and after it where resources are."""
+        before = self._listed
         if (self._next.name, self._next.match) != (self.terms.name, self.terms.match):
-            self._namings, self._listed = {}, {}
+            self._namings, self._others, self._listed = {}, set(), {}
         self.terms, self._sight, self._looked_at, self._warm = self._next, sight, now, {}
         self._listed = self._list()
         self._drained = self._mean(sight.drained) if sight.drained else set()
         self._wanted = dict.fromkeys(self._policy())
         self._blocking = []
         if self.terms.transition is Transition.RESOURCE:
-            used = (name for name in sight.used if self._naming(name) is not None)
-            self._blocking = sorted(name for name in used if name not in self._wanted)
+            self._blocking = sorted(self._ours(sight.used) - self._wanted.keys())
         opened = self._opened()
         self._open = {name: None for name in self._listed if name in opened}
         words = {name: self._listed[name].words for name in self._open}
         self._spread = Spread(shares(words, self.terms.weights))
-        moved = self._move()
+        moved = self._move(before)
         self._forget()
         return moved
 
@@ -171,28 +177,26 @@ class ModelFamily:
 
     # Details: which there are, and which of them are wanted and open.
 
-    def _naming(self, name: str) -> VersionNaming | None:
-        """None: it is none of this family."""
-        try:
-            return self._namings[name]
-        except KeyError:
-            self._namings[name] = naming = naming_of(name, self.terms)
-            return naming
+    def _ours(self, names: Set[str]) -> set[str]:
+        """Those that are versions of this model."""
+        for name in names - self._namings.keys() - self._others:
+            naming = naming_of(name, self.terms)
+            if naming is None:
+                self._others.add(name)
+            else:
+                self._namings[name] = naming
+        return names & self._namings.keys()
 
     def _list(self) -> dict[str, VersionNaming]:
-        served, namings, before = self._sight.served, self._namings, self._listed
-        for name in served.keys() - namings.keys():
-            self._naming(name)
-        stood = [each for name, each in before.items() if served.get(name)]
-        came = [
-            each
-            for name, at in served.items()
-            if (each := namings[name]) is not None and at and name not in before
-        ]
-        if not came and len(stood) == len(before):
+        """In order. What stood is taken as it stood, which costs little to sort."""
+        served, before = self._sight.served, self._listed
+        names = {name for name in self._ours(served.keys()) if served[name]}
+        if names == before.keys():
             return before
-        ordered = sorted(came + stood, key=lambda each: each.order, reverse=True)
-        return {each.name: each for each in ordered}
+        came = names - before.keys()
+        namings = [self._namings[name] for name in (*came, *(name for name in before if name in names))]
+        namings.sort(key=lambda each: each.order, reverse=True)
+        return {each.name: each for each in namings}
 
     def _mean(self, words: Set[str]) -> set[str]:
         return {name for name, each in self._listed.items() if not words.isdisjoint(each.words)}
@@ -244,54 +248,55 @@ class ModelFamily:
 
     # Details: states.
 
-    def _move(self) -> list[VersionMoved]:
-        known, now = self._known, self._looked_at
-        for name, naming in self._listed.items():
-            if name in known:
-                known[name].naming = naming
-            else:
-                known[name] = _Version(naming, now)
-        for name in self._sight.loading - known.keys():
-            loads = self._naming(name)
-            if loads is not None:
-                known[name] = _Version(loads, now)
+    def _move(self, before: Mapping[str, VersionNaming]) -> list[VersionMoved]:
+        known, listed, now = self._known, self._listed, self._looked_at
+        loading = self._ours(self._sight.loading)
+        if listed is not before:
+            for name, naming in listed.items():
+                known.setdefault(name, _Version(naming, now)).naming = naming
+        for name in sorted(loading - known.keys()):
+            known[name] = _Version(self._namings[name], now)
+        # Of many versions most are spare or gone, and stay so.
+        changed = sorted(listed.keys() ^ before.keys(), reverse=True)
+        at_work = dict.fromkeys([*self._open, *self._wanted, *self._lively, *sorted(loading), *changed])
+        self._lively = {}
         opens: list[VersionMoved] = []
         others: list[VersionMoved] = []
-        for name, version in known.items():
-            before, state = version.state, self._state(name, version.state)
-            if state is before:
+        for name in at_work:
+            version = known[name]
+            state = self._state(name, version.state, loading)
+            if state not in (VersionState.SPARE, VersionState.GONE):
+                self._lively[name] = None
+            if state is version.state:
                 continue
-            way = WAYS[before, state]
-            version.state, version.since = state, now
+            way = WAYS[version.state, state]
             moves = [VersionMoved(self.terms.name, name, *step) for step in pairwise(way)]
             (opens if state is VersionState.OPEN else others).extend(moves)
+            version.state, version.since = state, now
             self._gone.pop(name, None)
             if state is VersionState.GONE:
                 self._gone[name] = None
         return opens + others if self.terms.transition is Transition.AVAILABILITY else others + opens
 
-    def _state(self, name: str, before: VersionState) -> VersionState:
+    def _state(self, name: str, before: VersionState, loading: Set[str]) -> VersionState:
         if name in self._open:
             return VersionState.OPEN
+        if name not in self._listed:
+            return VersionState.LOADING if name in loading else VersionState.GONE
         wanted = name in self._wanted
-        if name in self._listed:
-            # What this process sees for the first time, unwanted and in use, closed before it began.
-            closed = before in (VersionState.OPEN, VersionState.DRAINING) or (
-                before is VersionState.ABSENT and not wanted
-            )
-            if closed and name in self._sight.used:
-                return VersionState.DRAINING
-            return VersionState.COLD if wanted else VersionState.SPARE
-        loads = name in self._sight.loading and self._naming(name) is not None
-        return VersionState.LOADING if loads else VersionState.GONE
+        # What this process sees for the first time, unwanted and in use, closed before it began.
+        closed = before in _CLOSING or (before is VersionState.ABSENT and not wanted)
+        if closed and name in self._sight.used:
+            return VersionState.DRAINING
+        return VersionState.COLD if wanted else VersionState.SPARE
 
     def _forget(self) -> None:
-        for name in list(self._gone)[: max(0, len(self._gone) - GONE_MOST)]:
+        for name in list(islice(self._gone, max(0, len(self._gone) - GONE_MOST))):
             del self._gone[name], self._known[name]
-        if len(self._namings) > NAMINGS_MOST:
+        if len(self._namings) + len(self._others) > NAMINGS_MOST:
             served = self._sight.served
-            kept = [(name, each) for name, each in self._namings.items() if name in served]
-            self._namings = dict(kept[:NAMINGS_MOST])
+            self._namings = {name: each for name, each in self._namings.items() if name in served}
+            self._others = set(islice(self._others & served.keys(), NAMINGS_MOST))
 
     # Details: words.
 
