@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from dispatcher.queue.keys import LINE_KEYS, MODEL_KEYS, POOL_KEYS, SEQUENCE_KEYS
+from dispatcher.queue.keys import BOARD_KEYS, LINE_KEYS, MODEL_KEYS, POOL_KEYS, SEQUENCE_KEYS
 from tests.symbols import PACKAGE, exists, symbols
 
 ROOT = PACKAGE.parent
@@ -81,7 +81,7 @@ def test_every_lasting_key_has_its_place() -> None:
         owner = belongs.partition(",")[0] or owner
         if owner in found:
             found[owner] |= set(re.findall(r"`([\w:]+)`", keys))
-    assert found["the pool"] == {suffix for suffix, _ in POOL_KEYS.values()}
+    assert found["the pool"] == {suffix for suffix, _ in (*POOL_KEYS.values(), *BOARD_KEYS.values())}
     assert found["the line"] == {
         suffix for suffix, _ in (*LINE_KEYS.values(), *SEQUENCE_KEYS.values(), *MODEL_KEYS.values()) if suffix
     }

@@ -21,7 +21,7 @@ from dispatcher.core.turns import Turn
 from dispatcher.core.verdicts import SequenceTerms, TurnEnd
 from dispatcher.ports import Burial, Release
 from dispatcher.queue.constants import LUA
-from dispatcher.queue.keys import KEYS, POOL_KEYS, Names, QueueNameError, queue_of
+from dispatcher.queue.keys import BOARD_KEYS, KEYS, POOL_KEYS, Names, QueueNameError, queue_of
 from dispatcher.queue.redis.owner import RedisQueue
 from tests.queue.made import OwnerAndDesk, answer, claim, claim_one, queues, submission
 from tests.queue.servers import Server
@@ -42,6 +42,8 @@ FRAGMENTS = {
     "results",
     "rights",
     "sequences",
+    "time",
+    "versions",
 }
 QWEN = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 
@@ -156,7 +158,7 @@ def test_every_script_is_on_the_page_and_states_its_promise(script: Any) -> None
 def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script: Any) -> None:
     locals_ = re.findall(r"^local ([A-Z_, ]+) =", script.read_text(encoding="utf-8"), re.MULTILINE)
     named = {name.strip() for names in locals_ for name in names.split(",")}
-    assert named & {*LUA, *KEYS, "OWN", "TYPES"} == set()
+    assert named & {*LUA, *KEYS, *BOARD_KEYS, "OWN", "TYPES"} == set()
 
 
 @pytest.mark.parametrize(
@@ -170,7 +172,9 @@ def test_what_python_and_the_scripts_both_name_stands_in_python_alone(script: An
 def test_all_keys_share_the_slot_of_the_queue(queue: str, prefix: str) -> None:
     names = Names(queue, "results")
     assert names.prefix == prefix
-    assert {key_slot(key.encode()) for key in (*names.keys, names.reply("x"))} == {key_slot(queue.encode())}
+    assert {key_slot(key.encode()) for key in (*names.keys, *names.board, names.reply("x"))} == {
+        key_slot(queue.encode())
+    }
 
 
 def test_lines_of_a_pool_share_its_keys_and_nothing_else() -> None:
@@ -179,6 +183,8 @@ def test_lines_of_a_pool_share_its_keys_and_nothing_else() -> None:
     assert shared == {f"{QWEN.prefix}:{suffix}" for suffix, _ in POOL_KEYS.values()}
     assert {key_slot(key.encode()) for key in urgent.keys} == {key_slot(QWEN.queue.encode())}
     assert urgent.paused == QWEN.paused
+    assert urgent.board == QWEN.board
+    assert not set(QWEN.board) & set(QWEN.keys)
     assert urgent.refused_list(f"{QWEN.prefix}:made-up") is not None
 
 
@@ -197,7 +203,7 @@ def test_stray_braces_are_refused(queue: str) -> None:
 @pytest.mark.parametrize("queue", ["batch:{qwen}:requests", "a:{b}", "{b}c:d", "plain", "plain:more"])
 def test_the_queue_of_a_lasting_key_is_told_by_its_name(queue: str) -> None:
     names = Names(queue, "results")
-    assert {queue_of(key) for key in names.keys if key != queue} == {queue}
+    assert {queue_of(key) for key in (*names.keys, *names.board) if key != queue} == {queue}
     assert queue_of(names.answers("r-1")) is queue_of(names.active("r-1")) is None
 
 

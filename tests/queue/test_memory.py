@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dispatcher.ports import Burial, Overload, Permit, QueueUnavailableError, Release, Settlement
+from dispatcher.ports import Burial, Overload, Permit, PinAsked, QueueUnavailableError, Release, Settlement
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 
 
@@ -140,3 +140,55 @@ async def test_what_moved_on_does_not_pile_up() -> None:
         store.line.nonces,
     )
     assert max(len(one) for one in kept) < 15_000
+
+
+async def test_what_is_said_of_versions_lapses_by_the_clock_that_was_passed_in() -> None:
+    clock = Clock()
+    store = MemoryStore(clock, unix_origin=1_700_000_000)
+    first, second = MemoryQueue(store, "one"), MemoryQueue(store, "two")
+    pair, other = ("qwen-v1", "10.0.0.1:8000"), ("qwen-v2", "10.0.0.1:8000")
+    await first.warmed(*pair)
+    await first.warming(*other)
+    await first.marks((), (), ["qwen-v1"])
+    await first.pin([PinAsked("chat-7", "v1", (), 45)])
+    await store.drain("qwen-v1", "ada", "why")
+    assert (await store.model_marks()).drained == {"qwen-v1": "by ada since 2023-11-14 22:30:00 UTC: why"}
+    seen = []
+    for _ in range(5):
+        marks = await store.model_marks()
+        pins = await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)])
+        seen.append((marks.used, await second.warming(*other), pins, marks.warm))
+        await second.unwarmed(*other)
+        clock.now += 14.75 if len(seen) % 2 else 0.25
+    assert seen == [
+        ({"qwen-v1"}, False, ["v1"], {pair}),
+        ({"qwen-v1"}, False, ["v1"], {pair}),
+        (set(), False, ["v1"], {pair}),
+        (set(), False, ["v1"], {pair}),
+        (set(), True, ["v1"], {pair}),
+    ]
+    clock.now = 1059.75
+    assert (await second.marks((), (), ())).warm == {pair}
+    clock.now = 1060
+    assert (await second.marks([pair], (), ())).warm == set()
+    clock.now = 1075
+    assert await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)]) == ["v2"]
+
+
+async def test_a_store_that_is_away_says_nothing_of_versions() -> None:
+    store = MemoryStore(Clock())
+    queue = MemoryQueue(store, "one")
+    store.down = "away"
+    for act in (
+        lambda: queue.marks((), (), ()),
+        lambda: queue.warming("a", "b"),
+        lambda: queue.warmed("a", "b"),
+        lambda: queue.unwarmed("a", "b"),
+        lambda: queue.pin([]),
+        lambda: store.model_marks(),
+        lambda: store.label("a", "b", "c", "ada"),
+        lambda: store.drain("a", "ada"),
+        lambda: store.undrain("a"),
+    ):
+        with pytest.raises(QueueUnavailableError, match="away"):
+            await act()

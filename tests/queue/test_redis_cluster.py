@@ -22,7 +22,7 @@ from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.turns import Turn
 from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd, Waits
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Claimed, Permit, QueueUnavailableError, Recalled, Release, Settled
+from dispatcher.ports import Claimed, Permit, PinAsked, QueueUnavailableError, Recalled, Release, Settled
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis.connect import connect
 from dispatcher.queue.redis.owner import RedisQueue
@@ -304,6 +304,19 @@ async def test_what_waits_for_its_model_is_recalled_cancelled_and_ended_on_a_clu
     assert await queue.awaited() == {"m": 2}
     assert await queue.recall(["m"]) == Recalled(2, 0)
     assert len((await claim(queue)).leases) == 3
+
+
+async def test_what_is_said_of_versions_is_shared_on_a_cluster(queue: OwnerAndDesk) -> None:
+    assert await queue.warming("qwen-v1", "10.0.0.1:8000")
+    await queue.warmed("qwen-v1", "10.0.0.1:8000")
+    await queue.label("qwen", "stable", "1", "ada")
+    await queue.drain("qwen-v2", "ada")
+    assert await queue.pin([PinAsked("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
+    told = await queue.marks([("qwen-v1", "10.0.0.1:8000")], (), ["qwen-v1"])
+    assert told == await queue.model_marks()
+    assert (told.warm, told.used) == ({("qwen-v1", "10.0.0.1:8000")}, {"qwen-v1"})
+    assert (told.labels, set(told.drained)) == ({("qwen", "stable"): "1"}, {"qwen-v2"})
+    assert await queue.undrain("qwen-v2")
 
 
 class Counts(RedisQueue):

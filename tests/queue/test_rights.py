@@ -23,6 +23,7 @@ from dispatcher.ports import (
     Expired,
     Lease,
     Overload,
+    PinAsked,
     QueueUnavailableError,
     Release,
     Settled,
@@ -94,6 +95,7 @@ def test_check_asks_for_what_the_page_grants() -> None:
 
 def test_each_step_asks_for_all_that_any_step_runs() -> None:
     steps = (
+        "time",
         "common",
         "line",
         "markers",
@@ -137,6 +139,22 @@ def test_who_decides_about_sequences_has_the_rights_before_it_does() -> None:
     assert needs == set(re.findall(r"'([A-Z]+)'", asked))
 
 
+@pytest.mark.parametrize("script", ["marks", "warm", "pin", "decide"])
+def test_what_is_said_of_versions_is_asked_for_before_it_is_written(script: str) -> None:
+    """By all that versions.lua has beside."""
+    text = (LUA / f"{script}.lua").read_text(encoding="utf-8")
+    before, asked, _ = re.split(r"\bneed\((.*)\)", text, flags=re.MULTILINE)
+    assert "call(" not in before
+    needs = {*called(script), "TIME", "TYPE"}
+    for name, runs in (
+        ("remove", {"ZREM"}),
+        ("lapse", {"ZREM", "ZADD", "ZRANGEBYSCORE"}),
+        ("hold_for", {"ZADD", "EXPIRE"}),
+    ):
+        needs |= runs if f"{name}(" in text else set()
+    assert needs == set(re.findall(r"'([A-Z]+)'", asked))
+
+
 # What suffices.
 
 
@@ -168,6 +186,10 @@ async def everything(queue: OwnerAndDesk, dying: RedisQueue) -> None:
     await queue.bury([Burial(answer(lease, token="t"), "why") for lease in (second, third)])
     await queue.release([Release(fourth), Release(fifth, delay_s=0.01)])
     await queue.line()
+    await queue.warming("qwen-v1", "10.0.0.1:8000")
+    await queue.warmed("qwen-v1", "10.0.0.1:8000")
+    assert await queue.pin([PinAsked("chat-7", "qwen-v1", (), 100)]) == ["qwen-v1"]
+    assert (await queue.marks((), (), ["qwen-v1"])).used == {"qwen-v1"}
     assert len(await queue.dead_newest(5)) == 1
     assert await queue.paused() is None
     await wait_until(lambda: all_back(queue), what="the silent one's and the delayed one to come back")
@@ -247,6 +269,10 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         await desk.pause("me", "why")
         assert await desk.paused() == ("me", "why")
         await desk.resume()
+        await desk.label("qwen", "stable", "1", "me")
+        await desk.drain("qwen-v1", "me")
+        assert set((await desk.model_marks()).drained) == {"qwen-v1"}
+        assert await desk.undrain("qwen-v1")
         async with dispatcher(any_server, dead_max=9) as queue:
             (lease,) = (await claim(queue)).leases
             result = answered(handle.id, 200, b"ok", token=handle.token)

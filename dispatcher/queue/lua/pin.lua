@@ -8,7 +8,7 @@
 need('TYPE', 'TIME', 'EXPIRE', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE')
 local now, most, at, given = clock(), tonumber(ARGV[1]), 2, {}
 local known, asked = ours(6), ours(7)
-if known and asked then call('HDEL', PINS, '') end -- as in `lapse`
+if known and asked then call('ZREM', PINS_ASKED, '') end -- as in `lapse`
 
 local function pinned(key)
   local value = call('HGET', PINS, key) or ''
