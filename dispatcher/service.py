@@ -29,7 +29,7 @@ from dispatcher.core.budget import Reason
 from dispatcher.core.harvest import Work
 from dispatcher.core.limiter import Limiter
 from dispatcher.dispatch import Dispatcher, Journal
-from dispatcher.forward import HttpGateway
+from dispatcher.forward import DirectServers, HttpGateway
 from dispatcher.inforce import options_of
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
@@ -114,6 +114,9 @@ class Service:
         self.watch = self._watch_of(settings)
         self._watch_changed = asyncio.Event()
         self.model_watch = ModelWatch(settings, self.dispatcher.models.heard, access=_access(settings))
+        self.servers = DirectServers(
+            self.model_watch.server, lambda: self.settings.gateway.max_response_bytes
+        )
         self.pace = PaceWatch(self._slow)
         self.metrics.show(self.status)
         self._watched = Endpoints()
@@ -322,6 +325,7 @@ async def serve(
         gateway.prepare()
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, desk, gateway, observe=observe)
+        stack.push_async_callback(service.servers.aclose)
         stack.enter_context(heard_by(service.metrics.heard))
         admin = settings.admin
         views = service.views()

@@ -37,6 +37,7 @@ from dispatcher.ports.queue import (
     Unserved,
     Weighed,
 )
+from dispatcher.ports.servers import ModelServers
 
 __all__ = [
     "Burial",
@@ -52,6 +53,7 @@ __all__ = [
     "Lease",
     "Leases",
     "LinedUp",
+    "ModelServers",
     "Overload",
     "Permit",
     "Queue",
