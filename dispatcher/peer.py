@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import socket
@@ -28,6 +29,14 @@ def addressed(error: BaseException) -> str:
     """The same, with the address before it where the error names one, as aiohttp's connector does."""
     host, port = getattr(error, "host", None), getattr(error, "port", None)
     return f"{host}:{port}: {words(error)}" if host and port else words(error)
+
+
+def nobody_listens(error: BaseException) -> bool:
+    """Whether the connection was refused, at every address that was tried: no process has the port."""
+    for cause in _chain(error):
+        if isinstance(cause, OSError) and (numbers := _numbers(cause)):
+            return set(numbers) == {errno.ECONNREFUSED}
+    return False
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -57,8 +66,12 @@ def _told(error: BaseException) -> str | None:
     if isinstance(error, socket.gaierror) or (error.errno or 0) < 0:
         return f"the name cannot be resolved ({error.strerror})"
     # One reason, however many addresses of a name were tried.
-    numbers = [error.errno] if error.errno else re.findall(r"Errno (\d+)", str(error))
-    if numbers:
-        why = os.strerror(int(numbers[0])).lower()
+    if numbers := _numbers(error):
+        why = os.strerror(numbers[0]).lower()
         return f"{error.filename}: {why}" if error.filename else why
     return "no answer in time" if isinstance(error, TimeoutError) else None
+
+
+def _numbers(error: OSError) -> list[int]:
+    """Its errno, or those of each address that was tried."""
+    return [error.errno] if error.errno else [int(each) for each in re.findall(r"Errno (\d+)", str(error))]

@@ -29,7 +29,7 @@ from dispatcher.core.budget import Reason
 from dispatcher.core.harvest import Work
 from dispatcher.core.limiter import Limiter
 from dispatcher.dispatch import Dispatcher, Journal
-from dispatcher.forward import HttpGateway
+from dispatcher.forward import DirectServers, HttpGateway
 from dispatcher.inforce import options_of
 from dispatcher.overview import overview
 from dispatcher.pace import PaceWatch
@@ -101,8 +101,18 @@ class Service:
         self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
         options = options_of(settings, observe=observe)
+        self.servers = DirectServers(
+            lambda endpoint: self.model_watch.server(endpoint),
+            lambda: self.settings.gateway.max_response_bytes,
+        )
         self.dispatcher = Dispatcher(
-            queue, gateway, self.limiter, options, self.journal, clock=_seconds_since_boot
+            queue,
+            gateway,
+            self.limiter,
+            options,
+            self.journal,
+            clock=_seconds_since_boot,
+            servers=self.servers,
         )
         self.poller = Poller(
             sources(settings),
@@ -322,6 +332,7 @@ async def serve(
         gateway.prepare()
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, desk, gateway, observe=observe)
+        stack.push_async_callback(service.servers.aclose)
         stack.enter_context(heard_by(service.metrics.heard))
         admin = settings.admin
         views = service.views()

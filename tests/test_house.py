@@ -118,6 +118,7 @@ def test_modules_are_short_enough_to_read() -> None:
 
 NAMED_TWICE = {
     "Gateway": "the port, and the stand-in for what is behind it",
+    "ModelServers": "the port, and the stand-in for what is behind it",
     "Job": "a request in each of the simulator's two worlds, over HTTP and in virtual time",
     "Pool": "what all owners share in the memory queue, and the model servers of the stand-in",
     "Policy": "what the operator decided, and the strategies that a simulation compares with it",

@@ -16,7 +16,7 @@ import pytest
 import requests
 import trustme
 
-from dispatcher.peer import addressed, words
+from dispatcher.peer import addressed, nobody_listens, words
 from tests.support import free_port
 
 Ask = Callable[[str], Awaitable[Any]]
@@ -133,3 +133,26 @@ def test_errors_that_cause_each_other_end() -> None:
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert words(one) == "one"
+
+
+REFUSED = "[Errno 111] Connect call failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "nobody"),
+    [
+        (ConnectionRefusedError(111, "refused"), True),
+        (OSError(f"Multiple exceptions: {REFUSED} ('::1', 1), {REFUSED} ('127.0.0.1', 1)"), True),
+        (OSError(f"Multiple exceptions: {REFUSED} ('::1', 1), [Errno 113] no route"), False),
+        (ConnectionResetError(104, "reset"), False),
+        (TimeoutError(), False),
+        (socket.gaierror(-2, "unknown"), False),
+        (ssl.SSLError(1, "handshake"), False),
+        (ValueError("[Errno 111] is only a word here"), False),
+    ],
+)
+def test_nobody_listens_only_where_every_address_has_refused(error: Exception, nobody: bool) -> None:
+    assert nobody_listens(error) is nobody
+    wrapped = RuntimeError("of a library")
+    wrapped.__cause__ = error
+    assert nobody_listens(wrapped) is nobody

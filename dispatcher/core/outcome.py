@@ -18,6 +18,7 @@ from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.plain import plain, shortened
 from dispatcher.core.result import ErrorCode
 
+GATEWAY = "the gateway"
 RETRY_AFTER_CAP_S = 86400.0
 """A longer Retry-After is taken for this much; policy cuts it further."""
 
@@ -272,11 +273,14 @@ def _doubled(times: int, policy: RetryPolicy) -> float:
     return float(min(policy.max_s, policy.base_s * 2.0 ** min(times, 64)))
 
 
-def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: float) -> Outcome:
+def classify(
+    status: int, headers: Mapping[str, str], body: bytes, now_unix: float, *, who: str = GATEWAY
+) -> Outcome:
     """The outcome of a complete answer.
 
     `headers`: names in lower case, or a mapping that does not care. `body`: decoded, in full; a stream of
-    events is a body like any other. The table is in docs/forwarding.md, checked by a test.
+    events is a body like any other. `who` answered, in words. The table is in docs/forwarding.md, checked by
+    a test.
     """
     reason = headers.get(DROP_REASON, "").strip()
     retry_after_s = _retry_after(headers, now_unix)
@@ -286,10 +290,10 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: flo
         # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
         return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)
     if status in (401, 407):
-        why = f"the gateway answered {status}: it does not accept our credentials"
+        why = f"{who} answered {status}: it does not accept our credentials"
         return Failed(why, status, body, bare=True)
     if status == 404 and not body:
-        why = "the gateway answered 404 with an empty body: it has no such route"
+        why = f"{who} answered 404 with an empty body: it has no such route"
         return Failed(why, status, body, bare=True)
     if 300 <= status < 400:
         # Somebody is home: one request's own path may redirect, and must not close the gate for the others.
@@ -298,7 +302,7 @@ def classify(status: int, headers: Mapping[str, str], body: bytes, now_unix: flo
     if 200 <= status < 500 and status != 408:
         return Delivered(status, body)
     bare = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
-    return Failed(f"the gateway answered {status}", status, body, bare, retry_after_s)
+    return Failed(f"{who} answered {status}", status, body, bare, retry_after_s)
 
 
 def _retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:

@@ -51,8 +51,9 @@ class Listing:
     loading: tuple[str, ...] = ()
     """Those among others that it has begun to load and does not serve yet, where it tells."""
     problem: str = ""
-    down: bool = False
     """One sentence: why it could not be read."""
+    down: bool = False
+    """Nobody listens there: whoever answers next is another process, which knows nothing of before."""
 
 
 class ModelState(StrEnum):

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterable, Iterable, Mapping
 
 import aiohttp
 
-from dispatcher.core.outcome import Failed, Outcome, TooLarge, Unreachable, Unsent, classify
+from dispatcher.core.outcome import GATEWAY, Failed, Outcome, TooLarge, Unreachable, Unsent, classify
 from dispatcher.forward.unpack import unpacked
 from dispatcher.forward.wire import Prepared, Progress, Wire
 from dispatcher.peer import addressed
@@ -22,8 +22,10 @@ ERRORS = (aiohttp.ClientError, OSError)
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
 
-async def exchange(wire: Wire, request: Prepared, current: Progress, limit_bytes: int) -> Outcome:
-    """Send and read the answer. The time limit is the caller's."""
+async def exchange(
+    wire: Wire, request: Prepared, current: Progress, limit_bytes: int, *, who: str = GATEWAY
+) -> Outcome:
+    """Send and read the answer. The time limit is the caller's. `who` answers, in words."""
     while True:
         try:
             response = await wire.send(request)
@@ -50,7 +52,7 @@ async def exchange(wire: Wire, request: Prepared, current: Progress, limit_bytes
         await stream.aclose()
     if body is None:
         return TooLarge(response.status_code, limit_bytes)
-    return classify(response.status_code, headers, body, time.time())
+    return classify(response.status_code, headers, body, time.time(), who=who)
 
 
 def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from dispatcher.core.outcome import Failed, Refused, TooLate, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
 from dispatcher.forward.exchange import exchange
-from dispatcher.forward.wire import CONNECT_S, Prepared, Progress, Wire, running
+from dispatcher.forward.wire import CONNECT_S, Prepared, Progress, Wire, Wires, running
 from dispatcher.peer import words
 from dispatcher.ports import Forwarded
 from dispatcher.settings import GatewaySettings, TlsSettings
@@ -87,8 +87,7 @@ class HttpGateway:
     """
 
     def __init__(self, options: GatewaySettings, *, subset_header: str = "") -> None:
-        self._wire: Wire | None = None
-        self._retired: list[Wire] = []
+        self._wires = Wires()
         self._tries: dict[str, Progress] = {}
         self._options: GatewaySettings | None = None
         self.reconfigure(options, subset_header=subset_header)
@@ -110,8 +109,9 @@ class HttpGateway:
 
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once."""
-        if self._wire is not None:
-            self._wire.connector.close_idle(max(0, limit - self._wire.running))
+        wire = self._wires.current
+        if wire is not None:
+            wire.connector.close_idle(max(0, limit - wire.running))
 
     def connected(self, token: str) -> float | None:
         """Since when a running try holds a connection; None: it holds none (yet)."""
@@ -120,10 +120,7 @@ class HttpGateway:
 
     async def aclose(self) -> None:
         """Close every connection."""
-        wires, self._wire = [*self._retired, *([self._wire] if self._wire else [])], None
-        self._retired = []
-        for wire in wires:
-            await wire.aclose()
+        await self._wires.aclose()
 
     async def forward(
         self, request: Request, *, token: str, deadline: float, may_send: Callable[[], bool] = lambda: True
@@ -157,8 +154,7 @@ class HttpGateway:
             wire.running -= 1
             current.end()
             self._tries.pop(token, None)
-        if self._retired:
-            await self._close_retired()
+        await self._wires.close_unused()
         ended = now()
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
             why = await _connect_and_close(wire, plan)
@@ -171,21 +167,13 @@ class HttpGateway:
     def _refresh(self, now: float) -> Wire | Unreachable:
         """The wire to use, after a look at the files that rotate: certificates and token."""
         if self._tls.refresh(now) and self._tls.value is not None:
-            if self._wire is not None:
-                self._retired.append(self._wire)
-            self._wire = Wire(self._tls.value)
+            self._wires.renew(self._tls.value)
         self._bearer.refresh(now)
-        if self._wire is None or self._tls.value is None:
+        if self._wires.current is None or self._tls.value is None:
             return Unreachable(f"gateway.tls: {self._tls.fault}")
         if self._bearer.value is None:
             return Unreachable(f"gateway.token_file: {self._bearer.fault}")
-        return self._wire
-
-    async def _close_retired(self) -> None:
-        done = [wire for wire in self._retired if not wire.running]
-        self._retired = [wire for wire in self._retired if wire.running]
-        for wire in done:
-            await wire.aclose()
+        return self._wires.current
 
 
 async def _connect_and_close(wire: Wire, plan: _Plan) -> str:

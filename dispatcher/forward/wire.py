@@ -242,3 +242,34 @@ class Wire:
 
     async def aclose(self) -> None:
         await self._transport.aclose()
+
+
+class Wires:
+    """One wire after the other: the one before is closed when the last request on it has ended."""
+
+    def __init__(self) -> None:
+        self.current: Wire | None = None
+        self._retired: list[Wire] = []
+
+    def renew(self, tls: ssl.SSLContext) -> Wire:
+        """What is sent from now on goes over a new one."""
+        if self.current is not None:
+            self._retired.append(self.current)
+        self.current = Wire(tls)
+        return self.current
+
+    async def close_unused(self) -> None:
+        """Close those before that carry nothing any more."""
+        if not self._retired:
+            return
+        done = [wire for wire in self._retired if not wire.running]
+        self._retired = [wire for wire in self._retired if wire.running]
+        for wire in done:
+            await wire.aclose()
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+        wires, self.current = [*self._retired, *([self.current] if self.current else [])], None
+        self._retired = []
+        for wire in wires:
+            await wire.aclose()

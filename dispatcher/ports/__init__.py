@@ -14,7 +14,6 @@ from dispatcher.ports.desk import (
 from dispatcher.ports.gateway import (
     Forwarded,
     Gateway,
-    ModelServers,
 )
 from dispatcher.ports.marks import ModelBoard, ModelMarks, PinAsked
 from dispatcher.ports.queue import (
@@ -39,6 +38,7 @@ from dispatcher.ports.queue import (
     Unserved,
     Weighed,
 )
+from dispatcher.ports.servers import ModelServers
 
 __all__ = [
     "Burial",
@@ -56,6 +56,7 @@ __all__ = [
     "LinedUp",
     "ModelBoard",
     "ModelMarks",
+    "ModelServers",
     "Overload",
     "Permit",
     "PinAsked",

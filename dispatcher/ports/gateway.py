@@ -46,7 +46,3 @@ class Gateway(Protocol):
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once; 0: only those in use."""
         ...
-
-
-class ModelServers(Protocol):
-    async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome: ...

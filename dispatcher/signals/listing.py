@@ -22,7 +22,7 @@ import msgspec
 from dispatcher import USER_AGENT
 from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.served import Listing
-from dispatcher.peer import words
+from dispatcher.peer import nobody_listens, words
 from dispatcher.signals.exposition import Page, Sample
 
 LIST_MAX_BYTES = 8 * 1024 * 1024
@@ -102,7 +102,7 @@ class Inquirer:
 
     async def ask(self, target: ListTarget, wanted: Set[str]) -> Listing:
         """What the endpoint says, within the time-out; whatever goes wrong is the listing's `problem`."""
-        asked_at = asyncio.get_running_loop().time()
+        asked_at, down = asyncio.get_running_loop().time(), False
         try:
             async with asyncio.timeout(self._timeout_s):
                 _, body = await self._get(target, target.url, "application/json")
@@ -112,11 +112,11 @@ class Inquirer:
         except UnreadableListError as error:
             problem = str(error)
         except Exception as error:  # whatever a network, or a hostile body, makes of the client
-            problem = words(error)
+            problem, down = words(error), nobody_listens(error)
         else:
             loading = await self._loading(target, listed, wanted)
             return Listing(target.endpoint, asked_at, listed.names, loading)
-        return Listing(target.endpoint, asked_at, None, problem=problem)
+        return Listing(target.endpoint, asked_at, None, problem=problem, down=down)
 
     async def _loading(self, target: ListTarget, listed: Listed, wanted: Set[str]) -> tuple[str, ...]:
         """Adapters that the page shows and the list does not. Where it cannot be read there are none: it is

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+import ssl
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit, urlunsplit
 
-from dispatcher.core.served import Listing
+from dispatcher.core.served import GATEWAY, Listing
 from dispatcher.settings import SecretUrl, Settings, TlsSettings
 from dispatcher.settings.files import TokenFileError, looks, read_token
 from dispatcher.signals.capacity import Endpoints
@@ -27,7 +28,6 @@ from dispatcher.signals.kube import ClusterProblem
 from dispatcher.signals.listing import Inquirer, ListTarget
 from dispatcher.signals.rewrites import RewriteWatch
 
-GATEWAY = "gateway"
 AT_ONCE = 16
 """So many endpoints are asked at the same time."""
 PATIENCE_S, PATIENCE_LEAST_S, PATIENCE_SHARE = 5.0, 1.0, 0.9
@@ -37,6 +37,31 @@ FOUND_WITHIN_S = 10.0
 GAP_S = 0.5
 """Between two rounds, however often the endpoints change."""
 _PATH = "/v1/models"
+_NOT_ASKED = "no model server was asked for its models yet"
+_BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAccess:
+    """How to speak to one model server about other things than its list."""
+
+    base: str
+    """Its URL, to which a path is appended; without user and password."""
+    headers: Mapping[str, str] = field(repr=False)
+    """With its credentials."""
+    tls: ssl.SSLContext | None
+    """None: no server of the round was asked by https."""
+
+
+_Known = Mapping[str, ServerAccess | str] | str
+"""The model servers by the endpoint that listings name, each with why not where it is not known how to speak
+to it; or why none is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    listings: tuple[Listing, ...]
+    servers: _Known
 
 
 class ModelWatch:
@@ -65,6 +90,8 @@ class ModelWatch:
         self._inquirer: Inquirer | None = None
         self._made_of: object = None
         """What the inquirer was made of: settings, and how its files looked."""
+        self._tls: ssl.SSLContext | None = None
+        self._known: _Known = _NOT_ASKED
 
     def __repr__(self) -> str:
         return f"<ModelWatch: {self._settings.serving.observe}, endpoints {self._endpoints.addresses}>"
@@ -80,7 +107,15 @@ class ModelWatch:
         before, self._settings = self._settings, settings
         if _asked_by(before) != _asked_by(settings):
             self._generation += 1
+            self._known = _NOT_ASKED
             self._wake()
+
+    def server(self, endpoint: str) -> ServerAccess | str:
+        """How to speak to the endpoint that the newest round named so, or a sentence that says why that is
+        not known."""
+        if isinstance(self._known, str):
+            return self._known
+        return self._known.get(endpoint, "no model server of that name is known")
 
     @property
     def problems(self) -> tuple[ClusterProblem, ...]:
@@ -112,12 +147,14 @@ class ModelWatch:
                 await self._wait(waits_until)
                 continue
             began_at, generation = loop.time(), self._generation
-            listings = await self._round()
+            found = await self._round()
             if generation == self._generation:
-                self._on_round(listings)
+                self._known = found.servers
+                self._on_round(found.listings)
             await asyncio.sleep(began_at + min(GAP_S, self._settings.serving.interval_s) - loop.time())
             # The times differ, so that replicas that were started together do not ask together.
             await self._wait(began_at + self._settings.serving.interval_s * random.uniform(0.9, 1.1))
+        self._known = _NOT_ASKED
 
     def _wake(self) -> None:
         self._changed.set()
@@ -137,7 +174,7 @@ class ModelWatch:
             async with asyncio.timeout_at(until):
                 await self._changed.wait()
 
-    async def _round(self) -> tuple[Listing, ...]:
+    async def _round(self) -> _Round:
         settings = self._settings
         now = asyncio.get_running_loop().time()
         gateway = self._asks_gateway()
@@ -148,7 +185,8 @@ class ModelWatch:
             return self._unread(now, f"{setting}: {error}")
         if targets is None:
             where = "serving.urls, or run where the Kubernetes watch works"
-            return (Listing("endpoints", now, None, problem=f"no model server is known: {where}"),)
+            problem = f"no model server is known: {where}"
+            return _Round((Listing("endpoints", now, None, problem=problem),), problem)
         try:
             inquirer = await self._ready(settings.gateway.tls if gateway else settings.serving.tls, targets)
         except (OSError, ValueError) as error:  # ssl.SSLError is the former
@@ -160,13 +198,15 @@ class ModelWatch:
         async def ask(target: ListTarget) -> Listing:
             async with places:
                 found = await inquirer.ask(target, listable)
-            if found.models is None:
-                return found
+            if found.models is None:  # a gateway that is away says nothing of the servers behind it
+                return replace(found, down=found.down and not gateway)
             return replace(found, models=self._rewrites.aliases.served(found.models, wanted))
 
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(ask(target)) for target in targets]
-        return tuple(task.result() for task in asked)
+        tls = self._tls
+        known: _Known = {target.endpoint: _access_to(target, tls) for target in targets}
+        return _Round(tuple(task.result() for task in asked), _BY_GATEWAY if gateway else known)
 
     # Whom to ask.
 
@@ -187,7 +227,7 @@ class ModelWatch:
         found = [SecretUrl(f"{scheme}://{address}") for address in self._endpoints.addresses or ()]
         return tuple(_server(url, token) for url in found)
 
-    def _unread(self, now: float, problem: str) -> tuple[Listing, ...]:
+    def _unread(self, now: float, problem: str) -> _Round:
         """A round in which nobody could be asked."""
         if self._asks_gateway():
             names = [GATEWAY]
@@ -195,7 +235,7 @@ class ModelWatch:
             names = [_label(url) for url in urls]
         else:
             names = list(self._endpoints.addresses or ())
-        return tuple(Listing(name, now, None, problem=problem) for name in names)
+        return _Round(tuple(Listing(name, now, None, problem=problem) for name in names), problem)
 
     # By what means.
 
@@ -207,8 +247,8 @@ class ModelWatch:
         if self._inquirer is None or made_of != self._made_of:
             await self._close()
             # Not in the event loop's time: the system's certificates take a while to read.
-            context = await asyncio.to_thread(tls.context) if secure else True
-            self._inquirer, self._made_of = Inquirer(context, timeout_s=self._patience_s), made_of
+            self._tls = await asyncio.to_thread(tls.context) if secure else None
+            self._inquirer, self._made_of = Inquirer(self._tls or True, timeout_s=self._patience_s), made_of
         self._inquirer.forget(target.page for target in targets)
         return self._inquirer
 
@@ -246,6 +286,14 @@ def _server(url: SecretUrl, token: str) -> ListTarget:
         page=urlunsplit((parts.scheme, parts.netloc, page, "", "")) if page else "",
         with_token=bool(authorization),
     )
+
+
+def _access_to(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess | str:
+    url = target.url.rstrip("/")
+    base = url.removesuffix(_PATH)
+    if base == url:
+        return f"its list of models is not at {_PATH}, so it is not known where it takes requests"
+    return ServerAccess(base, target.headers, tls)
 
 
 def _label(url: SecretUrl) -> str:

@@ -222,6 +222,21 @@ async def test_nobody_there_is_told() -> None:
     assert "refused" in await problem(f"http://127.0.0.1:{free_port()}")
 
 
+async def test_only_a_port_where_nobody_listens_is_down() -> None:
+    """Whoever answers there next is another process. One that hangs, resets or refuses us may be the same."""
+    assert (await ask(f"http://127.0.0.1:{free_port()}")).down
+    assert (await ask(f"http://localhost:{free_port()}")).down, "at each of its addresses"
+    assert not (await ask("http://no-such-host.invalid:80")).down
+    for talk in (resetting, answering(b""), answering(b"HTTP/1.1 503 X\r\nContent-Length: 0\r\n\r\n")):
+        async with raw_server(talk) as port:
+            told = await ask(f"http://127.0.0.1:{port}")
+            assert (told.models, told.down) == (None, False)
+    async with raw_server(hanging) as port:
+        assert not (await ask(f"http://127.0.0.1:{port}", timeout_s=0.2)).down
+    async with model_server("m") as server:
+        assert not (await ask(server.url)).down
+
+
 async def test_a_certificate_that_is_not_trusted_is_told_and_one_that_is_works() -> None:
     authority = trustme.CA()
     theirs, ours = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH), ssl.create_default_context()

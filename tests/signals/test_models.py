@@ -13,11 +13,13 @@ import pytest
 import trustme
 from aiohttp import web
 
+from dispatcher.core.outcome import Delivered
 from dispatcher.core.served import Listing
+from dispatcher.forward import DirectServers
 from dispatcher.settings import Settings, parse
 from dispatcher.signals.capacity import ABSENT, Endpoints
 from dispatcher.signals.cluster import NO_CLUSTER
-from dispatcher.signals.models import AT_ONCE, ModelWatch
+from dispatcher.signals.models import AT_ONCE, ModelWatch, ServerAccess
 from tests.signals.fakes import hanging, raw_server
 from tests.signals.modelservers import FakeServer, model_server
 from tests.support import free_port, wait_until
@@ -311,3 +313,93 @@ async def test_tls_is_as_the_settings_say_and_follows_its_files(tmp_path: Path) 
         way = f"{{url: '{server.url}', tls: {{ca_file: '{trusted}'}}}}"
         async with watching(configured("observe: gateway", gateway=way)) as rounds:
             await rounds.come(gateway=("m",))
+
+
+# How to speak to the servers that were asked.
+
+
+def access(rounds: Rounds, endpoint: str) -> ServerAccess:
+    found = rounds.watch.server(endpoint)
+    assert isinstance(found, ServerAccess), found
+    return found
+
+
+async def test_who_was_asked_for_models_can_be_spoken_to_about_other_things() -> None:
+    async with model_server("m") as one, model_server("m") as two:
+        secret = two.url.replace("http://", "http://user:hunter2@")
+        listed = f"urls: ['{one.url}/a/v1/models', '{secret}', '{one.url}/list']"
+        async with watching(configured(listed)) as rounds:
+            assert rounds.watch.server(two.address) == "no model server was asked for its models yet"
+            await rounds.more(1)
+            plain = access(rounds, f"{one.address}/a")
+            assert (plain.base, dict(plain.headers), plain.tls) == (f"{one.url}/a", {}, None)
+            assert access(rounds, two.address).base == two.url
+            assert dict(access(rounds, two.address).headers) == {"Authorization": "Basic dXNlcjpodW50ZXIy"}
+            assert "dXNlcjpodW50ZXIy" not in repr(access(rounds, two.address))
+            assert "not at /v1/models" in str(rounds.watch.server(f"{one.address}/list"))
+            assert rounds.watch.server("10.0.0.9:8000") == "no model server of that name is known"
+
+
+async def test_a_server_that_cannot_be_read_can_be_spoken_to_and_one_that_has_left_cannot() -> None:
+    async with model_server("m") as one, watching(configured()) as rounds:
+        nobody = f"127.0.0.1:{free_port()}"
+        rounds.watch.discovered(Endpoints(2, addresses=(one.address, nobody), whole=True))
+        await wait_until(lambda: nobody in rounds.newest)
+        assert access(rounds, nobody).base == f"http://{nobody}"
+        assert {each.endpoint: each.down for each in rounds.told[-1]} == {one.address: False, nobody: True}
+        rounds.watch.discovered(of(one))
+        await rounds.comes({one.address: ("m",)})
+        assert rounds.watch.server(nobody) == "no model server of that name is known"
+
+
+async def test_where_the_gateway_is_asked_no_server_is_known_and_none_is_down_while_it_is_away() -> None:
+    way = f"{{url: 'http://127.0.0.1:{free_port()}'}}"
+    async with watching(configured("observe: gateway", gateway=way)) as rounds:
+        await rounds.more(1)
+        assert "the gateway is asked" in str(rounds.watch.server("gateway"))
+        (told,) = rounds.told[-1]
+        assert "refused" in told.problem
+        assert not told.down
+
+
+async def test_servers_are_known_by_the_settings_and_files_of_the_moment(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("first")
+    async with model_server("m") as one, model_server("m") as two:
+        settings = f"{urls(one)}, token_file: '{token}'"
+        async with watching(configured(settings)) as rounds:
+            await rounds.comes({one.address: ("m",)})
+            assert access(rounds, one.address).headers["Authorization"] == "Bearer first"
+            token.write_text("second")
+            await wait_until(lambda: access(rounds, one.address).headers["Authorization"] == "Bearer second")
+            token.unlink()
+            await wait_until(lambda: "cannot be read" in str(rounds.watch.server(one.address)))
+            rounds.watch.reconfigure(configured(urls(two)))
+            assert "yet" in str(rounds.watch.server(one.address)), "what it is asked by has changed"
+            await rounds.comes({two.address: ("m",)})
+            assert dict(access(rounds, two.address).headers) == {}
+            rounds.watch.reconfigure(configured("observe: off"))
+            assert "yet" in str(rounds.watch.server(two.address))
+
+
+async def test_servers_are_verified_by_what_they_are_asked_by(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    theirs = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(theirs)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    settings = configured(f"tls: {{ca_file: '{tmp_path / 'ca.pem'}'}}")
+    async with model_server("m", tls=theirs) as server, watching(settings) as rounds:
+        rounds.watch.discovered(of(server))
+        await rounds.comes({server.address: ("m",)})
+        direct = DirectServers(rounds.watch.server, lambda: 1024)
+        try:
+            for _ in range(2):
+                found = await direct.post(
+                    server.address, "/v1/models", b"{}", deadline=asyncio.get_running_loop().time() + 20
+                )
+                assert isinstance(found, Delivered), found
+        finally:
+            await direct.aclose()
+        known = access(rounds, server.address)
+        await rounds.more()
+        assert access(rounds, server.address).tls is known.tls, "kept while its files are what they were"
