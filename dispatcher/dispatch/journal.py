@@ -64,6 +64,10 @@ class Journal:
     @_ends_nothing
     def turned(self, at: float, allowance: Allowance, limiter: Limiter, *, used: int) -> None:
         """The state of things, at each turn of the loop. `used`: our units at the gateway."""
+        self.observed(at, allowance, limiter, used)
+
+    def observed(self, at: float, allowance: Allowance, limiter: Limiter, used: int) -> None:
+        """The same, and whatever goes wrong is raised."""
         seen = allowance.read_at, allowance.limit
         if seen != self._free_by or allowance.reason.closed:
             self._free, self._free_by = limiter.free(at), seen

@@ -10,7 +10,7 @@ from itertools import count
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Reason, Signal
-from dispatcher.core.harvest import Meter, Observation
+from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Outcome, RetryPolicy
 from dispatcher.core.patience import Patience
@@ -42,10 +42,8 @@ MEMBER = encode_member("batch-%08d", b'{"max_tokens":"%d"}', FOREVER, created=in
 class _MeterAlone(Journal):
     """What a simulated dispatcher tells: nobody reads its metrics and its log, and they cost a tenth."""
 
-    def turned(
-        self, at: float, allowance: Allowance, *, used: int, free: float | None, waiting: bool
-    ) -> None:
-        self.meter.observe(Observation(at, allowance.reason, used, free, waiting))
+    def turned(self, at: float, allowance: Allowance, limiter: Limiter, *, used: int) -> None:
+        self.observed(at, allowance, limiter, used)
 
     def sent(self, held: HeldLease, request: Request, unix_now: float) -> None:
         pass
