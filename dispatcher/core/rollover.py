@@ -244,7 +244,7 @@ class ModelFamily:
             known[name] = _Version(self._namings[name], now)
         # Of many versions most are spare or gone, and stay so.
         changed = sorted(listed.keys() ^ before.keys(), reverse=True)
-        at_work = dict.fromkeys([*self._open, *self._wanted, *self._lively, *sorted(loading), *changed])
+        at_work = dict.fromkeys([*self._lively, *self._open, *self._wanted, *sorted(loading), *changed])
         self._lively = {}
         opens: list[VersionMoved] = []
         others: list[VersionMoved] = []
