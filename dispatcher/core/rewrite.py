@@ -9,6 +9,7 @@ import msgspec
 from dispatcher.core.served import model_of
 from dispatcher.core.shapes.fields import fields, place_of, text_of
 from dispatcher.core.shapes.part import NotUnderstoodError
+from dispatcher.core.surrogates import without_surrogates
 
 _TOKEN = b'"model"'
 _ESCAPED = b"\\u006"
@@ -45,9 +46,12 @@ def _replaced_at_once(payload: bytes, name: str, value: bytes) -> bytes | None:
 
 
 def _replaced(payload: bytes, name: str, value: bytes) -> bytes | None:
-    before = fields(payload).get("model", msgspec.Raw())
+    clear = without_surrogates(payload)  # with them it would not be read, and each byte stays in its place
+    before = fields(clear).get("model", msgspec.Raw())
     if bytes(before)[:1] != b'"':
         return None
-    at = place_of(payload, "model")
-    replaced = payload[:at] + value + payload[at + len(before) :]
-    return replaced if model_of(replaced) == name else None
+    at = place_of(clear, "model")
+    end = at + len(before)
+    return (
+        payload[:at] + value + payload[end:] if model_of(clear[:at] + value + clear[end:]) == name else None
+    )

@@ -236,15 +236,13 @@ class ModelFamily:
         return bool(warm) if self._sight.steered or name in self._open else warm == self._at(name)
 
     def _at(self, name: str) -> frozenset[str]:
-        return self._sight.served.get(name, frozenset())
+        return self._sight.served[name] if name in self._listed else frozenset()
 
     def _warm_at(self, name: str) -> frozenset[str]:
-        warm = self._warm.get(name)
-        if warm is None:
-            warm = frozenset([each for each in self._at(name) if (name, each) in self._sight.warm])
-            if name in self._listed:
-                self._warm[name] = warm
-        return warm
+        if name not in self._warm and name in self._listed:
+            marks = self._sight.warm
+            self._warm[name] = frozenset([each for each in self._at(name) if (name, each) in marks])
+        return self._warm.get(name, frozenset())
 
     # Details: states.
 
@@ -258,7 +256,7 @@ class ModelFamily:
             known[name] = _Version(self._namings[name], now)
         # Of many versions most are spare or gone, and stay so.
         changed = sorted(listed.keys() ^ before.keys(), reverse=True)
-        at_work = dict.fromkeys([*self._open, *self._wanted, *self._lively, *sorted(loading), *changed])
+        at_work = dict.fromkeys([*self._lively, *self._open, *self._wanted, *sorted(loading), *changed])
         self._lively = {}
         opens: list[VersionMoved] = []
         others: list[VersionMoved] = []
@@ -307,8 +305,8 @@ class ModelFamily:
             label=version.naming.label,
             state=version.state,
             since=version.since,
-            serving=self._at(name) if name in self._listed else frozenset(),
-            warm=self._warm_at(name) if name in self._listed else frozenset(),
+            serving=self._at(name),
+            warm=self._warm_at(name),
             wanted=name in self._wanted,
             drained=name in self._drained,
             used=name in self._sight.used,
