@@ -11,7 +11,7 @@ from dispatcher.ports import CallRefusedError
 from dispatcher.queue.constants import DECIDED_MOST
 
 _WHO_CHARS, _WHY_CHARS = 100, 300
-FAR = 253_402_300_799.0
+_FAR = 253_402_300_799.0
 """The last second that a date can tell."""
 
 
@@ -48,5 +48,5 @@ def told_why(why: str) -> str:
 
 def drained_by(who: str, why: str, at: float) -> str:
     """Who drains it, when it began (Unix seconds) and why, as a sentence goes on."""
-    since = f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= FAR else ""
+    since = f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= _FAR else ""
     return f"by {told_who(who) or 'somebody'}{since}{f': {told_why(why)}' if why else ''}"

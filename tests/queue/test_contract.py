@@ -19,7 +19,7 @@ from redis.crc import key_slot
 
 from dispatcher.core.turns import Turn
 from dispatcher.core.verdicts import SequenceTerms, TurnEnd
-from dispatcher.ports import Burial, Release
+from dispatcher.ports import Burial, PinAsked, Release
 from dispatcher.queue.constants import LUA
 from dispatcher.queue.keys import BOARD_KEYS, KEYS, POOL_KEYS, Names, QueueNameError, queue_of
 from dispatcher.queue.redis.owner import RedisQueue
@@ -102,7 +102,7 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     names = {"<queue>": QWEN.queue, "<prefix>": QWEN.prefix, "<pool>": QWEN.pool_prefix}
     listed = {re.sub("<(?:queue|prefix|pool)>", lambda of: names[of[0]], key): kind for key, kind in rows}
     own = {key: kind for key, kind in listed.items() if "<" not in key}
-    assert set(own) == set(QWEN.keys)
+    assert set(own) == {*QWEN.keys, *QWEN.board}
     passing = [key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.prefix}:") and "<" in key]
     assert set(passing) == {QWEN.reply(""), QWEN.active(""), f"{QWEN.prefix}:cancel:"}
 
@@ -121,6 +121,12 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     await queue.release([Release(leases[4]), Release(leases[5], awaits="m")])
     await queue.submit([submission("waits")])
     await queue.pause("me", "why")
+    await queue.warmed("qwen-v1", "10.0.0.1:8000")
+    await queue.warming("qwen-v2", "10.0.0.1:8000")
+    await queue.marks((), (), ["qwen-v1"])
+    await queue.pin([PinAsked("chat-7", "qwen-v1", (), 100)])
+    await queue.label("qwen", "stable", "1", "me")
+    await queue.drain("qwen-v0", "me")
     seen = {key.decode(): cast("bytes", await client.type(key)).decode() async for key in client.scan_iter()}
     expected = {key: kind for key, kind in own.items() if key != QWEN.outbox}  # a Cluster's, tested there
     assert {key: kind for key, kind in seen.items() if key in own} == expected

@@ -77,6 +77,22 @@ async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
     assert await ask("j", most=1) == {"j"}
 
 
+async def test_pins_asked_for_before_the_clock_stepped_back_go_before_those_of_now(
+    queue: OwnerAndDesk, client: redis.asyncio.Redis
+) -> None:
+    async def ask(key: str) -> list[str]:
+        return await pin(queue.backend, [PinAsked(key, "v1", ["v1"], 100)], 2)
+
+    await ask("a")
+    await ask("b")
+    for key in (b"a", b"b", b"foreign"):
+        await client.zadd(AT["PINS_ASKED"], {key: float("inf") if key == b"foreign" else 1e11})
+    await ask("c")
+    await ask("d")
+    assert await client.zrange(AT["PINS_ASKED"], 0, -1) == [b"c", b"d"]
+    assert set(await client.hkeys(AT["PINS"])) == {b"", b"c", b"d"}
+
+
 FOREIGN = {"string": "someone's", "list": ["someone's"], "zset": {"someone's": 1}, "hash": {"a": "b"}}
 
 

@@ -150,6 +150,7 @@ def test_what_is_said_of_versions_is_asked_for_before_it_is_written(script: str)
         ("remove", {"ZREM"}),
         ("lapse", {"ZREM", "ZADD", "ZRANGEBYSCORE"}),
         ("hold_for", {"ZADD", "EXPIRE"}),
+        ("bring_back", {"ZADD", "ZRANGEBYSCORE"}),
     ):
         needs |= runs if f"{name}(" in text else set()
     assert needs == set(re.findall(r"'([A-Z]+)'", asked))

@@ -28,7 +28,7 @@ end
 if ours(2) and me ~= '' then lapse(WARMING, now, WARMING_S) end
 if ours(3) then
   if me ~= '' then
-    local using, mine = some(4 + kept + cold, #ARGV), {}
+    local using, mine = some(4 + kept + cold, #ARGV - 3 - kept - cold), {}
     for _, name in ipairs(call('ZRANGE', USED, 0, -1)) do
       if begins(name, me) then mine[#mine + 1] = name end
     end

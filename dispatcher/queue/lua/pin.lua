@@ -5,10 +5,13 @@
 --         stands in the way
 -- Keeps: what was given stays given until for_s after it was asked for last, unless it may not be kept. No more than `most`
 --        are remembered: those that were asked for last.
-need('TYPE', 'TIME', 'EXPIRE', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE')
+need('TYPE', 'TIME', 'EXPIRE', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZCARD', 'ZRANGE', 'ZRANGEBYSCORE')
 local now, most, at, given = clock(), tonumber(ARGV[1]), 2, {}
 local known, asked = ours(6), ours(7)
-if known and asked then call('ZREM', PINS_ASKED, '') end -- as in `lapse`
+if known and asked then
+  call('ZREM', PINS_ASKED, '') -- as in `lapse`
+  bring_back(PINS_ASKED, now, -AHEAD_S, '+inf', 'LIMIT', 0, 1000)
+end
 
 local function pinned(key)
   local value = call('HGET', PINS, key) or ''

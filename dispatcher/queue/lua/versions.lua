@@ -23,25 +23,30 @@ local function remove(set, names)
   for at = 1, #names, 1000 do call('ZREM', set, unpack(names, at, math.min(at + 999, #names))) end
 end
 
--- What is over goes, and nothing holds for longer than from now on: the server's clock may have stepped back. The first
--- write removes nothing from nowhere, so that what comes after is whole or not at all (common.lua).
+-- What is of later than it may be is of the latest that may be, for the server's clock may have stepped back.
+local function bring_back(set, now, for_s, ...)
+  for _, name in ipairs(call('ZRANGEBYSCORE', set, '(' .. text(now + for_s + AHEAD_S), ...)) do
+    call('ZADD', set, 'XX', text(now + for_s), name)
+  end
+end
+
+-- What is over goes, and nothing holds for longer than from now on. The first write removes nothing from nowhere, so that
+-- what comes after is whole or not at all (common.lua).
 local function lapse(set, now, for_s)
   call('ZREM', set, '')
   remove(set, call('ZRANGEBYSCORE', set, '-inf', text(now)))
-  for _, name in ipairs(call('ZRANGEBYSCORE', set, '(' .. text(now + for_s + AHEAD_S), '+inf')) do
-    call('ZADD', set, 'XX', text(now + for_s), name)
-  end
+  bring_back(set, now, for_s, '+inf')
 end
 
 -- It holds from now on for so long, and the key with it: a pool that nobody serves leaves nothing.
 local function hold_for(set, now, for_s, names, ...)
   for at = 1, #names, 1000 do
-    local pairs_ = {...}
+    local scored = {...}
     for number = at, math.min(at + 999, #names) do
-      pairs_[#pairs_ + 1] = text(now + for_s)
-      pairs_[#pairs_ + 1] = names[number]
+      scored[#scored + 1] = text(now + for_s)
+      scored[#scored + 1] = names[number]
     end
-    call('ZADD', set, unpack(pairs_))
+    call('ZADD', set, unpack(scored))
   end
   call('EXPIRE', set, for_s + 1)
 end
