@@ -87,9 +87,9 @@ class _WarmupLine(msgspec.Struct):
     repeat: msgspec.Raw = msgspec.Raw()
 
 
-class _WrittenRequest(msgspec.Struct):
-    url: str
+class _WrittenRequest(msgspec.Struct, omit_defaults=True):
     body: msgspec.Raw
+    url: str = ""
     repeat: int = 1
 
 
@@ -262,11 +262,11 @@ def _merged(path: str, body: bytes, rule: BatchRule, most_bytes: int) -> Iterato
 
 
 def line_of(request: WarmupRequest) -> bytes:
-    """As it stands in a file, with its line end."""
+    """As it stands in a file, with its line end; an empty path is left out."""
     body = request.body
     if b"\n" in body or b"\r" in body:
         body = msgspec.json.format(body, indent=-1)
-    return _encode(_WrittenRequest(request.url, msgspec.Raw(body), request.repeat)) + b"\n"
+    return _encode(_WrittenRequest(msgspec.Raw(body), request.url, request.repeat)) + b"\n"
 
 
 @dataclass(slots=True, eq=False)
@@ -289,9 +289,10 @@ class WarmupSample:
         self.seen = 0
 
     def add(self, url: str, body: bytes) -> None:
-        """One request of the queue. One that would be none of a warm-up is passed over."""
+        """One request of the queue; an empty path is the gateway's. One that would be none of a warm-up is
+        passed over."""
         body = body.strip()
-        if not is_plain_path(url) or not _is_json(body):
+        if (url and not is_plain_path(url)) or not _is_json(body):
             return
         if _faults_of_body(body, WarmupRules(url, max_body_bytes=self._most_bytes)):
             return
