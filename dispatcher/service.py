@@ -43,6 +43,7 @@ from dispatcher.queue.redis.owner import RedisQueue
 from dispatcher.settings import Settings, effective
 from dispatcher.settings.load import Refusal, directory_of, name_of, read, reload
 from dispatcher.settings.source import Problem
+from dispatcher.settings.warmups import WarmupFiles
 from dispatcher.settings.watch import prepare as prepare_watch
 from dispatcher.settings.watch import watch
 from dispatcher.signals import capacity
@@ -87,6 +88,7 @@ class Service:
         observe: bool,
     ) -> None:
         self.settings = settings
+        self.warmups = WarmupFiles.usable(settings)
         self.generation = 1
         self._config_hash = _digest(text)
         self.problem: str | None = None
@@ -172,7 +174,7 @@ class Service:
     def apply(self, settings: Settings, text: str) -> None:
         """A new configuration, read from `text`, takes effect without losing a request. Raises OSError, and
         nothing has changed, where a file that it names cannot be used."""
-        asked = sources(settings)
+        asked, self.warmups = sources(settings), WarmupFiles.usable(settings)
         before, self.settings = self.settings, settings
         self.generation += 1
         self._config_hash = _digest(text)

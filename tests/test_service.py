@@ -158,6 +158,27 @@ def test_model_servers_that_are_named_end_the_watch_of_a_pool_and_the_picker_beg
     at_bench(check)
 
 
+def test_a_warmup_file_that_cannot_be_used_refuses_the_configuration_and_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "warm.jsonl"
+    file.write_text("{}")
+    text = CONFIG.replace("0.05", "0.25") + f"models: [{{name: qwen, warmup: {file}}}]\n"
+
+    async def check(bench: Bench) -> None:
+        before = bench.service.settings
+        with pytest.raises(OSError, match=r"models\[0\]\.warmup: .*line 1: body: is missing"):
+            bench.service.apply(settings(text), text)
+        assert bench.service.settings is before
+        assert bench.service.generation == 1
+        file.write_text('{"body": {"model": "qwen"}}')
+        bench.service.apply(settings(text), text)
+        assert bench.service.generation == 2
+        assert len(bench.service.warmups.requests("qwen")[0]) == 1
+
+    at_bench(check)
+
+
 def test_gateway_is_left_alone_where_nothing_of_it_changed() -> None:
     async def check(bench: Bench) -> None:
         text = CONFIG.replace("0.05", "0.25")

@@ -12,6 +12,11 @@ from dispatcher.core.patterns import fits, meet
 from dispatcher.settings import Settings
 from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.settings.load import key_paths
+from dispatcher.settings.source import Problem
+from dispatcher.settings.warmups import WarmupFiles
+
+FILE_ENDINGS = ("_file", ".warmup")
+"""Of settings that name a file."""
 
 
 def doubts(settings: Settings) -> Iterator[Finding]:
@@ -36,6 +41,28 @@ def doubts(settings: Settings) -> Iterator[Finding]:
         yield Finding("warning", "signals.use", what + "the concurrency detector")
     if settings.batching.mode != "off" and "rules" in settings.batching.model_fields_set:
         yield from _rules_in_vain(settings)
+    yield from _versions_in_vain(settings)
+
+
+def _versions_in_vain(settings: Settings) -> Iterator[Finding]:
+    """What is said of versions and warm-ups, and comes to something else."""
+    for at, model in enumerate(settings.models):
+        where = f"models[{at}]"
+        if model.weights and model.policy.most == 1:
+            what = (
+                f"the policy {model.policy} opens one version, which gets all: for shares of several set "
+                "policy to all, or to these versions"
+            )
+            yield Finding("warning", f"{where}.weights", what)
+        unset = model.policy.label and model.policy.label not in model.labels
+        if unset:
+            what = (
+                f"the label {model.policy.label!r} is not among its labels: none is open until a verb sets it"
+            )
+            yield Finding("warning", f"{where}.policy", what)
+    if settings.serving.subset_header and not any(model.warmup for model in settings.models):
+        what = "is sent with no request: no model has a warm-up, so any server will do"
+        yield Finding("warning", "serving.subset_header", what)
 
 
 def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
@@ -56,12 +83,21 @@ def _rules_in_vain(settings: Settings) -> Iterator[Finding]:
 
 
 def files(settings: Settings) -> Iterator[Finding]:
-    """Every file that a setting names: their keys end in `_file`."""
+    """Every file that a setting names: their keys end in FILE_ENDINGS."""
     for where in key_paths(Settings):
         if where.endswith("_file"):
             name = attrgetter(where)(settings)
             if name:
                 yield _file(where, Path(name))
+    warmups = WarmupFiles(settings)
+    for model in warmups.paths:
+        found = warmups.read(model)
+        if isinstance(found, Problem):
+            yield Finding("failed", found.where, found.what)
+        else:
+            calls = sum(each.repeat for each in found)
+            what = f"{warmups.paths[model]}: {len(found):,} requests, {calls:,} calls for each server"
+            yield Finding("ok", warmups.where(model), what)
 
 
 def of_running(status: Mapping[str, Any] | None) -> Iterator[Finding]:

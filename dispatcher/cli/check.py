@@ -76,7 +76,7 @@ def check(
             for finding in of_settings.of_running(status):
                 tell(finding)
     failed = [finding.where for finding in told if finding.level == "failed"]
-    ok = not failed if strict else not any(where.endswith("_file") for where in failed)
+    ok = not failed if strict else not any(where.endswith(of_settings.FILE_ENDINGS) for where in failed)
     if json_output:
         shown = {"ok": ok, **settings_as_json(found), "problems": [], "findings": [asdict(f) for f in told]}
         answer(shown, indent=2)

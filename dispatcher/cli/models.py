@@ -1,4 +1,4 @@
-"""`batch-dispatcher models list|show`: which models the pool serves, and which requests wait for theirs."""
+"""`batch-dispatcher models list|show|record`: which the pool serves, and which requests wait for theirs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dispatcher.cli.record import EXAMPLE, record
 from dispatcher.cli.running import running
 from dispatcher.cli.screen import answer, complain, fail, say, table
 from dispatcher.cli.status import AdminUrl, meant
@@ -18,10 +19,13 @@ from dispatcher.core.duration import told
 EXAMPLES = {
     "models list": ["batch-dispatcher models list", "batch-dispatcher models list --waiting"],
     "models show": ["batch-dispatcher models show qwen"],
+    "models record": EXAMPLE,
 }
 models = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Models: which the pool serves, who waits for which."
 )
+
+models.command()(record)
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="As requests name it.")]
 Models = Sequence[Mapping[str, Any]]

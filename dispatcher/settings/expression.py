@@ -53,8 +53,8 @@ def fault_of(pattern: str) -> str | None:
         return str(refused)
     if judge.open > OPEN_MOST:
         return (
-            f"leaves open where {judge.open} of its repeats and choices end, {OPEN_MOST} at most: let each be "
-            "followed by what it cannot match itself, as - ends [^-]+"
+            f"leaves open where {judge.open} of its repeats and choices end, {OPEN_MOST} at most: let "
+            "each be followed by what it cannot match itself, as - ends [^-]+"
         )
     return None
 

@@ -53,3 +53,37 @@ def test_the_default_rule_is_no_doubt_where_only_other_paths_are_allowed() -> No
     settings = parse("gateway: {url: http://gw, objective: b, allowed_paths: [/v1/completions]}", {})
     assert isinstance(settings, Settings)
     assert list(doubts(settings)) == []
+
+
+MATCH = "name: q, match: 'q-(?P<version>.+)'"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            f"models: [{{name: a}}, {{{MATCH}, weights: {{v3: 0.05}}}}]",
+            "models[1].weights: the policy latest opens one version, which gets all",
+        ),
+        (
+            f"models: [{{{MATCH}, policy: {{label: stable}}, labels: {{old: '1'}}}}]",
+            "models[0].policy: the label 'stable' is not among its labels: none is open until a verb sets it",
+        ),
+        ("serving: {subset_header: x-a}", "serving.subset_header: is sent with no request"),
+    ],
+)
+def test_what_is_said_of_versions_in_vain_is_told(text: str, said: str) -> None:
+    (found,) = told(text)
+    assert found.startswith(said)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"models: [{{{MATCH}, policy: all, weights: {{v3: 0.05}}}}]",
+        f"models: [{{{MATCH}, policy: {{label: stable}}, labels: {{stable: '1'}}}}]",
+        "serving: {subset_header: x-a}\nmodels: [{name: a, warmup: a.jsonl}]",
+    ],
+)
+def test_what_is_said_of_versions_is_no_doubt_where_it_counts(text: str) -> None:
+    assert told(text) == []

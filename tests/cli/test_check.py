@@ -109,6 +109,23 @@ def test_file_that_the_configuration_names_must_be_there(config: Path, tmp_path:
     assert "sesame" not in there.stdout
 
 
+def test_warmup_files_must_be_there_and_right(config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "warm.jsonl"
+    config.write_text("gateway: {url: http://gw}\nmodels: [{name: qwen, warmup: warm.jsonl}]\n")
+    missing = run("check", "--offline", "--config", config)
+    assert missing.returncode == 1
+    assert f"failed: models[0].warmup: {file}: cannot be read: No such file or directory\n" in missing.stderr
+    file.write_text('{"body": {"prompt": "sesame"}}\n')
+    wrong = run("check", "--offline", "--config", config)
+    assert wrong.returncode == 1
+    assert f"failed: models[0].warmup: {file}: line 1: body.model: is missing" in wrong.stderr
+    file.write_text('{"body": {"model": "qwen", "prompt": "sesame"}, "repeat": 3}\n')
+    there = run("check", "--offline", "--config", config)
+    assert there.returncode == 0
+    assert f"ok: models[0].warmup: {file}: 1 requests, 3 calls for each server" in there.stdout
+    assert "sesame" not in wrong.stderr + there.stdout
+
+
 def test_doubtful_settings_are_warned_of_but_do_not_fail(config: Path) -> None:
     done = run(
         "check",

@@ -219,6 +219,12 @@ ROWS = {
     ),
     "models list": Row(wrong=(("--nonsense",), ("qwen",)), fields={"": MODEL}, table=True),
     "models show": Row(happy=("qwen",), empty=1, wrong=((), ("a", "b")), fields={"": MODEL}),
+    "models record": Row(
+        happy=("--model", "qwen", "--output", "{folder}/warmup.jsonl"),
+        empty=1,
+        wrong=((), ("--model", "qwen", "--most", "0"), ("--model", "qwen", "--output", "-", "--json")),
+        fields={"": {"written", "model", "requests", "calls", "bytes", "of_model", "looked_at"}},
+    ),
     "queue copy": Row(
         happy=("--from", "{url}", "--to", "{other}", "--live", "--pool", POOL),
         wrong=((), ("--from", "{url}", "--to", "{url}"), ("--from", "{url}", "--to", "http://h", "--live")),
@@ -324,7 +330,7 @@ async def furnish(place: Place) -> None:
             client.lpush(NAMES.answers(name), answered(name, 200, b'{"text": "hello"}'))
     async with queues(place.server.url, "owner", names=NAMES) as (queue,):
         await furnish_sequence(queue)
-        await queue.submit([Submission(encode_member("early", b"{}", LATER), LATER)])
+        await queue.submit([Submission(encode_member("early", b'{"model": "qwen"}', LATER), LATER)])
         (early,) = (await claim(queue, 1)).leases
         await queue.release([Release(early, undelivered=True, awaits="qwen")])
         for at, name in enumerate(("dead", "delayed", "running", "first", "second", "third" + "-" * 90)):

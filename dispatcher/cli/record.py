@@ -1,0 +1,151 @@
+"""`batch-dispatcher models record`: a warm-up file, cut from what lies in the queue."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dispatcher.cli.screen import answer, complain, fail, say
+from dispatcher.cli.sought import each
+from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
+from dispatcher.core.located import Whereabouts
+from dispatcher.core.request import Request, parse
+from dispatcher.core.served import model_of
+from dispatcher.core.warmup import LINES_MOST, WarmupSample, line_of
+
+if TYPE_CHECKING:
+    from dispatcher.queue.redis.desk import RedisDesk
+    from dispatcher.settings import Settings
+
+LOOKED_MOST = 100_000
+"""Requests of the queue that are read at the most: what warms up does not get better with more."""
+EXAMPLE = [
+    "batch-dispatcher models record --model qwen",
+    "batch-dispatcher models record --model qwen --path /v1/embeddings --output -",
+]
+_STDOUT = Path("-")
+
+
+def record(
+    model: Annotated[str, typer.Option("--model", metavar="MODEL", help="As requests name it.")],
+    most: Annotated[
+        int, typer.Option("--most", "-n", metavar="N", min=1, max=LINES_MOST, help="How many requests.")
+    ] = 100,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where to; `-`: standard output.")
+    ] = Path("warmup.jsonl"),
+    path: Annotated[
+        list[str] | None,
+        typer.Option("--path", metavar="PATH", help="Only requests to this path; may be repeated."),
+    ] = None,
+    dead: Annotated[bool, typer.Option("--dead", help="Take of the dead, too.")] = False,
+    config: Config = None,
+    queue_url: QueueUrl = "",
+    queue: QueueName = "",
+    pool: PoolName = "",
+    json_output: Json = False,
+) -> None:
+    """Cut a warm-up file (models[].warmup) from the requests for a model that lie in the queue.
+
+    Taken are requests of all sizes and paths alike, equal ones once with their number, 10 at most. The queue
+    keeps them. Bodies are written as they are: they are the data of users, so the file can be read by you
+    alone; look through it before you give it to others. An existing file is never overwritten.
+
+    Exit code 1: no such request lies there, or the file cannot be written.
+    """
+    to_stdout = output == _STDOUT
+    if to_stdout and json_output:
+        raise fail("--json and --output - both go to standard output: give one of them", 2)
+    if not to_stdout and os.path.lexists(output):
+        raise fail(f"{output} exists and is not overwritten: name another with --output")
+    target = find(config, queue_url, queue, pool)
+    sample, paths = WarmupSample(most), frozenset(path or ())
+    wanted = _Wanted(*_names_of(model, target.settings), paths, dead)
+    looked_at = ask(target, lambda desk: _look(desk, wanted, sample))
+    requests = sample.requests()
+    if not requests:
+        at = f" to {', '.join(sorted(paths))}" if paths else ""
+        raise fail(
+            f"{target.names.queue}: none of {looked_at:,} requests is for {model}{at}; nothing is written"
+        )
+    text = b"".join(map(line_of, requests))
+    if to_stdout:
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+    else:
+        _write(output, text)
+    calls = sum(one.repeat for one in requests)
+    if json_output:
+        told = {"written": str(output), "model": model, "requests": len(requests), "calls": calls}
+        answer({**told, "bytes": len(text), "of_model": sample.seen, "looked_at": looked_at})
+        return
+    where = "" if to_stdout else f"{output}: "
+    of = f"of {sample.seen:,} for {model} among {looked_at:,}"
+    summary = f"{where}written {len(requests):,} requests, {calls:,} calls, {of}"
+    if to_stdout:
+        complain(summary, fg=None)
+    else:
+        say(summary, "Its bodies are the data of users; only you can read the file.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Which requests of the queue are taken."""
+
+    names: re.Pattern[str]
+    """Of their model."""
+    default: str
+    """The path of those that name none."""
+    paths: Collection[str]
+    """Empty: any."""
+    dead: bool
+
+
+async def _look(desk: RedisDesk, wanted: _Wanted, sample: WarmupSample) -> int:
+    """Show the queue's requests to the sample; how many were looked at."""
+    looked_at = 0
+    met: set[int] = set()
+    async for page in each(lambda after: desk.search((), after, whole=True)):
+        for found in page.found:
+            if found.entry in met or (found.state is Whereabouts.DEAD and not wanted.dead):
+                continue
+            met |= {found.entry} - {0}
+            looked_at += 1
+            read = parse(found.member)
+            if not isinstance(read, Request) or wanted.names.fullmatch(model_of(read.payload)) is None:
+                continue
+            url = read.endpoint or wanted.default
+            if not wanted.paths or url in wanted.paths:
+                sample.add(url, read.payload)
+        if looked_at >= LOOKED_MOST:
+            break
+    return looked_at
+
+
+def _names_of(model: str, settings: Settings | None) -> tuple[re.Pattern[str], str]:
+    """What bodies may name, which for a family are its versions too; and the path of those that name none."""
+    known = {each.name: each for each in settings.models} if settings is not None else {}
+    of_family = known[model].match if model in known else ""
+    pattern = f"(?:{re.escape(model)})" + (f"|(?:{of_family})" if of_family else "")
+    return re.compile(pattern), settings.gateway.path if settings is not None else ""
+
+
+def _write(output: Path, text: bytes) -> None:
+    """Whole or not at all, for nobody but us to read."""
+    try:
+        number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise fail(f"{output}: {error.strerror or error}") from error
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(text)
+    except OSError as error:
+        output.unlink(missing_ok=True)
+        raise fail(f"{output}: {error.strerror or error}") from error
