@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from itertools import count
+from typing import TypeVar
 
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed
-from dispatcher.ports import QueueUnavailableError, Settlement
+from dispatcher.ports import Claimed, QueueUnavailableError, Settlement
 from dispatcher.queue.keys import Names
-from tests.queue.made import OwnerAndDesk, claim
+from tests.queue.made import OwnerAndDesk, permit
+
+T = TypeVar("T")
+_numbers = count(1)
 
 NAMES = Names("batch:{qwen}:requests", "batch:{qwen}:results")
 POOL = "qwen"
@@ -28,6 +33,21 @@ def refusal(
     return lambda request: failed(request.id, code, f"told {code}", status, body, token=request.token)
 
 
+async def insist(call: Callable[[], Awaitable[T]]) -> T:
+    """Make the same call until it gets through: what was claimed is nobody else's to answer."""
+    while True:
+        try:
+            return await call()
+        except QueueUnavailableError:
+            await asyncio.sleep(0.05)
+
+
+async def claimed(queue: OwnerAndDesk) -> Claimed:
+    """A claim, repeated by its nonce where its reply was lost."""
+    nonce = f"claim-{next(_numbers)}"
+    return await insist(lambda: queue.claim(1000, nonce, permit()))
+
+
 class Answering:
     """`served`: the ids in the order in which they left the line."""
 
@@ -39,14 +59,14 @@ class Answering:
     async def once(self, answer: Callable[[Request], bytes] = echo) -> int:
         """Answer all that is in line now, in any order; how many."""
         settlements = []
-        for lease in (await claim(self.queue)).leases:
+        for lease in (await claimed(self.queue)).leases:
             request = parse(lease.member)
             assert isinstance(request, Request)
             self.served.append(request.id)
             settlements.append(Settlement(lease, answer(request), request.results, request.id, request.token))
         self._chance.shuffle(settlements)
         if settlements:
-            await self.queue.settle(settlements)
+            await insist(lambda: self.queue.settle(settlements))
         return len(settlements)
 
     @asynccontextmanager
@@ -55,10 +75,8 @@ class Answering:
 
         async def run() -> None:
             while True:
-                with suppress(QueueUnavailableError):
-                    if await self.once(answer):
-                        continue
-                await asyncio.sleep(0.005)
+                if not await self.once(answer):
+                    await asyncio.sleep(0.005)
 
         task = asyncio.create_task(run())
         try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, decode_result, failed
 from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd
-from dispatcher.ports import Lease, QueueUnavailableError, Settlement
-from tests.client.answering import echo
-from tests.queue.made import OwnerAndDesk, claim
+from dispatcher.ports import Lease, Settlement
+from tests.client.answering import claimed, echo, insist
+from tests.queue.made import OwnerAndDesk
 
 NOBODY = Lease(entry=0, token="", member=b"", score=0.0, deliveries=0, attempts=0, refusals=0, losses=0)
 """Whose lease an expired request has."""
@@ -32,14 +32,14 @@ class TurnTaking:
     async def once(self, answer: Answerer = echo) -> int:
         """Work on all that may go now; how many that were."""
         read = []
-        for lease in (await claim(self.queue)).leases:
+        for lease in (await claimed(self.queue)).leases:
             request = parse(lease.member)
             assert isinstance(request, Request)
             read.append((lease, request))
         turns = [(lease, request.sequence) for lease, request in read if request.sequence is not None]
         verdicts = {}
         if turns:
-            told = await self.queue.line_up(turns, self.terms)
+            told = await insist(lambda: self.queue.line_up(turns, self.terms))
             verdicts = {lease.entry: one for (lease, _), one in zip(turns, told.verdicts, strict=True)}
         settlements = []
         for lease, request in read:
@@ -52,11 +52,11 @@ class TurnTaking:
                     self.indexes.setdefault(request.sequence.id, []).append(verdict.index)
                 settlements += await self._answered(lease, request, answer)
         if settlements:
-            await self.queue.settle(settlements)
+            await insist(lambda: self.queue.settle(settlements))
         return len(read) + await self._over()
 
     async def _answered(self, lease: Lease, request: Request, answer: Answerer) -> list[Settlement]:
-        (cancelled,) = await self.queue.cancelled([(request.id, request.token)])
+        (cancelled,) = await insist(lambda: self.queue.cancelled([(request.id, request.token)]))
         turn = request.sequence
         if turn is not None:
             self.served.setdefault(turn.id, []).append(request.payload)
@@ -76,13 +76,13 @@ class TurnTaking:
     async def _over(self) -> int:
         """Answer those that will not go any more."""
         items = []
-        for one in await self.queue.unserved(100):
+        for one in await insist(lambda: self.queue.unserved(100)):
             request = parse(one.item.member)
             assert isinstance(request, Request)
             result = failed(request.id, one.code, one.why, token=request.token)
             settlement = Settlement(NOBODY, result, request.results, request.id, request.token)
             items.append((one.item, settlement))
-        return await self.queue.expire(items) if items else 0
+        return await insist(lambda: self.queue.expire(items)) if items else 0
 
     @asynccontextmanager
     async def always(self, answer: Answerer = echo) -> AsyncIterator[TurnTaking]:
@@ -90,10 +90,8 @@ class TurnTaking:
 
         async def run() -> None:
             while True:
-                with suppress(QueueUnavailableError):
-                    if await self.once(answer):
-                        continue
-                await asyncio.sleep(0.005)
+                if not await self.once(answer):
+                    await asyncio.sleep(0.005)
 
         task = asyncio.create_task(run())
         try:
