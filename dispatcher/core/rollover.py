@@ -51,7 +51,7 @@ class _Version:
 class ModelFamily:
     """The versions of one model. Bounded, whatever names come; it never raises."""
 
-    def __init__(self, terms: FamilyTerms, now: float) -> None:
+    def __init__(self, terms: FamilyTerms) -> None:
         self.terms = terms
         self._next = terms
         self._namings: dict[str, VersionNaming] = {}
@@ -59,7 +59,6 @@ class ModelFamily:
         self._others: set[str] = set()
         """Those that do not."""
         self._sight = VersionSight({})
-        self._looked_at = now
         self._known: dict[str, _Version] = {}
         self._gone: dict[str, None] = {}
         """Those among them, the ones that went last at the end."""
@@ -87,7 +86,7 @@ class ModelFamily:
         before = self._listed
         if (self._next.name, self._next.match) != (self.terms.name, self.terms.match):
             self._namings, self._others, self._listed = {}, set(), {}
-        self.terms, self._sight, self._looked_at, self._warm = self._next, sight, now, {}
+        self.terms, self._sight, self._warm = self._next, sight, {}
         self._listed = self._list()
         self._drained = self._mean(sight.drained) if sight.drained else set()
         self._wanted = dict.fromkeys(self._policy())
@@ -98,7 +97,7 @@ class ModelFamily:
         self._open = {name: None for name in self._listed if name in opened}
         words = {name: self._listed[name].words for name in self._open}
         self._spread = Spread(shares(words, self.terms.weights))
-        moved = self._move(before)
+        moved = self._move(before, now)
         self._forget()
         return moved
 
@@ -246,8 +245,8 @@ class ModelFamily:
 
     # Details: states.
 
-    def _move(self, before: Mapping[str, VersionNaming]) -> list[VersionMoved]:
-        known, listed, now = self._known, self._listed, self._looked_at
+    def _move(self, before: Mapping[str, VersionNaming], now: float) -> list[VersionMoved]:
+        known, listed = self._known, self._listed
         loading = self._ours(self._sight.loading)
         if listed is not before:
             for name, naming in listed.items():

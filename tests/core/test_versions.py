@@ -38,7 +38,7 @@ class Rollout:
 
     def __init__(self, policy: VersionPolicy | None = None, **more: Any) -> None:
         self.terms = terms(policy, **more)
-        self.family = ModelFamily(self.terms, 0.0)
+        self.family = ModelFamily(self.terms)
         self.now = 0.0
         self.labels: dict[str, str] = {}
         """Set by verbs."""
@@ -439,7 +439,7 @@ def test_pinned_work_moves_where_resources_are_kept() -> None:
 
 def test_natural_order() -> None:
     names = ["qwen-1.9", "qwen-1.10", "qwen-1.10-b", "qwen-9", "qwen-10", "qwen-010", "qwen-a"]
-    family = ModelFamily(terms(match=re.compile("qwen-(?P<version>.*)")), 0.0)
+    family = ModelFamily(terms(match=re.compile("qwen-(?P<version>.*)")))
     family.look(VersionSight({name: frozenset("a") for name in reversed(names)}), 1.0)
     newest_first = [each.label for each in family.versions()]
     assert newest_first == ["a", "10", "010", "9", "1.10-b", "1.10", "1.9"]
@@ -467,7 +467,7 @@ def test_wrong_patterns_and_strange_names(match: str | None, name: str, label: s
     """What a pattern makes of a name; None: it is no version."""
     found = naming_of(name, terms(match=re.compile(match) if match is not None else None))
     assert (found.label if found else None) == label
-    family = ModelFamily(terms(match=re.compile(match) if match is not None else None), 0.0)
+    family = ModelFamily(terms(match=re.compile(match) if match is not None else None))
     family.look(VersionSight({name: frozenset("a")}), 1.0)
     assert family.choose("key") == (name if label else None)
 
@@ -483,7 +483,7 @@ def test_words_that_mean_a_version() -> None:
 
 def test_a_name_of_two_families_belongs_to_both() -> None:
     sight = VersionSight({"qwen-v1": frozenset("a")})
-    families = [ModelFamily(terms(match=NUMBERED), 0.0), ModelFamily(terms(match=re.compile("q.*")), 0.0)]
+    families = [ModelFamily(terms(match=NUMBERED)), ModelFamily(terms(match=re.compile("q.*")))]
     for family in families:
         family.look(sight, 1.0)
     assert [family.choose("key") for family in families] == ["qwen-v1", "qwen-v1"]
@@ -504,7 +504,7 @@ def test_a_new_pattern_holds_from_the_next_look_on() -> None:
 @pytest.mark.parametrize("pattern", [NUMBERED, re.compile("other")])
 def test_ten_thousand_names(pattern: re.Pattern[str]) -> None:
     """What is remembered of them is bounded, whatever comes."""
-    family = ModelFamily(terms(match=pattern), 0.0)
+    family = ModelFamily(terms(match=pattern))
     for begin in (0, 10_000, 20_000):
         family.look(
             VersionSight({f"qwen-v{n}": frozenset("a") for n in range(begin, begin + 10_000)}), float(begin)

@@ -67,7 +67,7 @@ class Follower:
     """A family, and what can be said of it by what was told alone."""
 
     def __init__(self, terms: FamilyTerms) -> None:
-        self.family = ModelFamily(terms, 0.0)
+        self.family = ModelFamily(terms)
         self.now = 0.0
         self.told: dict[str, VersionState] = {}
         self.open: set[str] = set()
