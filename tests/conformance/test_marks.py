@@ -149,7 +149,7 @@ async def test_names_may_hold_what_json_and_scripts_write_otherwise(world: World
     assert await queue.warming(*odd)
     await queue.warmed(*odd)
     told = await queue.marks([odd], (), [odd[0]])
-    assert (told.warm, told.used, told.problem) == ({odd}, {odd[0]}, "")
+    assert (set(told.warm), set(told.used), told.problem) == ({odd}, {odd[0]}, "")
     await world.desk.label(odd[0], odd[0], odd[0], "ada\nforged")
     await world.desk.drain(odd[0], "\x1b[31m", "be\ncause")
     told = await world.desk.model_marks()

@@ -60,7 +60,7 @@ async def test_pins_last_as_long_as_the_longest_of_them(
 
 
 async def test_no_more_pins_are_kept_than_may_be_and_what_is_over_goes(
-    queue: OwnerAndDesk, client: redis.asyncio.Redis
+    queue: OwnerAndDesk, client: Any
 ) -> None:
     async def ask(*keys: str, most: int = 3, for_s: float = 100.0) -> set[str]:
         await pin(queue.backend, [PinAsked(key, "v1", ["v1"], for_s) for key in keys], most)
