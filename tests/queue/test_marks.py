@@ -208,7 +208,17 @@ async def test_a_label_that_was_written_twice_means_what_was_said_last(
 
 @pytest.mark.parametrize(
     "value",
-    ["", "v1", "1 v1", "-1.0 v1", "9" * 400 + ".0 v1", "nan v1", "99999999999.0", "\x00\xff"],
+    [
+        "",
+        "v1",
+        "1 v1",
+        "-1.0 v1",
+        "9" * 400 + ".0 v1",
+        "9" * 20 + ".0 v1",
+        "nan v1",
+        "99999999999.0",
+        "\x00\xff",
+    ],
 )
 async def test_a_pin_that_others_wrote_is_kept_no_longer_than_one_of_ours(
     queue: OwnerAndDesk, client: redis.asyncio.Redis, value: str
