@@ -149,7 +149,7 @@ async def test_names_may_hold_what_json_and_scripts_write_otherwise(world: World
     assert await queue.warming(*odd)
     await queue.warmed(*odd)
     told = await queue.marks([odd], (), [odd[0]])
-    assert (told.warm, told.used, told.problem) == ({odd}, {odd[0]}, "")
+    assert (set(told.warm), set(told.used), told.problem) == ({odd}, {odd[0]}, "")
     await world.desk.label(odd[0], odd[0], odd[0], "ada\nforged")
     await world.desk.drain(odd[0], "\x1b[31m", "be\ncause")
     told = await world.desk.model_marks()
@@ -200,7 +200,8 @@ async def test_no_more_labels_and_drains_are_kept_than_any_pool_has(world: World
         await desk.label("qwen", "more", "1", "ada")
     with pytest.raises(CallRefusedError, match="1000 drains already"):
         await desk.drain("more", "ada")
-    assert await desk.label("qwen", "l7", "2", "ada"), "one that is there may change"
+    for _ in range(2):
+        assert await desk.label("qwen", "l7", "2", "ada"), "one that is there may change"
     await desk.drain("v7", "bob")
     found = await told(world.owner())
     assert (len(found.labels), len(found.drained)) == (DECIDED_MOST, DECIDED_MOST)

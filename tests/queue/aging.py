@@ -55,8 +55,8 @@ def age_board_redis(raw: Any, names: Names, seconds: float) -> None:
 
 def age_board_memory(store: MemoryStore, seconds: float) -> None:
     board = store.pool.board
-    for held in (board.warm, board.warming, board.used):
-        for name in held:
-            held[name] -= seconds
+    board.warm = {name: until - seconds for name, until in board.warm.items()}
+    board.warming = {name: until - seconds for name, until in board.warming.items()}
+    board.used = {name: until - seconds for name, until in board.used.items()}
     for key, (until, version) in board.pins.items():
         board.pins[key] = until - seconds, version

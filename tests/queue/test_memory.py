@@ -157,7 +157,7 @@ async def test_what_is_said_of_versions_lapses_by_the_clock_that_was_passed_in()
     for _ in range(5):
         marks = await store.model_marks()
         pins = await second.pin([PinAsked("chat-7", "v2", ["v1"], 45)])
-        seen.append((marks.used, await second.warming(*other), pins, marks.warm))
+        seen.append((set(marks.used), await second.warming(*other), list(pins), set(marks.warm)))
         await second.unwarmed(*other)
         clock.now += 14.75 if len(seen) % 2 else 0.25
     assert seen == [
