@@ -67,7 +67,7 @@ def record(
         raise fail(f"{output} exists and is not overwritten: name another with --output")
     target = find(config, queue_url, queue, pool)
     sample, paths = WarmupSample(most), frozenset(path or ())
-    wanted = _Wanted(*_names_of(model, target.settings), paths, dead)
+    wanted = _Choice(*_names_of(model, target.settings), paths, dead)
     looked_at = ask(target, lambda desk: _look(desk, wanted, sample))
     requests = sample.requests()
     if not requests:
@@ -96,7 +96,7 @@ def record(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Choice:
     """Which requests of the queue are taken."""
 
     names: re.Pattern[str]
@@ -108,7 +108,7 @@ class _Wanted:
     dead: bool
 
 
-async def _look(desk: RedisDesk, wanted: _Wanted, sample: WarmupSample) -> int:
+async def _look(desk: RedisDesk, wanted: _Choice, sample: WarmupSample) -> int:
     """Show the queue's requests to the sample; how many were looked at."""
     looked_at = 0
     met: set[int] = set()
