@@ -163,9 +163,10 @@ def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
 def _url(raw: bytes, rules: WarmupRules) -> tuple[str, list[str]]:
     if raw in (b"", b"null"):
         return rules.path, []
-    if not raw.startswith(b'"'):
+    try:
+        url = msgspec.json.decode(raw, type=str)
+    except msgspec.DecodeError:
         return "", ["url: must be a text"]
-    url = msgspec.json.decode(raw, type=str)
     shown = repr(shortened(url, _SHOWN_CHARS))
     if url == rules.path:
         return url, []
@@ -197,7 +198,7 @@ def _faults_of_body(body: bytes, rules: WarmupRules) -> list[str]:
         return [f"body: {len(body)} bytes, at most {rules.max_body_bytes} are accepted"]
     try:
         found = fields(body)
-    except NotUnderstoodError as error:
+    except (NotUnderstoodError, msgspec.DecodeError) as error:
         return [f"body: cannot be understood: {error}"]
     faults = []
     model = bytes(found.get("model", b""))
