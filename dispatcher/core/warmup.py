@@ -19,6 +19,7 @@ from dispatcher.core.plain import shortened
 from dispatcher.core.routing import is_plain_path
 from dispatcher.core.shapes.fields import fields, text_of
 from dispatcher.core.shapes.part import NotUnderstoodError
+from dispatcher.core.surrogates import without_surrogates
 
 LINES_MOST = 1000
 FILE_BYTES_MOST = 10_000_000
@@ -145,6 +146,8 @@ def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
     except RecursionError:
         return ["is nested too deeply"]
     except msgspec.DecodeError as error:
+        if _is_json(without_surrogates(line)):
+            return ["holds a lone surrogate (\\ud800 to \\udfff), which is no character"]
         return [f"is no JSON: {str(error).removeprefix('JSON is malformed: ')}"]
     faults = [
         f"{shortened(name, _SHOWN_CHARS)}: unknown field; known are {', '.join(_KNOWN)}"
