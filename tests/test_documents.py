@@ -17,6 +17,7 @@ from dispatcher import __version__
 from dispatcher.check.settings import doubts
 from dispatcher.cli import VERBS
 from dispatcher.core.shapes import KNOWN_CAPS
+from dispatcher.core.warmup import WarmupRequest, WarmupRules, read_warmup
 from dispatcher.settings import Settings, parse
 from tests.pages import anchors
 from tests.support import free_port, require_tool
@@ -154,6 +155,23 @@ def test_rules_of_batching_on_its_page_are_whole_and_find_their_shape() -> None:
         assert [each for each in doubts(settings) if each.where.startswith("batching")] == []
         shapes += [rule.shape.name for rule in settings.batching.in_force()]
     assert shapes == ["tensorflow", "kserve", "embeddings", "rerank"]
+
+
+def test_examples_of_models_on_their_page_are_right_and_no_warmup_in_them_is_wrong() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    found = re.findall(r"(?<!<!-- values -->\n)^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    blocks = [block for block in found if not block.startswith("http_filters:")]
+    assert len(blocks) == len(found) - 1 >= 5
+    policies = []
+    for block in blocks:
+        settings = parse(f"gateway: {{url: http://gateway}}\n{block}", {})
+        assert isinstance(settings, Settings), settings
+        assert [each for each in doubts(settings) if each.where.startswith("models")] == []
+        policies += [str(model.policy) for model in settings.models if model.match]
+    assert policies == ["latest", "all", '{"label": "stable"}', "latest"]
+    (lines,) = re.findall(r"^```json\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    requests = read_warmup(lines.encode(), WarmupRules("/v1/completions"))
+    assert [each.repeat for each in requests if isinstance(each, WarmupRequest)] == [3, 1]
 
 
 def test_caps_on_the_page_of_batching_are_those_that_are_known() -> None:

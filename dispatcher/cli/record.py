@@ -67,7 +67,7 @@ def record(
         raise fail(f"{output} exists and is not overwritten: name another with --output")
     target = find(config, queue_url, queue, pool)
     sample, paths = WarmupSample(most), frozenset(path or ())
-    wanted = _Wanted(*_names_of(model, target.settings), paths, dead)
+    wanted = _wanted(model, target.settings, paths, dead=dead)
     looked_at = ask(target, lambda desk: _look(desk, wanted, sample))
     requests = sample.requests()
     if not requests:
@@ -96,19 +96,23 @@ def record(
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _OfModel:
     """Which requests of the queue are taken."""
 
-    names: re.Pattern[str]
-    """Of their model."""
+    model: str
+    versions: re.Pattern[str] | None
+    """Of a family: what else bodies may name."""
     default: str
     """The path of those that name none."""
     paths: Collection[str]
     """Empty: any."""
     dead: bool
 
+    def named(self, name: str) -> bool:
+        return name == self.model or (self.versions is not None and self.versions.fullmatch(name) is not None)
 
-async def _look(desk: RedisDesk, wanted: _Wanted, sample: WarmupSample) -> int:
+
+async def _look(desk: RedisDesk, wanted: _OfModel, sample: WarmupSample) -> int:
     """Show the queue's requests to the sample; how many were looked at."""
     looked_at = 0
     met: set[int] = set()
@@ -119,7 +123,7 @@ async def _look(desk: RedisDesk, wanted: _Wanted, sample: WarmupSample) -> int:
             met |= {found.entry} - {0}
             looked_at += 1
             read = parse(found.member)
-            if not isinstance(read, Request) or wanted.names.fullmatch(model_of(read.payload)) is None:
+            if not isinstance(read, Request) or not wanted.named(model_of(read.payload)):
                 continue
             url = read.endpoint or wanted.default
             if not wanted.paths or url in wanted.paths:
@@ -129,12 +133,12 @@ async def _look(desk: RedisDesk, wanted: _Wanted, sample: WarmupSample) -> int:
     return looked_at
 
 
-def _names_of(model: str, settings: Settings | None) -> tuple[re.Pattern[str], str]:
-    """What bodies may name, which for a family are its versions too; and the path of those that name none."""
-    known = {each.name: each for each in settings.models} if settings is not None else {}
-    of_family = known[model].match if model in known else ""
-    pattern = f"(?:{re.escape(model)})" + (f"|(?:{of_family})" if of_family else "")
-    return re.compile(pattern), settings.gateway.path if settings is not None else ""
+def _wanted(model: str, settings: Settings | None, paths: Collection[str], *, dead: bool) -> _OfModel:
+    """`settings`: None where nothing but the queue is known."""
+    if settings is None:
+        return _OfModel(model, None, "", paths, dead)
+    versions = next((each.pattern for each in settings.models if each.name == model), None)
+    return _OfModel(model, versions, settings.gateway.path, paths, dead)
 
 
 def _write(output: Path, text: bytes) -> None:

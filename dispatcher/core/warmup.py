@@ -19,6 +19,7 @@ from dispatcher.core.plain import shortened
 from dispatcher.core.routing import is_plain_path
 from dispatcher.core.shapes.fields import fields, text_of
 from dispatcher.core.shapes.part import NotUnderstoodError
+from dispatcher.core.surrogates import without_surrogates
 
 LINES_MOST = 1000
 FILE_BYTES_MOST = 10_000_000
@@ -145,6 +146,8 @@ def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
     except RecursionError:
         return ["is nested too deeply"]
     except msgspec.DecodeError as error:
+        if _is_json(without_surrogates(line)):
+            return ["holds a lone surrogate (\\ud800 to \\udfff), which is no character"]
         return [f"is no JSON: {str(error).removeprefix('JSON is malformed: ')}"]
     faults = [
         f"{shortened(name, _SHOWN_CHARS)}: unknown field; known are {', '.join(_KNOWN)}"
@@ -163,9 +166,10 @@ def _request(line: bytes, rules: WarmupRules) -> WarmupRequest | list[str]:
 def _url(raw: bytes, rules: WarmupRules) -> tuple[str, list[str]]:
     if raw in (b"", b"null"):
         return rules.path, []
-    if not raw.startswith(b'"'):
+    try:
+        url = msgspec.json.decode(raw, type=str)
+    except msgspec.DecodeError:
         return "", ["url: must be a text"]
-    url = msgspec.json.decode(raw, type=str)
     shown = repr(shortened(url, _SHOWN_CHARS))
     if url == rules.path:
         return url, []
@@ -197,7 +201,7 @@ def _faults_of_body(body: bytes, rules: WarmupRules) -> list[str]:
         return [f"body: {len(body)} bytes, at most {rules.max_body_bytes} are accepted"]
     try:
         found = fields(body)
-    except NotUnderstoodError as error:
+    except (NotUnderstoodError, msgspec.DecodeError) as error:
         return [f"body: cannot be understood: {error}"]
     faults = []
     model = bytes(found.get("model", b""))

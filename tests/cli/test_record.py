@@ -119,7 +119,7 @@ async def test_a_family_has_its_versions_and_the_path_of_its_gateway(
     config = tmp_path / "config.yaml"
     config.write_text(
         "gateway: {url: http://gw, path: /v1/chat/completions}\n"
-        "models: [{name: qwen, match: 'qwen-v(?P<version>[0-9]+)'}]\n"
+        "models: [{name: qwen, match: '(?i)QWEN-v(?P<version>[0-9]+)'}]\n"
     )
     done = await recorded(queue_server, tmp_path / "a", "--config", str(config))
     assert done.exit_code == 0, done.output

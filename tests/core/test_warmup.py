@@ -103,6 +103,8 @@ def test_the_gateways_own_path_needs_no_leave() -> None:
             for each in ("0", "-1", "1001", '"3"', "null", "true", "1e99", "2.5")
         ),
         ('{"body": {"model": "q"}, "url": 7}', "url: must be a text"),
+        ('{"body": {"model": "q"}, "url": "\\ud800"}', "holds a lone surrogate (\\ud800"),
+        ('{"body": {"model": "q", "\\ud800": 1}}', "holds a lone surrogate"),
         ('{"body": {"model": "q"}, "url": "http://x/v1"}', "is no plain path, such as /v1/chat/completions"),
         ('{"body": {"model": "q"}, "url": "/v2/a"}', "url: '/v2/a' is not allowed; allowed are /v1/*"),
         ('{"body": ' + "[" * 2000 + "]" * 2000 + "}", "is nested too deeply"),

@@ -125,8 +125,18 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
                       "on_error": "hold", "gap_s": 5, "after_end": "refuse", "header": "x-sticky",
                       "session_id_header": "x-id", "carry": "messages", "max_carry_bytes": 4096},
         "serving": {"observe": "endpoints", "urls": ["http://a:8000", "http://b:8000/models"],
-                    "interval_s": 0.5, "absent": "fail", "token_file": "/more/models", "tls": tls},
-        "models": [{"name": "Qwen/Qwen3-32B", "absent": "fail"}, {"name": "adapter"}],
+                    "interval_s": 0.5, "absent": "fail", "token_file": "/more/models", "tls": tls,
+                    "subset_header": "x-subset", "warmup": {"by": "gateway", "timeout_s": 1.5}},
+        "models": [
+            {"name": "Qwen/Qwen3-32B", "absent": "fail"},
+            {"name": "adapter", "match": "adapter-v(?P<version>[0-9]+)", "policy": {"specific": ["2", "v3"]},
+             "labels": {"stable": "2"}, "transition": "resource", "pin": "job",
+             "weights": {"v3": 0.05, "2": 0},
+             "warmup": "/more/warmup.jsonl", "warmup_required": True},
+            *({"name": f"m-{policy}", "match": "m-.+", "policy": policy} for policy in ("latest", "all")),
+            {"name": "m-2", "match": "m-.+", "policy": {"latest": 2}},
+            {"name": "m-stable", "match": "m-.+", "policy": {"label": "stable"}},
+        ],
         "retry": {"base_s": 0.001, "max_s": 86400, "max_attempts": 1, "max_deliveries": 1},
         "shutdown": {"drain_s": 0},
         "admin": {"port": 9000, "token_file": "/more/admin"},
@@ -222,11 +232,48 @@ def upward(path: str) -> Iterator[str]:
 
 
 def test_value_sets_of_the_guide_render() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
-    found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(found) == page.count("<!-- values -->") == 11
-    for text in found:
-        assert isinstance(render(yaml.safe_load(text)).settings(), Settings)
+    for page, count in (("install.md", 11), ("models.md", 1)):
+        text = (ROOT / "docs" / page).read_text()
+        found = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", text, re.DOTALL)
+        assert len(found) == text.count("<!-- values -->") == count
+        for values in found:
+            assert isinstance(render(yaml.safe_load(values)).settings(), Settings)
+
+
+def test_a_warmup_file_lies_where_the_guide_mounts_it() -> None:
+    page = (ROOT / "docs" / "models.md").read_text()
+    (values,) = re.findall(r"<!-- values -->\n```yaml\n(.*?)```", page, re.DOTALL)
+    release = render(yaml.safe_load(values))
+    (model,) = release.settings().models
+    mounts = {each["mountPath"]: each["name"] for each in release.container["volumeMounts"]}
+    volumes = {each["name"]: each for each in release.pod["volumes"]}
+    folder, _, name = model.warmup.rpartition("/")
+    assert volumes[mounts[folder]]["configMap"]["name"] == "qwen-warmup"
+    assert f"create configmap qwen-warmup --from-file={name}\n" in page
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"policy": "newest"},
+        {"policy": {"latest": 0}},
+        {"policy": {"latest": 2, "label": "a"}},
+        {"policy": {"specific": []}},
+        {"policy": {"specific": [2]}},
+        {"policy": {}},
+        {"labels": {"stable": 2}},
+        {"weights": {"v3": "0.05"}},
+        {"pin": "user"},
+        {"warmup": 7},
+        {"warm_up": "a"},
+    ],
+    ids=json.dumps,
+)
+def test_a_version_that_is_written_wrong_is_refused_before_it_is_installed(model: Mapping[str, Any]) -> None:
+    config = {"models": [{"name": "q", "match": "q-.+", **model}]}
+    done = helm("template", "night", values={**BASIC, "config": config})
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "/config/models/0" in done.stderr
 
 
 def test_urls_of_the_guide_are_the_program_s() -> None:
