@@ -11,7 +11,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from dispatcher.core.outcome import Delivered
+from dispatcher.core.request import Request
 from dispatcher.core.served import Listing
+from dispatcher.forward import DirectServers, HttpGateway
 from dispatcher.peer import nobody_listens
 from dispatcher.settings import Settings, parse
 from dispatcher.signals.cluster import NO_CLUSTER
@@ -407,3 +410,36 @@ async def test_servers_apart_have_addresses_of_their_own_where_nobody_listens_wh
 
 async def not_(asked: Awaitable[bool]) -> bool:
     return not await asked
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_what_the_dispatcher_sends_straight_or_directed_comes_where_it_is_meant(own: bool) -> None:
+    """By the names that its listings have for the servers, at shared and at their own addresses."""
+    config = Config(seconds=0.0, endpoints=2, models="a", apart=True, subset_header="x-subset")
+    async with LiveWorld(config) as world:
+        base = world.metrics_url.removesuffix("/metrics")
+        urls = world.ports.urls if own else [f"{base}/servers/{number}/v1/models" for number in range(2)]
+        asks = f"gateway: {{url: '{world.gateway_url}'}}\nserving: {{observe: endpoints, urls: {urls}}}\n"
+        settings = parse(asks, {})
+        assert isinstance(settings, Settings)
+        told: list[Sequence[Listing]] = []
+        watch = ModelWatch(settings, told.append, access=NO_CLUSTER)
+        direct = DirectServers(watch.server, lambda: 1 << 20)
+        gateway = HttpGateway(settings.gateway, subset_header="x-subset")
+        running = asyncio.create_task(watch.run())
+        try:
+            await wait_until(lambda: told)
+            deadline = asyncio.get_running_loop().time() + 20
+            for name in (listing.endpoint for listing in told[0]):
+                found = await direct.post(name, "/v1/completions", b'{"model":"a"}', deadline=deadline)
+                assert isinstance(found, Delivered), found
+                request = Request("r", 10**10, b'{"model":"a"}', endpoints=name)
+                sent = await gateway.forward(request, token=name, deadline=deadline)
+                assert isinstance(sent.outcome, Delivered), sent
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await direct.aclose()
+            await gateway.aclose()
+        assert servers(world) == [0, 0, 1, 1]
+        assert [each.direct for each in world.gateway.log] == [True, False, True, False]
