@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import random
 import ssl
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isnan
 from typing import Any, Literal
 
 import msgspec
 
 from dispatcher.core.headers import (
-    DROP_REASON,
     FAIRNESS_ID,
     OBJECTIVE,
     OLD_FAIRNESS_ID,
@@ -27,32 +25,9 @@ from dispatcher.standin.model import BATCH_CONTEXT, work_s
 from dispatcher.standin.model import generated as drawn
 from dispatcher.standin.pool import Job, Level, Pool
 from dispatcher.standin.prefixes import PrefixServers
+from dispatcher.standin.replies import Answer, content, plain_text
 from dispatcher.standin.serving import ModelServers, not_found
-from dispatcher.standin.wire import Exchange, Server, chunk, head
-
-
-class Answer(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """How a request is answered; as `"sim": {…}` in a payload, for that request alone."""
-
-    kind: Literal["ok", "status", "reset", "cut", "slow", "hang"] = "ok"
-    """`status`: at once, without the pool. `reset`: the connection ends when the request is there. `cut`: it
-    ends after half of the answer. `slow`: the answer's second half comes slow_s after the first. `hang`: the
-    request holds its slot and is never answered."""
-    status: int = 200
-    reason: str = ""
-    """The drop reason's header."""
-    retry_after: str = ""
-    body: str | None = None
-    slow_s: float = 1.0
-    seconds: float | None = None
-    """How long it runs in the pool."""
-    echo: bool = False
-    """The answer's body is the request's."""
-    answer_bytes: int = 0
-    """The generated text is so long."""
-    events: int = 0
-    """The answer is a stream of so many server-sent events, chunked."""
-    gzip: bool = False
+from dispatcher.standin.wire import Exchange, Server, head
 
 
 class Fault(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -86,7 +61,13 @@ class LogEntry(msgspec.Struct):
     server: str = ""
     """The model server that it went to, as its session token has it."""
     model_server: int = -1
-    """The number of that which serves its model; -1: any does."""
+    """The number of that to which it came; -1: any will do, or it came to none."""
+    model: str = ""
+    """What it asked that one for."""
+    cold: bool = False
+    """It was the first that asked for it there, and took so much longer."""
+    direct: bool = False
+    """It came to the server past the gateway."""
     status: int | None = None
     """None: not ended; 0: its client went away; -1: the gateway broke the connection."""
 
@@ -127,6 +108,10 @@ class Gateway:
         self.servers = servers
         self.endpoints = True
         """False: the picker knows none, and says so."""
+        self.subset_header = ""
+        """By this a request says to which servers it may go; empty: by none."""
+        self.labels: Callable[[], Mapping[str, int]] = dict
+        """The names by which it may say so, with the server's number."""
         self.log: deque[LogEntry] = deque(maxlen=log_max)
         """The newest requests in the order of their arrival."""
         self.levels = {"batch": Level(), "realtime": Level()}
@@ -168,6 +153,7 @@ class Gateway:
         return {
             **{kind: level.report() for kind, level in self.levels.items()},
             "arrived": self._counts["arrived"],
+            "direct": self._counts["direct"],
             "answers": {key: count for key, count in sorted(self._counts.items()) if key.isdigit()},
             "gone": self._counts["gone"],
             "broken": self._counts["broken"],
@@ -186,22 +172,36 @@ class Gateway:
         if exchange.method == "GET" and exchange.target.partition("?")[0] == "/v1/models" and self.endpoints:
             exchange.answer(200, self.servers.union(), [("content-type", "application/json")])
             return
+        entry = self._logged(exchange)
+        self._counts["arrived"] += 1
+        if entry.id:
+            self._arrivals[entry.id] += 1
+        self._level(entry).add(1, entry.arrived_at)
+        self._begin(exchange, entry)
+
+    def straight(self, exchange: Exchange, number: int) -> None:
+        """A request comes to this server past the gateway: none of its faults, its counts and its ways."""
+        entry = self._logged(exchange)
+        entry.direct, entry.model_server = True, number
+        self._counts["direct"] += 1
+        self._begin(exchange, entry)
+
+    def _logged(self, exchange: Exchange) -> LogEntry:
         headers = exchange.headers
         objective = headers.get(OBJECTIVE) or headers.get(OLD_OBJECTIVE)
         tenant = headers.get(FAIRNESS_ID) or headers.get(OLD_FAIRNESS_ID, "")
-        id_ = headers.get(REQUEST_ID, "")
         self._number += 1
+        id_ = headers.get(REQUEST_ID, "")
         entry = LogEntry(self._number, id_, objective != "realtime", tenant, time.monotonic())
         self.log.append(entry)
-        self._counts["arrived"] += 1
-        if id_:
-            self._arrivals[id_] += 1
-        self._level(entry).add(1, entry.arrived_at)
+        return entry
+
+    def _begin(self, exchange: Exchange, entry: LogEntry) -> None:
         exchange.on_gone = lambda: self._end(entry, 0)
         try:
-            payload, how = self._how(exchange, tenant)
+            payload, how = self._how(exchange, entry)
         except msgspec.MsgspecError as error:
-            self._answer(exchange, entry, _text(400, f"inference error: BadRequest - {error}"))
+            self._answer(exchange, entry, plain_text(400, f"inference error: BadRequest - {error}"))
             return
         if how.kind == "reset":
             exchange.reset()
@@ -209,19 +209,20 @@ class Gateway:
         else:
             self._travel(self._enter, exchange, entry, payload, how)
 
-    def _travel(self, then: Callable[..., None], *what: Any) -> None:
-        if self.path_s > 0:
-            self._loop.call_later(self.path_s, then, *what)
+    def _travel(self, then: Callable[..., None], exchange: Exchange, entry: LogEntry, *what: Any) -> None:
+        if self.path_s > 0 and not entry.direct:
+            self._loop.call_later(self.path_s, then, exchange, entry, *what)
         else:
-            then(*what)
+            then(exchange, entry, *what)
 
-    def _how(self, exchange: Exchange, tenant: str) -> tuple[_Payload | None, Answer]:
+    def _how(self, exchange: Exchange, entry: LogEntry) -> tuple[_Payload | None, Answer]:
         """How this request is to be answered: as the gateway's fault has it, or else as it asks itself."""
-        fault, payload = self._fault, None
+        fault, tenant, payload = self._fault, entry.tenant, None
         if exchange.method == "POST" and (self.seconds is None or b'"sim"' in exchange.body):
             payload = msgspec.json.decode(exchange.body, type=_Payload)
         if (
-            fault.answer is not None
+            not entry.direct
+            and fault.answer is not None
             and self._fault_left != 0
             and (not fault.match or fault.match in tenant or fault.match.encode() in exchange.body)
             and (fault.share >= 1.0 or self._random.random() < fault.share)
@@ -238,13 +239,24 @@ class Gateway:
         if how.kind == "status":
             self._travel(self._answer, exchange, entry, how)
         elif exchange.method != "POST":  # a model server answers it at once, and runs nothing
-            self._travel(self._answer, exchange, entry, _text(405, "Method Not Allowed"))
-        elif not self.endpoints:
+            self._travel(self._answer, exchange, entry, plain_text(405, "Method Not Allowed"))
+        elif entry.direct:
+            self._submit(exchange, entry, payload, how)
+        elif not self.endpoints or (number := self.servers.pick(self._named(exchange))) is None:
             reason = "rejected-no-endpoints"
-            refusal = _text(503, "inference error: ServiceUnavailable - no endpoint available", reason)
+            refusal = plain_text(503, "inference error: ServiceUnavailable - no endpoint available", reason)
             self._travel(self._answer, exchange, entry, refusal)
         else:
+            entry.model_server = number
             self._submit(exchange, entry, payload, how)
+
+    def _named(self, exchange: Exchange) -> set[int] | None:
+        """The servers that the request names; None: it may go to any."""
+        named = exchange.headers.get(self.subset_header) if self.subset_header else None
+        if named is None:
+            return None
+        labels = self.labels()
+        return {labels[label] for each in named.split(",") if (label := each.strip()) in labels}
 
     def _submit(self, exchange: Exchange, entry: LogEntry, payload: _Payload | None, how: Answer) -> None:
         seconds = self.seconds if how.seconds is None else how.seconds
@@ -255,7 +267,8 @@ class Gateway:
             )
 
         wanted = payload.max_tokens if payload is not None else None
-        met = self.servers.meet(exchange.body)
+        met = self.servers.meet(entry.model_server, exchange.body)
+        entry.model = met.model
         if met.unknown:
             refusal = Answer(kind="status", status=404, body=not_found(met.model))
             self._travel(self._answer, exchange, entry, refusal)
@@ -274,12 +287,13 @@ class Gateway:
             on_finish=finished,
         )
         if not self._pool.submit(job):
-            refusal = _text(429, "inference error: ResourceExhausted - saturated", self._drop_reason)
+            reason = "" if entry.direct else self._drop_reason
+            refusal = plain_text(429, "inference error: ResourceExhausted - saturated", reason)
             self._travel(self._answer, exchange, entry, refusal)
             return
 
         self.servers.warmed(met)
-        entry.model_server = met.number
+        entry.cold = met.cold_s > 0
         entry.server = self.prefixes.read(exchange.body, exchange.headers.get(SESSION_TOKEN, ""))
 
         def gone() -> None:
@@ -294,9 +308,9 @@ class Gateway:
         return drawn(random.Random(f"{self._seed}:{id_}"))
 
     def _answer(self, exchange: Exchange, entry: LogEntry, how: Answer, generated: int = 0) -> None:
-        if not exchange.open or self._fault.listener == "blackhole":
+        if not exchange.open or (self._fault.listener == "blackhole" and not entry.direct):
             return  # in the hole the connection stays as it is; it ends when the hole does
-        headers, body, stream = _content(exchange, entry, how, generated)
+        headers, body, stream = content(exchange, entry.id, entry.server, how, generated)
         start = head(how.status, headers, None if stream else len(body))
         if how.kind in ("cut", "slow"):
             half = len(body) // 2
@@ -322,6 +336,8 @@ class Gateway:
     def _end(self, entry: LogEntry, status: int) -> None:
         entry.status = status
         entry.ended_at = time.monotonic()
+        if entry.direct:
+            return
         self._level(entry).add(-1, entry.ended_at)
         self._counts[{0: "gone", -1: "broken"}.get(status) or str(status)] += 1
         if status == 200 and entry.id:
@@ -329,55 +345,3 @@ class Gateway:
 
     def _level(self, entry: LogEntry) -> Level:
         return self.levels["batch" if entry.batch else "realtime"]
-
-
-def _text(status: int, body: str, reason: str = "") -> Answer:
-    return Answer(kind="status", status=status, body=body, reason=reason)
-
-
-def _content(
-    exchange: Exchange, entry: LogEntry, how: Answer, generated: int
-) -> tuple[list[tuple[str, str]], bytes, bool]:
-    """Headers and body of an answer, and whether the body is chunked."""
-    headers = [(SESSION_TOKEN, entry.server)] if entry.server else []
-    if how.reason:
-        headers.append((DROP_REASON, how.reason))
-    if how.retry_after:
-        headers.append(("retry-after", how.retry_after))
-    if how.echo:
-        body, kind = exchange.body, "application/json"
-    elif how.body is not None or how.kind == "status":
-        body = (how.body or "").encode()
-        kind = "application/json" if body.startswith(b"{") else "text/plain"
-    elif how.events:
-        parts = [f'data: {{"id":"{entry.id}","choices":[{{"text":"t{n}"}}]}}\n\n' for n in range(how.events)]
-        parts.append("data: [DONE]\n\n")
-        headers.append(("content-type", "text/event-stream"))
-        return headers, b"".join(chunk(part.encode()) for part in parts) + chunk(b""), True
-    else:
-        body, kind = (
-            _completion(entry.id, how.answer_bytes, len(exchange.body) // 4, generated),
-            "application/json",
-        )
-    if body:
-        headers.append(("content-type", kind))
-    if how.gzip:
-        headers.append(("content-encoding", "gzip"))
-        body = gzip.compress(body, mtime=0)
-    return headers, body, False
-
-
-def _completion(id_: str, length: int, read: int, generated: int) -> bytes:
-    text = "x" * length or "ok"
-    return msgspec.json.encode(
-        {
-            "id": id_,
-            "object": "text_completion",
-            "choices": [{"index": 0, "text": text, "finish_reason": "stop"}],
-            "usage": {
-                "prompt_tokens": read,
-                "completion_tokens": generated,
-                "total_tokens": read + generated,
-            },
-        }
-    )

@@ -9,21 +9,19 @@ prints one line of JSON with the three URLs once it listens, and runs until SIGT
 a field of `Config`. `POST <control>/control` takes a `Control`, `GET <control>/observed` tells what happened,
 `GET <control>/log?after=N` each request. The three listeners fail apart from each other. Beside the picker's
 `/metrics`, each model server has its own page: `/servers/0/metrics`, and so on to the last of `--endpoints`;
-and its list of models: `/servers/0/v1/models`. The gateway has the lists of all at `/v1/models`.
+its list of models, `/servers/0/v1/models`; and it takes requests straight, at `/servers/0/v1/completions`,
+`…/v1/chat/completions`, `…/v1/embeddings`. The gateway has the lists of all at `/v1/models`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import hmac
 import signal
 import ssl
 import sys
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs, urlsplit
@@ -31,15 +29,16 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 from msgspec import Meta
 
-from dispatcher.standin.gateway import Answer, Fault, Gateway, LogEntry
+from dispatcher.standin.gateway import Fault, Gateway, LogEntry
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
 from dispatcher.standin.prefixes import PrefixServers
+from dispatcher.standin.replies import Answer
+from dispatcher.standin.serverports import ServerPorts
 from dispatcher.standin.serving import Adapter, ModelServers, Roll, parse_models
 from dispatcher.standin.shapes import parse_steps
 from dispatcher.standin.trace import TraceError, load
 from dispatcher.standin.traffic import Realtime
-from dispatcher.standin.vllm import page as server_page
 from dispatcher.standin.wire import Exchange, Server
 
 __all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
@@ -106,6 +105,21 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(description="So much longer the first request to a model takes on each server, in seconds."),
     ] = 0.0
+    subset_header: Annotated[
+        str,
+        Meta(
+            description="By this header a request says to which model servers alone it may go: as "
+            "host:port/servers/N, or as host:port where they are apart. Where none of them is there: 503."
+        ),
+        "no header says so",
+    ] = ""
+    apart: Annotated[
+        bool,
+        Meta(
+            description="Each model server has an address of its own, too (`servers` in the line of JSON), "
+            "which refuses connections while it is gone."
+        ),
+    ] = False
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
@@ -164,6 +178,8 @@ class Control(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     roll: Roll | msgspec.UnsetType = msgspec.UNSET
     adapter: Adapter | msgspec.UnsetType = msgspec.UNSET
     cold_s: float | msgspec.UnsetType = msgspec.UNSET
+    subset_header: str | msgspec.UnsetType = msgspec.UNSET
+    """empty: no header says where a request may go."""
     lists: Literal["ok", "hang", "error", "garbage", "unauthorized"] | msgspec.UnsetType = msgspec.UNSET
     """How each server answers who asks for its list."""
     kill_server: str = ""
@@ -183,8 +199,6 @@ class LiveWorld:
     control_url: str
 
     def __init__(self, config: Config) -> None:
-        self.scraped_at: deque[float] = deque(maxlen=10_000)
-        """When the newest pages were handed out."""
         self._config = config
         self._slots = config.slots
         declared = config.slots if config.declared is None else config.declared
@@ -201,9 +215,7 @@ class LiveWorld:
             kv_at_full=config.kv_at_full,
         )
         self.pool = Pool(config.slots, config.queue_limit, self._look, self.epp.answered)
-        self.servers = ModelServers(
-            config.endpoints, parse_models(config.models), config.cold_s, self._resize
-        )
+        self.servers = ModelServers(config.endpoints, parse_models(config.models), config.cold_s, self._moved)
         self.gateway = Gateway(
             self.pool,
             config.host,
@@ -221,19 +233,29 @@ class LiveWorld:
         self.realtime = Realtime(self.pool, seconds=config.realtime_seconds, seed=config.seed)
         self._steps = parse_steps(config.steps)
         self._trace = load(Path(config.trace), slots=config.slots, seed=config.seed) if config.trace else None
-        self._metrics = self._lists = "ok"
-        self._frozen: dict[str, bytes] = {}
-        self._exporter = Server(self._scrape, config.host, config.metrics_port)
+        self.ports = ServerPorts(
+            config.host,
+            config.metrics_port,
+            epp=self.epp,
+            pool=self.pool,
+            servers=self.servers,
+            gateway=self.gateway,
+            kv_at_full=config.kv_at_full,
+            token=config.metrics_token,
+            apart=config.apart,
+        )
+        self.gateway.subset_header = config.subset_header.lower()
+        self.gateway.labels = lambda: self.ports.addresses
         self._desk = Server(self._command, config.host, config.control_port)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> LiveWorld:
         config = self._config
-        for server in (self.gateway.server, self._exporter, self._desk):
+        for server in (self.gateway.server, self.ports, self._desk):
             await server.open()
         scheme = "https" if config.tls_cert else "http"
         self.gateway_url = f"{scheme}://{config.host}:{self.gateway.server.port}"
-        self.metrics_url = f"http://{config.host}:{self._exporter.port}/metrics"
+        self.metrics_url = f"http://{config.host}:{self.ports.server.port}/metrics"
         self.control_url = f"http://{config.host}:{self._desk.port}"
         self._resize()
         self._spawn(self.epp.flush_averages())
@@ -247,7 +269,7 @@ class LiveWorld:
         for task in self._tasks:
             task.cancel()
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in (self.gateway.server, self._exporter, self._desk):
+        for server in (self.gateway.server, self.ports, self._desk):
             await server.close()
         for result in ended:
             if isinstance(result, Exception):
@@ -257,12 +279,13 @@ class LiveWorld:
         """Change the world; when this returns it is changed."""
         unset = msgspec.UNSET
         self._shape(control)
+        await self.ports.follow()
         if control.realtime is not unset:
             self.realtime.hold(control.realtime)
         if control.flush:
             self.epp.flush()
         if control.metrics is not unset:
-            await self._break_metrics(control.metrics)
+            await self.ports.break_(control.metrics)
         if control.gateway is not unset:
             await self.gateway.break_(control.gateway)
         self.gateway.prefixes.kill(control.kill_server)
@@ -295,8 +318,10 @@ class LiveWorld:
         unset = msgspec.UNSET
         if control.cold_s is not unset:
             self.servers.cold_s = control.cold_s
+        if control.subset_header is not unset:
+            self.gateway.subset_header = control.subset_header.lower()
         if control.lists is not unset:
-            self._lists = control.lists
+            self.ports.lists = control.lists
         if control.models is not unset:
             self.servers.serve(control.models)
         if control.adapter is not unset:
@@ -311,12 +336,16 @@ class LiveWorld:
             "gateway": self.gateway.report(),
             "pool": self.pool.report(),
             "models": self.servers.report(),
-            "scrapes": len(self.scraped_at),
-            "scraped_at": self.scraped_at[-1] if self.scraped_at else None,
+            **self.ports.report(),
         }
 
     def _look(self) -> None:
         self.epp.watch(self.pool)
+
+    def _moved(self) -> None:
+        """Servers have gone or come back."""
+        self._resize()
+        self._spawn(self.ports.follow())
 
     def _resize(self) -> None:
         self.epp.endpoints = len(self.servers.present)
@@ -329,72 +358,6 @@ class LiveWorld:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(coroutine))
-
-    async def _break_metrics(self, kind: str) -> None:
-        if kind == "frozen" and self._metrics != "frozen":
-            self._frozen = {path: make() for path, make in self._pages().items()}
-        was, self._metrics = self._metrics, kind
-        if kind == "gone":
-            await self._exporter.close()
-        elif was == "gone":
-            await self._exporter.open()
-
-    def _pages(self) -> dict[str, Callable[[], bytes]]:
-        """The pages by path; a model server that went away has none."""
-        present, kv_at_full = self.servers.present, self._config.kv_at_full
-        own = {
-            f"/servers/{number}/metrics": partial(
-                server_page,
-                self.pool,
-                place,
-                len(present),
-                kv_at_full=kv_at_full,
-                adapters=self.servers.adapters(number),
-            )
-            for place, number in enumerate(present)
-        }
-        return {"/metrics": self.epp.page, **own}
-
-    def _list(self, exchange: Exchange, number: int) -> None:
-        """A server is asked for its models. One that is gone breaks the connection."""
-        listing = self.servers.listing(number)
-        if listing is None:
-            exchange.reset()
-        elif self._lists != "hang":
-            status, body = {
-                "ok": (200, listing),
-                "error": (500, b"internal error"),
-                "garbage": (200, b"<html>sign in</html>"),
-                "unauthorized": (401, b'{"error":"Unauthorized"}'),
-            }[self._lists]
-            exchange.answer(status, body, [("content-type", "application/json")])
-
-    def _scrape(self, exchange: Exchange) -> None:
-        path = exchange.target.partition("?")[0]
-        if (number := self.servers.listed_by(path)) is not None:
-            self._list(exchange, number)
-            return
-        self.scraped_at.append(time.monotonic())
-        bearer = f"Bearer {self._config.metrics_token}"
-        refused = bool(self._config.metrics_token) and not hmac.compare_digest(
-            exchange.headers.get("authorization", "").encode(), bearer.encode()
-        )
-        kind = "unauthorized" if refused else self._metrics
-        make = self._pages().get(path)
-        if make is None:
-            exchange.answer(404, b"404 page not found\n")
-            return
-        if kind == "hang":
-            return
-        status, page = {
-            "ok": (200, make),
-            "frozen": (200, lambda: self._frozen.get(path, b"")),
-            "garbage": (200, lambda: b"<html>\n{not metrics} 1 2 3 4\n</html>\n"),
-            "empty": (200, lambda: b""),
-            "error": (500, lambda: b"internal error\n"),
-            "unauthorized": (401, lambda: b"Unauthorized\n"),
-        }[kind]
-        exchange.answer(status, page(), [("content-type", "text/plain; version=0.0.4; charset=utf-8")])
 
     def _command(self, exchange: Exchange) -> None:
         """The control side. It must answer whatever is broken elsewhere."""
@@ -462,7 +425,12 @@ async def serve(config: Config) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with LiveWorld(config) as world:
-        urls = {"gateway": world.gateway_url, "metrics": world.metrics_url, "control": world.control_url}
+        urls = {
+            "gateway": world.gateway_url,
+            "metrics": world.metrics_url,
+            "control": world.control_url,
+            "servers": world.ports.urls,
+        }
         sys.stdout.write(msgspec.json.encode(urls).decode() + "\n")
         sys.stdout.flush()
         await stop.wait()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ import msgspec
 ANY = "m"
 """What is listed where any name is served."""
 _LISTS = re.compile(r"/servers/([0-9]{1,6})/v1/models")
+_ASKS = re.compile(r"/servers/([0-9]{1,6})/v1/(?:chat/completions|completions|embeddings)")
 
 
 class Roll(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +50,8 @@ class _ServerState:
     gone: bool = False
     warm: set[str] = field(default_factory=set)
     """Models that had a request since the server began to serve them."""
+    picked: int = 0
+    """Which of all picks it was that chose it last."""
 
 
 class _Named(msgspec.Struct):
@@ -59,7 +62,8 @@ _decode = msgspec.json.Decoder(_Named).decode
 
 
 class ModelServers:
-    """So many model servers, behind a picker that takes them in turn and looks at no model.
+    """So many model servers, behind a picker that takes them in turn, of those that a request names where it
+    names some, and looks at no model.
 
     `models`: of each server, the last for those after it; None: any name is served. `cold_s`: so much longer
     the first request to a model takes on each server. `changed` is called when servers go or come back.
@@ -76,7 +80,7 @@ class ModelServers:
         self._changed = changed
         self._servers: list[_ServerState] = []
         self._given: Sequence[Sequence[str]] = [[]]
-        self._turn = 0
+        self._picks = 0
         self.lists = 0
         """So often any list was asked for."""
         self.unknown = 0
@@ -144,12 +148,22 @@ class ModelServers:
 
     # What a request meets.
 
-    def meet(self, body: bytes) -> _Met:
-        """A request comes to the next server in turn."""
-        if not (self._by_name or self.cold_s) or not (present := self.present):
+    def pick(self, among: Collection[int] | None = None) -> int | None:
+        """The server whose turn it is, of those; -1: all are alike; None: none of those is there."""
+        if among is None and not (self._by_name or self.cold_s):
+            return -1
+        there = [number for number in self.present if among is None or number in among]
+        if not there:
+            return -1 if among is None else None
+        number = min(there, key=lambda each: self._servers[each].picked)
+        self._picks += 1
+        self._servers[number].picked = self._picks
+        return number
+
+    def meet(self, number: int, body: bytes) -> _Met:
+        """A request comes to the server with this number; -1: to any."""
+        if not 0 <= number < len(self._servers):
             return _NOTHING
-        number = present[self._turn % len(present)]
-        self._turn += 1
         server = self._servers[number]
         try:
             model = _decode(body).model
@@ -170,6 +184,11 @@ class ModelServers:
     def listed_by(self, path: str) -> int | None:
         """The number of the server whose list lies at a path."""
         found = _LISTS.fullmatch(path)
+        return int(found[1]) if found else None
+
+    def asked_at(self, path: str) -> int | None:
+        """The number of the server that takes requests at a path."""
+        found = _ASKS.fullmatch(path)
         return int(found[1]) if found else None
 
     def listing(self, number: int) -> bytes | None:

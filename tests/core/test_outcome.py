@@ -285,3 +285,11 @@ def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None
 def test_what_was_not_sent_goes_back_to_its_place_and_counts_nothing() -> None:
     assert decide(Unsent()) == Retry(undelivered=True)
     assert decide(Unreachable("refused", rest_s=3.0)) == Retry(3.0, undelivered=True)
+
+
+@pytest.mark.parametrize(("status", "body"), [(401, b"who"), (404, b""), (503, b"loading")])
+def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
+    for who, more in (("the gateway", {}), ("10.0.0.1:8000", {"who": "10.0.0.1:8000"})):
+        outcome = classify(status, {}, body, 0.0, **more)
+        assert isinstance(outcome, Failed)
+        assert outcome.why.startswith(f"{who} answered {status}")

@@ -56,7 +56,13 @@ class Entry:
     server: str = ""
     """The model server that it went to."""
     model_server: int = -1
-    """The one that was chosen by its model; -1: none was."""
+    """The number of that to which it came; -1: any will do, or it came to none."""
+    model: str = ""
+    """What it asked that one for."""
+    cold: bool = False
+    """It was the first that asked for it there, and took so much longer."""
+    direct: bool = False
+    """It came to the server past the gateway."""
 
 
 @dataclass
@@ -66,6 +72,8 @@ class World:
     gateway: str
     metrics: str
     http: httpx.Client = field(repr=False)
+    servers: Sequence[str] = ()
+    """URLs of the model servers' own addresses, in a world where they are `apart`."""
 
     def control(self, **changes: Any) -> dict[str, Any]:
         """Change the world (a `Control`), and return when it is changed; what the observer saw so far."""
@@ -346,7 +354,7 @@ class Stage:
         assert line, (self._folder / f"world-{self._worlds}.log").read_text()
         urls = json.loads(line)
         http = self._stack.enter_context(httpx.Client(base_url=urls["control"], timeout=10.0))
-        return World(urls["gateway"], urls["metrics"], http)
+        return World(urls["gateway"], urls["metrics"], http, urls["servers"])
 
     def settings(
         self, world: World, *, max_sys: int | None = 32, **sections: Mapping[str, Any] | Sequence[Any]

@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import Any
 
 import aiohttp
 import pytest
 
+from dispatcher.core.outcome import Delivered
+from dispatcher.core.request import Request
 from dispatcher.core.served import Listing
+from dispatcher.forward import DirectServers, HttpGateway
+from dispatcher.peer import nobody_listens
 from dispatcher.settings import Settings, parse
 from dispatcher.signals.cluster import NO_CLUSTER
 from dispatcher.signals.exposition import Page
@@ -52,6 +56,24 @@ class Visitor:
         page = Page(["vllm:lora_requests_info"])
         page.feed(body)
         return waiting_adapters(page.close())
+
+    async def send(
+        self, model: str, *, to: str | None = None, straight: str = "", path: str = "/v1/completions"
+    ) -> int:
+        """The status that a request gets which may go `to` these alone, or goes straight to a URL."""
+        headers = {} if to is None else {"X-Subset": to}
+        url = (straight or self._world.gateway_url) + path
+        body = {"model": model, "input": "hi"}
+        async with self._http.post(url, json=body, headers=headers) as reply:
+            await reply.read()
+            return reply.status
+
+    def server(self, number: int) -> str:
+        """The URL of a model server."""
+        return self._world.metrics_url.replace("/metrics", f"/servers/{number}")
+
+    def labels(self, *numbers: int) -> str:
+        return ",".join(self.server(number).removeprefix("http://") for number in numbers)
 
     async def post(self, model: str | None) -> tuple[int, Any]:
         body = {"prompt": "hi"} | ({} if model is None else {"model": model})
@@ -112,7 +134,7 @@ async def test_the_server_whose_turn_it_is_answers_404_for_what_it_does_not_serv
                 "code": 404,
             }
         }
-        assert [entry.model_server for entry in world.gateway.log] == [-1, 1, -1, 1]
+        assert [entry.model_server for entry in world.gateway.log] == [0, 1, 0, 1]
         assert (await visitor.post(None))[0] == 200, "vLLM takes its own model where none is named"
         assert world.observed()["models"]["unknown"] == 2
         assert world.pool.report()["finished"]["batch"] == 3
@@ -233,3 +255,191 @@ def test_models_of_the_command_line() -> None:
     assert parse_models("") is None
     assert parse_models("a") == [["a"]]
     assert parse_models("a, b;;c") == [["a", "b"], [], ["c"]]
+
+
+# Where a request goes that says where it may go, and one that comes straight.
+
+
+def servers(world: LiveWorld, after: int = 0) -> list[int]:
+    """The servers that requests came to, as the log has them."""
+    return [entry.model_server for entry in world.gateway.log if entry.number > after]
+
+
+async def test_a_request_that_names_servers_goes_to_those_alone_and_in_turn(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with LiveWorld(Config(seconds=0.0, endpoints=4, subset_header="X-Subset")) as world:
+        visitor = Visitor(http, world)
+        for _ in range(4):
+            assert await visitor.send("m", to=visitor.labels(3, 1)) == 200
+            assert await visitor.send("m", to=f" {visitor.labels(0)} , 10.0.0.9:80") == 200
+        assert servers(world) == [1, 0, 3, 0, 1, 0, 3, 0]
+        assert await visitor.send("m") == 200
+        assert servers(world)[-1] == -1, "who names none goes anywhere"
+        await world.control(Control(models=[["m"]]))
+        before = world.gateway.log[-1].number
+        assert [await visitor.send("m") for _ in range(4)] == [200] * 4
+        assert sorted(servers(world, before)) == [0, 1, 2, 3]
+
+
+async def test_a_request_for_servers_that_are_not_there_is_answered_as_a_picker_does(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with LiveWorld(Config(seconds=0.0, endpoints=2, models="a", subset_header="x-subset")) as world:
+        visitor = Visitor(http, world)
+        for named in ("", "10.0.0.9:80", visitor.labels(7)):
+            assert await visitor.send("a", to=named) == 503
+        assert servers(world) == [-1] * 3
+        await world.control(Control(roll=Roll(to=["a"], gone_s=20.0)))
+        await wait_until(lambda: world.servers.present == [1])
+        assert await visitor.send("a", to=visitor.labels(0)) == 503
+        assert await visitor.send("a", to=visitor.labels(0, 1)) == 200
+        await world.control(Control(subset_header=""))
+        assert await visitor.send("a", to="10.0.0.9:80") == 200, "it is a header like any other"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/embeddings"])
+async def test_a_server_takes_requests_straight_and_the_log_says_so(
+    http: aiohttp.ClientSession, path: str
+) -> None:
+    async with LiveWorld(Config(seconds=0.0, endpoints=2, models="a;b", path_s=0.0)) as world:
+        visitor = Visitor(http, world)
+        await world.control(Control(cold_s=0.05))
+        assert await visitor.send("b", straight=visitor.server(1), path=path) == 200
+        assert await visitor.send("b", straight=visitor.server(1), path=path) == 200
+        assert await visitor.send("a", straight=visitor.server(1), path=path) == 404
+        assert await visitor.send("b", to="anything", path=path) == 404, "its turn is the first one's"
+        assert await visitor.send("b", path=path) == 200
+        log = [
+            (each.direct, each.model_server, each.model, each.cold, each.status) for each in world.gateway.log
+        ]
+        assert log == [
+            (True, 1, "b", True, 200),
+            (True, 1, "b", False, 200),
+            (True, 1, "a", False, 404),
+            (False, 0, "b", False, 404),
+            (False, 1, "b", False, 200),
+        ]
+        report = world.gateway.report()
+        assert (report["arrived"], report["direct"], report["answers"]) == (2, 3, {"200": 1, "404": 1})
+        assert report["batch"]["now"] == 0
+        assert world.pool.report()["finished"]["batch"] == 3
+
+
+async def test_what_is_wrong_with_the_gateway_does_not_meet_who_comes_straight(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with LiveWorld(Config(seconds=0.0, slots=1, queue_limit=0, path_s=30.0)) as world:
+        visitor = Visitor(http, world)
+        broken = Fault(answer=Answer(kind="status", status=500))
+        for fault in (broken, Fault(listener="blackhole"), Fault(listener="refuse"), None):
+            await world.control(Control(gateway=fault))
+            assert await visitor.send("m", straight=visitor.server(0)) == 200
+        with pytest.raises(aiohttp.ClientError):
+            await visitor.send("m", straight=visitor.server(3))
+        async with http.get(f"{visitor.server(0)}/v1/completions") as reply:
+            assert reply.status == 405
+        await world.control(Control(seconds=30.0))
+        waiting = asyncio.create_task(visitor.send("m", straight=visitor.server(0)))
+        await wait_until(lambda: world.pool.running == 1)
+        assert await visitor.send("m", straight=visitor.server(0)) == 429
+        waiting.cancel()
+        await wait_until(lambda: world.pool.running == 0)
+        assert world.gateway.log[-2].status == 0, "its client went away"
+
+
+async def test_a_server_that_was_replaced_is_cold_again_and_breaks_connections_while_it_is_gone(
+    http: aiohttp.ClientSession,
+) -> None:
+    async with LiveWorld(Config(seconds=0.0, endpoints=2, models="a", cold_s=0.01)) as world:
+        visitor = Visitor(http, world)
+        assert [await visitor.send("a", straight=visitor.server(0)) for _ in range(2)] == [200, 200]
+        await world.control(Control(roll=Roll(to=["a"], gone_s=0.3, pause_s=30.0)))
+        await wait_until(lambda: world.servers.present == [1])
+        with pytest.raises(aiohttp.ClientError):
+            await visitor.send("a", straight=visitor.server(0))
+        await wait_until(lambda: world.servers.present == [0, 1])
+        assert await visitor.send("a", straight=visitor.server(0)) == 200
+        assert [entry.cold for entry in world.gateway.log] == [True, False, True]
+
+
+async def test_embeddings_are_vectors_one_for_each_text(http: aiohttp.ClientSession) -> None:
+    async with LiveWorld(Config(seconds=0.0)) as world:
+        url = Visitor(http, world).server(0)
+        asked = {"model": "m", "input": ["one", "two"]}
+        async with http.post(f"{url}/v1/embeddings", json=asked) as reply:
+            told = await reply.json()
+        assert [item["index"] for item in told["data"]] == [0, 1]
+        async with http.post(f"{url}/v1/embeddings", json={"model": "m"}) as reply:
+            assert reply.status == 200, "what it cannot read it answers as anything else"
+
+
+async def test_servers_apart_have_addresses_of_their_own_where_nobody_listens_while_they_are_gone(
+    http: aiohttp.ClientSession,
+) -> None:
+    config = Config(seconds=0.0, endpoints=2, models="a;b", apart=True, subset_header="x-subset")
+    async with LiveWorld(config) as world:
+        visitor = Visitor(http, world)
+        one, two = world.ports.urls
+        for url, model in ((one, "a"), (two, "b")):
+            status, body = await visitor.get(f"{url}/v1/models")
+            assert (status, read_list(body).names) == (200, (model,))
+            assert (await visitor.get(f"{url}/metrics"))[0] == 200
+            assert await visitor.send(model, straight=url) == 200
+            assert await visitor.send(model, to=url.removeprefix("http://")) == 200
+        assert servers(world) == [0, 0, 1, 1]
+
+        async def listens(url: str) -> bool:
+            try:
+                return (await visitor.get(f"{url}/v1/models"))[0] == 200
+            except aiohttp.ClientConnectorError as error:
+                return not nobody_listens(error)
+
+        await world.control(Control(roll=Roll(to=["c"], gone_s=0.5, pause_s=30.0)))
+        await wait_until(lambda: not_(listens(one)))
+        assert await listens(two)
+        assert await visitor.send("a", to=one.removeprefix("http://")) == 503
+        await wait_until(lambda: listens(one))
+        assert await visitor.send("c", straight=one) == 200
+        await world.control(Control(endpoints=1))
+        assert not await listens(two)
+        await world.control(Control(endpoints=3))
+        assert world.ports.urls[:2] == [one, two], "each keeps its address"
+        assert [await listens(url) for url in world.ports.urls] == [True] * 3
+
+
+async def not_(asked: Awaitable[bool]) -> bool:
+    return not await asked
+
+
+@pytest.mark.parametrize("own", [False, True])
+async def test_what_the_dispatcher_sends_straight_or_directed_comes_where_it_is_meant(own: bool) -> None:
+    """By the names that its listings have for the servers, at shared and at their own addresses."""
+    config = Config(seconds=0.0, endpoints=2, models="a", apart=True, subset_header="x-subset")
+    async with LiveWorld(config) as world:
+        base = world.metrics_url.removesuffix("/metrics")
+        urls = world.ports.urls if own else [f"{base}/servers/{number}/v1/models" for number in range(2)]
+        asks = f"gateway: {{url: '{world.gateway_url}'}}\nserving: {{observe: endpoints, urls: {urls}}}\n"
+        settings = parse(asks, {})
+        assert isinstance(settings, Settings)
+        told: list[Sequence[Listing]] = []
+        watch = ModelWatch(settings, told.append, access=NO_CLUSTER)
+        direct = DirectServers(watch.server, lambda: 1 << 20)
+        gateway = HttpGateway(settings.gateway, subset_header="x-subset")
+        running = asyncio.create_task(watch.run())
+        try:
+            await wait_until(lambda: told)
+            deadline = asyncio.get_running_loop().time() + 20
+            for name in (listing.endpoint for listing in told[0]):
+                found = await direct.post(name, "/v1/completions", b'{"model":"a"}', deadline=deadline)
+                assert isinstance(found, Delivered), found
+                request = Request("r", 10**10, b'{"model":"a"}', endpoints=name)
+                sent = await gateway.forward(request, token=name, deadline=deadline)
+                assert isinstance(sent.outcome, Delivered), sent
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            await direct.aclose()
+            await gateway.aclose()
+        assert servers(world) == [0, 0, 1, 1]
+        assert [each.direct for each in world.gateway.log] == [True, False, True, False]
