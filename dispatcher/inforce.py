@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.served import ModelTerms, WhenAbsent
+from dispatcher.core.versions import FamilyTerms, Pin, Transition, VersionPolicy
 from dispatcher.dispatch import Options, SequenceOptions
+from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.settings import Settings
+from dispatcher.settings.families import ModelSettings
+from dispatcher.settings.warmups import WarmupFiles
 
 
-def options_of(settings: Settings, *, observe: bool) -> Options:
-    """`observe`: decide and show everything, touch nothing."""
+def options_of(settings: Settings, warmups: WarmupFiles, *, observe: bool) -> Options:
+    """`warmups`: the files that the settings name. `observe`: decide and show everything, touch nothing."""
     retry, sequences = settings.retry, settings.sequences
     return Options(
         retry=RetryPolicy(retry.base_s, retry.max_s, retry.max_attempts, retry.max_deliveries),
@@ -28,6 +35,7 @@ def options_of(settings: Settings, *, observe: bool) -> Options:
             max_carry_bytes=sequences.max_carry_bytes,
         ),
         models=_model_terms(settings),
+        versions=_versions(settings, warmups),
         observe=observe,
     )
 
@@ -38,3 +46,30 @@ def _model_terms(settings: Settings) -> ModelTerms | None:
         return None
     named = {model.name: WhenAbsent(model.absent) for model in settings.models}
     return ModelTerms(named, WhenAbsent(settings.serving.absent))
+
+
+def _versions(settings: Settings, warmups: WarmupFiles) -> VersionOptions:
+    serving = settings.serving
+    families = [_family(model, warmups) for model in settings.models if model.is_family]
+    by = serving.warmup.by
+    return VersionOptions(
+        families=families if settings.observes_models else (),
+        steered=bool(serving.subset_header),
+        straight=None if by == "auto" else by == "endpoints",
+        warm_s=serving.warmup.timeout_s,
+    )
+
+
+def _family(model: ModelSettings, warmups: WarmupFiles) -> FamilyOptions:
+    terms = FamilyTerms(
+        name=model.name,
+        match=model.pattern,
+        policy=model.policy if model.match else VersionPolicy(everything=True),
+        transition=Transition(model.transition),
+        pin=Pin(model.pin),
+        weights=model.weights,
+        labels=model.labels,
+        warms=bool(model.warmup),
+    )
+    read = partial(asyncio.to_thread, warmups.requests, model.name) if model.warmup else None
+    return FamilyOptions(terms, read, model.warmup_required)

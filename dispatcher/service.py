@@ -102,7 +102,7 @@ class Service:
         self.journal = Journal(self.metrics)
         self._poll: SourcePoll | None = None
         self.limiter = Limiter(settings.policy(), at_most(settings.signals.use))
-        options = options_of(settings, observe=observe)
+        options = options_of(settings, self.warmups, observe=observe)
         self.servers = DirectServers(
             lambda endpoint: self.model_watch.server(endpoint),
             lambda: self.settings.gateway.max_response_bytes,
@@ -182,7 +182,7 @@ class Service:
         now = _now()
         self.limiter.settings(settings.policy(), now)
         self._tell_capacity(now)
-        self.dispatcher.reconfigure(options_of(settings, observe=self._observe))
+        self.dispatcher.reconfigure(options_of(settings, self.warmups, observe=self._observe))
         self.model_watch.reconfigure(settings)
         subset_header = settings.serving.subset_header
         if settings.gateway != before.gateway or subset_header != before.serving.subset_header:

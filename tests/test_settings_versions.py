@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.core.versions import VersionPolicy
 from dispatcher.settings import Settings, effective, parse
-from dispatcher.settings.families import VERSIONS_MOST, ModelSettings, WantedVersions
+from dispatcher.settings.families import VERSIONS_MOST, ModelSettings
 from dispatcher.settings.load import reload
 
 MINIMAL = "gateway: {url: http://gw}\n"
@@ -46,7 +47,7 @@ def test_a_model_that_is_only_named_has_no_versions() -> None:
     (model,) = settings("models: [{name: qwen}]").models
     assert model.pattern is None
     assert not model.is_family
-    assert (model.policy, model.transition, model.pin) == (WantedVersions(1), "availability", "request")
+    assert (model.policy, model.transition, model.pin) == (VersionPolicy(1), "availability", "request")
     assert (model.labels, model.weights, model.warmup, model.warmup_required) == ({}, {}, "", False)
 
 
@@ -58,7 +59,7 @@ def test_all_that_is_written_holds() -> None:
     met = model.pattern.fullmatch("qwen-v12")
     assert met is not None
     assert met["version"] == "12"
-    assert model.policy == WantedVersions(0, label="stable")
+    assert model.policy == VersionPolicy(label="stable")
     assert model.labels == {"stable": "2", "next": "v3"}
     assert (model.transition, model.pin, model.warmup_required) == ("resource", "job", True)
     assert model.weights == {"v3": 0.05, "qwen-v2": 0.95}
@@ -69,17 +70,17 @@ def test_all_that_is_written_holds() -> None:
 @pytest.mark.parametrize(
     ("written", "policy", "most", "shown"),
     [
-        ("latest", WantedVersions(1), 1, "latest"),
-        ("", WantedVersions(1), 1, "latest"),
-        ("all", WantedVersions(0, everything=True), None, "all"),
-        ("{latest: 1}", WantedVersions(1), 1, "latest"),
-        ("{latest: 2}", WantedVersions(2), 2, '{"latest": 2}'),
-        ('{specific: ["2", v3]}', WantedVersions(0, specific=("2", "v3")), 2, '{"specific": ["2", "v3"]}'),
-        ("{label: größte}", WantedVersions(0, label="größte"), 1, '{"label": "größte"}'),
+        ("latest", VersionPolicy(1), 1, "latest"),
+        ("", VersionPolicy(1), 1, "latest"),
+        ("all", VersionPolicy(everything=True), None, "all"),
+        ("{latest: 1}", VersionPolicy(1), 1, "latest"),
+        ("{latest: 2}", VersionPolicy(2), 2, '{"latest": 2}'),
+        ('{specific: ["2", v3]}', VersionPolicy(specific=("2", "v3")), 2, '{"specific": ["2", "v3"]}'),
+        ("{label: größte}", VersionPolicy(label="größte"), 1, '{"label": "größte"}'),
     ],
 )
 def test_a_policy_is_written_in_each_of_its_ways(
-    written: str, policy: WantedVersions, most: int | None, shown: str
+    written: str, policy: VersionPolicy, most: int | None, shown: str
 ) -> None:
     (model,) = settings(f"models: [{{{MATCH}, policy: {written}}}]").models
     assert (model.policy, model.policy.most, str(model.policy)) == (policy, most, shown)

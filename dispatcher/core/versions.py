@@ -13,11 +13,13 @@ What follows is in core/rollover.py.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from dispatcher.core.lanes import MODEL_BYTES
 
@@ -63,6 +65,27 @@ class VersionPolicy:
     """These, as an operator writes them."""
     label: str = ""
     """The one that has this label."""
+
+    @property
+    def most(self) -> int | None:
+        """How many can be wanted at once; None: any number."""
+        if self.label:
+            return 1
+        return len(self.specific) or (None if self.everything else self.latest)
+
+    def written(self) -> str | dict[str, Any]:
+        """As the settings have it."""
+        if self.label:
+            return {"label": self.label}
+        if self.specific:
+            return {"specific": list(self.specific)}
+        if self.everything:
+            return "all"
+        return "latest" if self.latest == 1 else {"latest": self.latest}
+
+    def __str__(self) -> str:
+        written = self.written()
+        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)

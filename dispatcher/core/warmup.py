@@ -6,7 +6,7 @@ lines. A file is taken whole or not at all: everything that is wrong with it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -16,6 +16,7 @@ from dispatcher.core import shapes
 from dispatcher.core.batching import BatchRule
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.plain import shortened
+from dispatcher.core.rewrite import with_model
 from dispatcher.core.routing import is_plain_path
 from dispatcher.core.shapes.fields import fields, text_of
 from dispatcher.core.shapes.part import NotUnderstoodError
@@ -221,7 +222,6 @@ def plan(
     requests: Sequence[WarmupRequest],
     rules: Sequence[BatchRule],
     model: str,
-    with_model: Callable[[bytes, str], bytes | None],
     *,
     most_bytes: int = FILE_BYTES_MOST,
 ) -> Iterator[WarmupCall]:
@@ -229,7 +229,7 @@ def plan(
     as it says, then merged with itself to the sizes that its rule for batching prefers.
 
     At most CALLS_MOST of the first kind, and MERGED_MOST of the other, each of at most about `most_bytes`. A
-    body in which `with_model` cannot name the model is left out. They are made one by one: merged ones may be
+    body in which the model cannot be replaced is left out. They are made one by one: merged ones may be
     large.
     """
     merged_left = MERGED_MOST

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,8 +37,8 @@ class FamilyOptions:
     """A model with versions, or with a warm-up."""
 
     terms: FamilyTerms
-    warmup: Sequence[WarmupRequest] = ()
-    """What is sent to what is cold; empty: nothing is."""
+    warmup: Callable[[], Awaitable[tuple[Sequence[WarmupRequest], str]]] | None = None
+    """Tells what is sent to what is cold, and why that may be out of date. None: nothing is sent."""
     required: bool = False
     """What was answered with errors stays cold."""
 

@@ -77,7 +77,7 @@ class Versions:
         self._told: dict[str, FamilyOptions] = {each.terms.name: each for each in options.versions.families}
         before, self._families = self._families, {}
         for name, told in self._told.items():
-            family = self._families[name] = before.get(name) or ModelFamily(told.terms, now())
+            family = self._families[name] = before.get(name) or ModelFamily(told.terms)
             family.reconfigure(told.terms)
         self._pins.clear()
         self.look()

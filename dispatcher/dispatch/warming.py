@@ -58,6 +58,8 @@ class WarmUp:
     errors: list[str] = field(default_factory=list)
     spent_s: float = 0.0
     """Waiting for answers."""
+    note: str = ""
+    """Why what is sent may be out of date."""
 
 
 class Warming:
@@ -166,15 +168,18 @@ class Warming:
                 calls=warm_up.calls,
                 spent_s=round(warm_up.spent_s, 3),
                 errors=len(errors),
-                why=errors[0] if errors else "",
+                why=errors[0] if errors else warm_up.note,
                 opens=not again,
             )
 
     async def _send(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Send it all. Whether it came to an end: nothing else may be said of an endpoint that is away."""
-        told = self._versions.told(family)
+        read = self._versions.told(family).warmup
+        if read is None:
+            return False
+        requests, warm_up.note = await read()
         most_s = self.options.versions.warm_s
-        for call in plan(told.warmup, self.options.batching, warm_up.version, self.options.path):
+        for call in plan(requests, self.options.batching, warm_up.version):
             while True:
                 if warm_up.spent_s >= most_s:
                     warm_up.errors.append(f"not done within {most_s:g} s")

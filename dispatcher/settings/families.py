@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -21,6 +19,7 @@ from pydantic import (
 )
 
 from dispatcher.core.lanes import MODEL_BYTES
+from dispatcher.core.versions import VersionPolicy
 from dispatcher.settings.expression import fault_of
 from dispatcher.settings.section import Section
 from dispatcher.settings.source import nearest
@@ -53,52 +52,27 @@ def model_name(name: str) -> str:
 ModelName = Annotated[Text, AfterValidator(model_name)]
 
 
-@dataclass(frozen=True, slots=True)
-class WantedVersions:
-    """Which of the versions that the pool serves are to be used. Exactly one of these says it."""
-
-    latest: int = 1
-    """So many of the newest; 0: another one says it."""
-    everything: bool = False
-    specific: tuple[str, ...] = ()
-    """These, as far as they are served."""
-    label: str = ""
-    """The one that goes by this label."""
-
-    @property
-    def most(self) -> int | None:
-        """How many can be open at once; None: any number."""
-        if self.everything:
-            return None
-        return self.latest or len(self.specific) or 1
-
-    def __str__(self) -> str:
-        """As it is written down."""
-        shown = _shown(self)
-        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
-
-
 _POLICIES = 'latest, all, {latest: 2}, {specific: ["2"]} or {label: stable}'
 
 
-def _policy(given: object) -> WantedVersions:
+def _policy(given: object) -> VersionPolicy:
     match given:
-        case WantedVersions():
+        case VersionPolicy():
             return given
         case None | "latest":
-            return WantedVersions()
+            return VersionPolicy()
         case "all":
-            return WantedVersions(latest=0, everything=True)
+            return VersionPolicy(everything=True)
         case {"latest": latest, **others} if not others:
             if isinstance(latest, bool) or not isinstance(latest, int) or latest < 1:
                 raise refuse("latest: must be a whole number, at least 1")
-            return WantedVersions(latest=latest)
+            return VersionPolicy(latest=latest)
         case {"specific": specific, **others} if not others:
-            return WantedVersions(latest=0, specific=_specific(specific))
+            return VersionPolicy(specific=_specific(specific))
         case {"label": label, **others} if not others:
             if not isinstance(label, str):
                 raise refuse("label: a text is expected: put it in quotes")
-            return WantedVersions(latest=0, label=_name_in("label", label))
+            return VersionPolicy(label=_name_in("label", label))
         case str():
             raise refuse(f"must be {_POLICIES}{nearest(given, ('latest', 'all'))}")
         case {**several} if len(several) > 1:
@@ -126,17 +100,6 @@ def _name_in(where: str, name: str) -> str:
         raise refuse(f"{where}: {error}") from None
 
 
-def _shown(policy: WantedVersions) -> str | dict[str, Any]:
-    """As it would be written down."""
-    if policy.everything:
-        return "all"
-    if policy.specific:
-        return {"specific": list(policy.specific)}
-    if policy.label:
-        return {"label": policy.label}
-    return "latest" if policy.latest == 1 else {"latest": policy.latest}
-
-
 _VERSION_SCHEMA = {"type": "string", "minLength": 1}
 _POLICY_SCHEMA = {
     "oneOf": [
@@ -160,9 +123,9 @@ _POLICY_SCHEMA = {
     ]
 }
 VersionsPolicy = Annotated[
-    InstanceOf[WantedVersions],
+    InstanceOf[VersionPolicy],
     BeforeValidator(_policy),
-    PlainSerializer(_shown),
+    PlainSerializer(VersionPolicy.written),
     Spelled("`latest`, `all`, `{latest: n}`, `{specific: […]}` or `{label: …}`", _POLICY_SCHEMA),
 ]
 
@@ -213,7 +176,7 @@ class ModelSettings(Section):
         "whole name. Empty: the model has no versions.",
     )
     policy: VersionsPolicy = Field(
-        WantedVersions(),
+        VersionPolicy(),
         description="Which versions are used: the newest (or the n newest), all, these, or the one that goes "
         "by a label.",
     )

@@ -13,7 +13,15 @@ from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
 from dispatcher.dispatch import Dispatcher, Journal, Options
-from dispatcher.ports import Claimed, Forwarded, Lease, Permit, QueueUnavailableError, Submission
+from dispatcher.ports import (
+    Claimed,
+    Forwarded,
+    Lease,
+    ModelServers,
+    Permit,
+    QueueUnavailableError,
+    Submission,
+)
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
 from dispatcher.telemetry.events import Event, diverted
@@ -77,7 +85,12 @@ def request(number: int = 1, **changes: Any) -> Request:
 
 
 class Scene:
-    def __init__(self, gateway: Answers | None = None, options: Options | None = None) -> None:
+    def __init__(
+        self,
+        gateway: Answers | None = None,
+        options: Options | None = None,
+        servers: ModelServers | None = None,
+    ) -> None:
         loop = asyncio.get_running_loop()
         self.events: list[tuple[Event, Mapping[str, Any]]] = []
         self.store = MemoryStore(clock=loop.time)
@@ -89,6 +102,7 @@ class Scene:
             self.limiter,
             options or Options(RetryPolicy()),
             Journal(Metrics()),
+            servers=servers,
         )
         self.task = asyncio.create_task(self.dispatcher.run())
 
@@ -113,11 +127,13 @@ def perform(
     scene_of: Callable[[Scene], Awaitable[None]],
     gateway: Answers | None = None,
     options: Options | None = None,
+    *,
+    servers: ModelServers | None = None,
 ) -> None:
     async def main() -> None:
         events: list[tuple[Event, Mapping[str, Any]]] = []
         with diverted(lambda event, fields: events.append((event, fields))):
-            scene = Scene(gateway, options)
+            scene = Scene(gateway, options, servers)
             scene.events = events
             await scene_of(scene)
             scene.dispatcher.drain(1.0)

@@ -85,10 +85,17 @@ def test_request_goes_to_the_newest_version_and_only_its_model_is_changed() -> N
 
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v9 qwen-v10 other")
-        await submit(scene, "r1", payload=b'{ "model" : "qwen" , "x":[1.0,  "model"], "y":"\\u0061\\u00e9",  "z" :1e400}')
+        await submit(
+            scene,
+            "r1",
+            payload=b'{ "model" : "qwen" , "x":[1.0,  "model"], "y":"\\u0061\\u00e9",  "z" :1e400}',
+        )
         await submit(scene, "r2", payload=b'{"model":"other"}')
         await asyncio.sleep(1)
-        assert gateway.bodies["r1"] == b'{ "model" : "qwen-v10" , "x":[1.0,  "model"], "y":"\\u0061\\u00e9",  "z" :1e400}'
+        assert (
+            gateway.bodies["r1"]
+            == b'{ "model" : "qwen-v10" , "x":[1.0,  "model"], "y":"\\u0061\\u00e9",  "z" :1e400}'
+        )
         assert gateway.bodies["r2"] == b'{"model":"other"}'
         found = await results(scene)
         assert found["r1"]["model_version"] == "qwen-v10"

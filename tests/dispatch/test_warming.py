@@ -1,0 +1,465 @@
+"""Warm-up in the loop: what is cold is sent its recorded requests before any work, and by whom."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dispatcher.core.batching import BatchRule, Forming, Mode
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, RetryPolicy, TooLate, Unreachable
+from dispatcher.core.request import Request
+from dispatcher.core.served import Listing, ModelTerms, WhenAbsent
+from dispatcher.core.shapes import SHAPES
+from dispatcher.core.versions import FamilyTerms
+from dispatcher.core.warmup import WarmupRequest
+from dispatcher.dispatch import Options
+from dispatcher.dispatch.options import FamilyOptions, VersionOptions
+from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
+from dispatcher.ports import Forwarded
+from dispatcher.queue.memory import MemoryQueue
+from dispatcher.telemetry.events import Event
+from tests.dispatch.scene import Answers, Scene, perform
+from tests.dispatch.test_models import GONE, told
+from tests.dispatch.test_versions import EACH_S, states, submit
+
+CHAT = "/v1/chat/completions"
+LIMIT = 9
+"""Of a pool of ten, less the reserve."""
+LINES = (
+    WarmupRequest(CHAT, b'{"model":"x","messages":["short"]}', 3),
+    WarmupRequest("/v1/completions", b'{"model":"x","prompt":"long"}'),
+)
+
+
+class Pool(Answers):
+    """A gateway and the model servers behind it: `calls` has each warm-up call as (endpoint, path, body);
+    `work` the rest, in the order in which they began."""
+
+    takes_s = 0.1
+    answer: Outcome = Delivered(200, b"{}")
+    """To warm-up calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, str, bytes]] = []
+        self.work: list[tuple[str, str]] = []
+        self.under_way = self.most = 0
+
+    async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
+        forwarded = await self._one(
+            super().forward(request, token=token, deadline=deadline, may_send=may_send)
+        )
+        if "warm-up" in request.id:
+            self.calls.append((request.endpoints, request.endpoint, request.payload))
+            return replace(forwarded, outcome=self.answer)
+        self.work.append((json.loads(request.payload)["model"], request.endpoints))
+        return forwarded
+
+    async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
+        async def answered() -> Outcome:
+            await asyncio.sleep(self.takes_s)
+            return self.answer
+
+        self.calls.append((endpoint, path, body))
+        return await self._one(answered())
+
+    async def _one(self, call: Any) -> Any:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            return await call
+        finally:
+            self.under_way -= 1
+
+
+def options(
+    *,
+    required: bool = False,
+    steered: bool = False,
+    straight: bool | None = None,
+    warm_s: float = 300.0,
+    lines: Sequence[WarmupRequest] = LINES,
+    problem: str = "",
+    observe: bool = False,
+    batching: Sequence[BatchRule] = (),
+    **terms: Any,
+) -> Options:
+    async def read() -> tuple[Sequence[WarmupRequest], str]:
+        return lines, problem
+
+    family = FamilyTerms("qwen", re.compile(r"qwen-v(?P<version>\d+)"), warms=True, **terms)
+    return Options(
+        RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3),
+        models=ModelTerms({"qwen": WhenAbsent.WAIT}),
+        versions=VersionOptions((FamilyOptions(family, read, required),), steered, straight, warm_s),
+        observe=observe,
+        batching=batching,
+    )
+
+
+async def began(scene: Scene) -> None:
+    """What the owners share is known."""
+    await asyncio.sleep(EACH_S + LOOK_S)
+
+
+def warmed(scene: Scene) -> list[dict[str, Any]]:
+    return [dict(fields) for event, fields in scene.events if event is Event.WARM_UP]
+
+
+def play(scene_of: Any, pool: Pool, given: Options) -> None:
+    perform(scene_of, pool, given, servers=pool)
+
+
+def test_each_endpoint_is_warm_before_work_comes() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, *(f"r{number}" for number in range(20)))
+        told(scene, a="qwen-v1", b="qwen-v1")
+        await asyncio.sleep(20)
+        expected = [
+            (path, body.replace(b'"x"', b'"qwen-v1"'))
+            for path, body, repeat in ((each.url, each.body, each.repeat) for each in LINES)
+            for _ in range(repeat)
+        ]
+        for endpoint in "ab":
+            assert [each[1:] for each in pool.calls if each[0] == endpoint] == expected
+        assert len(pool.work) == 20
+        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert [(each["endpoint"], each["calls"], each["opens"]) for each in warmed(scene)] == [
+            ("a", 4, True),
+            ("b", 4, True),
+        ]
+        assert scene.dispatcher.warming.done == {"warm": 2, "errors": 0, "again": 0}
+        assert pool.most <= LIMIT
+
+    play(scene_of, pool, options())
+
+
+def test_endpoint_that_comes_later_gets_no_work_before_it_is_warm_where_requests_are_steered() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await began(scene)
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        assert pool.work == [("qwen-v1", "a")]
+        pool.takes_s = 3.0
+        told(scene, a="qwen-v1", b="qwen-v1")
+        await submit(scene, "r2")
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1", b="qwen-v1")
+        await asyncio.sleep(30)
+        await submit(scene, "r3")
+        await asyncio.sleep(10)
+        assert pool.work == [("qwen-v1", "a"), ("qwen-v1", "a"), ("qwen-v1", "a,b")]
+        assert {endpoint for endpoint, _, _ in pool.calls} == {"a", "b"}
+
+    play(scene_of, pool, options(steered=True))
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_way_of_a_warm_up_is_chosen(straight: bool) -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert {endpoint for endpoint, _, _ in pool.calls} == {"a"}
+        assert bool(pool.sent) is not straight
+
+    play(scene_of, pool, options(steered=True, straight=straight))
+
+
+def test_through_a_gateway_that_lists_for_all_there_is_no_endpoint_to_name() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, gateway="qwen-v1")
+        await began(scene)
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        assert [endpoint for endpoint, _, _ in pool.calls] == [""] * 4
+        assert pool.work == [("qwen-v1", "")]
+
+    play(scene_of, pool, options(steered=True))
+
+
+def test_old_version_serves_until_the_new_one_is_warm() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await began(scene)
+        pool.takes_s = 1.0
+        told(scene, a="qwen-v1", b="qwen-v2")
+        for number in range(10):
+            await submit(scene, f"r{number}")
+            await asyncio.sleep(1)
+        models = [model for model, _ in pool.work]
+        assert models == sorted(models)
+        assert set(models) == {"qwen-v1", "qwen-v2"}
+        assert states(scene, "qwen-v2") == ["cold", "open"]
+        assert states(scene, "qwen-v1")[:3] == ["cold", "open", "draining"]
+
+    play(scene_of, pool, options())
+
+
+def test_errors_open_it_all_the_same_unless_the_warm_up_is_required() -> None:
+    pool = Pool()
+    pool.answer = Failed("the server answered 500", 500)
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await began(scene)
+        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert len(pool.work) == 1
+        (event,) = warmed(scene)
+        assert (event["errors"], event["opens"]) == (4, True)
+        assert event["why"] == "500: the server answered 500"
+
+    play(scene_of, pool, options())
+
+
+def test_required_warm_up_is_tried_again_until_it_is_answered() -> None:
+    pool = Pool()
+    pool.answer = Delivered(400, b'{"error":"bad \x1b[31m"}')
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await began(scene)
+        assert len(pool.calls) == 4
+        assert "\x1b" not in warmed(scene)[0]["why"]
+        for _ in range(20):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+        # Again after 30 s, and 60 s after that: not each second.
+        assert AGAIN_S[0] == 30.0
+        assert len(pool.calls) == 12
+        assert pool.work == []
+        ((_, _, why),) = scene.dispatcher.models.held_back()
+        assert "'qwen-v1' is being warmed up" in why
+        pool.answer = Delivered(200, b"{}")
+        for _ in range(30):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+        assert pool.work == [("qwen-v1", "")]
+        assert scene.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 3}
+
+    play(scene_of, pool, options(required=True))
+
+
+@pytest.mark.parametrize(
+    "answer", [Unreachable("nobody listens"), Delivered(404, GONE % b"qwen-v1")], ids=["away", "not yet"]
+)
+def test_who_cannot_answer_yet_is_asked_again_soon_and_is_not_warm_by_that(answer: Outcome) -> None:
+    pool = Pool()
+    pool.answer = answer
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await began(scene)
+        await asyncio.sleep(2 * SOON_S)
+        told(scene, a="qwen-v1")
+        assert 2 <= len(pool.calls) <= 4
+        assert (pool.work, warmed(scene)) == ([], [])
+        pool.answer = Delivered(200, b"{}")
+        await asyncio.sleep(2 * SOON_S)
+        assert pool.work == [("qwen-v1", "")]
+
+    play(scene_of, pool, options())
+
+
+def test_refusal_of_the_pool_is_waited_out() -> None:
+    pool = Pool()
+    pool.answer = Overloaded(429, "", capacity=True, retry_after_s=0.5)
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(10)
+        refused = len(pool.calls)
+        assert 5 <= refused <= 12
+        pool.answer = Delivered(200, b"{}")
+        await asyncio.sleep(5)
+        assert len(pool.calls) == refused + 4
+        assert warmed(scene)[0]["errors"] == 0
+
+    play(scene_of, pool, options())
+
+
+def test_no_answer_in_time_is_an_error_and_so_is_a_warm_up_that_takes_too_long() -> None:
+    pool = Pool()
+    pool.takes_s = 4.0
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(60)
+        (event,) = warmed(scene)
+        assert (event["calls"], event["errors"], event["why"]) == (3, 1, "not done within 10 s")
+        pool.answer = TooLate()
+        told(scene, b="qwen-v1")
+        await asyncio.sleep(60)
+        assert warmed(scene)[1]["why"] == "no answer in time"
+
+    play(scene_of, pool, options(warm_s=10.0))
+
+
+def test_nothing_is_sent_while_the_gate_is_closed() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        await scene.store.pause("ada", "")
+        await asyncio.sleep(5)
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(30)
+        assert pool.calls == []
+        await scene.store.resume()
+        await asyncio.sleep(5)
+        assert len(pool.calls) == 4
+
+    play(scene_of, pool, options())
+
+
+def test_work_makes_room_for_a_warm_up_and_the_limit_holds() -> None:
+    pool = Pool()
+    pool.takes_s = 0.5
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1", b="other")
+        await began(scene)
+        await submit(scene, *(f"r{number}" for number in range(300)))
+        await asyncio.sleep(2)
+        assert pool.most == LIMIT
+        before = len(pool.calls)
+        told(scene, a="qwen-v1", b="qwen-v1", c="qwen-v1", d="qwen-v1", e="qwen-v1", f="qwen-v1")
+        await asyncio.sleep(12)
+        assert len(pool.calls) == before + 20
+        assert pool.most <= LIMIT
+        assert len(pool.work) >= 150
+
+    play(scene_of, pool, options(steered=True, straight=True))
+
+
+def test_one_owner_warms_what_others_wait_for() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        assert await other.warming("qwen-v1", "a")
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert pool.calls == []
+        await other.warmed("qwen-v1", "a")
+        await asyncio.sleep(2 * EACH_S)
+        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert pool.calls == []
+
+    play(scene_of, pool, options())
+
+
+def test_right_to_warm_is_kept_for_as_long_as_it_takes_and_then_given_back() -> None:
+    pool = Pool()
+    pool.takes_s = 25.0
+
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        told(scene, a="qwen-v1")
+        for _ in range(18):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+            assert not await other.warming("qwen-v1", "a")
+        await asyncio.sleep(30)
+        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert await other.warming("qwen-v1", "a")
+
+    play(scene_of, pool, options())
+
+
+def test_endpoint_that_stops_listing_it_or_is_another_process_is_cold_again() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert len(pool.calls) == 4
+        told(scene, a="")
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert len(pool.calls) == 8
+        at = asyncio.get_running_loop().time()
+        scene.dispatcher.models.heard([Listing("a", at, None, problem="refused", down=True)])
+        await began(scene)
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert len(pool.calls) in (12, 16)  # it is asked while it is away, too
+        scene.dispatcher.models.heard([Listing("a", at, None, problem="it took too long")])
+        told(scene, a="qwen-v1")
+        before = len(pool.calls)
+        await began(scene)
+        assert len(pool.calls) == before
+
+    play(scene_of, pool, options())
+
+
+def test_version_that_is_wanted_no_more_is_not_warmed_to_the_end() -> None:
+    pool = Pool()
+    pool.takes_s = 3.0
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(5)
+        told(scene, a="qwen-v2")
+        await asyncio.sleep(30)
+        first = [body for _, _, body in pool.calls if b"qwen-v1" in body]
+        assert 1 <= len(first) < 4
+        assert states(scene, "qwen-v1") == ["cold", "gone"]
+        assert states(scene, "qwen-v2") == ["cold", "open"]
+
+    play(scene_of, pool, options())
+
+
+def test_where_batching_merges_the_path_preferred_sizes_are_warmed_too() -> None:
+    pool = Pool()
+    rule = BatchRule(("/v1/embeddings",), SHAPES["embeddings"], Mode.ON, Forming(8, preferred_sizes=(4, 8)))
+    line = WarmupRequest("/v1/embeddings", b'{"model":"x","input":"a"}')
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await began(scene)
+        sizes = [
+            len(found) if isinstance(found, list) else 1
+            for found in (json.loads(body)["input"] for _, _, body in pool.calls)
+        ]
+        assert sizes == [1, 4, 8]
+
+    play(scene_of, pool, options(lines=(line,), batching=(rule,)))
+
+
+def test_file_that_is_out_of_date_is_told() -> None:
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert warmed(scene)[0]["why"] == "warmup.jsonl cannot be read"
+
+    play(scene_of, Pool(), options(problem="warmup.jsonl cannot be read"))
+
+
+def test_who_only_observes_warms_nothing() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(30)
+        assert pool.calls == []
+
+    play(scene_of, pool, options(observe=True))
