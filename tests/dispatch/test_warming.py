@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -28,6 +28,7 @@ from tests.dispatch.scene import Answers, Scene, perform
 from tests.dispatch.test_models import GONE, told
 from tests.dispatch.test_versions import EACH_S, states, submit
 
+T = TypeVar("T")
 CHAT = "/v1/chat/completions"
 LIMIT = 9
 """Of a pool of ten, less the reserve."""
@@ -69,7 +70,7 @@ class Pool(Answers):
         self.calls.append((endpoint, path, body))
         return await self._one(answered())
 
-    async def _one(self, call: Any) -> Any:
+    async def _one(self, call: Awaitable[T]) -> T:
         self.under_way += 1
         self.most = max(self.most, self.under_way)
         try:
