@@ -343,3 +343,49 @@ def test_what_is_seen_is_shown() -> None:
         assert models.problems == {"b": "it does not answer"}
 
     perform(scene_of, Models("day"), WATCHED)
+
+
+def test_adapter_is_loaded_after_two_hours_and_nobody_else_was_slower_for_it() -> None:
+    """Requests for others take as long beside 500 that wait as without; one of the 500 has less time."""
+
+    def hours(*, with_adapter: bool) -> tuple[list[float], Models]:
+        gateway, took = Models("day", "night"), []
+
+        async def scene_of(scene: Scene) -> None:
+            clock = asyncio.get_running_loop().time
+            began, number = clock(), 0
+            if with_adapter:
+                await submit(scene, "night", *(f"n{each}" for each in range(500)))
+                await submit(scene, "night", "late", within_s=3600)
+            while clock() < began + (7200 if with_adapter else 1200):
+                told(scene, a="day")
+                for _ in range(3):
+                    number += 1
+                    asked = clock()
+                    await submit(scene, "day", f"d{number}")
+                    while f"d{number}" not in gateway.sent:
+                        await asyncio.sleep(0.01)
+                    took.append(clock() - asked)
+                await asyncio.sleep(600)
+            if not with_adapter:
+                return
+            found = await results(scene)
+            (late,) = [each for name, each in found.items() if not name.startswith("d")]
+            assert (late["id"], late["error_code"]) == ("late", "DEADLINE_EXCEEDED")
+            assert "its model 'night' is not served" in late["error_message"]
+            assert not any(name.startswith("n") for name in gateway.sent)
+            told(scene, a="day night")
+            await asyncio.sleep(30)
+            found = await results(scene)
+            assert sum(each.startswith("n") for each in found) == 500
+            assert {each["status_code"] for name, each in found.items() if name.startswith("n")} == {200}
+
+        perform(scene_of, gateway, WATCHED)
+        return took, gateway
+
+    beside, gateway = hours(with_adapter=True)
+    alone, _ = hours(with_adapter=False)
+    assert len(beside) == 36
+    assert max(beside) <= max(alone) + 0.02
+    assert sum(beside) / len(beside) <= sum(alone) / len(alone) * 1.01
+    assert len(gateway.sent) == len(beside) + 500
