@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from math import sqrt
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -162,6 +163,7 @@ class Follower:
         assert cold == sorted(cold, key=lambda each: not seen[each[0]].wanted), "wanted ones first"
 
 
+@pytest.mark.timeout(900)  # with thousands of examples on a busy machine
 @given(TERMS, st.lists(st.one_of(SIGHTS, SIGHTS, SIGHTS, TERMS), max_size=12))
 def test_laws_hold_over_every_history(terms: FamilyTerms, history: list[VersionSight | FamilyTerms]) -> None:
     follower = Follower(terms)
@@ -172,6 +174,7 @@ def test_laws_hold_over_every_history(terms: FamilyTerms, history: list[VersionS
             follower.look(step)
 
 
+@pytest.mark.timeout(900)  # with thousands of examples on a busy machine
 @given(TERMS, st.lists(SIGHTS, min_size=1, max_size=6))
 def test_what_is_wanted_opens_in_the_end(terms: FamilyTerms, history: list[VersionSight]) -> None:
     """Once what is to be warmed is warm and what is to be drained is drained, exactly the wanted are open;
