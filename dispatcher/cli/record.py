@@ -16,8 +16,8 @@ from dispatcher.cli.screen import answer, complain, fail, say
 from dispatcher.cli.sought import each
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
 from dispatcher.core.located import Whereabouts
+from dispatcher.core.modelnames import model_of
 from dispatcher.core.request import Request, parse
-from dispatcher.core.served import model_of
 from dispatcher.core.warmup import LINES_MOST, WarmupSample, line_of
 
 if TYPE_CHECKING:

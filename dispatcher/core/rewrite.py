@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 import msgspec
+from msgspec.structs import replace
 
-from dispatcher.core.served import model_of
+from dispatcher.core.modelnames import model_of
+from dispatcher.core.request import Request
 from dispatcher.core.shapes.fields import fields, place_of, text_of
 from dispatcher.core.shapes.part import NotUnderstoodError
 from dispatcher.core.surrogates import without_surrogates
@@ -55,3 +57,12 @@ def _replaced(payload: bytes, name: str, value: bytes) -> bytes | None:
     return (
         payload[:at] + value + payload[end:] if model_of(clear[:at] + value + clear[end:]) == name else None
     )
+
+
+def sent_as(request: Request, asked: str, version: str, endpoints: str) -> Request | None:
+    """A request for the model `asked` as it is sent to a version of that, and to these endpoints alone. None:
+    its body cannot be changed."""
+    payload = request.payload if version == asked else with_model(request.payload, version)
+    if payload is None:
+        return None
+    return replace(request, payload=payload, version="" if version == asked else version, endpoints=endpoints)

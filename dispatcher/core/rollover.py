@@ -2,7 +2,7 @@
 
 Wanted is what the policy says of the listed ones, without those that an operator drains. Ready is what is
 warm: at one endpoint where requests can be confined to those that are, else at each that lists it; at any,
-once it is open. Where no warm-up is configured all are.
+once it is open, while it is warm anywhere. Where no warm-up is configured all are.
 
     availability  Open are the wanted that are ready. Until all of them are, also what was open before, and
                   if that leaves none the newest that is ready: while one is warm there is one open.
@@ -222,7 +222,8 @@ class ModelFamily:
         if self.terms.transition is Transition.RESOURCE:
             return ready & self._open.keys() if self._blocking else ready
         if len(ready) < len(self._wanted) or not self._wanted:
-            ready |= {name for name in self._open if name in self._listed and name not in self._drained}
+            there = (name for name in self._open if name in self._listed and name not in self._drained)
+            ready.update(name for name in there if self._ready(name))
         if not ready:
             others = (name for name in self._listed if name not in self._drained and self._ready(name))
             ready.update(islice(others, 1))

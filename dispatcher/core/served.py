@@ -16,16 +16,13 @@ requests, and no others.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import inf
 
-import msgspec
-
 from dispatcher.core.lanes import MODEL_BYTES
-from dispatcher.core.plain import shortened
+from dispatcher.core.modelnames import quoted
 
 TRUST_S = 30.0
 """So long what an endpoint said last is believed while it cannot be read."""
@@ -35,7 +32,7 @@ time, until one is answered, or other endpoints list it."""
 SEEN_MOST = 10_000
 GATEWAY = "gateway"
 """The endpoint, where the gateway was asked for all."""
-_NAMES_TOLD, _NAME_CHARS = 10, 100
+_NAMES_TOLD = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,59 +350,3 @@ class PoolModels:
         told = ", ".join(map(quoted, names[:_NAMES_TOLD]))
         more = len(names) - _NAMES_TOLD
         return f"there {'is' if len(names) == 1 else 'are'} {told}{f' and {more} more' if more > 0 else ''}"
-
-
-def quoted(model: str) -> str:
-    """A model's name, in a sentence."""
-    return repr(shortened(model, _NAME_CHARS))
-
-
-class _ModelField(msgspec.Struct):
-    model: str | None = None
-
-
-class _ServerError(msgspec.Struct):
-    message: str = ""
-    type: str | None = None
-    param: str | None = None
-    code: int | str | None = None
-
-
-class _ServerAnswer(msgspec.Struct):
-    message: str = ""
-    type: str | None = None
-    param: str | None = None
-    code: int | str | None = None
-    error: _ServerError | str | None = None
-
-
-_named = msgspec.json.Decoder(_ModelField)
-_answer = msgspec.json.Decoder(_ServerAnswer)
-
-
-def model_of(payload: bytes) -> str:
-    """What a body asks for; empty: nothing, or what is no name."""
-    try:
-        return _named.decode(payload).model or ""
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return ""
-
-
-def says_no_model(status: int, body: bytes, model: str) -> bool:
-    """Whether an answer says that there is no such model: as vLLM and those who copy it do (404, of type
-    NotFoundError, param `model`), or OpenAI (code `model_not_found`). Any other 404 may be of the request."""
-    if status not in (400, 404) or not model:
-        return False
-    try:
-        answer = _answer.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
-    said = answer.error if isinstance(answer.error, _ServerError) else answer
-    if said.code == "model_not_found":
-        return True
-    if status != 404:
-        return False
-    # As a word of its own: `m` is part of "model".
-    stands = re.search(rf"(?<![\w/.:-]){re.escape(model)}(?![\w/:-])", said.message)
-    names_it = said.param == "model" or (stands is not None and "model" in said.message.lower())
-    return names_it and (said.type or "NotFoundError") in ("NotFoundError", "not_found_error", "Not Found")

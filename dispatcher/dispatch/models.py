@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from dispatcher.core.modelnames import model_of, quoted, says_no_model
 from dispatcher.core.outcome import Delivered, Outcome, WithoutModel
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.served import (
@@ -28,9 +29,6 @@ from dispatcher.core.served import (
     ModelVerdict,
     NoSuchModel,
     PoolModels,
-    model_of,
-    quoted,
-    says_no_model,
 )
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import now

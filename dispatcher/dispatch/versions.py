@@ -17,10 +17,8 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from dispatcher.core.result import ErrorCode
-from dispatcher.core.rewrite import with_model
+from dispatcher.core.rewrite import sent_as
 from dispatcher.core.rollover import ModelFamily
 from dispatcher.core.served import GATEWAY
 from dispatcher.core.versions import Pin, VersionSight
@@ -212,18 +210,15 @@ class Versions:
 
     def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
         """The request as it goes to this version; None: it has ended."""
-        payload = request.payload if version == held.model else with_model(request.payload, version)
-        if payload is None:
+        warm = self._families[held.model].endpoints(version) if self.steered else ()
+        sent = sent_as(request, held.model, version, ",".join(sorted(warm)))
+        if sent is None:
             why = "data.payload: its field `model` is given twice, or its name is escaped"
             self._finish(endings.error(held.lease, request, ErrorCode.INVALID_REQUEST, why))
             return None
         held.version = version
         self._held[version] += 1
-        warm = self._families[held.model].endpoints(version) if self.steered else ()
-        sent_as = "" if version == held.model else version
-        return msgspec.structs.replace(
-            request, payload=payload, version=sent_as, endpoints=",".join(sorted(warm))
-        )
+        return sent
 
     def left(self, held: HeldLease) -> None:
         """It is not held any more."""

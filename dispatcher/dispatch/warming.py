@@ -15,10 +15,11 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from dispatcher.core.modelnames import says_no_model
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, TooLate
 from dispatcher.core.plain import plain, shortened
 from dispatcher.core.request import Request
-from dispatcher.core.served import GATEWAY, says_no_model
+from dispatcher.core.served import GATEWAY
 from dispatcher.core.warmup import plan
 from dispatcher.dispatch.access import now
 from dispatcher.telemetry.events import Event, emit

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.lanes import MODEL_BYTES
+from dispatcher.core.modelnames import model_of, says_no_model
 from dispatcher.core.served import (
     DENIED_MOST_S,
     DENIED_S,
@@ -23,8 +24,6 @@ from dispatcher.core.served import (
     NoSuchModel,
     PoolModels,
     WhenAbsent,
-    model_of,
-    says_no_model,
 )
 
 WAIT, FAIL = WhenAbsent.WAIT, WhenAbsent.FAIL
@@ -349,6 +348,7 @@ def test_what_is_no_answer_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("payload", "model"),
     [
+        (b'{"model": "m", "prompt": "half \\ud800 a pair"}', "m"),
         (b'{"model": "m", "prompt": "x"}', "m"),
         (b'{"model": "a", "model": "m"}', "m"),
         (b'{"model": "m\\u00e9"}', "mé"),
@@ -362,3 +362,21 @@ def test_what_is_no_answer_says_nothing() -> None:
 )
 def test_the_model_that_a_body_names(payload: bytes, model: str) -> None:
     assert model_of(payload) == model
+
+
+def test_of_each_model_it_is_known_who_lists_it_and_whether_that_may_be_another_process() -> None:
+    pool = PoolModels(ModelTerms(), 0.0)
+    pool.heard([Listing("a", 0.0, ("m", "n"), ("o",)), Listing("b", 0.0, ("m",))], 0.0)
+    assert pool.endpoints == {"a", "b"}
+    assert pool.ready(1.0) == {"m": {"a", "b"}, "n": {"a"}}
+    assert pool.loading == {"o"}
+    assert [pool.gone("m", "a"), pool.gone("n", "b"), pool.gone("m", "c")] == [False, True, True]
+    pool.denied("n", 1.0, 2.0)
+    assert "n" in pool.ready(3.0), "it may have come to the other endpoint"
+    pool.heard(
+        [Listing("a", 3.0, None, problem="late"), Listing("b", 3.0, None, problem="x", down=True)], 3.0
+    )
+    assert [pool.gone("m", "a"), pool.gone("m", "b")] == [False, True]
+    pool.heard([Listing("a", 4.0, ("m",))], 4.0)
+    pool.denied("m", 5.0, 6.0)
+    assert pool.ready(6.0) == {}

@@ -10,19 +10,19 @@ from typing import Any
 from dispatcher.core.batching import BatchRule, Forming, Mode
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
-from dispatcher.core.served import DENIED_S, Listing, ModelState, ModelTerms, WhenAbsent
+from dispatcher.core.served import DENIED_S, ModelState, ModelTerms, WhenAbsent
 from dispatcher.core.shapes import SHAPES
 from dispatcher.core.turns import Turn
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.models import ELSEWHERE_S, RECALL_EACH_S, UNWATCHED_EACH_S
 from dispatcher.ports import Forwarded, QueueUnavailableError, Submission
 from dispatcher.telemetry.events import Event
+from tests.dispatch.pool import GONE, results, told
 from tests.dispatch.scene import Answers, Scene, perform
 
 RETRY = RetryPolicy(base_s=0.1, max_s=1.0, max_attempts=3)
 WAIT, FAIL = WhenAbsent.WAIT, WhenAbsent.FAIL
 WATCHED = Options(RETRY, models=ModelTerms({"night": WAIT}))
-GONE = b'{"object":"error","message":"The model `%s` does not exist.","type":"NotFoundError","param":"model"}'
 
 
 class Models(Answers):
@@ -59,24 +59,6 @@ async def submit(scene: Scene, model: str, *names: str, within_s: float = 10**6,
                 until,
             )
             for name in names
-        ]
-    )
-
-
-async def results(scene: Scene) -> dict[str, dict[str, Any]]:
-    found = [json.loads(each) for each in await scene.store.read_results(scene.store.results, 1000)]
-    return {each["id"]: each for each in found}
-
-
-def told(scene: Scene, **endpoints: str | None) -> None:
-    """A round: each endpoint's models, as words; None: it cannot be read."""
-    at = asyncio.get_running_loop().time()
-    scene.dispatcher.models.heard(
-        [
-            Listing(name, at, None, problem="it does not answer")
-            if models is None
-            else Listing(name, at, tuple(models.split()))
-            for name, models in endpoints.items()
         ]
     )
 
@@ -363,7 +345,7 @@ def test_adapter_is_loaded_after_two_hours_and_nobody_else_was_slower_for_it() -
                     number += 1
                     asked = clock()
                     await submit(scene, "day", f"d{number}")
-                    while f"d{number}" not in gateway.sent:
+                    while f"d{number}" not in gateway.sent:  # noqa: ASYNC110 -- time is virtual
                         await asyncio.sleep(0.01)
                     took.append(clock() - asked)
                 await asyncio.sleep(600)

@@ -10,20 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from dispatcher.core.outcome import Delivered, RetryPolicy
-from dispatcher.core.request import Request, encode_member
+from dispatcher.core.request import Request
 from dispatcher.core.served import Listing, ModelTerms, WhenAbsent
 from dispatcher.core.turns import Turn
 from dispatcher.core.versions import FamilyTerms, Pin, Transition, VersionPolicy
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.versions import PIN_ASKED_S, Versions, pin_key
-from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError, Submission
-from dispatcher.telemetry.events import Event
+from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError
+from tests.dispatch.pool import EACH_S, GONE, results, states, submit, told
 from tests.dispatch.scene import Answers, Scene, perform, request
-from tests.dispatch.test_models import GONE, results, told
-
-EACH_S = 5.0
-"""Between two exchanges with other owners, at the longest."""
 
 
 def options(*, steered: bool = False, observe: bool = False, **terms: Any) -> Options:
@@ -59,25 +55,6 @@ class Servers(Answers):
         if model in self.away:
             return replace(forwarded, outcome=Delivered(404, GONE % model.encode()))
         return forwarded
-
-
-async def submit(
-    scene: Scene, *names: str, payload: bytes = b'{"model":"qwen"}', within_s: float = 10**6, **member: Any
-) -> None:
-    until = int(asyncio.get_running_loop().time() + within_s)
-    members = [encode_member(name, payload, until, token="t", **member) for name in names]
-    await scene.store.submit(
-        [Submission(each, float(until), name, "t", until) for name, each in zip(names, members, strict=True)]
-    )
-
-
-def states(scene: Scene, version: str) -> list[str]:
-    """Those that it went through."""
-    return [
-        fields["state"]
-        for event, fields in scene.events
-        if event is Event.VERSION and fields["version"] == version
-    ]
 
 
 def test_request_goes_to_the_newest_version_and_only_its_model_is_changed() -> None:

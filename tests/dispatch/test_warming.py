@@ -24,9 +24,8 @@ from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
 from dispatcher.ports import Forwarded
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
+from tests.dispatch.pool import EACH_S, GONE, states, submit, told
 from tests.dispatch.scene import Answers, Scene, perform
-from tests.dispatch.test_models import GONE, told
-from tests.dispatch.test_versions import EACH_S, states, submit
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"

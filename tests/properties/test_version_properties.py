@@ -152,8 +152,11 @@ class Follower:
         assert family.sentence()
         for name, each in seen.items():
             assert family.endpoints(name) == (each.warm if family.terms.warms else frozenset())
-            pinned = family.terms.transition is Transition.AVAILABILITY and each.used and bool(each.serving)
-            assert family.keeps(name) is (name in open_ or (pinned and not each.drained))
+            nowhere = family.terms.warms and not each.warm
+            stays = family.terms.transition is Transition.AVAILABILITY and each.serving and not nowhere
+            assert family.keeps(name) is bool(name in open_ or (stays and not each.drained))
+            assert name not in open_ or not nowhere
+        assert set(family.kept()) == {name for name in seen if family.keeps(name)}
         assert not family.keeps("of another model")
         cold = family.cold()
         assert len(set(cold)) == len(cold)

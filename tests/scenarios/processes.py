@@ -205,7 +205,7 @@ class Dispatcher:
         else:
             kubelet.mount(self.config.parent, text)
 
-    def reconfigure(self, **sections: Mapping[str, Any]) -> None:
+    def reconfigure(self, **sections: Mapping[str, Any] | Sequence[Any]) -> None:
         """Change keys of sections in the file."""
         self.settings = merged(self.settings, sections)
         self.write(self.settings)
