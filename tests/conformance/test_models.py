@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.located import FoundRequest, Whereabouts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from dispatcher.ports import Burial, Lease, Queue, Release, Settled
 from tests.conformance.worlds import World, answer, claim, full_claim, member, permit

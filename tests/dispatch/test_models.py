@@ -7,6 +7,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from dispatcher.core.batching import BatchRule, Forming, Mode
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request, encode_member
@@ -40,10 +42,10 @@ class Models(Answers):
         body = json.loads(request.payload)
         self.named.append(body["model"])
         if body["model"] not in self.models:
-            return replace(forwarded, outcome=Delivered(404, GONE % body["model"].encode()))
+            return structs.replace(forwarded, outcome=Delivered(404, GONE % body["model"].encode()))
         if "input" in body:
             data = [{"index": n, "embedding": [0.5]} for n, _ in enumerate(body["input"])]
-            return replace(forwarded, outcome=Delivered(200, json.dumps({"data": data}).encode()))
+            return structs.replace(forwarded, outcome=Delivered(200, json.dumps({"data": data}).encode()))
         return forwarded
 
 

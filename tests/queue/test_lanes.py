@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis.asyncio
+from msgspec.structs import replace
 
 import dispatcher.queue
 from dispatcher.core.lanes import Lane
