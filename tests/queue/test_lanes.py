@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-from msgspec.structs import replace
 
 import dispatcher.queue
 from dispatcher.core.lanes import Lane
@@ -125,7 +124,7 @@ async def test_a_turn_costs_the_same_however_many_wait_behind_it(
 
     async def turn() -> tuple[int, int, int]:
         """Of the settlement of the one that goes, and of the claim and line-up of the next."""
-        ended = replace(answer(head.pop()), turn=TurnEnd(Turn("chat")))
+        ended = answer(head.pop()).but(turn=TurnEnd(Turn("chat")))
         settlement = await count(client, queue.settle([ended]))
 
         async def take() -> None:
