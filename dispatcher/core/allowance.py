@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from dispatcher.core.budget import Budget, Reason, Signal
+from dispatcher.core.value import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Allowance:
+class Allowance(Value, frozen=True):
     """What may be in flight now, why, and how long that answer stands."""
 
     limit: int

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.value import Value
 
 
 class Work(StrEnum):
@@ -27,7 +27,7 @@ class Work(StrEnum):
     """Nobody knew what was free, so it tells nothing of the harvest."""
 
 
-class Observation(NamedTuple):
+class Observation(Value, frozen=True):
     """What holds from `at` on."""
 
     at: float

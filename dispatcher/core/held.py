@@ -46,6 +46,8 @@ class _LeaseCount:
     at: float
     surely: int
     maybe: int
+    repeats: bool
+    """The count before it was the same."""
 
 
 _at = attrgetter("at")
@@ -91,15 +93,19 @@ class LoadLedger:
         """Other owners held `others` units, of which `young` may not have been sent yet."""
         others = max(0, others)
         surely = max(0, others - max(0, young))
-        if self._others and at < self._others[-1].at:
-            at = self._others[-1].at
-        last_two = self._others[-2:]
-        if len(last_two) == 2 and all(c.surely == surely and c.maybe == others for c in last_two):
-            last_two[1].at = at  # a run of equal counts is kept as its two ends
-            return
-        self._others.append(_LeaseCount(at, surely, others))
-        if len(self._others) > 1024 and self._others[512].at < at - self.horizon_s:
-            del self._others[:512]
+        counts = self._others
+        if counts:
+            last = counts[-1]
+            at = max(at, last.at)
+            if last.surely == surely and last.maybe == others and last.repeats:
+                last.at = at  # a run of equal counts is kept as its two ends
+                return
+            repeats = last.surely == surely and last.maybe == others
+        else:
+            repeats = False
+        counts.append(_LeaseCount(at, surely, others, repeats))
+        if len(counts) > 1024 and counts[512].at < at - self.horizon_s:
+            del counts[:512]
 
     @property
     def others(self) -> int:

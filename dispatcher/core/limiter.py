@@ -28,7 +28,6 @@ order and twice; none raises.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import replace
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal
@@ -166,7 +165,8 @@ class Limiter:
     # ── events: the operator and the queue ──────────────────────────────────────────────────────────────
 
     def pause(self, paused: bool, now: float) -> None:
-        self._gate.paused = paused
+        if paused is not self._gate.paused:  # told with each answer of the queue
+            self._gate.paused = paused
 
     def drain(self, now: float) -> None:
         self._gate.draining = True
@@ -227,9 +227,10 @@ class Limiter:
     def allowance(self, now: float) -> Allowance:
         """What may be in flight now."""
         answer = self._answer
-        if answer is None or self._revisions != self._answer_of or _over(answer, now):
+        revisions = self._tracking.revisions + self._gate.revisions
+        if answer is None or revisions != self._answer_of or _over(answer, now):
             answer = self._answer = self._decide(now)
-            self._answer_of = self._revisions
+            self._answer_of = self._tracking.revisions + self._gate.revisions
             self._shades.clear()
         if answer.reason.closed:
             return answer
@@ -238,13 +239,9 @@ class Limiter:
         if reason is not answer.reason or because != answer.because:
             shade = self._shades.get(reason)
             if shade is None or shade.because != because:
-                shade = self._shades[reason] = replace(answer, reason=reason, because=because)
+                shade = self._shades[reason] = answer.but(reason=reason, because=because)
             answer = self._answer = shade
         return answer
-
-    @property
-    def _revisions(self) -> int:
-        return self._tracking.revisions + self._gate.revisions
 
     def _decide(self, now: float) -> Allowance:
         tracking, gate = self._tracking, self._gate

@@ -197,8 +197,11 @@ def lying(requests: Iterable[tuple[float, bytes]]) -> tuple[list[Span], list[Hea
     alike: dict[float, int] = {}
     first: dict[float, bytes] = {}
     for score, member in requests:
-        alike[score] = alike.get(score, 0) + 1
-        if member < first.setdefault(score, member):
+        if score not in first:
+            alike[score], first[score] = 1, member
+            continue
+        alike[score] += 1
+        if member < first[score]:
             first[score] = member
     counts: dict[tuple[int, float | None], int] = {}
     heads: dict[tuple[int, bool], Head] = {}

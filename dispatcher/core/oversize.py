@@ -21,5 +21,7 @@ def cut(member: bytes) -> bytes:
 
 def bytes_before_cut(member: bytes) -> int | None:
     """How long it was; None for one that is whole. (No whole one ends like that and is JSON.)"""
+    if member.endswith(b"}"):  # as whole ones do, mostly
+        return None
     found = _CUT.search(member, max(0, len(member) - _CUT_BYTES))
     return None if found is None else int(found[1])

@@ -102,7 +102,7 @@ class Tenants:
 
     def accepted(self, tenant: str, sent_at: float, *, again: bool = False) -> None:
         """A request, sent at `sent_at`, was answered."""
-        if sent_at >= self._all.since:
+        if self._all.closures and sent_at >= self._all.since:
             self._all = _Standing()
         if again and sent_at >= self._refused.since:
             self._refused = _Standing()

@@ -24,7 +24,6 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dispatcher.core import shapes
@@ -260,7 +259,7 @@ class Batching:
                 self.calls["split"] += 1
                 bundle.measured(seen.ended_at)
                 answers = {
-                    item.token: replace(seen, outcome=Delivered(status, part))
+                    item.token: seen.but(outcome=Delivered(status, part))
                     for item, part in zip(bundle.items, parts, strict=True)
                 }
                 return self._believed(served, items, answers)
@@ -324,7 +323,7 @@ class Batching:
         if outcome.status < 300:
             pieces.bodies.append(outcome.body)
             if len(pieces.bodies) == len(pieces.parts):
-                return FollowUp([(item.held, replace(seen, outcome=joined(item, pieces, outcome.status)))])
+                return FollowUp([(item.held, seen.but(outcome=joined(item, pieces, outcome.status)))])
         else:
             done = len(pieces.bodies)
             part = pieces.parts[done]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dispatcher.core.outcome import (
     Answered,
     Bury,
@@ -50,7 +48,7 @@ def error(lease: Lease, request: Request, code: ErrorCode, message: str, *, vers
 
 def barred(lease: Lease, request: Request, code: ErrorCode, why: str) -> Settlement:
     """Its sequence will not have it, and knows nothing of it."""
-    return replace(error(lease, request, code, why), turn=None)
+    return error(lease, request, code, why).but(turn=None)
 
 
 def unserved(one: Unserved) -> Settlement:
@@ -69,7 +67,7 @@ def unlisted(lease: Lease, request: Request, why: str) -> Settlement:
     """Not sent, for its result may not go where it asks: it says so on the default list."""
     result = misdirected(request.id, request.results, why, token=request.token)
     settlement = _settlement(lease, request, result, ErrorCode.INVALID_REQUEST, why)
-    return replace(settlement, results="")
+    return settlement.but(results="")
 
 
 def expired(lease: Lease, request: Request) -> Settlement:
@@ -88,8 +86,14 @@ def returned(lease: Lease, after_s: float = 0.0) -> Release:
 
 def awaiting(lease: Lease, request: Request, model: str, why: str) -> Release:
     """Untouched, to where it waits for its model."""
-    put_off = Release(lease, undelivered=True, last_try=why, awaits=model)
-    return replace(put_off, request_id=request.id, request_token=request.token)
+    return Release(
+        lease,
+        undelivered=True,
+        last_try=why,
+        awaits=model,
+        request_id=request.id,
+        request_token=request.token,
+    )
 
 
 def rejected(lease: Lease, rejection: Rejection) -> Settlement | Burial:

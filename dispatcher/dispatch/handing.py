@@ -11,8 +11,9 @@ the next claim, which has the nonce of that call.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from dispatcher.core.verdicts import Goes
 from dispatcher.dispatch import endings
@@ -45,6 +46,8 @@ class HandingIn:
     ) -> None:
         self.done: list[Ending] = []
         """What has finished and is not handed in."""
+        self.nonces = _nonces()
+        """Names for calls that hand out leases: no process ever gives one twice."""
         self._access = access
         self._lanes = lanes
         self._journal = journal
@@ -71,7 +74,7 @@ class HandingIn:
 
     async def _take_over(self, settlements: list[Settlement], permit: Permit) -> TakenOver:
         access = self._access
-        nonce, asked_at = secrets.token_hex(8), access.clock()
+        nonce, asked_at = next(self.nonces), access.clock()
         told = await access.ask("settle", access.queue.hand_over(settlements, nonce, permit))
         if told is None or told.claimed is None:
             self._ended(settlements, None if told is None else told.answers)
@@ -103,3 +106,8 @@ class HandingIn:
                 at_once = not brought and endings.turn_of(ending) is not None
             if self._lanes.ended(lease, ending) or at_once:
                 self._access.work = True
+
+
+def _nonces() -> Iterator[str]:
+    mine = secrets.token_hex(8)
+    return (f"{mine}-{number}" for number in count(1))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dispatcher.core.lanes import Lane
@@ -122,7 +122,7 @@ class Holding:
     def weighs(self, held: HeldLease, units: int) -> None:
         """Its lease counts so many now. It is not at the gateway yet."""
         self.units += units - held.lease.units
-        held.lease = replace(held.lease, units=units)
+        held.lease = held.lease.but(units=units)
 
     def started(self, begun: Try) -> None:
         self._tries[begun.token] = begun

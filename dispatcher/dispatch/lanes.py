@@ -36,7 +36,7 @@ class Lanes:
 
     def room(self, held: Mapping[Lane, int], now: float) -> dict[Lane, int]:
         """How many more of each may be claimed while so many are here."""
-        return {lane: rule.room(held[lane], now) for lane, rule in self._rules.items()}
+        return {lane: rule.room(held.get(lane, 0), now) for lane, rule in self._rules.items()}
 
     def claimed(self, waiting: int) -> bool:
         """Told how many requests a claim left. True where a lane held back some for nothing: claim again."""

@@ -20,9 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.allowance import Allowance
@@ -187,8 +185,7 @@ class Dispatcher:
 
     def _set_alarm(self) -> None:
         """Wake when the allowance wants to be asked again, and each second at the latest."""
-        loop = asyncio.get_running_loop()
-        at = loop.time()
+        at = now()
         allowance = self.limiter.allowance(at)
         alarm_at = at + (self._access.pause_s if self._handing.done else TURN_S)
         if (together_at := self._tries.batching.company.next_at) is not None:
@@ -197,7 +194,7 @@ class Dispatcher:
             alarm_at = max(min(alarm_at, allowance.next_check_at), at + 1e-4)
         if self._alarm is not None:
             self._alarm.cancel()
-        self._alarm = loop.call_at(alarm_at, self._access.wake.set)
+        self._alarm = asyncio.get_running_loop().call_at(alarm_at, self._access.wake.set)
         self._upkeep.share(allowance)
         self._journal.turned(at, allowance, self.limiter, used=self._holding.running_units)
 
@@ -210,7 +207,8 @@ class Dispatcher:
     async def _take(self) -> None:
         """Claim what is free now, and start it."""
         while True:
-            allowance = self.allowance()
+            at = now()
+            allowance = self.limiter.allowance(at)
             if allowance.probe:
                 await self._probe(allowance)
                 return
@@ -221,9 +219,9 @@ class Dispatcher:
             most = min(most, self._tries.tenants.at_once or most)
             if most < 1:  # those that will share what is free are held
                 return
-            lanes = self._lanes.room(self._holding.in_lanes, now())
+            lanes = self._lanes.room(self._holding.in_lanes, at)
             if not self._nonce:
-                self._nonce, self._asked_at = secrets.token_hex(8), self._access.clock()
+                self._nonce, self._asked_at = next(self._handing.nonces), self._access.clock()
             permit = permit_of(allowance, self._options)
             claim = self._queue.claim(most, self._nonce, permit, lanes=lanes, units=units)
             claimed = await self._access.ask("claim", claim)
@@ -248,8 +246,8 @@ class Dispatcher:
         if any(held.probe for held in self._holding):
             return
         if not self._probe_nonce:
-            self._probe_nonce, self._probe_asked_at = secrets.token_hex(8), self._access.clock()
-        permit = replace(permit_of(allowance, self._options), limit=allowance.probe)
+            self._probe_nonce, self._probe_asked_at = next(self._handing.nonces), self._access.clock()
+        permit = permit_of(allowance, self._options).but(limit=allowance.probe)
         claimed = await self._access.ask("probe", self._queue.probe(self._probe_nonce, permit))
         if claimed is not None:
             self._probe_nonce = ""
@@ -280,9 +278,9 @@ class Dispatcher:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
         wait for their turn, or their model. `goes`: what is known already of whose turn it is."""
         admitted: list[tuple[HeldLease, Request]] = []
-        for at, lease in enumerate(claimed.leases):
+        for number, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
-            held.goes = goes[at] if goes else None
+            held.goes = goes[number] if goes else None
             request = admit(lease, self._options.max_payload_bytes)
             if isinstance(request, Request):
                 admitted.append((held, request))
@@ -298,7 +296,7 @@ class Dispatcher:
                 self._finish(ending)
                 continue
             if len(lease.member) > LARGE_BYTES:
-                held.lease = case.lease = replace(lease, member=b"")
+                held.lease = case.lease = lease.but(member=b"")
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]
@@ -308,7 +306,8 @@ class Dispatcher:
         lists = {case.request.results for _, case in cases} - {""}
         unfit = await self._queue.refused_lists(lists) if lists else {}
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
-        may_send = (probe or not self.allowance().reason.closed) and not self._stop.is_set()
+        at = now()
+        may_send = (probe or not self.limiter.allowance(at).reason.closed) and not self._stop.is_set()
         for (held, case), yes in zip(cases, cancelled, strict=True):
             case.lease, case.cancelled, case.unfit = held.lease, yes, unfit.get(case.request.results)
             case.may_send, case.ours = may_send, self._access.ours(held)
@@ -317,7 +316,7 @@ class Dispatcher:
             if (ending := judge(case, TO_SEND)) is not None:
                 waits = waits or (isinstance(ending, Release) and ending.awaits != "")
                 self._finish(ending)
-            elif not self._tries.batching.gathers(held, now(), case.request.deadline - unix_now):
+            elif not self._tries.batching.gathers(held, at, case.request.deadline - unix_now):
                 self._tries.begin(Try(case.lease.token, case.request, [held]), self._tasks)
         return waits
 
@@ -349,7 +348,7 @@ class Dispatcher:
 
     def _finish(self, ending: Ending) -> None:
         self._handing.done.append(ending)
-        self.poke()
+        self._access.wake.set()
 
     # Handing in.
 

@@ -140,7 +140,7 @@ class LineUp:
         goes, request = held.goes, held.request
         if goes is None or request is None or not isinstance(ending, Settlement) or ending.turn is None:
             return ending
-        return replace(ending, turn=self._left(ending.turn, goes, request, forwarded))
+        return ending.but(turn=self._left(ending.turn, goes, request, forwarded))
 
     def _left(self, end: TurnEnd, goes: Goes, request: Request, forwarded: Forwarded) -> TurnEnd:
         carry = None

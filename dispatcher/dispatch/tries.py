@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.bounces import Bounces
@@ -141,7 +140,7 @@ class Tries:
         outcome = self.models.outcome(running, forwarded.outcome, forwarded.sent_at)
         if not isinstance(outcome, WithoutModel):
             outcome = self.stranger.judged(outcome)
-        seen = forwarded if outcome is forwarded.outcome else replace(forwarded, outcome=outcome)
+        seen = forwarded if outcome is forwarded.outcome else forwarded.but(outcome=outcome)
         self._gateway_seen(running, seen)
         if running.bundled:
             self._follow(running, self._answered(running, seen))
@@ -161,7 +160,7 @@ class Tries:
             return self.batching.answered(running, seen)
         except Exception as error:
             emit(Event.SURPRISE, where="batching", error=repr(error))
-            lost = replace(seen, outcome=Failed(f"the dispatcher failed: {error!r}"))
+            lost = seen.but(outcome=Failed(f"the dispatcher failed: {error!r}"))
             return FollowUp([(held, lost) for held in running.riders])
 
     def _follow(self, tried: Try, answered: FollowUp) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from dispatcher.core.outcome import Outcome
 from dispatcher.core.request import Request
+from dispatcher.core.value import Value
 
 
-@dataclass(frozen=True, slots=True)
-class Forwarded:
+class Forwarded(Value, frozen=True):
     """What came of one try."""
 
     outcome: Outcome

@@ -12,6 +12,7 @@ from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import Turn
+from dispatcher.core.value import Value
 from dispatcher.core.verdicts import Goes, SequenceCounts, SequenceNews, SequenceTerms, TurnEnd, Verdict
 from dispatcher.ports.marks import ModelBoard
 
@@ -34,8 +35,7 @@ class Overload:
         return min(self.until, self.at + most_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Permit:
+class Permit(Value, frozen=True):
     """What a claim may assume: the limit, and how old the knowledge behind it is."""
 
     limit: int
@@ -48,8 +48,7 @@ class Permit:
     """No refusal is waited for longer, whatever is stored of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Value, frozen=True):
     """One request, held by one owner until it is settled, released, buried, or its time runs out."""
 
     entry: int
@@ -72,8 +71,7 @@ class Lease:
     """What the last try that counted came to; empty: there was none, or of a version that does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leases:
+class Leases(Value, frozen=True):
     """A count of leases at one moment, in units."""
 
     at: float
@@ -90,8 +88,7 @@ class Leases:
     """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(Value, frozen=True):
     """What the replicas of one queue tell each other through it."""
 
     limit: int | None
@@ -121,8 +118,7 @@ class LinedUp:
     shared: Shared
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(Value, frozen=True):
     leases: Sequence[Lease]
     count: Leases
     shared: Shared
@@ -131,8 +127,7 @@ class Claimed:
     where this call was allowed more of them than it took)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(Value, frozen=True):
     lease: Lease
     result: bytes
     """The result's JSON, ready for the list."""

@@ -130,7 +130,7 @@ class Law(Policy):
         self._time = asyncio.get_running_loop().time
         clock = self._stepping if setting.clock_steps else self._time
         self._store = MemoryStore(clock, unix_origin=EPOCH, lease_s=lease_s)
-        self._gateway = RoadGateway(road, self._job_of)
+        self._gateway = RoadGateway(road, self._job_of, setting.seconds)
         self._sizes = random.Random(f"{setting.seed}/batch")
         self._submitted = 0
         self._names = count(1)

@@ -154,12 +154,13 @@ class Road:
 class RoadGateway:
     """The gateway at the end of a road; implements `ports.Gateway`. Several dispatchers may share it.
 
-    `job_of`: the work that a request is.
+    `job_of`: the work that a request is. `until`: nobody looks any more, so a deadline after that is none.
     """
 
-    def __init__(self, road: Road, job_of: Callable[[Request], Job]) -> None:
+    def __init__(self, road: Road, job_of: Callable[[Request], Job], until: float = inf) -> None:
         self.road = road
         self._job_of = job_of
+        self._until = until
         self._jobs: dict[str, Job] = {}
 
     async def forward(
@@ -172,11 +173,12 @@ class RoadGateway:
         job = self._jobs[token] = self._job_of(request)
         ended: asyncio.Future[End | None] = loop.create_future()
         self.road.send(job, ended.set_result)
-        too_late = loop.call_at(deadline, _ends, ended)
+        too_late = loop.call_at(deadline, _ends, ended) if deadline <= self._until else None
         try:
             outcome = _outcome(await ended, request)
         finally:
-            too_late.cancel()
+            if too_late is not None:
+                too_late.cancel()
             self.road.leave(job)
             del self._jobs[token]
         never_there = isinstance(outcome, Unreachable) and isnan(job.arrived_at)

@@ -15,6 +15,8 @@ from contextvars import Context, copy_context
 from itertools import count
 from typing import Any, TypeVar
 
+import msgspec
+
 T = TypeVar("T")
 
 LEAP_S = 86_400.0
@@ -27,21 +29,22 @@ class StuckError(RuntimeError):
     """Every task waits for something that no timer will bring about."""
 
 
-class _Due(list[Any]):
-    """When, its number, the callback (None: cancelled), the arguments, the context. So timers are compared
-    without asking a method of ours, and of those of the same time the one that was set first goes first."""
+class _Due(msgspec.Struct, eq=False):
+    """What is to be called. `callback` is None once it is cancelled."""
 
-    __slots__ = ()
-    __hash__ = object.__hash__  # type: ignore[assignment]
+    at: float
+    callback: Callable[..., object] | None
+    args: Any
+    context: Context
 
     def when(self) -> float:
-        return self[0]  # type: ignore[no-any-return]
+        return self.at
 
     def cancel(self) -> None:
-        self[2] = self[3] = None
+        self.callback = self.args = None
 
     def cancelled(self) -> bool:
-        return self[2] is None
+        return self.callback is None
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -50,7 +53,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
         self._next: deque[_Due] = deque()
-        self._timers: list[_Due] = []
+        self._timers: list[tuple[float, int, _Due]] = []
+        """Of those of the same time the one that was set first goes first."""
         self._numbers = count(1)
         self._tidy_at = LITTER
         """So many timers, and those that are cancelled are dropped."""
@@ -59,6 +63,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
     def stall(self, seconds: float) -> None:
         """What runs now takes so long."""
         self._now += seconds
@@ -66,7 +75,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Due:
-        handle = _Due((0.0, 0, callback, args, copy_context() if context is None else context))
+        handle = _Due(0.0, callback, args, copy_context() if context is None else context)
         self._next.append(handle)
         return handle
 
@@ -80,21 +89,23 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Due:
-        return self.call_at(self._now + delay, callback, *args, context=context)
+        return self._set(self._now + delay, callback, args, context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
     ) -> _Due:
-        context = copy_context() if context is None else context
-        timer = _Due((when, next(self._numbers), callback, args, context))
+        return self._set(when, callback, args, context)
+
+    def _set(self, when: float, callback: Callable[..., object], args: Any, context: Context | None) -> _Due:
+        timer = _Due(when, callback, args, copy_context() if context is None else context)
         if len(self._timers) > self._tidy_at:
             self._tidy()
-        heapq.heappush(self._timers, timer)
+        heapq.heappush(self._timers, (when, next(self._numbers), timer))
         return timer
 
     def _tidy(self) -> None:
         timers = self._timers
-        timers[:] = [each for each in timers if each[2] is not None]
+        timers[:] = [each for each in timers if each[2].callback is not None]
         heapq.heapify(timers)
         self._tidy_at = max(LITTER, 2 * len(timers))
 
@@ -108,7 +119,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         due, timers, pop = self._next, self._timers, heapq.heappop
         while True:
             if not due and not self._stopping:  # type: ignore[attr-defined]
-                while timers and timers[0][2] is None:
+                while timers and timers[0][2].callback is None:
                     pop(timers)
                 if timers:
                     self._now = max(self._now, min(timers[0][0], self._now + LEAP_S))
@@ -116,14 +127,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                     self._look_at_sockets()
             now = self._now
             while timers and timers[0][0] <= now:
-                due.append(pop(timers))
+                due.append(pop(timers)[2])
             for _ in range(len(due)):
                 handle = due.popleft()
-                callback = handle[2]
+                callback = handle.callback
                 if callback is None:
                     continue
                 try:
-                    handle[4].run(callback, *handle[3])
+                    handle.context.run(callback, *handle.args)
                 except (SystemExit, KeyboardInterrupt):
                     raise
                 except BaseException as error:

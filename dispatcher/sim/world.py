@@ -26,12 +26,13 @@ from math import inf, nan
 from operator import itemgetter
 from random import Random
 
+import msgspec
+
 from dispatcher.standin.model import BATCH_CONTEXT, BATCH_SPREAD, BATCH_TOKENS, generated, slowdown, work_s
 from dispatcher.standin.trace import Trace
 
 
-@dataclass(slots=True, eq=False)
-class Job:
+class Job(msgspec.Struct, eq=False):
     """A request as the pool sees it."""
 
     work_s: float
@@ -242,18 +243,25 @@ class World:
 
     def advance(self, to: float) -> None:
         """Live through everything that happens until `to`, and be there."""
-        ends = self._ends
-        while (at := self.next_event_at()) <= to:
+        ends, changes = self._ends, self._changes
+        while True:
+            # As `next_event_at`, which would be the dearest of all that is called here.
+            at, realtime = ends[0][0] if ends else inf, self._next_realtime
+            if realtime is not None and realtime[0] < at:
+                at = realtime[0]
+            if changes and changes[-1][0] < at:
+                at = changes[-1][0]
+            if at > to:
+                break
             if at > self.now:
                 self._pass_time(at)
-            if self._changes and self._changes[-1][0] == at:
-                self._changes.pop()[1]()
+            if changes and changes[-1][0] == at:
+                changes.pop()[1]()
             elif ends and ends[0][0] == at:
                 self._finish(heapq.heappop(ends)[2])
-            elif self._next_realtime is not None:
-                job = self._next_realtime[1]
+            elif realtime is not None:
                 self._next_realtime = next(self._realtime, None)
-                self._realtime_arrives(job)
+                self._realtime_arrives(realtime[1])
         if to > self.now:
             self._pass_time(to)
 
@@ -281,12 +289,12 @@ class World:
     def _admit(self, job: Job) -> Arrival:
         if self.down:
             return Arrival.UNREACHABLE
-        waiting, pod = self._waiting_outside, self._next_pod()
-        full = pod is None
-        if pod is not None and self._most_in == inf:  # nobody waits before the pods: they refuse themselves
-            waiting, full = self._waiting_inside, pod.running >= pod.slots
-        if full and waiting >= self._queue_limit:
-            return Arrival.REFUSED
+        pod = self._next_pod()
+        if pod is None:
+            if self._waiting_outside >= self._queue_limit:
+                return Arrival.REFUSED
+        elif self._most_in == inf and pod.running >= pod.slots and self._waiting_inside >= self._queue_limit:
+            return Arrival.REFUSED  # nobody waits before the pods: they refuse themselves
         job.arrived_at = self.now
         self.in_system += 1
         if pod is None:

@@ -7,6 +7,7 @@ pool is half as fast.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from random import Random
 
 BATCH_CONTEXT = 500
@@ -34,5 +35,11 @@ def slowdown(running: int, slots: int) -> float:
 
 def generated(draws: Random, mean: float = BATCH_TOKENS, spread: float = BATCH_SPREAD) -> int:
     """How many tokens the next request generates."""
-    mu = math.log(mean) - spread**2 / 2
-    return max(min(LEAST_TOKENS, round(mean)), round(draws.lognormvariate(mu, spread)))
+    mu, least = _lognormal(mean, spread)
+    return max(least, round(draws.lognormvariate(mu, spread)))
+
+
+@lru_cache(maxsize=16)
+def _lognormal(mean: float, spread: float) -> tuple[float, int]:
+    """The mean of the logarithm, and the fewest there are."""
+    return math.log(mean) - spread**2 / 2, min(LEAST_TOKENS, round(mean))

@@ -81,7 +81,7 @@ async def goes(queue: Queue, terms: SequenceTerms = TERMS) -> Lease:
 async def done(queue: Queue, lease: Lease, **left: Any) -> None:
     end = TurnEnd(turn_of(lease), **left)
     result = msgspec.json.encode({"id": name_of(lease), "code": "failed" if end.failed else "done"})
-    assert await queue.settle([replace(answer(lease, result), turn=end)]) == [Settled.DONE]
+    assert await queue.settle([answer(lease, result).but(turn=end)]) == [Settled.DONE]
 
 
 async def fail(queue: Queue, lease: Lease) -> None:
@@ -193,7 +193,7 @@ async def handed(
 ) -> HandedOver:
     """These end, by an owner that takes what comes next."""
     ends = [
-        replace(answer(one, msgspec.json.encode({"id": name_of(one)})), turn=TurnEnd(turn_of(one), **left))
+        answer(one, msgspec.json.encode({"id": name_of(one)})).but(turn=TurnEnd(turn_of(one), **left))
         for one in leases
     ]
     told = await queue.hand_over(ends, nonce or f"handing-{leases[0].token}", permit(limit))
@@ -643,7 +643,7 @@ async def test_a_burial_ends_a_turn_as_well(world: World) -> None:
     await put(world, "r", {"index": 0, "on_error": "continue"}, 1)
     lease = await goes(queue)
     end = TurnEnd(turn_of(lease), failed=True, cause="why")
-    await queue.bury([Burial(replace(answer(lease), turn=end), "why")])
+    await queue.bury([Burial(answer(lease).but(turn=end), "why")])
     assert name_of(await goes(queue)) == "r-1"
     (dead,) = await world.desk.dead_list(9)
     await world.desk.dead_requeue([dead.entry], LATER)
@@ -1005,7 +1005,7 @@ class History:
         failed = self.dice.random() < 0.2
         result = b'{"id":"%s"}' % name_of(lease).encode()
         end = TurnEnd(turn_of(lease), failed=failed, cause="why")
-        settlement = replace(answer(lease, result), turn=end)
+        settlement = answer(lease, result).but(turn=end)
         if self.dice.random() < 0.5:
             told = await queue.hand_over([settlement], f"handing-{lease.token}", permit())
             (said,) = told.answers

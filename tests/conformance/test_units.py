@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -257,7 +256,7 @@ async def test_three_owners_with_mixed_weights_never_pass_the_limit(world: World
             weighed = await queue.weigh(weights, permit(limit, lost=lost))
             assert weighed.count.live <= max(limit, live_before)
             held[who] += [
-                replace(lease, units=units)
+                lease.but(units=units)
                 for (lease, units), fits in zip(weights, weighed.fits, strict=True)
                 if fits
             ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from dispatcher.core.budget import Policy, Reading, Signal
@@ -77,7 +76,7 @@ def open_limiter() -> Limiter:
 def lease(entry: int = 1, **changes: Any) -> Lease:
     """One of its first delivery, by a token of its own."""
     first = Lease(entry, f"t-{entry}", b"", 0.0, deliveries=1, attempts=0, refusals=0, losses=0)
-    return replace(first, **changes)
+    return first.but(**changes)
 
 
 def request(number: int = 1, **changes: Any) -> Request:

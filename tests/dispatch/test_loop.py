@@ -243,7 +243,7 @@ def test_each_way_to_end_is_one_call_for_all_that_end_so() -> None:
         ) -> Forwarded:
             told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
             outcome: Outcome = Overloaded(429, "", capacity=False)
-            return told if request.id < "r-3" else replace(told, outcome=outcome)
+            return told if request.id < "r-3" else told.but(outcome=outcome)
 
     async def scene_of(scene: Scene) -> None:
         calls: list[tuple[str, int]] = []
@@ -380,7 +380,7 @@ def test_one_probe_at_a_time_finds_out_whether_the_gateway_is_back() -> None:
             self, request: Request, *, token: str, deadline: float, may_send: object
         ) -> Forwarded:
             told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-            return replace(told, outcome=Unreachable("no connection")) if self.away else told
+            return told.but(outcome=Unreachable("no connection")) if self.away else told
 
     gateway = Away()
 
@@ -406,7 +406,7 @@ class Gone(Answers):
 
     async def forward(self, request: Request, *, token: str, deadline: float, may_send: object) -> Forwarded:
         told = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
-        return replace(told, outcome=Unreachable("no connection"))
+        return told.but(outcome=Unreachable("no connection"))
 
 
 def test_probe_whose_reply_was_lost_is_repeated_under_its_name() -> None:

@@ -40,10 +40,10 @@ class Models(Answers):
         body = json.loads(request.payload)
         self.named.append(body["model"])
         if body["model"] not in self.models:
-            return replace(forwarded, outcome=Delivered(404, GONE % body["model"].encode()))
+            return forwarded.but(outcome=Delivered(404, GONE % body["model"].encode()))
         if "input" in body:
             data = [{"index": n, "embedding": [0.5]} for n, _ in enumerate(body["input"])]
-            return replace(forwarded, outcome=Delivered(200, json.dumps({"data": data}).encode()))
+            return forwarded.but(outcome=Delivered(200, json.dumps({"data": data}).encode()))
         return forwarded
 
 

@@ -400,7 +400,7 @@ def test_refusal_is_shared_though_no_reading_is_newer() -> None:
 
 
 def test_permit_says_all_that_the_limit_was_made_of() -> None:
-    allowance = replace(open_limiter().allowance(START_S), lost=4)
+    allowance = open_limiter().allowance(START_S).but(lost=4)
     permit = permit_of(allowance, replace(OPTIONS, retry=RetryPolicy(max_s=17.0)))
     assert permit == Permit(limit=9, read_at=1.0, lost=4, retry_after_max_s=17.0)
 
@@ -441,8 +441,8 @@ def test_limit_of_a_gate_that_this_process_alone_has_closed_is_not_shared() -> N
         before = duties.limiter.allowance(START_S)
         duties.upkeep.share(before)
         await asyncio.sleep(0.1)
-        closed = replace(before, limit=0, reason=Reason.GATEWAY_UNREACHABLE, read_at=before.read_at + 1)
-        full = replace(closed, reason=Reason.NO_ROOM, read_at=before.read_at + 2)
+        closed = before.but(limit=0, reason=Reason.GATEWAY_UNREACHABLE, read_at=before.read_at + 1)
+        full = closed.but(reason=Reason.NO_ROOM, read_at=before.read_at + 2)
         for allowance in (closed, full):
             duties.upkeep.share(allowance)
             await asyncio.sleep(0.1)

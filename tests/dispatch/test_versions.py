@@ -53,7 +53,7 @@ class Servers(Answers):
         await asyncio.sleep(self.slow.get(request.id, 0.0))
         forwarded = await super().forward(request, token=token, deadline=deadline, may_send=may_send)
         if model in self.away:
-            return replace(forwarded, outcome=Delivered(404, GONE % model.encode()))
+            return forwarded.but(outcome=Delivered(404, GONE % model.encode()))
         return forwarded
 
 

@@ -57,7 +57,7 @@ class Pool(Answers):
         )
         if "warm-up" in request.id:
             self.calls.append((request.endpoints, request.endpoint, request.payload))
-            return replace(forwarded, outcome=self.answer)
+            return forwarded.but(outcome=self.answer)
         self.work.append((json.loads(request.payload)["model"], request.endpoints))
         return forwarded
 

@@ -447,7 +447,7 @@ class QueueModel(Twins):
         self.seen["steps back"] += 1
         # What was shared is of now. No moment here ever is: it goes back to its own.
         if permit is not None:
-            self.store.pool.permit = replace(permit, read_at=permit.read_at - seconds)
+            self.store.pool.permit = permit.but(read_at=permit.read_at - seconds)
         if overload is not None and self.store.pool.overload is not None:
             at, until = overload.at - seconds, overload.until - seconds
             self.store.pool.overload = replace(self.store.pool.overload, at=at, until=until)

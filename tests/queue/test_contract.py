@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -143,7 +142,7 @@ async def sequences_of_every_kind(queue: OwnerAndDesk) -> None:
     a, b, c = Turn("a"), Turn("b"), Turn("c")
     await queue.line_up([(leases[0], a), (leases[1], b), (leases[2], b), (leases[3], b)], terms)
     end = TurnEnd(a, token="t", carry=b"so far")
-    await queue.settle([replace(answer(leases[0]), turn=end)])
+    await queue.settle([answer(leases[0]).but(turn=end)])
     await queue.abort_sequence("b", "why")
     (again,) = (await claim(queue, 1)).leases
     await queue.line_up([(leases[4], c), (again, Turn("d"))], terms)

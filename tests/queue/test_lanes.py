@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,7 +124,7 @@ async def test_a_turn_costs_the_same_however_many_wait_behind_it(
 
     async def turn() -> tuple[int, int, int]:
         """Of the settlement of the one that goes, and of the claim and line-up of the next."""
-        ended = replace(answer(head.pop()), turn=TurnEnd(Turn("chat")))
+        ended = answer(head.pop()).but(turn=TurnEnd(Turn("chat")))
         settlement = await count(client, queue.settle([ended]))
 
         async def take() -> None:

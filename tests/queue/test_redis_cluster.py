@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, cast
 
 import msgspec
@@ -281,10 +280,10 @@ async def test_a_sequence_goes_in_order_on_a_cluster(queue: OwnerAndDesk) -> Non
     turns = [(lease, Turn("s", 2 - at)) for at, lease in enumerate(leases)]
     said = (await queue.line_up(turns, SequenceTerms())).verdicts
     assert [type(one) for one in said] == [Waits, Waits, Goes]
-    await queue.settle([replace(answer(leases[2]), turn=TurnEnd(turns[2][1], failed=True, cause="it broke"))])
+    await queue.settle([answer(leases[2]).but(turn=TurnEnd(turns[2][1], failed=True, cause="it broke"))])
     unserved = await queue.unserved(9)
     assert [(one.code, one.why) for one in unserved] == [("SEQUENCE_ABORTED", "it broke")] * 2
-    items = [(one.item, replace(answer(leases[0]), results="elsewhere")) for one in unserved]
+    items = [(one.item, answer(leases[0]).but(results="elsewhere")) for one in unserved]
     assert await queue.expire(items) == 2
     assert (await queue.counts()).pending == 0
     assert [one.id for one in (await queue.sequences(9)).found] == ["s"]

@@ -10,7 +10,7 @@ from dispatcher.sim.setting import Setting
 from dispatcher.standin import shapes
 from dispatcher.standin.trace import BUNDLED, load
 
-CALLS_MOST = 780
+CALLS_MOST = 660
 """Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
 
 

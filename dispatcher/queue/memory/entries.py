@@ -72,6 +72,8 @@ class Entry:
 
     @property
     def lane(self) -> Lane | None:
+        if not (self.deaths or self.in_line or self.awaits):  # most, and asked often
+            return None
         return lane_of(self.deaths, in_line=self.in_line, awaits=self.awaits != "")
 
     @property
@@ -94,8 +96,9 @@ class Lined:
     def first(self) -> Entry | None:
         heap = self.heap
         while heap:
-            moves, entry = heap[0][4:]
-            if entry.moves == moves:
+            item = heap[0]
+            entry = item[5]
+            if entry.moves == item[4]:
                 return entry
             heapq.heappop(heap)
         return None

@@ -224,7 +224,7 @@ class MemoryQueue:
                     await self._woken.wait()
             except TimeoutError:
                 self._begin()
-                if self._line.counts().claimable:
+                if self._line.claimable:
                     return
             else:
                 self._woken.clear()
@@ -243,7 +243,7 @@ class MemoryQueue:
         return at - self._apart_by()
 
     def _theirs_of(self, permit: Permit) -> Permit:
-        return permit if self._clock is None else replace(permit, read_at=self._theirs(permit.read_at))
+        return permit if self._clock is None else permit.but(read_at=self._theirs(permit.read_at))
 
     def _leases(self, me: Caller) -> Leases:
         pool = self._pool

@@ -11,7 +11,9 @@ import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+import msgspec
 
 from dispatcher.core.lanes import CLOSED, Lane
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
@@ -25,8 +27,7 @@ from dispatcher.queue.memory.entries import NEVER_CLAIMED, Awaiting, Entry, Line
 from dispatcher.queue.memory.marks import Board
 
 
-@dataclass(slots=True)
-class Grant:
+class Grant(msgspec.Struct):
     """A lease, as the queue keeps it."""
 
     entry: Entry
@@ -204,6 +205,11 @@ class Line:
     def waiting_count(self) -> int:
         """How many are pending or returned."""
         return self.count[Place.PENDING] + self.count[Place.RETURNED]
+
+    @property
+    def claimable(self) -> int:
+        """Those of them that some claim may take."""
+        return self.waiting_count - sum(self.in_lanes[lane] for lane in CLOSED)
 
     def passed_over(self, lanes: Mapping[Lane, int], taken: Sequence[Grant]) -> int:
         """How many wait in lanes whose room `taken` has used up."""

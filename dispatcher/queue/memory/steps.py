@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
-from typing import NamedTuple
+
+import msgspec
 
 from dispatcher.core.lanes import CLOSED, Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
@@ -39,7 +40,7 @@ _OPEN = dict.fromkeys(set(Lane) - CLOSED, 1)
 """What goes before others, of whatever lane."""
 
 
-class Caller(NamedTuple):
+class Caller(msgspec.Struct, frozen=True):
     """The owner that takes a step, and the pool's time of it."""
 
     owner: str
@@ -53,7 +54,7 @@ def begin(pool: Pool) -> float:
     pool.check_up()
     now = pool.clock()
     if pool.permit is not None and pool.permit.read_at > now + AHEAD_S:
-        pool.permit = replace(pool.permit, read_at=now)
+        pool.permit = pool.permit.but(read_at=now)
     known = pool.overload
     if known is not None and (overload := _by(known, now)) is not known:
         pool.overload = replace(overload, capacity=False)
@@ -115,7 +116,7 @@ def _limit_by(pool: Pool, me: Caller, permit: Permit) -> int | None:
         now < overload.wait_until(permit.retry_after_max_s) or _read_time(permit, now) <= overload.at
     ):
         return None
-    return min(each.limit - (pool.lost - each.lost) for each in (permit, shared))
+    return min(permit.limit - (pool.lost - permit.lost), shared.limit - (pool.lost - shared.lost))
 
 
 def _read_time(permit: Permit, now: float) -> float:
@@ -128,7 +129,7 @@ def _adopt(pool: Pool, permit: Permit, now: float) -> Permit:
     read_at, known = _read_time(permit, now), pool.permit
     if known is None or read_at >= known.read_at - SAME_READING_S:
         newest = read_at if known is None else max(read_at, known.read_at)
-        pool.permit = known = permit if newest == permit.read_at else replace(permit, read_at=newest)
+        pool.permit = known = permit if newest == permit.read_at else permit.but(read_at=newest)
     return known
 
 

@@ -164,7 +164,7 @@ class RedisQueue:
         if not told.untold_bytes:
             return told.claimed
         (lease,) = told.claimed.leases
-        return replace(told.claimed, leases=await self._with_member(lease, told.untold_bytes))
+        return told.claimed.but(leases=await self._with_member(lease, told.untold_bytes))
 
     async def _with_member(self, lease: Lease, size: int) -> list[Lease]:
         """A lease with its large member; none where it is another's by now. One that did not get through
@@ -178,7 +178,7 @@ class RedisQueue:
                 raise
             member = await steps.shorten(self.backend, lease)
         del self._unmoved[lease.entry]
-        return [] if member is None else [replace(lease, member=member)]
+        return [] if member is None else [lease.but(member=member)]
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         lost: list[int] = []

@@ -111,8 +111,8 @@ class Writer:
         settlement = write.settlement
         message = f"the result ({len(settlement.result)} bytes) cannot be written to the queue: {why}"
         told = settlement.request_id or decode_result(settlement.result).id
-        short = replace(
-            settlement, result=failed(told, ErrorCode.TOO_LARGE, message, token=settlement.request_token)
+        short = settlement.but(
+            result=failed(told, ErrorCode.TOO_LARGE, message, token=settlement.request_token)
         )
         try:
             instead = replace(write, settlement=short, instead=write.instead or TOO_LARGE)
@@ -163,4 +163,4 @@ def _refused(write: Write, why: str = NO_LIST) -> Write:
     settlement = write.settlement
     told = settlement.request_id or decode_result(settlement.result).id
     result = misdirected(told, settlement.results, why, token=settlement.request_token)
-    return replace(write, settlement=replace(settlement, result=result, results=""), instead=BAD_LIST)
+    return replace(write, settlement=settlement.but(result=result, results=""), instead=BAD_LIST)
