@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
