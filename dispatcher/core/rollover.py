@@ -119,6 +119,10 @@ class ModelFamily:
         """Those."""
         return [name for name in self._listed if self.keeps(name)]
 
+    def takes(self, version: str) -> bool:
+        """New work goes to it."""
+        return version in self._open
+
     @property
     def opened(self) -> bool:
         """Some version takes work."""

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 RECALL_EACH_S, UNWATCHED_EACH_S = 5.0, 60.0
 """How often it is looked whether any wait whose model is there; the second: where no models are watched."""
+GAP_S = 0.2
+"""Between two looks, however much changes."""
 ELSEWHERE_S = 1.0
 """Where some servers have the model and another one answered, or its version could not be told: it is tried
 again after this."""
@@ -62,7 +64,7 @@ class Models:
         self._access = access
         self._pool: PoolModels | None = None
         self._changed = asyncio.Event()
-        self.versions = Versions(access, options, finish)
+        self.versions = Versions(access, options, finish, self._changed)
         self.reconfigure(options)
 
     def reconfigure(self, options: Options) -> None:
@@ -146,7 +148,7 @@ class Models:
         if not says_no_model(outcome.status, outcome.body, version):
             return outcome
         self._pool.denied(version, sent_at, now())
-        if self.versions:
+        if version != model:
             self.versions.heard(self._pool)
         match self._verdict(self._pool, model):
             case AwaitsModel(why):
@@ -182,6 +184,7 @@ class Models:
                 async with asyncio.timeout(pause_s):
                     await self._changed.wait()
             self._changed.clear()
+            await asyncio.sleep(GAP_S)
 
     async def _recall(self) -> None:
         access = self._access

@@ -47,13 +47,20 @@ JOB_LABELS = ("job", "file")
 
 
 class Versions:
-    """Of one process. `finish`: how a lease ends."""
+    """Of one process. `finish`: how a lease ends. `changed`: set where other owners should be told soon."""
 
-    def __init__(self, access: QueueAccess, options: Options, finish: Callable[[Ending], None]) -> None:
+    def __init__(
+        self,
+        access: QueueAccess,
+        options: Options,
+        finish: Callable[[Ending], None],
+        changed: asyncio.Event,
+    ) -> None:
         self.marks: ModelMarks | None = None
         """What the owners share, as the queue told it last; None: it was not asked yet."""
         self._access = access
         self._finish = finish
+        self._changed = changed
         self.stirred = asyncio.Event()
         """Set where some version is cold."""
         self._families: dict[str, ModelFamily] = {}
@@ -210,7 +217,8 @@ class Versions:
 
     def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
         """The request as it goes to this version; None: it has ended."""
-        warm = self._families[held.model].endpoints(version) if self.steered else ()
+        family = self._families.get(held.model)
+        warm = family.endpoints(version) if family is not None and self.steered else ()
         sent = sent_as(request, held.model, version, ",".join(sorted(warm)))
         if sent is None:
             why = "data.payload: its field `model` is given twice, or its name is escaped"
@@ -225,9 +233,13 @@ class Versions:
         if not held.version:
             return
         self._held[held.version] -= 1
-        if not self._held[held.version]:
-            del self._held[held.version]
-            self.look()  # somebody may wait for that
+        if self._held[held.version]:
+            return
+        del self._held[held.version]
+        family = self._families.get(held.model)
+        if family is not None and not family.takes(held.version):  # somebody may wait for that
+            self.look()
+            self._changed.set()
 
 
 def pin_key(terms: FamilyTerms, request: Request) -> str:

@@ -156,6 +156,7 @@ class Follower:
             stays = family.terms.transition is Transition.AVAILABILITY and each.serving and not nowhere
             assert family.keeps(name) is bool(name in open_ or (stays and not each.drained))
             assert name not in open_ or not nowhere
+            assert family.takes(name) is (name in open_)
         assert set(family.kept()) == {name for name in seen if family.keeps(name)}
         assert not family.keeps("of another model")
         cold = family.cold()
