@@ -134,6 +134,7 @@ class Warming:
             if not await self._access.ask("warming", queue.warming(version, endpoint)):
                 self._rests[pair] = now() + SOON_S, times
                 return
+            await self._versions.exchange()  # who had the right before may have warmed it
             renewing = asyncio.create_task(self._renew(version, endpoint))
             try:
                 whole = await self._send(family, warm_up)
