@@ -25,6 +25,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from msgspec import structs
+
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
@@ -287,11 +289,12 @@ class Dispatcher:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
         wait for their turn, or their model. `goes`: what is known already of whose turn it is."""
         cases: list[tuple[HeldLease, Case]] = []
-        unix_now = self._queue.unix_now()
+        unix_now, most_bytes = self._queue.unix_now(), self._options.max_payload_bytes
         for at, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
             held.goes = goes[at] if goes else None
-            request = admit(lease, self._options.max_payload_bytes)
+            known = self.lineup.read.taken(lease, most_bytes) if goes else None
+            request = known or admit(lease, most_bytes)
             if not isinstance(request, Request):
                 self._finish(request)
                 continue
@@ -302,7 +305,7 @@ class Dispatcher:
                 self._finish(ending)
                 continue
             if len(lease.member) > LARGE_BYTES:
-                held.lease = case.lease = replace(lease, member=b"")
+                held.lease = case.lease = structs.replace(lease, member=b"")
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+
+from msgspec import structs
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
@@ -231,7 +232,7 @@ class Upkeep:
             unix_now = self._queue.unix_now()
             parsed = [(one, parse(one.member)) for one in found]
             over = [
-                (one, endings.expired(replace(endings.NOBODY, last_try=one.last_try), request))
+                (one, endings.expired(structs.replace(endings.NOBODY, last_try=one.last_try), request))
                 for one, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]

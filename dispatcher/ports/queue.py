@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
@@ -47,8 +49,7 @@ class Permit:
     """No refusal is waited for longer, whatever is stored of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True):
     """One request, held by one owner until it is settled, released, buried, or its time runs out."""
 
     entry: int

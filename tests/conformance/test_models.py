@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.located import FoundRequest, Whereabouts
@@ -225,7 +225,7 @@ async def test_who_holds_no_member_any_more_says_what_cancels_it(world: World) -
     queue = world.owner()
     for number in range(2):
         await world.zadd(NOW + 1000 + number, member(f"r-{number}", token="t"))
-    told, untold = (replace(lease, member=b"") for lease in await claim(queue))
+    told, untold = (structs.replace(lease, member=b"") for lease in await claim(queue))
     named = Release(told, awaits="a", request_id="r-0", request_token="t")
     await queue.release([named, Release(untold, awaits="a")])
     for number in range(2):

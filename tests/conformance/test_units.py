@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from dispatcher.ports import Burial, Lease, Queue, Release, Settled
 from tests.conformance.worlds import World, answer, claim, full_claim, member, permit
@@ -257,7 +257,7 @@ async def test_three_owners_with_mixed_weights_never_pass_the_limit(world: World
             weighed = await queue.weigh(weights, permit(limit, lost=lost))
             assert weighed.count.live <= max(limit, live_before)
             held[who] += [
-                replace(lease, units=units)
+                structs.replace(lease, units=units)
                 for (lease, units), fits in zip(weights, weighed.fits, strict=True)
                 if fits
             ]

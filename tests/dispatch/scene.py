@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
@@ -69,7 +70,7 @@ def open_limiter() -> Limiter:
 def lease(entry: int = 1, **changes: Any) -> Lease:
     """One of its first delivery, by a token of its own."""
     first = Lease(entry, f"t-{entry}", b"", 0.0, deliveries=1, attempts=0, refusals=0, losses=0)
-    return replace(first, **changes)
+    return structs.replace(first, **changes)
 
 
 def request(number: int = 1, **changes: Any) -> Request:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.request import Request
@@ -36,7 +37,7 @@ def code_of(ending: Ending | None) -> str:
 
 
 OBJECTIONS: dict[str, Callable[[Case], Case]] = {
-    "buried": lambda c: replace(c, lease=replace(c.lease, losses=6)),
+    "buried": lambda c: replace(c, lease=structs.replace(c.lease, losses=6)),
     ErrorCode.DEADLINE_EXCEEDED: lambda c: replace(c, unix_now=1000.0),
     ErrorCode.CANCELLED: lambda c: replace(c, cancelled=True),
     ErrorCode.INVALID_REQUEST: lambda c: replace(c, unfit="it is a string"),
@@ -80,11 +81,11 @@ def test_who_does_not_go_is_not_counted_as_gone_for_its_tenant(code: str) -> Non
 
 
 def test_member_is_parsed_or_its_lease_ends() -> None:
-    good = admit(replace(LEASE, member=member("r-1")), 10**6)
+    good = admit(structs.replace(LEASE, member=member("r-1")), 10**6)
     assert isinstance(good, Request)
     assert good.id == "r-1"
-    unnamed = admit(replace(LEASE, member=b"no member"), 10**6)
+    unnamed = admit(structs.replace(LEASE, member=b"no member"), 10**6)
     assert isinstance(unnamed, Burial)
-    large = admit(replace(LEASE, member=member("r-2")), 1)
+    large = admit(structs.replace(LEASE, member=member("r-2")), 1)
     assert isinstance(large, Settlement)
     assert (large.request_id, large.code) == ("r-2", ErrorCode.TOO_LARGE)
