@@ -56,7 +56,7 @@ if #ids > 0 then
   end
   local sequences = {}
   for name in pairs(names) do sequences[#sequences + 1] = name end
-  read_all(sequences)
+  know(sequences, call('HMGET', SEQUENCES, unpack(sequences)))
 end
 for number, told in ipairs(turns) do
   local id, state = told[1], states[told[1]]

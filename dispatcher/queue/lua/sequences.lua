@@ -82,12 +82,9 @@ local function known(id)
   return one
 end
 
--- Read these by one command. (Operators have no right to it.)
-local function read_all(ids)
-  if #ids == 0 then return end
-  for number, packed in ipairs(call('HMGET', SEQUENCES, unpack(ids))) do
-    known_ones[ids[number]] = packed and read(ids[number], packed)
-  end
+-- What was read of these by one command, which operators have no right to.
+local function know(ids, found)
+  for number, packed in ipairs(found) do known_ones[ids[number]] = packed and read(ids[number], packed) end
 end
 
 local function new_number()
@@ -241,7 +238,7 @@ local function promote(one, id, now)
   local state = leased[id] or leaving[id] or load(id)
   if not state or not state[TURN] then return false end
   if not leased[id] then
-    if not leaving[id] then came[#came + 1] = {id = id, state = state} end
+    if not leaving[id] then came[#came + 1] = {id = id, state = state, number = 0, tie = '', apart = false, member = false} end
     moved = moved + 1
   end
   state[TURN][IN_LINE] = 0

@@ -19,7 +19,7 @@ local now, shared = clock(), offer and control()
 local probe = call('HGET', CONTROL, 'probe')
 local items, live, seen, ids, tokens = {}, {}, {}, {}, {}
 for at = 6, #ARGV, 11 do
-  local item = {id = tonumber(ARGV[at]), how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
+  local item = {id = tonumber(ARGV[at]), name = ARGV[at], how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
                 result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
                 reason = ARGV[at + 8], told = told_of(ARGV[at + 9]), carried = ARGV[at + 10], status = LOST}
   items[#items + 1] = item
@@ -35,7 +35,7 @@ for number, packed in ipairs(#ids > 0 and call('HMGET', ENTRIES, unpack(ids)) or
     if item.told or state[TURN] then all() end
   end
 end
-read_all(sequences)
+if #sequences > 0 then know(sequences, call('HMGET', SEQUENCES, unpack(sequences))) end
 
 local dropped, statuses, handed, record = 0, {text(now), 0, false}, false, {}
 if #live > 0 then
@@ -57,7 +57,7 @@ if #live > 0 then
       call('ZADD', DEAD, item.id, item.id)
       call('ZADD', DEAD_AGE, text(now), string.format('%016d', item.id))
     else
-      finished[#finished + 1] = item.id
+      finished[#finished + 1] = item.name
     end
     forget_markers(item, foreign, now)
   end
