@@ -293,7 +293,7 @@ class Dispatcher:
         for at, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
             held.goes = goes[at] if goes else None
-            known = self.lineup.read.taken(lease, most_bytes) if goes else None
+            known = self.lineup.read_before.taken(lease, most_bytes) if goes else None
             request = known or admit(lease, most_bytes)
             if not isinstance(request, Request):
                 self._finish(request)

@@ -43,7 +43,7 @@ _TOKEN = re.compile(r"[!-~]{1,2048}")
 """What can go back as it came."""
 
 
-class Read:
+class ReadBefore:
     """Requests that wait for their turn, as they were read: whoever is handed one need not read it again. The
     oldest go first where their members come to more than `most` bytes."""
 
@@ -90,7 +90,7 @@ class LineUp:
         """Answers to requests with a token, by the server that they came from; `lost`: none was told."""
         self.carried: dict[str, int] = dict.fromkeys(("carried", "refused"), 0)
         """Requests that were to be sent with their conversation."""
-        self.read = Read()
+        self.read_before = ReadBefore()
         self._access = access
         self._finish = finish
         self._drop = drop
@@ -142,7 +142,7 @@ class LineUp:
                 case Waits():
                     self.turns["waits"] += 1
                     if held.request is not None:
-                        self.read.keep(held.lease, held.request)
+                        self.read_before.keep(held.lease, held.request)
                     self._drop(held.lease.token)
                 case Barred(code, why):
                     self.turns["barred"] += 1

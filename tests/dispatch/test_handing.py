@@ -10,7 +10,7 @@ import pytest
 
 from dispatcher.core.outcome import Delivered
 from dispatcher.core.request import Request, encode_member, parse
-from dispatcher.dispatch.sequences import Read
+from dispatcher.dispatch.sequences import ReadBefore
 from dispatcher.ports import HandedOver, Permit, QueueUnavailableError, Settled, Settlement
 from tests.dispatch.scene import Scene, lease, perform
 from tests.dispatch.turns import Servers, results, submit, turns
@@ -77,7 +77,7 @@ def test_what_was_read_to_be_lined_up_is_not_read_again() -> None:
     async def scene_of(scene: Scene) -> None:
         await submit(scene, turns("a", 8))
         await asyncio.sleep(0.05)
-        read = scene.dispatcher.lineup.read
+        read = scene.dispatcher.lineup.read_before
         kept = [scene.store.line.entries[entry].member for entry in range(2, 9)]
         assert read.bytes == sum(map(len, kept)) > 0
         known: list[Request] = []
@@ -166,7 +166,7 @@ def test_nothing_is_taken_over_while_the_gate_is_closed() -> None:
 
 
 def test_what_was_read_is_known_of_that_very_member_and_once() -> None:
-    read, member = Read(), encode_member("r-1", b'{"a":1}', 10**9)
+    read, member = ReadBefore(), encode_member("r-1", b'{"a":1}', 10**9)
     known = parse(member)
     assert isinstance(known, Request)
     read.keep(lease(1, member=member), known)
@@ -187,7 +187,7 @@ def test_what_was_read_longest_ago_goes_first_where_there_is_no_room() -> None:
     member = encode_member("r-1", b"{}", 10**9)
     known = parse(member)
     assert isinstance(known, Request)
-    read = Read(most=3 * len(member))
+    read = ReadBefore(most=3 * len(member))
     for entry in (1, 2, 3, 1, 4):
         read.keep(lease(entry, member=member), known)
         assert read.bytes <= 3 * len(member)

@@ -32,6 +32,7 @@ local function write_lines()
 end
 
 local function digits(number) return string.format('%016d', number) end
+local function place(number, index) return string.format('%016d:%016.0f:', number, index) end
 
 -- Terms are those that were told last; before the first time nothing is known of any sequence. Who may come to write
 -- asks for it before any write.
@@ -118,10 +119,10 @@ local function page(number, at, most)
 end
 local function lies_at(number, index)
   if written_of[number] then write_lines() end
-  local low = digits(number) .. ':' .. digits(index)
-  return call('ZRANGE', TURNS, '[' .. low .. ':', '(' .. low .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
+  local low = place(number, index)
+  return call('ZRANGE', TURNS, '[' .. low, '(' .. string.sub(low, 1, -2) .. ';', 'BYLEX', 'LIMIT', 0, 1)[1]
 end
-local function seat_name(number, index, id) return digits(number) .. ':' .. digits(index) .. ':' .. digits(id) end
+local function seat_name(number, index, id) return place(number, index) .. digits(id) end
 local function entry_in(name) return tonumber(string.sub(name, 35)) end -- nil where it has passed
 
 local function clear(number)
@@ -133,7 +134,7 @@ end
 
 local function put(life, index, rest)
   written_of[life[NUMBER]] = true
-  lined[#lined + 1], lined[#lined + 2] = '0', string.format('%016d:%016d:', life[NUMBER], index) .. rest
+  lined[#lined + 1], lined[#lined + 2] = '0', place(life[NUMBER], index) .. rest
   life[BEHIND] = math.max(life[BEHIND], index + 1)
 end
 local function put_passed(life, index, last, failed, on_error, cause)
