@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from msgspec.structs import replace
-
 from dispatcher.core.lanes import Lane
 from dispatcher.core.request import Request
 from dispatcher.core.verdicts import Goes
@@ -122,7 +120,7 @@ class Holding:
     def weighs(self, held: HeldLease, units: int) -> None:
         """Its lease counts so many now. It is not at the gateway yet."""
         self.units += units - held.lease.units
-        held.lease = replace(held.lease, units=units)
+        held.lease = held.lease.counting(units)
 
     def started(self, begun: Try) -> None:
         self._tries[begun.token] = begun

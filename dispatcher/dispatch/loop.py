@@ -25,8 +25,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from msgspec import structs
-
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter
 from dispatcher.core.limiter import Limiter
@@ -293,8 +291,7 @@ class Dispatcher:
         for at, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
             held.goes = goes[at] if goes else None
-            known = self.lineup.read_before.taken(lease, most_bytes) if goes else None
-            request = known or admit(lease, most_bytes)
+            request = self.lineup.read_before.taken(lease, most_bytes) or admit(lease, most_bytes)
             if not isinstance(request, Request):
                 self._finish(request)
                 continue
@@ -305,7 +302,7 @@ class Dispatcher:
                 self._finish(ending)
                 continue
             if len(lease.member) > LARGE_BYTES:
-                held.lease = case.lease = structs.replace(lease, member=b"")
+                held.lease = case.lease = lease.with_member(b"")
             cases.append((held, case))
         cases, waits = await self.lineup.lined_up(cases)  # first, for what it carries weighs
         read = [(held, case.request) for held, case in cases]

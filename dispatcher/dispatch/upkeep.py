@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from msgspec import structs
-
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
 from dispatcher.core.limiter import Limiter
@@ -232,7 +230,7 @@ class Upkeep:
             unix_now = self._queue.unix_now()
             parsed = [(one, parse(one.member)) for one in found]
             over = [
-                (one, endings.expired(structs.replace(endings.NOBODY, last_try=one.last_try), request))
+                (one, endings.expired(endings.NOBODY.after(one.last_try), request))
                 for one, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]

@@ -6,6 +6,7 @@ decision ever compares two clocks. Deadlines alone are Unix seconds: ``Queue.uni
 idea of them.
 """
 
+from dispatcher.core.lease import Lease
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError, Submission
 from dispatcher.ports.desk import (
     Dead,
@@ -21,7 +22,6 @@ from dispatcher.ports.queue import (
     Counts,
     Expired,
     HandedOver,
-    Lease,
     Leases,
     LinedUp,
     Overload,

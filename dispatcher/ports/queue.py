@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-import msgspec
-
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
+from dispatcher.core.lease import Lease
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
@@ -47,29 +46,6 @@ class Permit:
     """Units lost so far, as known when the limit was computed; each further one lowers it by one."""
     retry_after_max_s: float = 60.0
     """No refusal is waited for longer, whatever is stored of it."""
-
-
-class Lease(msgspec.Struct, frozen=True):
-    """One request, held by one owner until it is settled, released, buried, or its time runs out."""
-
-    entry: int
-    token: str
-    member: bytes
-    score: float
-    deliveries: int
-    """How often it has been claimed, this time included."""
-    attempts: int
-    """Tries that count (Failed)."""
-    refusals: int
-    """Overload answers to this request."""
-    losses: int
-    """Owners that died holding it since it runs apart from other suspects."""
-    lane: Lane | None = None
-    """Where it waits until it is claimed, apart from others; None: with all others."""
-    units: int = 1
-    """What it counts of the limit: what its request weighs, as far as that was known when it was leased."""
-    last_try: str = ""
-    """What the last try that counted came to; empty: there was none, or of a version that does not say."""
 
 
 @dataclass(frozen=True, slots=True)

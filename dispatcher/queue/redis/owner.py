@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from msgspec import structs
-
 from dispatcher.core.lanes import ONE_OF_EACH, Lane, awaited_as
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.oversize import ENVELOPE_BYTES
@@ -178,7 +176,7 @@ class RedisQueue:
                 raise
             member = await steps.shorten(self.backend, lease)
         del self._unmoved[lease.entry]
-        return [] if member is None else [structs.replace(lease, member=member)]
+        return [] if member is None else [lease.with_member(member)]
 
     async def renew(self, leases: Sequence[Lease]) -> Renewed:
         lost: list[int] = []
