@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import OnError, SequenceSeen, SequenceStatus, Turn
 
@@ -31,8 +33,7 @@ class SequenceTerms:
     """What comes after the end, as long as that is remembered, is refused; else it begins a new life."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnEnd:
+class TurnEnd(msgspec.Struct, frozen=True):
     """What a request leaves to its sequence when it ends."""
 
     turn: Turn
@@ -47,8 +48,7 @@ class TurnEnd:
     """What the next request is built on; None: as before."""
 
 
-@dataclass(frozen=True, slots=True)
-class Goes:
+class Goes(msgspec.Struct, frozen=True):
     """The request is its sequence's head: it may be sent, now and at each later try."""
 
     index: int

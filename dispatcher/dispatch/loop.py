@@ -278,10 +278,11 @@ class Dispatcher:
         """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
         wait for their turn, or their model. `goes`: what is known already of whose turn it is."""
         admitted: list[tuple[HeldLease, Request]] = []
+        most_bytes = self._options.max_payload_bytes
         for number, lease in enumerate(claimed.leases):
             held = self._holding.add(lease, asked_at, probe=probe)
             held.goes = goes[number] if goes else None
-            request = admit(lease, self._options.max_payload_bytes)
+            request = self.lineup.read_before.taken(lease, most_bytes) or admit(lease, most_bytes)
             if isinstance(request, Request):
                 admitted.append((held, request))
             else:

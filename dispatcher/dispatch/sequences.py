@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dispatcher.core.carry import NotCarried, equipped, left, spoken
@@ -33,12 +32,44 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.endings import Ending
     from dispatcher.dispatch.holding import HeldLease
     from dispatcher.dispatch.options import Options
-    from dispatcher.ports import Forwarded
+    from dispatcher.ports import Forwarded, Lease
 
 TRIES_AT_ONE_SERVER = 2
 """So many failed there before a request goes wherever it may."""
+READ_BYTES = 16 << 20
+"""Members of requests that wait, of which it is kept what was read: so many at the most."""
 _TOKEN = re.compile(r"[!-~]{1,2048}")
 """What can go back as it came."""
+
+
+class ReadBefore:
+    """Requests that wait for their turn, as they were read: whoever is handed one need not read it again. The
+    oldest go first where their members come to more than `most` bytes."""
+
+    def __init__(self, most: int = READ_BYTES) -> None:
+        self._most = most
+        self.bytes = 0
+        """Of the members."""
+        self._by_entry: dict[int, tuple[bytes, Request]] = {}
+
+    def keep(self, lease: Lease, request: Request) -> None:
+        if not lease.member:  # too large to be kept beside its request
+            return
+        self.taken(lease, 0)
+        self._by_entry[lease.entry] = lease.member, request
+        self.bytes += len(lease.member)
+        while self.bytes > self._most:
+            member, _ = self._by_entry.pop(next(iter(self._by_entry)))
+            self.bytes -= len(member)
+
+    def taken(self, lease: Lease, max_payload_bytes: int) -> Request | None:
+        """What is known of this very member, which is forgotten; None: nothing, or it is too long by now."""
+        kept = self._by_entry.pop(lease.entry, None)
+        if kept is None:
+            return None
+        member, request = kept
+        self.bytes -= len(member)
+        return request if member == lease.member and len(request.payload) <= max_payload_bytes else None
 
 
 class LineUp:
@@ -58,6 +89,7 @@ class LineUp:
         """Answers to requests with a token, by the server that they came from; `lost`: none was told."""
         self.carried: dict[str, int] = dict.fromkeys(("carried", "refused"), 0)
         """Requests that were to be sent with their conversation."""
+        self.read_before = ReadBefore()
         self._access = access
         self._finish = finish
         self._drop = drop
@@ -108,6 +140,8 @@ class LineUp:
                     continue
                 case Waits():
                     self.turns["waits"] += 1
+                    if held.request is not None and not held.version:  # that may be another one then
+                        self.read_before.keep(held.lease, held.request)
                     self._drop(held.lease.token)
                 case Barred(code, why):
                     self.turns["barred"] += 1
@@ -140,13 +174,13 @@ class LineUp:
         goes, request = held.goes, held.request
         if goes is None or request is None or not isinstance(ending, Settlement) or ending.turn is None:
             return ending
-        return ending.but(turn=self._left(ending.turn, goes, request, forwarded))
-
-    def _left(self, end: TurnEnd, goes: Goes, request: Request, forwarded: Forwarded) -> TurnEnd:
-        carry = None
+        end, carry = ending.turn, None
+        token = self._token(goes, request, forwarded)
         if self._carries(end.turn) and not end.failed and isinstance(forwarded.outcome, Delivered):
             carry = left(request.payload, forwarded.outcome.body, self.options.sequences.max_carry_bytes)
-        return replace(end, token=self._token(goes, request, forwarded), carry=carry)
+        if token is None and carry is None:  # a copy costs more than all the rest of this
+            return ending
+        return ending.but(turn=TurnEnd(end.turn, end.failed, end.cause, token, carry))
 
     def _token(self, goes: Goes, request: Request, forwarded: Forwarded) -> str | None:
         """None: as before."""

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from dispatcher.core.outcome import Delivered
-from dispatcher.core.request import encode_member
+from dispatcher.core.request import Request, encode_member, parse
+from dispatcher.dispatch.sequences import ReadBefore
 from dispatcher.ports import HandedOver, Permit, QueueUnavailableError, Settled, Settlement
-from tests.dispatch.scene import Scene, perform
+from tests.dispatch.scene import Scene, lease, perform
 from tests.dispatch.turns import Servers, results, submit, turns
 
 
@@ -66,6 +67,31 @@ def test_turns_are_neither_claimed_nor_asked_for_again() -> None:
         await asyncio.sleep(1)
         assert gateway.sent == [f"a-{n}" for n in range(8)]
         assert scene.dispatcher.lineup.turns["goes"] == 8
+
+    perform(scene_of, gateway)
+
+
+def test_what_was_read_to_be_lined_up_is_not_read_again() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        await submit(scene, turns("a", 8))
+        await asyncio.sleep(0.05)
+        read = scene.dispatcher.lineup.read_before
+        kept = [scene.store.line.entries[entry].member for entry in range(2, 9)]
+        assert read.bytes == sum(map(len, kept)) > 0
+        known: list[Request] = []
+        for entry, member in enumerate(kept, 2):
+            held = lease(entry, member=member)
+            request = read.taken(held, 10**6)
+            assert request is not None
+            assert request == parse(member)
+            known.append(request)
+            read.keep(held, request)
+        await asyncio.sleep(2)
+        for sent, request in zip(gateway.requests[1:], known, strict=True):
+            assert sent.payload is request.payload
+        assert read.bytes == 0
 
     perform(scene_of, gateway)
 
@@ -137,3 +163,38 @@ def test_nothing_is_taken_over_while_the_gate_is_closed() -> None:
         assert gateway.sent == ["a-0", "a-1", "a-2"]
 
     perform(scene_of, gateway)
+
+
+def test_what_was_read_is_known_of_that_very_member_and_once() -> None:
+    read, member = ReadBefore(), encode_member("r-1", b'{"a":1}', 10**9)
+    known = parse(member)
+    assert isinstance(known, Request)
+    read.keep(lease(1, member=member), known)
+    read.keep(lease(1, member=member), known)
+    assert read.bytes == len(member)
+    assert read.taken(lease(2, member=member), 7) is None
+    assert read.taken(lease(1, member=member), 7) is known
+    assert read.taken(lease(1, member=member), 7) is None
+    read.keep(lease(1, member=member), known)
+    assert read.taken(lease(1, member=member), 6) is None, "by now it is longer than any may be"
+    read.keep(lease(1, member=member), known)
+    assert read.taken(lease(1, member=member[:9]), 7) is None
+    read.keep(lease(1), known)
+    assert read.bytes == 0
+
+
+def test_what_was_read_longest_ago_goes_first_where_there_is_no_room() -> None:
+    member = encode_member("r-1", b"{}", 10**9)
+    known = parse(member)
+    assert isinstance(known, Request)
+    read = ReadBefore(most=3 * len(member))
+    for entry in (1, 2, 3, 1, 4):
+        read.keep(lease(entry, member=member), known)
+        assert read.bytes <= 3 * len(member)
+    assert [read.taken(lease(entry, member=member), 2) is known for entry in (1, 2, 3, 4)] == [
+        True,
+        False,
+        True,
+        True,
+    ]
+    assert read.bytes == 0

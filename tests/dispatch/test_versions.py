@@ -188,6 +188,22 @@ def test_sequence_keeps_its_version() -> None:
     perform(scene_of, gateway, options(pin=Pin.SEQUENCE))
 
 
+def test_turn_that_waited_goes_to_the_version_of_its_time() -> None:
+    gateway = Servers()
+    gateway.slow = {"s1": 20.0}
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "s1", "s2", sequence=Turn("chat"))
+        await asyncio.sleep(5)
+        assert gateway.sent_as == {"s1": "qwen-v1"}
+        told(scene, a="qwen-v2")
+        await asyncio.sleep(30)
+        assert gateway.sent_as == {"s1": "qwen-v1", "s2": "qwen-v2"}
+
+    perform(scene_of, gateway, options(pin=Pin.SEQUENCE))
+
+
 def test_pin_holds_for_another_owner_too_and_while_the_queue_is_away_nothing_goes() -> None:
     gateway = Servers()
 

@@ -48,11 +48,15 @@ local function line_up(id, state, turn, on_error)
   return {0}
 end
 
-for number, told in ipairs(turns) do ids[number] = told[1] end
+local names = {}
+for number, told in ipairs(turns) do ids[number], names[told[3]] = told[1], true end
 if #ids > 0 then
   for number, packed in ipairs(call('HMGET', ENTRIES, unpack(ids))) do
     states[ids[number]] = packed and cmsgpack.unpack(packed) or nil
   end
+  local sequences = {}
+  for name in pairs(names) do sequences[#sequences + 1] = name end
+  know(sequences, call('HMGET', SEQUENCES, unpack(sequences)))
 end
 for number, told in ipairs(turns) do
   local id, state = told[1], states[told[1]]

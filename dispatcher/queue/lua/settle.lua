@@ -17,19 +17,25 @@ local reply_s, ttl_s, foreign, dead_max = ARGV[1], tonumber(ARGV[2]), ARGV[3] ==
 local offer = ARGV[5] ~= '' and cmsgpack.unpack(ARGV[5])
 local now, shared = clock(), offer and control()
 local probe = call('HGET', CONTROL, 'probe')
-local items, live, seen = {}, {}, {}
+local items, live, seen, ids, tokens = {}, {}, {}, {}, {}
 for at = 6, #ARGV, 11 do
-  local item = {id = tonumber(ARGV[at]), how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
+  local item = {id = tonumber(ARGV[at]), name = ARGV[at], how = tonumber(ARGV[at + 2]), list = ARGV[at + 3],
                 result = ARGV[at + 4], request = ARGV[at + 5], request_token = ARGV[at + 6], bury = ARGV[at + 7] == '1',
                 reason = ARGV[at + 8], told = told_of(ARGV[at + 9]), carried = ARGV[at + 10], status = LOST}
   items[#items + 1] = item
-  item.state = not seen[item.id] and held(item.id, ARGV[at + 1])
-  if item.state then
-    seen[item.id] = true
+  ids[#ids + 1], tokens[#tokens + 1] = ARGV[at], ARGV[at + 1]
+end
+local sequences = {}
+for number, packed in ipairs(#ids > 0 and call('HMGET', ENTRIES, unpack(ids)) or {}) do
+  local item, state = items[number], packed and cmsgpack.unpack(packed)
+  if state and not seen[item.id] and state[WHERE] == 'L' and state[TOKEN] == tokens[number] then
+    seen[item.id], item.state = true, state
     live[#live + 1] = item
-    if item.told or item.state[TURN] then all() end
+    if state[TURN] then sequences[#sequences + 1] = state[TURN][S_ID] end
+    if item.told or state[TURN] then all() end
   end
 end
+if #sequences > 0 then know(sequences, call('HMGET', SEQUENCES, unpack(sequences))) end
 
 local dropped, statuses, handed, record = 0, {text(now), 0, false}, false, {}
 if #live > 0 then
@@ -51,7 +57,7 @@ if #live > 0 then
       call('ZADD', DEAD, item.id, item.id)
       call('ZADD', DEAD_AGE, text(now), string.format('%016d', item.id))
     else
-      finished[#finished + 1] = item.id
+      finished[#finished + 1] = item.name
     end
     forget_markers(item, foreign, now)
   end

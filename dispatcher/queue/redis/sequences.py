@@ -53,7 +53,7 @@ def left_by(end: TurnEnd | None) -> tuple[Argument, Argument]:
 
 def sentence(why: str) -> str:
     """A reason as it is kept."""
-    return shortened(_clean(why), _WHY_CHARS)
+    return shortened(_clean(why), _WHY_CHARS) if why else ""
 
 
 def _clean(text: str) -> str:
