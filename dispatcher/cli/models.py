@@ -181,7 +181,7 @@ def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
     for label, said in each["labels"].items():
         rows.append(("label", f"{label} is {said['version']}, {_by(said)}"))
     for one in each["versions"]:
-        serving = f"{one['state']} for {told(one['since_s'])}, at {one['serving']} endpoints"
+        serving = f"{one['state']} for {told(one['since_s'])}, at {one['serving']} {'endpoint' if one['serving'] == 1 else 'endpoints'}"
         more = _version(one)
         rows.append(("version", f"{one['name']} ({one['label']}): {serving}{f'; {more}' if more else ''}"))
     return [*rows, ("waiting", f"{each['waiting']:,}")]
