@@ -181,9 +181,11 @@ def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
     for label, said in each["labels"].items():
         rows.append(("label", f"{label} is {said['version']}, {_by(said)}"))
     for one in each["versions"]:
-        serving = f"{one['state']} for {told(one['since_s'])}, at {one['serving']} {'endpoint' if one['serving'] == 1 else 'endpoints'}"
-        more = _version(one)
-        rows.append(("version", f"{one['name']} ({one['label']}): {serving}{f'; {more}' if more else ''}"))
+        endpoints = "1 endpoint" if one["serving"] == 1 else f"{one['serving']} endpoints"
+        stands = f"{one['state']} for {told(one['since_s'])}, at {endpoints}"
+        rows.append(
+            ("version", "; ".join(filter(None, [f"{one['name']} ({one['label']}): {stands}", _version(one)])))
+        )
     return [*rows, ("waiting", f"{each['waiting']:,}")]
 
 

@@ -327,8 +327,8 @@ async def test_without_a_dispatcher_the_queue_tells_what_verbs_have_said(world: 
     assert "drained by ada since" in (await world.verb("list")).out
     assert "stable is 2, set by bob since" in (await world.verb("show", "mistral")).out
     with world.server.client() as client:
-        for key in ("labels", "drains"):
-            client.set(f"batch:{{qwen}}:models:{key}", "foreign")
+        for key in NAMES.board:
+            client.set(key, "foreign")
     foreign = await world.verb("list")
     assert foreign.code == 0
     assert "models:labels holds a string" in foreign.err
