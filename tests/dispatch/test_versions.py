@@ -322,6 +322,46 @@ def test_operator_drains_a_whole_model_by_the_name_that_requests_have() -> None:
     perform(scene_of, gateway, options())
 
 
+def explained(scene: Scene) -> str:
+    settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
+    at = asyncio.get_running_loop().time()
+    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).gate.explanation
+
+
+def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
+    gateway = Servers()
+    gateway.slow["r1"] = 60.0
+
+    async def warming(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "w1")
+        await asyncio.sleep(EACH_S + 1)
+        assert "1 request waits: its model 'qwen' has no version" in explained(scene)
+        assert "'qwen-v1' is being warmed up." in explained(scene)
+
+    async def draining(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r2", "r3")
+        await asyncio.sleep(EACH_S + 1)
+        assert "2 requests wait: its model 'qwen' has no version" in explained(scene)
+        assert "'qwen-v1' is drained first." in explained(scene)
+        await asyncio.sleep(60)
+        assert gateway.sent_as["r2"] == "qwen-v2"
+        await scene.store.drain("qwen-v2", "ada")
+        await scene.store.drain("qwen-v1", "ada")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r4")
+        await asyncio.sleep(EACH_S + 1)
+        assert "1 request waits" in explained(scene)
+        assert "'qwen-v1' and 'qwen-v2' are drained by an operator." in explained(scene)
+
+    perform(warming, Servers(), options(warms=True))
+    perform(draining, gateway, options(transition=Transition.RESOURCE))
+
+
 def test_status_tells_each_version_and_who_said_what_of_it() -> None:
     def told_of(scene: Scene) -> ModelsStatus:
         settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
