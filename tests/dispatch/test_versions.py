@@ -400,8 +400,8 @@ def test_status_tells_each_version_and_who_said_what_of_it() -> None:
         versions.marks = replace(versions.marks, problem="the key holds a list")
         assert told_of(scene).model_marks_problem == "the key holds a list"
 
-    given = {"policy": VersionPolicy(everything=True), "labels": {"stable": "2", "old": "1"}}
-    perform(scene_of, Servers(), options(**given))
+    labels = {"stable": "2", "old": "1"}
+    perform(scene_of, Servers(), options(policy=VersionPolicy(everything=True), labels=labels))
 
 
 def test_where_no_version_is_served_requests_wait_and_say_so() -> None:
