@@ -9,10 +9,12 @@ from dispatcher.core.budget import Budget, Reading, Reason
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
+from dispatcher.core.rollover import ModelFamily
 from dispatcher.dispatch.access import QueueView
 from dispatcher.dispatch.batching import Batching
 from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.sequences import LineUp
+from dispatcher.ports import ModelMarks
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
@@ -301,19 +303,35 @@ def _models(models: Models, now: float) -> show.ModelsStatus:
                 "since_s": round(now - seen.since, 1),
                 "named": seen.named,
                 "denied": seen.denied,
+                "drained_by": models.versions.drained(seen.name) or None,
                 "sentence": models.sentence(seen.name),
-                "versions": _versions(models, seen.name, now),
+                **_family(models, seen.name, now),
             }
             for seen, waiting in models.seen()
         ],
         model_requests=dict(models.requests),
         model_problems=[f"{endpoint}: {problem}" for endpoint, problem in models.problems.items()],
+        model_marks_problem=models.marks_problem or None,
     )
 
 
-def _versions(models: Models, name: str, now: float) -> list[dict[str, object]]:
-    """Those of a model, the newest first; none where the settings name none."""
-    family = models.versions.family(name)
+def _family(models: Models, name: str, now: float) -> dict[str, object]:
+    """What is said of a model with versions, and of those; nothing where the settings give it none."""
+    family, marks = models.versions.family(name), models.versions.marks or ModelMarks()
+    if family is None:
+        return {"policy": None, "labels": {}, "versions": []}
+    labels = {label: {"version": version, "by": None} for label, version in family.terms.labels.items()}
+    labels |= {
+        label: {"version": version, "by": marks.labelled.get((of, label))}
+        for (of, label), version in marks.labels.items()
+        if of == name
+    }
+    policy = str(family.terms.policy)
+    return {"policy": policy, "labels": labels, "versions": _versions(family, marks, now)}
+
+
+def _versions(family: ModelFamily, marks: ModelMarks, now: float) -> list[dict[str, object]]:
+    """The newest first."""
     return [
         {
             "name": each.name,
@@ -321,13 +339,14 @@ def _versions(models: Models, name: str, now: float) -> list[dict[str, object]]:
             "state": str(each.state),
             "since_s": round(now - each.since, 1),
             "serving": len(each.serving),
-            "warm": len(each.warm),
+            "warm": len(each.warm) if family.terms.warms else None,
             "wanted": each.wanted,
             "drained": each.drained,
+            "drained_by": next((marks.drained[word] for word in each.words if word in marks.drained), None),
             "share": round(each.weight, 4),
             "labels": list(each.labels),
         }
-        for each in (family.versions()[:_VERSIONS_MOST] if family is not None else ())
+        for each in family.versions()[:_VERSIONS_MOST]
     ]
 
 

@@ -304,15 +304,15 @@ class Service:
         for work in Work:
             self.metrics.set_total(series.USED_SECONDS, str(work), to=meter.used_s[work])
             self.metrics.set_total(series.FREE_SECONDS, str(work), to=meter.free_s[work])
-        batching = self.dispatcher.batching
+        batching, lineup = self.dispatcher.batching, self.dispatcher.lineup
         self.metrics.set_total(series.MERGED_REQUESTS, to=batching.requests)
-        lineup = self.dispatcher.lineup
         for counted, by in (
             (series.MERGED_CALLS, batching.calls),
             (series.MERGE_CHECKS, batching.checks),
             (series.SEQUENCE_TURNS, lineup.turns),
             (series.SEQUENCE_SERVERS, lineup.servers),
             (series.MODEL_REQUESTS, self.dispatcher.models.requests),
+            (series.WARM_UPS, self.dispatcher.warming.done),
         ):
             for result, times in by.items():
                 self.metrics.set_total(counted, result, to=times)

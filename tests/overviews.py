@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dispatcher.core.limiter import Limiter
 from dispatcher.dispatch.access import QueueView
+from dispatcher.dispatch.models import Models
 from dispatcher.overview import overview
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
@@ -21,6 +22,7 @@ def status_of(
     poll: SourcePoll | None = None,
     queue: QueueView | None = None,
     running: int = 0,
+    models: Models | None = None,
 ) -> Status:
     return overview(
         now,
@@ -32,4 +34,5 @@ def status_of(
         poll=poll,
         watched=Endpoints(),
         slow=None,
+        models=models,
     )

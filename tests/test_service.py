@@ -93,6 +93,16 @@ def at_bench(check: Callable[[Bench], Awaitable[None]], text: str = CONFIG) -> N
     run(main(), start=START_S)
 
 
+def test_what_became_of_warm_ups_is_counted() -> None:
+    async def check(bench: Bench) -> None:
+        bench.service.dispatcher.warming.done["errors"] = 2
+        bench.service.status()
+        counted = [bench.service.metrics.value(series.WARM_UPS, name) for name in ("warm", "errors", "again")]
+        assert counted == [0, 2, 0]
+
+    at_bench(check)
+
+
 # A changed configuration.
 
 

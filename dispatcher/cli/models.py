@@ -1,31 +1,38 @@
-"""`batch-dispatcher models list|show|record`: which the pool serves, and which requests wait for theirs."""
+"""`batch-dispatcher models list|show`: which the pool serves, in which versions, and which requests wait for
+theirs. The verbs that change something are in rollout.py, `record` in record.py."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dispatcher.cli import rollout
 from dispatcher.cli.record import EXAMPLE, record
 from dispatcher.cli.running import running
-from dispatcher.cli.screen import answer, complain, fail, say, table
+from dispatcher.cli.screen import answer, complain, fail, say, table, warn
 from dispatcher.cli.status import AdminUrl, meant
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find, warn_of
 from dispatcher.core.duration import told
 
+if TYPE_CHECKING:
+    from dispatcher.ports import ModelMarks
+    from dispatcher.queue.redis.desk import RedisDesk
+
 EXAMPLES = {
     "models list": ["batch-dispatcher models list", "batch-dispatcher models list --waiting"],
     "models show": ["batch-dispatcher models show qwen"],
+    "models label": rollout.LABEL_EXAMPLES,
+    "models drain": rollout.DRAIN_EXAMPLES,
     "models record": EXAMPLE,
 }
 models = typer.Typer(
     add_completion=False, no_args_is_help=True, help="Models: which the pool serves, who waits for which."
 )
 
-models.command()(record)
 
 Name = Annotated[str, typer.Argument(metavar="MODEL", help="As requests name it.")]
 Models = Sequence[Mapping[str, Any]]
@@ -43,7 +50,9 @@ def list_(
 ) -> None:
     """List the models that the pool serves, served, or should serve, as the dispatcher that answers sees it.
 
-    Where none answers, those that requests wait for, as the queue tells. Exit code 1: neither does.
+    Versions stand below their model, the newest first, without those that are gone. Where no dispatcher
+    answers, the models that requests wait for and of which a verb has said something, as the queue tells.
+    Exit code 1: neither does.
     """
     found, watched = _found(config, queue_url, queue, pool, admin_url)
     chosen = [each for each in found if each["waiting"] or not waiting]
@@ -51,10 +60,15 @@ def list_(
         answer(chosen)
     elif chosen:
         say(
-            *table(["MODEL", "STATE", "ENDPOINTS", "WAITING", "FOR", "NOTE"], [_row(each) for each in chosen])
+            *table(
+                ["MODEL", "STATE", "ENDPOINTS", "WAITING", "FOR", "NOTE"],
+                [row for each in chosen for row in _rows(each)],
+            )
         )
     elif waiting or not watched:
-        complain("no request waits for its model", fg=None)
+        complain(
+            "no request waits for its model" + ("" if waiting else ", none is labelled or drained"), fg=None
+        )
     else:
         complain("no model is known: `models` names none, and none is served", fg=None)
 
@@ -69,7 +83,7 @@ def show(
     admin_url: AdminUrl = "",
     json_output: Json = False,
 ) -> None:
-    """Show one: its state, where it is served, how many requests wait for it.
+    """Show one: its state, its versions and labels, where it is served, how many requests wait for it.
 
     Exit code 1: nothing is known of it.
     """
@@ -81,6 +95,8 @@ def show(
             else:
                 say(name, *(f"  {field:<11} {value}" for field, value in _details(each)))
             return
+        if name in [version["name"] for version in each["versions"]]:
+            raise fail(f"{name} is a version of {each['name']}: batch-dispatcher models show {each['name']}")
     names = ", ".join(str(each["name"]) for each in found[:10])
     raise fail(f"{name}: no model that is known here{f'; there are {names}' if names else ''}")
 
@@ -88,26 +104,42 @@ def show(
 def _found(config: Path | None, queue_url: str, queue: str, pool: str, admin_url: str) -> tuple[Models, bool]:
     """The models, and whether a dispatcher that watches them has told."""
     place, address = meant(config, queue_url, queue, pool, admin_url)
-    warn_of(place)
     dispatcher, problem = asyncio.run(running(address)) if address else (None, "nothing says where one is")
     if dispatcher is not None and dispatcher.get("models"):
-        return dispatcher["models"], True
-    awaited = ask(find(config, queue_url, queue, pool), lambda desk: desk.awaited())
+        warn_of(place)
+        older: dict[str, Any] = {"drained_by": None, "policy": None, "labels": {}, "versions": []}
+        return [{**older, **each} for each in dispatcher["models"]], True
+
+    async def act(desk: RedisDesk) -> tuple[Mapping[str, int], ModelMarks]:
+        return await desk.awaited(), await desk.model_marks()
+
+    awaited, marks = ask(find(config, queue_url, queue, pool), act)
     if dispatcher is None:
         complain(f"no dispatcher tells which are served: {problem}", fg=None)
-    return [
-        _unwatched(name, count) for name, count in sorted(awaited.items(), key=lambda each: -each[1])
-    ], False
+    if marks.problem:
+        warn(marks.problem)
+    names = {*awaited, *marks.drained, *(family for family, _ in marks.labels)}
+    ordered = sorted(names, key=lambda name: (-awaited.get(name, 0), name))
+    return [_unwatched(name, awaited.get(name, 0), marks) for name in ordered], False
 
 
-def _unwatched(name: str, waiting: int) -> Mapping[str, Any]:
+def _unwatched(name: str, waiting: int, marks: ModelMarks) -> Mapping[str, Any]:
     """What the queue alone tells."""
-    unknown = dict.fromkeys(("serving", "endpoints", "unread", "since_s", "named", "denied"))
-    return {"name": name, "state": "unknown", **unknown, "waiting": waiting, "sentence": "nobody watches it"}
+    unknown = dict.fromkeys(("serving", "endpoints", "unread", "since_s", "named", "denied", "policy"))
+    drained = marks.drained.get(name)
+    labels = {
+        label: {"version": version, "by": marks.labelled.get((family, label))}
+        for (family, label), version in marks.labels.items()
+        if family == name
+    }
+    said: dict[str, Any] = {"drained_by": drained, "labels": labels, "versions": []}
+    sentence = f"drained {drained}; nobody watches it" if drained else "nobody watches it"
+    return {"name": name, "state": "unknown", **unknown, **said, "waiting": waiting, "sentence": sentence}
 
 
-def _row(each: Mapping[str, Any]) -> Sequence[str]:
-    return [
+def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
+    """The model, and those of its versions that are there or come."""
+    row = [
         str(each["name"]),
         str(each["state"]),
         _endpoints(each),
@@ -115,6 +147,22 @@ def _row(each: Mapping[str, Any]) -> Sequence[str]:
         "" if each["since_s"] is None else told(each["since_s"]),
         str(each["sentence"]),
     ]
+    there = [one for one in each["versions"] if one["state"] not in ("gone", "absent")]
+    return [row, *(_version_row(one) for one in there)]
+
+
+def _version_row(one: Mapping[str, Any]) -> Sequence[str]:
+    return [f"  {one['name']}", one["state"], str(one["serving"]), "", told(one["since_s"]), _version(one)]
+
+
+def _version(one: Mapping[str, Any]) -> str:
+    """What is to be said of a version beside its state."""
+    parts = [f"{one['share']:.1%} of the requests"] if one["share"] else []
+    if one["warm"] is not None:
+        parts.append(f"warm at {one['warm']} of {one['serving']}")
+    parts += [f"labelled {', '.join(one['labels'])}"] if one["labels"] else []
+    parts += [f"drained {one.get('drained_by') or ''}".rstrip()] if one["drained"] else []
+    return "; ".join(parts)
 
 
 def _endpoints(each: Mapping[str, Any]) -> str:
@@ -128,4 +176,23 @@ def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
         rows.append(("endpoints", f"{_endpoints(each)} serve it{unread}"))
         rows.append(("since", f"{told(each['since_s'])}"))
         rows.append(("named", "in the settings" if each["named"] else "no: it was served before"))
+    if each["policy"] is not None:
+        rows.append(("policy", str(each["policy"])))
+    for label, said in each["labels"].items():
+        rows.append(("label", f"{label} is {said['version']}, {_by(said)}"))
+    for one in each["versions"]:
+        endpoints = "1 endpoint" if one["serving"] == 1 else f"{one['serving']} endpoints"
+        stands = f"{one['state']} for {told(one['since_s'])}, at {endpoints}"
+        rows.append(
+            ("version", "; ".join(filter(None, [f"{one['name']} ({one['label']}): {stands}", _version(one)])))
+        )
     return [*rows, ("waiting", f"{each['waiting']:,}")]
+
+
+def _by(label: Mapping[str, Any]) -> str:
+    return f"set {label['by']}" if label["by"] else "by the settings"
+
+
+models.command()(rollout.label)
+models.command()(rollout.drain)
+models.command()(record)

@@ -19,6 +19,7 @@ EXAMPLES = {
     ],
     "resume": ["batch-dispatcher resume"],
 }
+By = Annotated[str, typer.Option("--by", metavar="NAME", help="Default: you, on this machine.")]
 
 
 def pause(
@@ -27,7 +28,7 @@ def pause(
     queue: QueueName = "",
     pool: PoolName = "",
     why: Annotated[str, typer.Option(help="Shown to everybody who asks why nothing is sent.")] = "",
-    by: Annotated[str, typer.Option(help="Default: you, on this machine.")] = "",
+    by: By = "",
     json_output: Json = False,
 ) -> None:
     """Have all dispatchers of the queue send nothing new until `resume`. What runs goes on.
@@ -35,12 +36,17 @@ def pause(
     Works with a wrong configuration too, as long as the queue can be told from it.
     """
     target = find(config, queue_url, queue, pool)
-    who = by or f"{_user()}@{socket.gethostname()}"
+    who = who_asks(by)
     ask(target, lambda desk: desk.pause(who, why))
     if json_output:
         answer({"queue": target.names.queue, "paused": {"by": who, "why": why}})
     else:
         say(f"{target.names.queue} is paused; go on with: batch-dispatcher resume")
+
+
+def who_asks(by: str) -> str:
+    """Who an operator is: as he says, or as this machine knows him."""
+    return by or f"{_user()}@{socket.gethostname()}"
 
 
 def _user() -> str:

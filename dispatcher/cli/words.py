@@ -173,6 +173,7 @@ def _problems(told: dict[str, Any]) -> list[str]:
     failing_s = told.get("signals_failing_s")
     for_s = "" if failing_s is None else f" for {failing_s:.0f} s now"
     found += [(f"The signals cannot be read{for_s}", told.get("signals_problem"))]
+    found += [("Marks of models in the queue count for nothing", told.get("model_marks_problem"))]
     found += [("The Kubernetes watch has a problem", each) for each in told.get("watch_problems") or ()]
     found += [
         (f"Batching has ended for {_of(each)}", each["why_off"])

@@ -316,6 +316,7 @@ class ModelFamily:
             used=name in self._sight.used,
             weight=self._spread.shares.get(name, 0.0),
             labels=tuple(sorted(label for label, word in labels.items() if word in version.naming.words)),
+            words=version.naming.words,
         )
 
     def _in(self, state: VersionState) -> list[str]:

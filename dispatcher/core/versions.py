@@ -157,6 +157,8 @@ class VersionSeen:
     """Its share of what goes to the open ones; 0: it takes nothing new."""
     labels: tuple[str, ...]
     """That are set to it."""
+    words: tuple[str, ...]
+    """By which an operator may mean it."""
 
 
 _S = VersionState
@@ -215,7 +217,11 @@ def naming_of(name: str, terms: FamilyTerms) -> VersionNaming | None:
         label = found.groupdict().get("version") or name
     elif name != terms.name:
         return None
-    words = (name, label, f"v{label}") if label[0].isdigit() else (name, label)
     parts = _DIGITS.split(label)  # text and digits in turns, so that like is compared with like
     natural = tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
-    return VersionNaming(name, label, tuple(dict.fromkeys(words)), (natural, label, name))
+    return VersionNaming(name, label, words_of(name, label), (natural, label, name))
+
+
+def words_of(name: str, label: str) -> tuple[str, ...]:
+    """By which an operator may mean the version of that name, which is called so."""
+    return tuple(dict.fromkeys((name, label, f"v{label}") if label[:1].isdigit() else (name, label)))

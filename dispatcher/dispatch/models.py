@@ -244,8 +244,15 @@ class Models:
         """How it is with a model."""
         if self._pool is None:
             return ""
-        family = self.versions.family(model)
-        return self._pool.sentence(model, now()) if family is None else family.sentence()
+        family, drained = self.versions.family(model), self.versions.drained(model)
+        told = self._pool.sentence(model, now()) if family is None else family.sentence()
+        return f"drained {drained}; {told}" if drained else told
+
+    @property
+    def marks_problem(self) -> str:
+        """What is said of models in the queue, and cannot be read; empty: nothing."""
+        marks = self.versions.marks
+        return "" if self._pool is None or marks is None else marks.problem
 
     @property
     def problems(self) -> Mapping[str, str]:

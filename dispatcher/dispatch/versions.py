@@ -193,7 +193,7 @@ class Versions:
         """The version; or what the queue is to be asked, which knows what its job or sequence has. Empty: it
         has no versions, or none is open."""
         family = self._families.get(model)
-        if family is None:
+        if family is None or self.drained(model):  # an operator may drain them all, by the model's name
             return ""
         key = pin_key(family.terms, request)
         kept, until = self._pins.get(key, ("", 0.0))

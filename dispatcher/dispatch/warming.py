@@ -164,7 +164,7 @@ class Warming:
         self.done["again" if again else "errors" if errors else "warm"] += 1
         if whole:
             emit(
-                Event.WARM_UP,
+                Event.WARM_UP_FAILED if errors else Event.WARM_UP,
                 model=version,
                 endpoint=endpoint,
                 calls=warm_up.calls,

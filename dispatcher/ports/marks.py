@@ -24,6 +24,8 @@ class ModelMarks:
     """Models that an operator drains: by whom, since when and why, as a sentence goes on ("by ada …")."""
     problem: str = ""
     """Of what is there some cannot be read, and counts for nothing: a sentence that says which."""
+    labelled: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """By whom, and since when, each label is set, as a sentence goes on ("by ada …")."""
 
 
 @dataclass(frozen=True, slots=True)

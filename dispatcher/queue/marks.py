@@ -46,7 +46,7 @@ def told_why(why: str) -> str:
     return shortened(plain(why), _WHY_CHARS)
 
 
-def drained_by(who: str, why: str, at: float) -> str:
-    """Who drains it, when it began (Unix seconds) and why, as a sentence goes on."""
+def decided_by(who: str, why: str, at: float) -> str:
+    """Who said it of a version, when (Unix seconds) and why, as a sentence goes on."""
     since = f" since {datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC" if 0 <= at <= _FAR else ""
     return f"by {told_who(who) or 'somebody'}{since}{f': {told_why(why)}' if why else ''}"

@@ -422,6 +422,32 @@ MODEL_REQUESTS = _counter(
     "What was said of claimed requests that name a model; `denied`: by the server",
     verdict=("goes", "waits", "unknown", "denied"),
 )
+VERSION_SERVING = _table(
+    "model_version_endpoints",
+    lambda s: s.models.of_versions("serving"),
+    "Endpoints of the pool that serve a version of a model, as long as any does",
+    "model",
+    "version",
+)
+VERSION_WARM = _table(
+    "model_version_warm_endpoints",
+    lambda s: s.models.of_versions("warm"),
+    "Those of them where it is warm; absent where nothing warms it up",
+    "model",
+    "version",
+)
+VERSION_SHARE = _table(
+    "model_version_share",
+    lambda s: s.models.of_versions("share"),
+    "Its share of the requests for the model that are sent now; 0: it takes nothing new",
+    "model",
+    "version",
+)
+WARM_UPS = _counter(
+    "warm_ups",
+    "Warm-ups of a version at an endpoint, by what became of them; `again`: it is to be tried again",
+    result=("warm", "errors", "again"),
+)
 
 # ── the price that realtime pays ────────────────────────────────────────────────────────────────────────────
 

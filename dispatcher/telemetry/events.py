@@ -60,11 +60,12 @@ class Event(Enum):
         logging.INFO,
         "A model that the settings name, or that requests wait for, is served, loaded, gone or not known",
     )
-    VERSION = ("version", logging.INFO, "A version of a model came, opened, is drained, or is gone")
-    WARM_UP = (
-        "warm-up",
-        logging.INFO,
-        "A version was sent its recorded requests at an endpoint; with errors",
+    VERSION = ("version", logging.INFO, "A version of a model is loaded, cold, open, draining, spare or gone")
+    WARM_UP = ("warm-up", logging.INFO, "A version answered its recorded requests at an endpoint")
+    WARM_UP_FAILED = (
+        "warm-up-failed",
+        logging.WARNING,
+        "Some it answered with errors, or not in time: why, and whether it is used all the same",
     )
     LEASE_LOST = (
         "lease-lost",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from typing import Any, Literal, get_args
 
 from dispatcher.settings import Source
@@ -231,18 +232,32 @@ class ModelsStatus:
     models: Sequence[Mapping[str, Any]] = ()
     """Each that the settings name, that is or was served, or that requests wait for, most waited for first:
     `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it, `since_s`, the
-    `sentence` that says so, and its `versions`: of each `name`, `label`, `state`, `since_s`, endpoints
-    `serving` it and those where it is `warm`, whether it is `wanted` and `drained`, its `share` of the work,
-    the `labels` that mean it. Empty: nobody watches them."""
+    `sentence` that says so, and by whom it is drained, `drained_by`. Of one with versions the `policy`, the
+    `labels` with the `version` of each and `by` whom it is set (null: the settings), and its `versions`, the
+    newest first: of each `name`, `label`, `state`, `since_s`, endpoints `serving` it and those where it is
+    `warm` (null: nothing warms it up), whether it is `wanted` and `drained`, `drained_by`, its `share` of the
+    work, the `labels` that mean it. Empty: nobody watches them."""
     model_requests: Mapping[str, int] = field(default_factory=dict)
     """In this process: what was said of claimed requests that name a model, by `goes`, `waits`, `unknown`,
     `denied` (by the server)."""
     model_problems: Sequence[str] = ()
     """Endpoints that do not tell what they serve, with the reason."""
+    model_marks_problem: str | None = None
+    """What is said of versions of models in the queue, and cannot be read: it counts for nothing."""
 
     def of_each(self, field_name: str) -> Mapping[str, float]:
         """A number of each model."""
         return {str(each["name"]): float(each[field_name]) for each in self.models[:TABLE_MOST]}
+
+    def of_versions(self, field_name: str) -> Mapping[str, float]:
+        """A number of each version that is there, by model and version, where it is known."""
+        told = (
+            (f"{model['name']}\0{each['name']}", each[field_name])
+            for model in self.models
+            for each in model.get("versions", ())
+            if each["serving"]
+        )
+        return {name: float(value) for name, value in islice(told, TABLE_MOST) if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

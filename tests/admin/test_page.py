@@ -228,6 +228,70 @@ async def test_models_have_a_card_where_they_are_watched(page: Page) -> None:
         await quiet(page)
 
 
+def version(name: str, state: str, **more: Any) -> dict[str, Any]:
+    """A version as /status tells of it."""
+    told = {"label": name[-1], "serving": 2, "warm": None, "since_s": 90.0, "share": 0.0, "labels": []}
+    return {
+        "name": name,
+        "state": state,
+        **told,
+        "wanted": True,
+        "drained": False,
+        "drained_by": None,
+        **more,
+    }
+
+
+ROLLOUT = [
+    seen(
+        "qwen",
+        "ready",
+        sentence="'qwen-v2' is open; 'qwen-v3' is being warmed up",
+        versions=[
+            version("qwen-v3", "cold", warm=1),
+            version("qwen-v2", "open", warm=2, share=0.95, labels=["old", "stable"]),
+            version("qwen-<b>v1</b>", "spare", drained=True, drained_by="by ada since noon: it leaks"),
+            version("qwen-v0", "gone", serving=0),
+        ],
+    ),
+    seen("other", "ready"),
+]
+
+
+async def test_versions_stand_below_their_model(page: Page) -> None:
+    stage = Stage(told=status("open", models=ROLLOUT))
+    async with shown(stage, page):
+        rows = await page.ask(
+            "[...document.querySelectorAll('#models tbody tr')].map(row =>"
+            " [...row.children].map(cell => cell.textContent))"
+        )
+        assert [row[0] for row in rows] == [
+            "qwen",
+            "version qwen-v3",
+            "version qwen-v2",
+            "version qwen-<b>v1</b>",
+            "other",
+        ]
+        assert rows[1][1:] == ["cold", "2", "", "1 min 30 s", "warm at 1 of 2"]
+        assert rows[2][5] == "95 % of the requests; warm at 2 of 2; labelled old, stable"
+        assert rows[3][5] == "drained by ada since noon: it leaks"
+        stage.told |= {"model_marks_problem": "models:labels holds a list"}
+        problem = "Marks of models in the queue count for nothing: models:labels holds a list"
+        await soon(lambda: says(page, "#notices", problem), what="the notice")
+        await quiet(page)
+
+
+@pytest.mark.parametrize(("width", "dark"), LOOKS)
+async def test_versions_fit_and_can_be_read_by_everybody(page: Page, width: int, dark: bool) -> None:
+    axe = axe_script()
+    await page.look(width=width, dark=dark)
+    async with shown(Stage(told=status("open", models=ROLLOUT)), page):
+        await page.ask(axe)
+        assert await serious(page) == []
+        wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        assert await page.ask(wide), "a wide table scrolls in its card"
+
+
 async def test_sequences_are_among_the_facts_of_the_queue_where_there_are_some(page: Page) -> None:
     none = dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)
     stage = Stage(told=status("open", sequences=none))

@@ -82,6 +82,7 @@ MODEL = {
     "denied",
     "waiting",
     "sentence",
+    *("drained_by", "policy", "labels", "versions"),
 }
 REQUEST = {
     *("id", "state", "place", "entry", "score", "priority", "deadline", "created", "deliveries", "attempts"),
@@ -219,6 +220,16 @@ ROWS = {
     ),
     "models list": Row(wrong=(("--nonsense",), ("qwen",)), fields={"": MODEL}, table=True),
     "models show": Row(happy=("qwen",), empty=1, wrong=((), ("a", "b")), fields={"": MODEL}),
+    "models label": Row(
+        happy=("qwen", "stable", "3"),
+        wrong=((), ("qwen", "stable"), ("qwen", "stable", "3", "--clear"), ("qwen", "\n", "3")),
+        fields={"": {"model", "label", "version", "changed"}},
+    ),
+    "models drain": Row(
+        happy=("qwen-v3", "--why", "it leaks"),
+        wrong=((), ("a", "b"), ("a", "--undo", "--why", "b"), ("x" * 257,)),
+        fields={"": {"name", "drained", "changed"}, "drained": {"by", "why"}},
+    ),
     "models record": Row(
         happy=("--model", "qwen", "--output", "{folder}/warmup.jsonl"),
         empty=1,

@@ -168,6 +168,16 @@ async def test_what_is_merged_of_each_model_or_why_not_is_told_in_a_line(
     assert json.loads(whole.stdout)["dispatcher"]["batching"] == told
 
 
+async def test_marks_of_models_that_cannot_be_read_are_told_in_a_sentence(
+    configured: Callable[..., Path], queue_server: Server
+) -> None:
+    queue = int(queue_server.url.rsplit(":", 1)[1].split("/")[0])
+    problem = "batch:{qwen}:models:labels holds a list, not a zset"
+    async with dispatcher(gate() | {"model_marks_problem": problem}) as port:
+        told = await verb("status", "--config", configured(queue, port))
+    assert f"Marks of models in the queue count for nothing: {problem}" in told.stdout.splitlines()
+
+
 async def test_with_no_dispatcher_it_says_where_it_asked_and_what_to_do(
     configured: Callable[..., Path], queue_server: Server
 ) -> None:

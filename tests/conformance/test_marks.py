@@ -154,6 +154,7 @@ async def test_names_may_hold_what_json_and_scripts_write_otherwise(world: World
     await world.desk.drain(odd[0], "\x1b[31m", "be\ncause")
     told = await world.desk.model_marks()
     assert told.labels == {(odd[0], odd[0]): odd[0]}
+    assert told.labelled[odd[0], odd[0]].isprintable()
     assert told.drained[odd[0]].isprintable()
 
 
@@ -166,11 +167,17 @@ async def test_a_label_means_what_was_said_last_until_it_is_taken_back(world: Wo
     assert await desk.label("llama", "stable", "1", "ada")
     labels = {("qwen", "stable"): "2", ("llama", "stable"): "1"}
     assert (await told(world.owner())).labels == (await desk.model_marks()).labels == labels
+    labelled = (await desk.model_marks()).labelled
+    assert labelled == (await told(world.owner())).labelled
+    today = time.strftime("%Y-%m-", time.gmtime())
+    assert labelled.keys() == labels.keys()
+    assert re.fullmatch(rf"by bob since {today}\d\d \d\d:\d\d:\d\d UTC", labelled["qwen", "stable"])
     await world.age_board(10_000)
     assert await desk.label("qwen", "stable", None, "ada")
     assert not await desk.label("qwen", "stable", None, "ada")
     assert (await told(world.owner())).labels == {("llama", "stable"): "1"}
     assert await desk.label("llama", "stable", None, "ada")
+    assert await desk.model_marks() == ModelMarks()
 
 
 async def test_a_drain_says_who_when_and_why_until_it_is_taken_back(world: World) -> None:

@@ -18,8 +18,11 @@ from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.versions import PIN_ASKED_S, Versions, pin_key
 from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError
+from dispatcher.settings import Settings
+from dispatcher.telemetry.status import ModelsStatus
 from tests.dispatch.pool import EACH_S, GONE, results, states, submit, told
 from tests.dispatch.scene import Answers, Scene, perform, request
+from tests.overviews import status_of
 
 
 def options(*, steered: bool = False, observe: bool = False, **terms: Any) -> Options:
@@ -289,6 +292,109 @@ def test_model_that_an_operator_drains_takes_nothing_until_it_is_given_back() ->
         assert gateway.sent_as == {"r1": "qwen-v1", "o1": "other", "r2": "qwen-v2"}
 
     perform(scene_of, gateway, options())
+
+
+def test_operator_drains_a_whole_model_by_the_name_that_requests_have() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        await scene.store.drain("qwen", "ada", "the tokenizer is wrong")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r1")
+        await asyncio.sleep(EACH_S + 1)
+        assert gateway.sent_as == {}
+        ((name, count, why),) = scene.dispatcher.models.held_back()
+        assert (name, count) == ("qwen", 1)
+        assert re.search("'qwen' is drained by ada since .*: the tokenizer is wrong", why)
+        assert scene.dispatcher.models.sentence("qwen").startswith("drained by ada")
+        assert await scene.store.undrain("qwen")
+        await asyncio.sleep(EACH_S + 1)
+        assert gateway.sent_as == {"r1": "qwen-v2"}
+
+    perform(scene_of, gateway, options())
+
+
+def explained(scene: Scene) -> str:
+    settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
+    at = asyncio.get_running_loop().time()
+    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).gate.explanation
+
+
+def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
+    gateway = Servers()
+    gateway.slow["r1"] = 60.0
+
+    async def warming(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "w1")
+        await asyncio.sleep(EACH_S + 1)
+        assert "1 request waits: its model 'qwen' has no version" in explained(scene)
+        assert "'qwen-v1' is being warmed up." in explained(scene)
+
+    async def draining(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r2", "r3")
+        await asyncio.sleep(EACH_S + 1)
+        assert "2 requests wait: its model 'qwen' has no version" in explained(scene)
+        assert "'qwen-v1' is drained first." in explained(scene)
+        await asyncio.sleep(60)
+        assert gateway.sent_as["r2"] == "qwen-v2"
+        await scene.store.drain("qwen-v2", "ada")
+        await scene.store.drain("qwen-v1", "ada")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r4")
+        await asyncio.sleep(EACH_S + 1)
+        assert "1 request waits" in explained(scene)
+        assert "'qwen-v1' and 'qwen-v2' are drained by an operator." in explained(scene)
+
+    perform(warming, Servers(), options(warms=True))
+    perform(draining, gateway, options(transition=Transition.RESOURCE))
+
+
+def test_status_tells_each_version_and_who_said_what_of_it() -> None:
+    def told_of(scene: Scene) -> ModelsStatus:
+        settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
+        at = asyncio.get_running_loop().time()
+        return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2 other", b="qwen-v2")
+        await scene.store.label("qwen", "stable", "1", "ada")
+        await scene.store.drain("v1", "bob", "it leaks")
+        await scene.store.drain("other", "bob")
+        await asyncio.sleep(EACH_S + 1)
+        rows = {each["name"]: each for each in told_of(scene).models}
+        qwen, other = rows["qwen"], rows["other"]
+        assert (other["policy"], other["labels"], other["versions"]) == (None, {}, [])
+        assert other["drained_by"].startswith("by bob since")
+        assert other["sentence"].startswith("drained by bob since")
+        assert (qwen["policy"], qwen["drained_by"]) == ("all", None)
+        assert qwen["labels"].keys() == {"stable", "old"}
+        assert qwen["labels"]["old"] == {"version": "1", "by": None}
+        assert qwen["labels"]["stable"]["version"] == "1"
+        assert qwen["labels"]["stable"]["by"].startswith("by ada since")
+        newest, oldest = qwen["versions"]
+        assert (newest["name"], newest["state"], newest["serving"], newest["share"]) == (
+            "qwen-v2",
+            "open",
+            2,
+            1.0,
+        )
+        assert (newest["warm"], newest["drained_by"]) == (None, None), "nothing warms it up"
+        assert (oldest["name"], oldest["drained"], oldest["labels"]) == ("qwen-v1", True, ["old", "stable"])
+        assert oldest["drained_by"].endswith(": it leaks")
+        assert told_of(scene).model_marks_problem is None
+        versions = scene.dispatcher.models.versions
+        assert versions.marks is not None
+        versions.marks = replace(versions.marks, problem="the key holds a list")
+        assert told_of(scene).model_marks_problem == "the key holds a list"
+
+    labels = {"stable": "2", "old": "1"}
+    perform(scene_of, Servers(), options(policy=VersionPolicy(everything=True), labels=labels))
 
 
 def test_where_no_version_is_served_requests_wait_and_say_so() -> None:

@@ -108,7 +108,10 @@ async def began(scene: Scene) -> None:
 
 
 def warmed(scene: Scene) -> list[dict[str, Any]]:
-    return [dict(fields) for event, fields in scene.events if event is Event.WARM_UP]
+    """What was told of warm-ups; a warning where there were errors."""
+    told = [each for each in scene.events if each[0] in (Event.WARM_UP, Event.WARM_UP_FAILED)]
+    assert all((event is Event.WARM_UP_FAILED) is bool(fields["errors"]) for event, fields in told)
+    return [dict(fields) for _, fields in told]
 
 
 def play(scene_of: Any, pool: Pool, given: Options) -> None:

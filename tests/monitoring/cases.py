@@ -10,6 +10,7 @@ from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,
     LineStatus,
+    ModelsStatus,
     PriceStatus,
     ProcessStatus,
     SequencesStatus,
@@ -33,6 +34,7 @@ IDLE = Status(
     price=PriceStatus(batch_share=0.0),
     batching=BatchingStatus([MERGED]),
     sequences=SequencesStatus(dict.fromkeys(("active", "parked", "held", "aborted", "waiting"), 0)),
+    models=ModelsStatus([{"name": "qwen", "serving": 2, "waiting": 0}]),
 )  # fmt: skip
 REPLICAS = ("a:8080", "b:8080")
 OFF = 'merge_off{model="bge-m3",path="/v1/embeddings"}'
@@ -160,6 +162,9 @@ CASES = [
     Case("a backlog that is only observed", {"pending": "0+10x4000", **gate(open=1), "observing": "1x4000"}, {}, "120m"),
     Case("sequences are held", {"sequences_held": "0x20 3x4000"}, {"BatchDispatcherSequencesHeld": ""}, "72m", "68m"),
     Case("held, and decided within the hour", {"sequences_held": "0x20 3x80 0x400"}, {}, "80m"),
+    Case("requests wait for their model", {'model_waiting{model="qwen"}': "0x20 3x4000"},
+         {"BatchDispatcherModelAwaited": ""}, "27m", "23m"),
+    Case("a rollout takes ten minutes", {'model_waiting{model="qwen"}': "0x20 3x20 0x400"}, {}, "40m"),
     # It is sent, and it goes wrong.
     Case("refusals", {'tries_total{outcome="overloaded",status="4xx"}': rising(0.1),
          'tries_total{outcome="delivered",status="2xx"}': rising(0.9)}, {"BatchDispatcherRefusals": ""}, "12m", "3m"),

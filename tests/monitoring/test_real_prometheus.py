@@ -34,6 +34,9 @@ from tests.scenarios.processes import POOL, Stage
 
 NOT_HERE = {
     "batch_dispatcher_model_endpoints",  # no models are watched
+    "batch_dispatcher_model_version_endpoints",
+    "batch_dispatcher_model_version_share",
+    "batch_dispatcher_model_version_warm_endpoints",
     "batch_dispatcher_model_waiting",
     "batch_dispatcher_merge_gain",  # no request of a rule
     "batch_dispatcher_merge_off",
@@ -64,7 +67,9 @@ ALL_KNOWN = replace(
     price=PriceStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
     batching=BatchingStatus([MERGED, {**MERGED, "model": "other", "why_off": "it mixes things up"}], 3),
     sequences=SequencesStatus({"active": 5, "parked": 1, "held": 1, "aborted": 1, "waiting": 9}),
-    models=ModelsStatus([{"name": "qwen", "serving": 2, "waiting": 7}]),
+    models=ModelsStatus([{"name": "qwen", "serving": 2, "waiting": 7, "versions": [
+        {"name": "qwen-v2", "serving": 2, "warm": 1, "share": 1.0},
+    ]}]),
 )  # fmt: skip
 
 

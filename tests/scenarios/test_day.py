@@ -36,7 +36,12 @@ LONG_S = 8.0
 REFUSAL = {"kind": "status", "status": 429, "reason": "rejected-saturated", "retry_after": "8"}
 UNMOVED = {"batch_dispatcher_build_info", "batch_dispatcher_observing"}
 """What stands still as long as a process lives."""
-OF_NO_DAY = ("batch_dispatcher_merge", "batch_dispatcher_sequence", "batch_dispatcher_model_")
+OF_NO_DAY = (
+    "batch_dispatcher_merge",
+    "batch_dispatcher_sequence",
+    "batch_dispatcher_model_",
+    "batch_dispatcher_warm_",
+)
 """Nothing that this day submits travels with others, or is of a sequence, and nobody watches models;
 tests/monitoring has these."""
 

@@ -310,3 +310,42 @@ def test_responses_are_carried_on_by_their_ids_whoever_sends_them(stage: Stage) 
         assert served.known[last] == ["a0", "a1", "a2", "a3"], "nothing of the other one is among it"
         before = answers[-2]["id"]
         assert b'{"previous_response_id":"%s","model": "m", "input": "a3"}' % before.encode() in served.asked
+
+
+@pytest.mark.serial
+@pytest.mark.parametrize(
+    ("sequences", "turns", "seconds"), [(320, 3, 0.3), pytest.param(1000, 5, 0.2, marks=pytest.mark.long)]
+)
+@pytest.mark.parametrize("line", ["turns", "sequences"])
+def test_pool_is_as_full_of_sequences_as_of_requests_without(
+    stage: Stage, line: str, sequences: int, turns: int, seconds: float
+) -> None:
+    """Requests a second, where the pool is what bounds them: turn by turn in line, or one sequence behind the
+    other. tests/benchmarks/test_sequence_cost.py has what order costs where nothing but CPU does."""
+    world = stage.world(slots=SLOTS, seconds=seconds)
+    settings = stage.settings(world, max_sys=SLOTS, budget={"reserve": 0.0}, queue={"lease_s": 30})
+    one = stage.dispatcher(settings)
+    one.wait_for(max_sys=SLOTS)
+    producer, count = stage.producer, sequences * turns
+
+    def rate(name: str, *, ordered: bool) -> float:
+        deadline = int(time.time()) + 3600
+        members = {}
+        for sequence in range(sequences):
+            for turn in range(turns):
+                place = (f"{sequence:05}", f"{turn:03}")
+                id_ = "-".join([name, *(place if line == "sequences" else place[::-1])])
+                of = Turn(f"{name}-{sequence}", turn) if ordered else None
+                members[encode_member(id_, b'{"prompt":"hi"}', deadline, sequence=of)] = deadline
+        arrived = len(producer.collect())
+        began = time.monotonic()
+        producer.put(dict(members))
+        wait_until_sync(lambda: len(producer.collect()) == arrived + count, 120, what="all answers")
+        return count / (time.monotonic() - began)
+
+    plain = [rate("plain-1", ordered=False)]
+    ours = [rate("ours-1", ordered=True), rate("ours-2", ordered=True)]
+    plain.append(rate("plain-2", ordered=False))
+    print(f"{line}: {ours} requests/s in {sequences} sequences, {plain} without")
+    assert producer.answers() == {"200": 4 * count}
+    assert max(ours) >= 0.9 * max(plain)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,9 +21,11 @@ from dispatcher.telemetry.catalogue import CATALOGUE, PREFIX, Kind
 from dispatcher.telemetry.events import Event, diverted, emit
 from dispatcher.telemetry.metrics import Metrics
 from dispatcher.telemetry.status import (
+    TABLE_MOST,
     BudgetStatus,
     GateStatus,
     LineStatus,
+    ModelsStatus,
     ProcessStatus,
     SignalsStatus,
     Status,
@@ -114,6 +117,26 @@ def test_page_holds_what_the_catalogue_declares_and_nothing_else() -> None:
             labels = {k: v for k, v in sample.labels.items() if k not in ("pool", "le")}
             assert set(labels) == set(of.labels)
             assert of.free or all(value in of.labels[label] for label, value in labels.items())
+
+
+def test_versions_that_are_there_have_series_until_there_are_too_many() -> None:
+    there = {"name": "qwen-v2", "serving": 3, "warm": 1, "share": 0.25}
+    gone = {"name": "qwen-v1", "serving": 0, "warm": 0, "share": 0.0}
+    unwarmed = [{"name": f"b-{n:02}", "serving": 1, "warm": None, "share": 0.0} for n in range(TABLE_MOST)]
+    rows = [
+        {"name": "qwen", "serving": 3, "waiting": 0, "versions": [there, gone]},
+        {"name": "plain", "serving": 1, "waiting": 0},
+        {"name": "b", "serving": 1, "waiting": 0, "versions": unwarmed},
+    ]
+    metrics = Metrics("qwen")
+    metrics.show(lambda: replace(STATUS, models=ModelsStatus(rows)))
+    page = shown(metrics)
+    assert page["model_version_endpoints", "qwen", "qwen-v2"] == 3
+    assert page["model_version_warm_endpoints", "qwen", "qwen-v2"] == 1
+    assert page["model_version_share", "qwen", "qwen-v2"] == 0.25
+    assert ("model_version_share", "qwen", "qwen-v1") not in page, "no series for ever"
+    assert ("model_version_warm_endpoints", "b", "b-00") not in page, "nothing warms it up"
+    assert len([name for name, *_ in page if name == "model_version_share"]) == TABLE_MOST
 
 
 def test_gauges_show_the_status_and_what_is_unknown_is_absent() -> None:

@@ -309,6 +309,7 @@ function gate() {
     ...[["Queue", status.queue_problem], ["Gateway", status.gateway_problem], ["Signals", status.signals_problem]]
       .map(([part, problem]) => problem && !explanation.includes(problem) && `${part}: ${problem}`),
     each(),
+    status.model_marks_problem && `Marks of models in the queue count for nothing: ${status.model_marks_problem}`,
     ...ended(),
   ].filter(Boolean);
   if (changed("notices", notices)) $("notices").replaceChildren(...notices.map((each) => make("li", {}, each)));
@@ -689,16 +690,25 @@ function outcomes() {
 
 function models() {
   const told = status.models || [];
-  const rows = told.map((each) => [each.name, each.state, `${each.serving} of ${each.endpoints}`, count(each.waiting),
-    span(each.since_s), each.sentence]);
+  const rows = told.flatMap((each) => [
+    [each.name, each.state, `${each.serving} of ${each.endpoints}`, count(each.waiting), span(each.since_s), each.sentence],
+    ...(each.versions || []).filter((one) => one.state !== "gone").map((one) => ["", one.state, String(one.serving), "", span(one.since_s), version(one), one.name]),
+  ]);
   const waiting = told.reduce((sum, each) => sum + each.waiting, 0);
   const sum = waiting ? `${count(waiting)} requests wait for their model` : "";
   const note = (status.model_problems || []).slice(0, 3).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
   $("models-card").hidden = !rows.length;
   if (!changed("models", [rows, sum, note])) return;
   $("models-sum").textContent = sum;
-  table("models", ["Model", "State", "#Endpoints", "#Waiting", "#For", "How it is"], rows);
+  table("models", ["Model", "State", "#Endpoints", "#Waiting", "#For", "How it is"],
+    rows.map(([name, state, endpoints, waits, since, how, under]) => [
+      under ? make("span", { class: "under" }, make("span", { class: "hidden" }, "version "), under) : name, state, endpoints, waits, since, how]));
   $("models-note").textContent = note;
+}
+
+function version(one) {
+  return [one.share && `${share(one.share)} of the requests`, known(one.warm) && `warm at ${one.warm} of ${one.serving}`,
+    one.labels.length && `labelled ${one.labels.join(", ")}`, one.drained && `drained ${one.drained_by || ""}`.trim()].filter(Boolean).join("; ");
 }
 
 function batching() {

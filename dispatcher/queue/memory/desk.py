@@ -161,7 +161,7 @@ class MemoryStore:
     async def label(self, family: str, label: str, version: str | None, who: str) -> bool:
         self.pool.check_up()
         check_names(family=family, label=label, version=family if version is None else version)
-        return self.pool.board.label(family, label, version)
+        return self.pool.board.label(self.pool.unix_now(), family, label, version, who)
 
     async def drain(self, model: str, who: str, why: str = "") -> None:
         self.pool.check_up()

@@ -16,7 +16,7 @@ from dispatcher.queue.constants import (
     WARM_S,
     WARMING_S,
 )
-from dispatcher.queue.marks import drained_by, fits, fitting, too_many
+from dispatcher.queue.marks import decided_by, fits, fitting, too_many
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -31,6 +31,7 @@ class Board:
         self.used: dict[tuple[str, str], float] = {}
         """Owner, model."""
         self.labels: dict[tuple[str, str], str] = {}
+        self.labelled: dict[tuple[str, str], str] = {}
         self.drained: dict[str, str] = {}
         self.pins: OrderedDict[str, tuple[float, str]] = OrderedDict()
         """Until when, and the version; what was not asked for the longest comes first."""
@@ -41,7 +42,8 @@ class Board:
             frozenset(pair for pair, until in self.warm.items() if until > now),
             frozenset(model for (_, model), until in self.used.items() if until > now),
             dict(self.labels),
-            dict(self.drained),
+            labelled=dict(self.labelled),
+            drained=dict(self.drained),
         )
 
     def marks(
@@ -91,19 +93,21 @@ class Board:
             self.pins.popitem(last=False)
         return given
 
-    def label(self, family: str, label: str, version: str | None) -> bool:
+    def label(self, at: float, family: str, label: str, version: str | None, who: str) -> bool:
+        """`at`: Unix seconds."""
         if version is None:
+            self.labelled.pop((family, label), None)
             return self.labels.pop((family, label), None) is not None
         if (family, label) not in self.labels and len(self.labels) >= DECIDED_MOST:
             raise too_many("labels")
-        self.labels[family, label] = version
+        self.labels[family, label], self.labelled[family, label] = version, decided_by(who, "", at)
         return True
 
     def drain(self, at: float, model: str, who: str, why: str) -> None:
         """`at`: Unix seconds."""
         if model not in self.drained and len(self.drained) >= DECIDED_MOST:
             raise too_many("drains")
-        self.drained[model] = drained_by(who, why, at)
+        self.drained[model] = decided_by(who, why, at)
 
     def undrain(self, model: str) -> bool:
         return self.drained.pop(model, None) is not None

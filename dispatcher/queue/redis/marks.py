@@ -11,7 +11,7 @@ import msgspec
 from dispatcher.core.plain import plain, shortened
 from dispatcher.ports import ModelMarks, PinAsked
 from dispatcher.queue.constants import PIN_MOST_S
-from dispatcher.queue.marks import check_names, drained_by, fits, fitting, told_who, told_why, too_many
+from dispatcher.queue.marks import check_names, decided_by, fits, fitting, told_who, told_why, too_many
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Argument, Reply, in_steps
 
@@ -89,20 +89,20 @@ async def _decide(backend: Backend, key: int, what: str, part: bytes, said: byte
 async def _told(backend: Backend, args: list[Argument]) -> ModelMarks:
     found, used, labels, drains, problems = (await _run(backend, "marks", args)).value
     odd: list[bytes] = []
-    said = {
-        (family, name): version
-        for family, name, version, _ in _read(tuple[str, str, str, str], labels[::2], odd)
-    }
-    drained = {}
+    said, labelled, drained = {}, {}, {}
+    for entry, at in zip(labels[::2], labels[1::2], strict=True):
+        for family, name, version, who in _read(tuple[str, str, str, str], [entry], odd):
+            said[family, name], labelled[family, name] = version, decided_by(who, "", float(at))
     for entry, at in zip(drains[::2], drains[1::2], strict=True):
         for model, who, why in _read(tuple[str, str, str], [entry], odd):
-            drained[model] = drained_by(who, why, float(at))
+            drained[model] = decided_by(who, why, float(at))
     return ModelMarks(
         frozenset(_read(tuple[str, str], found, odd)),
         frozenset(model for _, model in _read(tuple[str, str], used, odd)),
         said,
-        drained,
-        _problem(problems, odd),
+        labelled=labelled,
+        drained=drained,
+        problem=_problem(problems, odd),
     )
 
 

@@ -1,0 +1,347 @@
+"""Versions on the command line: which there are, and what an operator says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from typer.testing import CliRunner
+
+from dispatcher.cli import app
+from dispatcher.core.request import encode_member
+from dispatcher.ports import ModelMarks, Release, Submission
+from dispatcher.queue.keys import Names
+from tests.queue.made import OwnerAndDesk, claim, queues
+from tests.queue.servers import ENGINES, Server, server
+
+NAMES = Names("batch:{qwen}:requests", "batch:{qwen}:results")
+LATER = 4_000_000_000
+
+
+def version(name: str, state: str = "open", **more: Any) -> dict[str, Any]:
+    """As /status has it."""
+    told = {"label": name.rpartition("-v")[2], "since_s": 90.0, "serving": 2, "warm": None, "wanted": True}
+    rest: dict[str, Any] = {"drained": False, "drained_by": None, "share": 0.0, "labels": []}
+    return {"name": name, "state": state, **told, **rest, **more}
+
+
+def model(name: str, *versions: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    told = {"state": "ready", "serving": 2, "endpoints": 2, "unread": 0, "waiting": 0, "since_s": 90.0}
+    rest: dict[str, Any] = {
+        "named": True,
+        "denied": False,
+        "drained_by": None,
+        "sentence": "it is served",
+        "labels": {},
+    }
+    policy = "latest" if versions else None
+    return {"name": name, **told, **rest, "policy": policy, "versions": list(versions), **more}
+
+
+BY_LABEL = '{"label": "stable"}'
+QWEN = model(
+    "qwen",
+    version("qwen-v3", "cold", warm=1, label="3", serving=2),
+    version("qwen-v2", share=1.0, warm=2, labels=["stable"]),
+    version("qwen-v1", "spare", drained=True, drained_by="by bob since noon: it leaks"),
+    version("qwen-v0", "gone", serving=0),
+    policy=BY_LABEL,
+    labels={"stable": {"version": "2", "by": "by ada since noon"}, "old": {"version": "1", "by": None}},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def lines(self) -> list[str]:
+        return [*self.out.splitlines(), *self.err.splitlines()]
+
+
+@dataclass
+class World:
+    """A queue, and a dispatcher that answers where `answers`."""
+
+    server: Server
+    queue: OwnerAndDesk
+    folder: Path
+    models: Sequence[Mapping[str, Any]] = ()
+    works_on: str = NAMES.queue
+    answers: bool = True
+    ports: dict[bool, int] = field(default_factory=dict)
+
+    async def verb(self, *arguments: str) -> Answer:
+        config = self.folder / "config.yaml"
+        config.write_text(
+            yaml.safe_dump(
+                {
+                    "pool": {"name": "qwen"},
+                    "gateway": {"url": "http://127.0.0.1:1"},
+                    "queue": {"url": self.server.url},
+                    "admin": {"host": "127.0.0.1", "port": self.ports[self.answers]},
+                }
+            )
+        )
+        asked = ["models", *arguments, "--config", str(config)]
+        found = await asyncio.to_thread(CliRunner().invoke, app, asked)
+        if not isinstance(found.exception, SystemExit | None):
+            raise found.exception
+        return Answer(found.exit_code, found.stdout, found.stderr)
+
+    async def marks(self) -> ModelMarks:
+        marks: ModelMarks = await self.queue.model_marks()
+        return marks
+
+
+@pytest.fixture(scope="module")
+def queue_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with server(ENGINES[-1], tmp_path_factory.mktemp("rollout")) as running:
+        yield running
+
+
+@pytest.fixture
+async def world(queue_server: Server, tmp_path: Path) -> AsyncIterator[World]:
+    with queue_server.client() as client:
+        client.flushall()
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        made = World(queue_server, queue, tmp_path)
+
+        async def status(_: web.Request) -> web.Response:
+            return web.json_response(
+                {"reason": "full", "explanation": "…", "queue": made.works_on, "models": made.models}
+            )
+
+        application = web.Application()
+        application.router.add_get("/status", status)
+        async with TestServer(application) as answering:
+            assert answering.port
+            made.ports = {True: answering.port, False: 1}
+            yield made
+
+
+# Labels.
+
+
+async def test_label_means_a_version_until_it_is_taken_back(world: World) -> None:
+    world.models = [QWEN]
+    said = await world.verb("label", "qwen", "stable", "v3", "--by", "ada")
+    assert (said.code, said.lines) == (0, ["qwen: stable is v3"])
+    marks = await world.marks()
+    assert marks.labels == {("qwen", "stable"): "v3"}
+    assert marks.labelled["qwen", "stable"].startswith("by ada since ")
+    cleared = await world.verb("label", "qwen", "stable", "--clear")
+    assert (cleared.code, cleared.lines) == (0, ["qwen: stable is what the settings say"])
+    assert (await world.marks()) == ModelMarks()
+    again = await world.verb("label", "qwen", "stable", "--clear", "--json")
+    assert again.code == 1
+    assert json.loads(again.out) == {"model": "qwen", "label": "stable", "version": None, "changed": False}
+    assert (await world.verb("label", "qwen", "stable", "--clear")).lines == [
+        "qwen: no verb has set the label stable"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("models", "arguments", "warning"),
+    [
+        ([], ("qwen", "stable", "3"), "watches no models (settings: models): it has no effect"),
+        ([model("qwen")], ("qwen", "stable", "3"), "qwen has no versions by the settings"),
+        ([QWEN], ("llama", "stable", "3"), "llama has no versions by the settings"),
+        ([QWEN], ("qwen", "stable", "9"), "is called 9: there are qwen-v3, qwen-v2, qwen-v1"),
+        ([QWEN], ("qwen", "canary", "3"), f"policy of qwen is {BY_LABEL}: it does not ask"),
+        ([model("qwen", version("qwen-v2"))], ("qwen", "stable", "2"), "policy of qwen is latest"),
+        (
+            [model("qwen", version("qwen-v2", "gone", serving=0), policy=BY_LABEL)],
+            ("qwen", "stable", "2"),
+            "is called 2: there is none",
+        ),
+    ],
+)  # fmt: skip
+async def test_label_without_effect_is_set_and_says_so(
+    world: World, models: Any, arguments: tuple[str, ...], warning: str
+) -> None:
+    world.models = models
+    said = await world.verb("label", *arguments)
+    assert (said.code, len(said.lines)) == (0, 2), said
+    assert warning in said.err
+    assert (await world.marks()).labels == {arguments[:2]: arguments[2]}
+
+
+async def test_while_no_dispatcher_answers_the_queue_keeps_what_was_said(world: World) -> None:
+    world.answers = False
+    later = (
+        "no dispatcher tells of it (nobody on admin.port 1 of this machine): it takes effect when one runs"
+    )
+    for arguments in (("label", "qwen", "stable", "2"), ("drain", "qwen-v3")):
+        said = await world.verb(*arguments)
+        assert said.code == 0
+        assert said.err == f"{later}\n"
+    told = await world.verb("label", "qwen", "stable", "2", "--json")
+    assert json.loads(told.err) == {"warning": later}
+    world.answers, world.works_on = True, "batch:{other}:requests"
+    assert "works on another queue, batch:{other}:requests" in (await world.verb("drain", "qwen-v3")).err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("label", "qwen", "stable"),
+        ("label", "qwen", "stable", "3", "--clear"),
+        ("label", "q" * 257, "stable", "3"),
+        ("label", "qwen", "", "3"),
+        ("drain", "a\nb"),
+        ("drain", "qwen-v3", "--undo", "--why", "it is mended"),
+    ],
+)
+async def test_what_cannot_be_said_is_wrong_usage(world: World, arguments: tuple[str, ...]) -> None:
+    said = await world.verb(*arguments)
+    assert (said.code, said.out) == (2, "")
+    assert said.err
+    assert await world.marks() == ModelMarks()
+
+
+# Drains.
+
+
+async def test_drain_takes_a_full_name_and_says_how_to_undo_it(world: World) -> None:
+    world.models = [QWEN, model("other")]
+    said = await world.verb("drain", "qwen-v3", "--why", "a bad quantisation", "--by", "ada")
+    undo = "batch-dispatcher models drain qwen-v3 --undo"
+    assert (said.code, said.lines) == (0, [f"qwen-v3 takes nothing new; take it back with: {undo}"])
+    drained = (await world.marks()).drained
+    assert drained["qwen-v3"].startswith("by ada since ")
+    assert drained["qwen-v3"].endswith(": a bad quantisation")
+    assert (await world.verb("drain", "other")).err == "", "a model without versions is one, too"
+    undone = await world.verb("drain", "qwen-v3", "--undo")
+    assert (undone.code, undone.lines) == (0, ["qwen-v3 may take requests"])
+    assert (await world.marks()).drained.keys() == {"other"}
+    again = await world.verb("drain", "qwen-v3", "--undo")
+    assert (again.code, again.lines) == (1, ["qwen-v3 was not drained"])
+
+
+async def test_short_form_is_understood_with_its_model(world: World) -> None:
+    world.models = [QWEN, model("llama", version("llama-v3"))]
+    refused = await world.verb("drain", "v3")
+    assert (refused.code, refused.out) == (1, "")
+    short = "v3 is a short form of qwen-v3 (of qwen), llama-v3 (of llama): give the full name, or --model"
+    assert refused.err == f"{short}\n"
+    told = await world.verb("drain", "v3", "--model", "qwen", "--by", "ada", "--json")
+    assert json.loads(told.out) == {"name": "qwen-v3", "drained": {"by": "ada", "why": ""}, "changed": True}
+    assert (await world.marks()).drained.keys() == {"qwen-v3"}
+    undone = await world.verb("drain", "3", "--model", "qwen", "--undo", "--json")
+    assert json.loads(undone.out) == {"name": "qwen-v3", "drained": None, "changed": True}
+    unknown = await world.verb("drain", "v9", "--model", "qwen")
+    assert unknown.code == 1
+    assert unknown.err == "qwen: v9 is no version of it; there are qwen-v3, qwen-v2, qwen-v1, qwen-v0\n"
+    other = await world.verb("drain", "v9", "--model", "bge")
+    assert (other.code, "there are versions of qwen, llama" in other.err) == (1, True)
+    twins = [version("qwen-a-v3", label="3"), version("qwen-b-v3", label="3")]
+    world.models = [model("qwen", *twins)]
+    assert "3 may mean qwen-a-v3, qwen-b-v3" in (await world.verb("drain", "3", "--model", "qwen")).err
+    world.answers = False
+    assert (
+        "no versions of qwen are known (nobody on" in (await world.verb("drain", "3", "--model", "qwen")).err
+    )
+    assert await world.marks() == ModelMarks()
+
+
+async def test_short_form_that_was_said_while_nobody_answered_can_be_taken_back(world: World) -> None:
+    world.answers = False
+    assert (await world.verb("drain", "v3")).code == 0
+    world.answers, world.models = True, [QWEN]
+    assert (await world.verb("drain", "v3", "--undo")).lines == ["v3 may take requests"]
+    assert await world.marks() == ModelMarks()
+
+
+async def test_drain_says_what_follows_where_nothing_else_is_there(world: World) -> None:
+    last = [version("qwen-v3"), version("qwen-v2", drained=True), version("qwen-v1", "gone", serving=0)]
+    world.models = [model("qwen", *last)]
+    said = await world.verb("drain", "qwen-v3")
+    assert said.err == "no other version of qwen is served: its requests wait until one is\n"
+    assert (await world.verb("drain", "qwen-v3", "--undo")).err == ""
+    said = await world.verb("drain", "mistral")
+    assert said.err == "no endpoint lists mistral now: it takes effect when one does\n"
+
+
+# What there is.
+
+
+async def test_list_has_versions_below_their_model(world: World) -> None:
+    world.models = [QWEN, model("other", waiting=3)]
+    said = await world.verb("list")
+    rows = [line.split("  ") for line in said.out.splitlines()]
+    assert [[cell.strip() for cell in row if cell.strip()] for row in rows[1:5]] == [
+        ["qwen", "ready", "2 of 2", "0", "90 s", "it is served"],
+        ["qwen-v3", "cold", "2", "90 s", "warm at 1 of 2"],
+        ["qwen-v2", "open", "2", "90 s", "100.0% of the requests; warm at 2 of 2; labelled stable"],
+        ["qwen-v1", "spare", "2", "90 s", "drained by bob since noon: it leaks"],
+    ]
+    assert "qwen-v0" not in said.out, "it is gone"
+    waiting = await world.verb("list", "--waiting")
+    assert "qwen" not in waiting.out
+    assert json.loads((await world.verb("list", "--json")).out) == world.models
+
+
+async def test_show_tells_policy_labels_and_all_versions(world: World) -> None:
+    world.models = [QWEN]
+    said = await world.verb("show", "qwen")
+    told = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert f"policy {BY_LABEL}" in told
+    assert "label stable is 2, set by ada since noon" in told
+    assert "label old is 1, by the settings" in told
+    assert "version qwen-v3 (3): cold for 90 s, at 2 endpoints; warm at 1 of 2" in told
+    assert "version qwen-v0 (0): gone for 90 s, at 0 endpoints" in told
+    refused = await world.verb("show", "qwen-v2")
+    assert (refused.code, refused.err) == (
+        1,
+        "qwen-v2 is a version of qwen: batch-dispatcher models show qwen\n",
+    )
+
+
+async def test_without_a_dispatcher_the_queue_tells_what_verbs_have_said(world: World) -> None:
+    world.answers = False
+    member = encode_member("early", b'{"model": "qwen"}', LATER)
+    await world.queue.submit([Submission(member, LATER)])
+    (lease,) = (await claim(world.queue, 1)).leases
+    await world.queue.release([Release(lease, undelivered=True, awaits="qwen")])
+    await world.queue.drain("llama-v1", "ada", "it leaks")
+    await world.queue.label("mistral", "stable", "2", "bob")
+    rows = json.loads((await world.verb("list", "--json")).out)
+    assert [(each["name"], each["state"], each["waiting"]) for each in rows] == [
+        ("qwen", "unknown", 1),
+        ("llama-v1", "unknown", 0),
+        ("mistral", "unknown", 0),
+    ]
+    assert rows[1]["drained_by"].endswith(": it leaks")
+    assert rows[2]["labels"]["stable"]["by"].startswith("by bob since")
+    assert "drained by ada since" in (await world.verb("list")).out
+    assert "stable is 2, set by bob since" in (await world.verb("show", "mistral")).out
+    with world.server.client() as client:
+        for key in NAMES.board:
+            client.set(key, "foreign")
+    foreign = await world.verb("list")
+    assert foreign.code == 0
+    assert "models:labels holds a string" in foreign.err
+    refused = await world.verb("drain", "qwen-v3")
+    assert (refused.code, refused.out) == (1, "")
+    assert "models:drains holds a string" in refused.err
+
+
+async def test_older_dispatcher_tells_of_no_versions(world: World) -> None:
+    new = ("drained_by", "policy", "labels", "versions")
+    world.models = [{name: value for name, value in model("qwen").items() if name not in new}]
+    for arguments in (("list",), ("show", "qwen")):
+        said = await world.verb(*arguments)
+        assert (said.code, said.err) == (0, "")
+    assert "has no versions" in (await world.verb("label", "qwen", "stable", "2")).err
+    assert (await world.verb("drain", "qwen")).code == 0
