@@ -108,7 +108,7 @@ def _found(config: Path | None, queue_url: str, queue: str, pool: str, admin_url
     if dispatcher is not None and dispatcher.get("models"):
         warn_of(place)
         older: dict[str, Any] = {"drained_by": None, "policy": None, "labels": {}, "versions": []}
-        return [{**older, **each} for each in dispatcher["models"]], True
+        return [{**each, **older, **each} for each in dispatcher["models"]], True
 
     async def act(desk: RedisDesk) -> tuple[Mapping[str, int], ModelMarks]:
         return await desk.awaited(), await desk.model_marks()

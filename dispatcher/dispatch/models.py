@@ -211,11 +211,15 @@ class Models:
     # For people.
 
     def seen(self) -> list[tuple[ModelSeen, int]]:
-        """The models that are known, each with how many requests wait for it, most first; bounded."""
+        """The models that are known, each with how many requests wait for it, most first; bounded. A version
+        is told of with its model, and apart only where it is named or somebody waits for it by its name."""
         if self._pool is None:
             return []
         pool, at = self._pool, now()
-        names = sorted(pool.known(), key=lambda name: -self.awaited.get(name, 0))
+        versions = {each.name for family in self.versions for each in family.versions()}
+        apart = versions - pool.terms.named.keys() - self.awaited.keys()
+        known = [name for name in pool.known() if name not in apart]
+        names = sorted(known, key=lambda name: -self.awaited.get(name, 0))
         return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names[:SHOWN_MOST]]
 
     def _look(self, pool: PoolModels, name: str, at: float) -> ModelSeen:

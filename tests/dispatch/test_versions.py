@@ -355,6 +355,27 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
     perform(draining, gateway, options(transition=Transition.RESOURCE))
 
 
+def test_version_is_told_of_with_its_model_and_apart_where_somebody_waits_for_it() -> None:
+    gateway = Servers()
+
+    def names(scene: Scene) -> list[str]:
+        return [seen.name for seen, _ in scene.dispatcher.models.seen()]
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2 other")
+        assert names(scene) == ["qwen", "other"]
+        told(scene, a="qwen-v2 other")
+        await submit(scene, "r1", payload=b'{"model":"qwen-v1"}')
+        await asyncio.sleep(EACH_S + 1)
+        assert names(scene) == ["qwen-v1", "qwen", "other"]
+        told(scene, a="qwen-v1 qwen-v2 other")
+        await asyncio.sleep(EACH_S + 1)
+        assert names(scene) == ["qwen", "other"]
+        assert gateway.sent_as == {"r1": "qwen-v1"}
+
+    perform(scene_of, gateway, options())
+
+
 def test_status_tells_each_version_and_who_said_what_of_it() -> None:
     def told_of(scene: Scene) -> ModelsStatus:
         settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
