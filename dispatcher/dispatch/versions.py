@@ -64,6 +64,11 @@ class Versions:
         """Models at endpoints that are not warm any more, until the queue knows."""
         self._warmed: set[tuple[str, str]] = set()
         """Those that were warmed here since the queue was asked."""
+        self._untold: set[tuple[str, str]] = set()
+        """Those among all that were warmed here of which the queue does not know yet."""
+        self._vouched: set[tuple[str, str]] = set()
+        """Those that are warm and were seen there by this process. Of others it cannot say that they are gone:
+        it may know of fewer endpoints than other owners, or not reach all of them."""
         self._held: Counter[str] = Counter()
         """Requests that are held, by the version that they are sent to."""
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -78,6 +83,9 @@ class Versions:
             family = self._families[name] = before.get(name) or ModelFamily(told.terms)
             family.reconfigure(told.terms)
         self._pins.clear()
+        if not self._families:
+            self._served, self._loading = {}, frozenset()
+            self._vouched.clear()
         self.look()
 
     def __bool__(self) -> bool:
@@ -90,9 +98,10 @@ class Versions:
     def family(self, model: str) -> ModelFamily | None:
         return self._families.get(model)
 
-    def told(self, family: ModelFamily) -> FamilyOptions:
-        """What the settings say of it."""
-        return self._told[family.terms.name]
+    def told(self, family: ModelFamily) -> FamilyOptions | None:
+        """What the settings say of it; None: they have it no more."""
+        name = family.terms.name
+        return self._told.get(name) if self._families.get(name) is family else None
 
     @property
     def steered(self) -> bool:
@@ -113,10 +122,17 @@ class Versions:
         self._by_gateway = pool.endpoints == {GATEWAY}
         marks = self.marks
         if marks is not None:
-            cold = {(model, endpoint) for model, endpoint in marks.warm if pool.gone(model, endpoint)}
-            self._cold |= cold
-            self.marks = replace(marks, warm=marks.warm - cold)
+            known = {pair for pair in self._vouched if pair[1] == GATEWAY or not self._by_gateway}
+            gone = {pair for pair in known if pool.gone(*pair)}
+            self._cold |= gone
+            self._untold -= gone
+            self.marks = marks = replace(marks, warm=marks.warm - gone)
+            there = {pair for pair in marks.warm if self._there(pair) and not pool.gone(*pair)}
+            self._vouched = (self._vouched & marks.warm) | there
         self.look()
+
+    def _there(self, pair: tuple[str, str]) -> bool:
+        return pair[1] in self._served.get(pair[0], ())
 
     def look(self) -> None:
         """Have each family decide anew, by all that is known now."""
@@ -147,7 +163,9 @@ class Versions:
     async def exchange(self) -> None:
         """Tell the other owners what is warm and under way here, and hear what holds for all."""
         warm = frozenset() if self.marks is None else self.marks.warm
-        keep = [(model, endpoint) for model, endpoint in warm if endpoint in self._served.get(model, ())]
+        for pair in list(self._untold):
+            await self._tell(pair)
+        keep = [pair for pair in warm if self._there(pair)]
         cold = frozenset(self._cold)
         self._warmed.clear()
         queue = self._access.queue
@@ -155,16 +173,29 @@ class Versions:
         if marks is None:
             return
         self._cold -= cold
-        self.marks = replace(marks, warm=(marks.warm | self._warmed) - self._cold)
+        self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
         self.look()
 
-    def warmed(self, model: str, endpoint: str) -> None:
-        """It is warm there from now on."""
-        self._warmed.add((model, endpoint))
-        self._cold.discard((model, endpoint))
+    async def warmed(self, model: str, endpoint: str) -> None:
+        """It is warm there from now on; the queue is told, which takes back the right to warm it."""
+        pair = model, endpoint
+        for known in self._warmed, self._untold, self._vouched:
+            known.add(pair)
+        self._cold.discard(pair)
         if self.marks is not None:
-            self.marks = replace(self.marks, warm=self.marks.warm | {(model, endpoint)})
+            self.marks = replace(self.marks, warm=self.marks.warm | {pair})
         self.look()
+        await self._tell(pair)
+
+    async def _tell(self, pair: tuple[str, str]) -> None:
+        """Have the queue know that it is warm; where it cannot be told, it is told with the next exchange."""
+
+        async def told() -> bool:
+            await self._access.queue.warmed(*pair)
+            return True
+
+        if await self._access.ask("warmed", told()):
+            self._untold.discard(pair)
 
     # Requests.
 
@@ -186,7 +217,7 @@ class Versions:
         """The version; or what the queue is to be asked, which knows what its job or sequence has. Empty: it
         has no versions, or none is open."""
         family = self._families.get(model)
-        if family is None:
+        if family is None or self.drained(model):
             return ""
         key = pin_key(family.terms, request)
         kept, until = self._pins.get(key, ("", 0.0))
@@ -210,7 +241,8 @@ class Versions:
 
     def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
         """The request as it goes to this version; None: it has ended."""
-        warm = self._families[held.model].endpoints(version) if self.steered else ()
+        family = self._families.get(held.model)  # while the queue was asked the settings may have changed
+        warm = family.endpoints(version) if family is not None and self.steered else ()
         sent = sent_as(request, held.model, version, ",".join(sorted(warm)))
         if sent is None:
             why = "data.payload: its field `model` is given twice, or its name is escaped"

@@ -275,6 +275,47 @@ def test_model_that_an_operator_drains_takes_nothing_until_it_is_given_back() ->
     perform(scene_of, gateway, options())
 
 
+def test_model_with_versions_is_drained_as_a_whole() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        await scene.store.drain("qwen", "ada")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, "r1")
+        await asyncio.sleep(EACH_S + 1)
+        assert gateway.sent_as == {}
+        ((_, _, why),) = scene.dispatcher.models.held_back()
+        assert "'qwen' is drained by ada" in why
+        assert await scene.store.undrain("qwen")
+        await asyncio.sleep(EACH_S + 1)
+        assert gateway.sent_as == {"r1": "qwen-v2"}
+
+    perform(scene_of, gateway, options())
+
+
+def test_model_that_the_settings_drop_while_the_queue_is_asked_ends_nothing() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(1)
+        pin = scene.queue.pin
+
+        async def slow(pins: Sequence[Any]) -> Sequence[str]:
+            await asyncio.sleep(1)
+            return await pin(pins)
+
+        scene.queue.pin = slow  # type: ignore[method-assign]
+        await submit(scene, "r1", labels={"job": "a"})
+        await asyncio.sleep(0.5)
+        scene.dispatcher.reconfigure(replace(options(), versions=VersionOptions(steered=True)))
+        await asyncio.sleep(2)
+        assert gateway.sent_as == {"r1": "qwen-v1"}
+
+    perform(scene_of, gateway, options(pin=Pin.JOB, steered=True))
+
+
 def test_where_no_version_is_served_requests_wait_and_say_so() -> None:
     gateway = Servers()
 
