@@ -109,7 +109,7 @@ class ModelFamily:
 
     def keeps(self, version: str) -> bool:
         """Whether work that was given this version may still go to it: until it is drained or gone."""
-        if version in self._open:
+        if self.takes(version):
             return True
         if self.terms.transition is Transition.RESOURCE or version not in self._listed:
             return False
@@ -118,6 +118,10 @@ class ModelFamily:
     def kept(self) -> list[str]:
         """Those."""
         return [name for name in self._listed if self.keeps(name)]
+
+    def takes(self, version: str) -> bool:
+        """Whether it is open."""
+        return version in self._open
 
     @property
     def opened(self) -> bool:

@@ -21,7 +21,7 @@ from dispatcher.core.result import ErrorCode
 from dispatcher.core.rewrite import sent_as
 from dispatcher.core.rollover import ModelFamily
 from dispatcher.core.served import GATEWAY
-from dispatcher.core.versions import Pin, VersionSight
+from dispatcher.core.versions import Membership, Pin, VersionSight, VersionState
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import now
 from dispatcher.ports import ModelMarks, PinAsked
@@ -42,6 +42,9 @@ PIN_ASKED_S = 10.0
 """So long what the queue said of a pin is believed."""
 PINS_MOST = 10_000
 """Of those that are remembered here."""
+TOLD_MOST = 100
+"""Of the steps of one look, of versions that take no part."""
+_APART = frozenset((VersionState.ABSENT, VersionState.SPARE, VersionState.GONE))
 JOB_LABELS = ("job", "file")
 """The labels that name a request's job; the first that it has counts."""
 
@@ -59,6 +62,10 @@ class Versions:
         self._families: dict[str, ModelFamily] = {}
         self._by_gateway = False
         self._served: Mapping[str, frozenset[str]] = {}
+        self._mine: dict[str, dict[str, frozenset[str]]] = {}
+        """Those that are its versions, by family."""
+        self._families_of: dict[str, list[str]] = {}
+        """By name: what was listed last, and is to be matched once."""
         self._loading: frozenset[str] = frozenset()
         self._cold: set[tuple[str, str]] = set()
         """Models at endpoints that are not warm any more, until the queue knows."""
@@ -67,8 +74,8 @@ class Versions:
         self._untold: set[tuple[str, str]] = set()
         """Those among all that were warmed here of which the queue does not know yet."""
         self._vouched: set[tuple[str, str]] = set()
-        """Those that are warm and were seen there by this process. Of others it cannot say that they are gone:
-        it may know of fewer endpoints than other owners, or not reach all of them."""
+        """Those that are warm and were seen there by this process. Of others it cannot say that they are
+        gone: it may know of fewer endpoints than other owners, or not reach all of them."""
         self._held: Counter[str] = Counter()
         """Requests that are held, by the version that they are sent to."""
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -86,6 +93,9 @@ class Versions:
         if not self._families:
             self._served, self._loading = {}, frozenset()
             self._vouched.clear()
+        self._membership = Membership(each.terms for each in options.versions.families)
+        self._families_of.clear()
+        self._share_out()
         self.look()
 
     def __bool__(self) -> bool:
@@ -119,6 +129,7 @@ class Versions:
         if not self._families:
             return
         self._served, self._loading = pool.ready(now()), pool.loading
+        self._share_out()
         self._by_gateway = pool.endpoints == {GATEWAY}
         marks = self.marks
         if marks is not None:
@@ -131,6 +142,17 @@ class Versions:
             self._vouched = (self._vouched & marks.warm) | there
         self.look()
 
+    def _share_out(self) -> None:
+        """Each family is shown its own versions: a look costs by what it has, not by all that is listed."""
+        known = self._families_of
+        self._families_of = {
+            name: known[name] if name in known else self._membership.of(name) for name in self._served
+        }
+        self._mine = {name: {} for name in self._families}
+        for name, families in self._families_of.items():
+            for family in families:
+                self._mine[family][name] = self._served[name]
+
     def _there(self, pair: tuple[str, str]) -> bool:
         return pair[1] in self._served.get(pair[0], ())
 
@@ -138,10 +160,11 @@ class Versions:
         """Have each family decide anew, by all that is known now."""
         marks = self.marks or ModelMarks()
         used = marks.used | self._held.keys()
+        apart = 0
         for name, family in self._families.items():
             labels = {label: version for (of, label), version in marks.labels.items() if of == name}
             sight = VersionSight(
-                served=self._served,
+                served=self._mine[name],
                 loading=self._loading,
                 warm=marks.warm,
                 used=used,
@@ -150,6 +173,10 @@ class Versions:
                 steered=self.steered,
             )
             for moved in family.look(sight, now()):
+                idle = moved.state in _APART and moved.before in _APART
+                apart += idle
+                if idle and apart > TOLD_MOST:
+                    continue
                 emit(
                     Event.VERSION,
                     model=moved.family,
@@ -259,7 +286,9 @@ class Versions:
         self._held[held.version] -= 1
         if not self._held[held.version]:
             del self._held[held.version]
-            self.look()  # somebody may wait for that
+            family = self._families.get(held.model)
+            if family is None or not family.takes(held.version):
+                self.look()  # somebody may wait for that
 
 
 def pin_key(terms: FamilyTerms, request: Request) -> str:

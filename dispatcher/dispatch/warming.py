@@ -9,8 +9,8 @@ Only while the gate is open; each call counts one unit of the limit, for which w
 that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that. Who
 cannot go on, for his gate is closed or he ends, gives the right back: another owner may be able to.
 
-Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what is
-cold, nothing else could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
+Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
+is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Warming:
         self._rests.clear()
 
     def probe(self, claimed: Claimed, limit: int) -> None:
-        """Where nothing is queued that could show whether the gateway is back, a call that waits may do it."""
+        """Where nothing was to be claimed that shows whether the gateway is back, a call that waits may."""
         if not claimed.leases and not claimed.waiting and self.units > self._under_way:
             self._probe = limit
 

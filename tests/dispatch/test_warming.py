@@ -557,7 +557,7 @@ def test_queue_that_is_away_holds_up_no_end() -> None:
 
         told(scene, a="qwen-v1")
         await asyncio.sleep(5)
-        scene.queue.unwarmed = hangs  # type: ignore[method-assign]
+        scene.queue.unwarmed = hangs  # type: ignore[method-assign,assignment]
         at = asyncio.get_running_loop().time()
         scene.dispatcher.drain(1.0)
         await scene.ended()
@@ -651,7 +651,7 @@ def test_warm_up_of_which_the_queue_could_not_be_told_is_not_done_again() -> Non
         async def away(_model: str, _endpoint: str) -> None:
             raise QueueUnavailableError("Redis did not answer in time")
 
-        scene.queue.warmed = away  # type: ignore[method-assign]
+        scene.queue.warmed = away  # type: ignore[method-assign,assignment]
         for _ in range(6):
             told(scene, a="qwen-v1")
             await asyncio.sleep(EACH_S)
