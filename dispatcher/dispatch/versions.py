@@ -230,11 +230,12 @@ class Versions:
         """Give each that asks for a model with versions one of them, where one is open. All as they are sent
         from here on, in their order; those whose bodies cannot be changed have ended."""
         choices = [self._choice(held.model, request) for held, request in read]
-        asked = [choice for choice in choices if isinstance(choice, PinAsked)]
-        pinned = iter(await self._pin(asked) if asked else ())
+        # Of a job there may be many: it is asked for once.
+        asked = {choice.key: choice for choice in choices if isinstance(choice, PinAsked)}
+        pinned = dict(zip(asked, await self._pin(list(asked.values())), strict=True)) if asked else {}
         directed = []
         for (held, request), choice in zip(read, choices, strict=True):
-            version = next(pinned) if isinstance(choice, PinAsked) else choice
+            version = pinned[choice.key] if isinstance(choice, PinAsked) else choice
             sent = self._sent_to(held, request, version) if version else request
             if sent is not None:
                 directed.append((held, sent))

@@ -173,6 +173,28 @@ def test_job_keeps_its_version_and_a_new_job_gets_the_new_one() -> None:
     perform(scene_of, gateway, options(pin=Pin.JOB))
 
 
+def test_job_of_which_many_are_claimed_is_asked_for_once() -> None:
+    gateway = Servers()
+    asked: list[int] = []
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        pin = scene.queue.pin
+
+        async def counted(pins: Sequence[Any]) -> Sequence[str]:
+            asked.append(len(pins))
+            return await pin(pins)
+
+        scene.queue.pin = counted  # type: ignore[method-assign]
+        await submit(scene, "a1", "a2", "a3", labels={"job": "a"})
+        await submit(scene, "b1", "b2", labels={"job": "b"})
+        await asyncio.sleep(1)
+        assert set(gateway.sent_as) == {"a1", "a2", "a3", "b1", "b2"}
+        assert sum(asked) == 2
+
+    perform(scene_of, gateway, options(pin=Pin.JOB))
+
+
 def test_sequence_keeps_its_version() -> None:
     gateway = Servers()
 
