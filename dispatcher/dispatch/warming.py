@@ -7,7 +7,8 @@
 
 Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint
 that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that. Who
-cannot go on, for his gate is closed or he ends, gives the right back: another owner may be able to.
+cannot go on (his gate is closed, the limit is full of others' work, he ends) gives the right back: another
+owner may be able to.
 
 Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
 is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
@@ -50,7 +51,7 @@ AGAIN_S = (30.0, 300.0)
 """Until what was answered with errors is tried again: doubling from the first to the second."""
 RENEW_S = 10.0
 CLOSED_S = 10.0
-"""Who has the right keeps it so long while his gate is closed; what was answered is not sent again."""
+"""Who has the right keeps it so long while he can make no room; what was answered is not sent again."""
 GIVE_BACK_S = 1.0
 """A process that ends tries so long to give the right back. Else it lapses."""
 ROOM_S = 0.05
@@ -249,17 +250,18 @@ class Warming:
         return known and (warm_up.version, warm_up.endpoint) in family.cold()
 
     async def _room(self) -> bool:
-        """Whether a unit of the limit is free for a call, once it is; False: the gate stays closed."""
-        closes_at = now() + CLOSED_S
+        """Whether a unit of the limit is free for a call, once it is; False: the gate stays closed, or it is
+        the work of others that fills the limit, who make no room for what they do not know of."""
+        ends_at = now() + CLOSED_S
         while True:
             allowance = self._limiter.allowance(now())
             taken = self._holding.units + self._limiter.others + self._under_way
             if allowance.limit > taken or self._probe > taken:
                 self._probe = 0
                 return True
-            if not allowance.reason.closed:
-                closes_at = now() + CLOSED_S
-            elif now() >= closes_at or allowance.reason is Reason.DRAINING:
+            if not allowance.reason.closed and self._holding.units:
+                ends_at = now() + CLOSED_S  # what ends of that is not replaced
+            elif now() >= ends_at or allowance.reason is Reason.DRAINING:
                 return False
             await asyncio.sleep(ROOM_S)
 

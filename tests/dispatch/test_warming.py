@@ -19,14 +19,15 @@ from dispatcher.core.served import Listing, ModelTerms, WhenAbsent
 from dispatcher.core.shapes import SHAPES
 from dispatcher.core.versions import FamilyTerms
 from dispatcher.core.warmup import WarmupRequest
-from dispatcher.dispatch import Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
 from dispatcher.ports import Forwarded, QueueUnavailableError
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
+from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.pool import EACH_S, GONE, states, submit, told
-from tests.dispatch.scene import Answers, Scene, perform
+from tests.dispatch.scene import Answers, Scene, open_limiter, perform
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
@@ -665,3 +666,37 @@ def test_warm_up_of_which_the_queue_could_not_be_told_is_not_done_again() -> Non
         assert len(pool.calls) == 8
 
     play(scene_of, pool, options())
+
+
+@pytest.mark.parametrize("owners", [2, 3])
+def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_room(owners: int) -> None:
+    """Else what he began is never warm, as long as the others fill the limit."""
+    pool = Pool()
+    pool.takes_s = 0.5
+    given = options(steered=True, straight=True)
+
+    async def scene_of(scene: Scene) -> None:
+        every = [scene.dispatcher]
+        others: list[asyncio.Task[None]] = []
+        for number in range(owners - 1):
+            queue = MemoryQueue(scene.store, f"other-{number}")
+            one = Dispatcher(queue, pool, open_limiter(), given, Journal(Metrics()), servers=pool)
+            every.append(one)
+            others.append(asyncio.create_task(one.run()))
+        await submit(scene, *(f"r{number}" for number in range(6000)), payload=b'{"model":"other"}')
+        names = dict.fromkeys((f"e{number}" for number in range(12)), "qwen-v1")
+        for _ in range(30):
+            at = asyncio.get_running_loop().time()
+            listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
+            for each in every:
+                each.models.heard(listings)
+            await asyncio.sleep(EACH_S)
+        assert len({endpoint for endpoint, _, _ in pool.calls}) == 12
+        assert len(pool.calls) == 48
+        assert len(pool.work) > 2000
+        assert pool.most <= LIMIT + 1
+        for each in every[1:]:
+            each.drain(1.0)
+        await asyncio.gather(*others)
+
+    play(scene_of, pool, given)
