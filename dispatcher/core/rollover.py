@@ -15,7 +15,7 @@ replicas that see the same choose the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice, pairwise
 
@@ -72,6 +72,7 @@ class ModelFamily:
         self._lively: dict[str, None] = {}
         """Neither spare nor gone."""
         self._warm: dict[str, frozenset[str]] = {}
+        self._kept: list[str] | None = None
         self._spread = Spread({})
 
     # What is seen.
@@ -86,7 +87,7 @@ class ModelFamily:
         before = self._listed
         if (self._next.name, self._next.match) != (self.terms.name, self.terms.match):
             self._namings, self._others, self._listed = {}, set(), {}
-        self.terms, self._sight, self._warm = self._next, sight, {}
+        self.terms, self._sight, self._warm, self._kept = self._next, sight, {}, None
         self._listed = self._list()
         self._drained = self._mean(sight.drained) if sight.drained else set()
         self._wanted = dict.fromkeys(self._policy())
@@ -109,15 +110,17 @@ class ModelFamily:
 
     def keeps(self, version: str) -> bool:
         """Whether work that was given this version may still go to it: until it is drained or gone."""
-        if version in self._open:
+        if self.takes(version):
             return True
         if self.terms.transition is Transition.RESOURCE or version not in self._listed:
             return False
         return version not in self._drained and (not self.terms.warms or bool(self._warm_at(version)))
 
-    def kept(self) -> list[str]:
-        """Those."""
-        return [name for name in self._listed if self.keeps(name)]
+    def kept(self) -> Sequence[str]:
+        """Those, newest first; the same list until the next look."""
+        if self._kept is None:
+            self._kept = [name for name in self._listed if self.keeps(name)]
+        return self._kept
 
     def takes(self, version: str) -> bool:
         """New work goes to it."""

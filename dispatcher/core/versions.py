@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -24,6 +24,7 @@ from typing import Any
 from dispatcher.core.lanes import MODEL_BYTES
 
 _DIGITS = re.compile("([0-9]+)")
+_LITERAL = re.compile("[A-Za-z0-9_/:-]*")
 
 
 class VersionState(StrEnum):
@@ -225,3 +226,35 @@ def naming_of(name: str, terms: FamilyTerms) -> VersionNaming | None:
 def words_of(name: str, label: str) -> tuple[str, ...]:
     """By which an operator may mean the version of that name, which is called so."""
     return tuple(dict.fromkeys((name, label, f"v{label}") if label[:1].isdigit() else (name, label)))
+
+
+class Membership:
+    """Of which models a name is a version. It looks at the patterns that begin as the name does, and at those
+    that begin with anything: a thousand models with as many versions each cost little more than one."""
+
+    def __init__(self, families: Iterable[FamilyTerms]) -> None:
+        self._by_beginning: dict[str, list[FamilyTerms]] = {}
+        for terms in families:
+            self._by_beginning.setdefault(_beginning(terms), []).append(terms)
+        self._lengths = sorted({len(beginning) for beginning in self._by_beginning})
+
+    def of(self, name: str) -> list[str]:
+        """By the names of the models."""
+        return [
+            terms.name
+            for length in self._lengths
+            for terms in self._by_beginning.get(name[:length], ())
+            if naming_of(name, terms) is not None
+        ]
+
+
+def _beginning(terms: FamilyTerms) -> str:
+    """The text with which each of its versions begins, as far as that is easily seen."""
+    if terms.match is None:
+        return terms.name
+    written = terms.match.pattern
+    if "|" in written or terms.match.flags & (re.IGNORECASE | re.VERBOSE):
+        return ""
+    literal = _LITERAL.match(written)
+    text = "" if literal is None else literal[0]
+    return text[:-1] if written[len(text) :][:1] in ("*", "?", "{") else text

@@ -264,6 +264,7 @@ class Dispatcher:
             if await self._start(claimed, self._probe_asked_at, permit, probe=True):
                 self.poke()  # it was not its turn: let another one probe, at once
                 return
+            self.warming.probe(claimed, allowance.probe)
         self.limiter.probed(now(), others=self._tries.others_wait)
 
     async def _start(

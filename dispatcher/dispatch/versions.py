@@ -21,7 +21,7 @@ from dispatcher.core.result import ErrorCode
 from dispatcher.core.rewrite import sent_as
 from dispatcher.core.rollover import ModelFamily
 from dispatcher.core.served import GATEWAY
-from dispatcher.core.versions import Pin, VersionSight
+from dispatcher.core.versions import Membership, Pin, VersionSight, VersionState
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.access import now
 from dispatcher.ports import ModelMarks, PinAsked
@@ -42,6 +42,9 @@ PIN_ASKED_S = 10.0
 """So long what the queue said of a pin is believed."""
 PINS_MOST = 10_000
 """Of those that are remembered here."""
+TOLD_MOST = 100
+"""Of the steps of one look, of versions that take no part."""
+_APART = frozenset((VersionState.ABSENT, VersionState.SPARE, VersionState.GONE))
 JOB_LABELS = ("job", "file")
 """The labels that name a request's job; the first that it has counts."""
 
@@ -66,11 +69,20 @@ class Versions:
         self._families: dict[str, ModelFamily] = {}
         self._by_gateway = False
         self._served: Mapping[str, frozenset[str]] = {}
+        self._mine: dict[str, dict[str, frozenset[str]]] = {}
+        """Those that are its versions, by family."""
+        self._families_of: dict[str, list[str]] = {}
+        """By name: what was listed last, and is to be matched once."""
         self._loading: frozenset[str] = frozenset()
         self._cold: set[tuple[str, str]] = set()
         """Models at endpoints that are not warm any more, until the queue knows."""
         self._warmed: set[tuple[str, str]] = set()
         """Those that were warmed here since the queue was asked."""
+        self._untold: set[tuple[str, str]] = set()
+        """Those among all that were warmed here of which the queue does not know yet."""
+        self._vouched: set[tuple[str, str]] = set()
+        """Those that are warm and were seen there by this process. Of others it cannot say that they are
+        gone: it may know of fewer endpoints than other owners, or not reach all of them."""
         self._held: Counter[str] = Counter()
         """Requests that are held, by the version that they are sent to."""
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
@@ -85,6 +97,12 @@ class Versions:
             family = self._families[name] = before.get(name) or ModelFamily(told.terms)
             family.reconfigure(told.terms)
         self._pins.clear()
+        if not self._families:
+            self._served, self._loading = {}, frozenset()
+            self._vouched.clear()
+        self._membership = Membership(each.terms for each in options.versions.families)
+        self._families_of.clear()
+        self._share_out()
         self.look()
 
     def __bool__(self) -> bool:
@@ -97,9 +115,10 @@ class Versions:
     def family(self, model: str) -> ModelFamily | None:
         return self._families.get(model)
 
-    def told(self, family: ModelFamily) -> FamilyOptions:
-        """What the settings say of it."""
-        return self._told[family.terms.name]
+    def told(self, family: ModelFamily) -> FamilyOptions | None:
+        """What the settings say of it; None: they have it no more."""
+        name = family.terms.name
+        return self._told.get(name) if self._families.get(name) is family else None
 
     @property
     def steered(self) -> bool:
@@ -117,22 +136,42 @@ class Versions:
         if not self._families:
             return
         self._served, self._loading = pool.ready(now()), pool.loading
+        self._share_out()
         self._by_gateway = pool.endpoints == {GATEWAY}
         marks = self.marks
         if marks is not None:
-            cold = {(model, endpoint) for model, endpoint in marks.warm if pool.gone(model, endpoint)}
-            self._cold |= cold
-            self.marks = replace(marks, warm=marks.warm - cold)
+            known = {pair for pair in self._vouched if pair[1] == GATEWAY or not self._by_gateway}
+            gone = {pair for pair in known if pool.gone(*pair)}
+            self._cold |= gone
+            self._untold -= gone
+            self.marks = marks = replace(marks, warm=marks.warm - gone)
+            there = {pair for pair in marks.warm if self._there(pair) and not pool.gone(*pair)}
+            self._vouched = (self._vouched & marks.warm) | there
         self.look()
+
+    def _share_out(self) -> None:
+        """Each family is shown its own versions: a look costs by what it has, not by all that is listed."""
+        known = self._families_of
+        self._families_of = {
+            name: known[name] if name in known else self._membership.of(name) for name in self._served
+        }
+        self._mine = {name: {} for name in self._families}
+        for name, families in self._families_of.items():
+            for family in families:
+                self._mine[family][name] = self._served[name]
+
+    def _there(self, pair: tuple[str, str]) -> bool:
+        return pair[1] in self._served.get(pair[0], ())
 
     def look(self) -> None:
         """Have each family decide anew, by all that is known now."""
         marks = self.marks or ModelMarks()
         used = marks.used | self._held.keys()
+        apart = 0
         for name, family in self._families.items():
             labels = {label: version for (of, label), version in marks.labels.items() if of == name}
             sight = VersionSight(
-                served=self._served,
+                served=self._mine[name],
                 loading=self._loading,
                 warm=marks.warm,
                 used=used,
@@ -141,6 +180,10 @@ class Versions:
                 steered=self.steered,
             )
             for moved in family.look(sight, now()):
+                idle = moved.state in _APART and moved.before in _APART
+                apart += idle
+                if idle and apart > TOLD_MOST:
+                    continue
                 emit(
                     Event.VERSION,
                     model=moved.family,
@@ -154,7 +197,9 @@ class Versions:
     async def exchange(self) -> None:
         """Tell the other owners what is warm and under way here, and hear what holds for all."""
         warm = frozenset() if self.marks is None else self.marks.warm
-        keep = [(model, endpoint) for model, endpoint in warm if endpoint in self._served.get(model, ())]
+        for pair in list(self._untold):
+            await self._tell(pair)
+        keep = [pair for pair in warm if self._there(pair)]
         cold = frozenset(self._cold)
         self._warmed.clear()
         queue = self._access.queue
@@ -162,16 +207,29 @@ class Versions:
         if marks is None:
             return
         self._cold -= cold
-        self.marks = replace(marks, warm=(marks.warm | self._warmed) - self._cold)
+        self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
         self.look()
 
-    def warmed(self, model: str, endpoint: str) -> None:
-        """It is warm there from now on."""
-        self._warmed.add((model, endpoint))
-        self._cold.discard((model, endpoint))
+    async def warmed(self, model: str, endpoint: str) -> None:
+        """It is warm there from now on; the queue is told, which takes back the right to warm it."""
+        pair = model, endpoint
+        for known in self._warmed, self._untold, self._vouched:
+            known.add(pair)
+        self._cold.discard(pair)
         if self.marks is not None:
-            self.marks = replace(self.marks, warm=self.marks.warm | {(model, endpoint)})
+            self.marks = replace(self.marks, warm=self.marks.warm | {pair})
         self.look()
+        await self._tell(pair)
+
+    async def _tell(self, pair: tuple[str, str]) -> None:
+        """Have the queue know that it is warm; where it cannot be told, it is told with the next exchange."""
+
+        async def told() -> bool:
+            await self._access.queue.warmed(*pair)
+            return True
+
+        if await self._access.ask("warmed", told()):
+            self._untold.discard(pair)
 
     # Requests.
 
@@ -179,11 +237,12 @@ class Versions:
         """Give each that asks for a model with versions one of them, where one is open. All as they are sent
         from here on, in their order; those whose bodies cannot be changed have ended."""
         choices = [self._choice(held.model, request) for held, request in read]
-        asked = [choice for choice in choices if isinstance(choice, PinAsked)]
-        pinned = iter(await self._pin(asked) if asked else ())
+        # Of a job there may be many: it is asked for once.
+        asked = {choice.key: choice for choice in choices if isinstance(choice, PinAsked)}
+        pinned = dict(zip(asked, await self._pin(list(asked.values())), strict=True)) if asked else {}
         directed = []
         for (held, request), choice in zip(read, choices, strict=True):
-            version = next(pinned) if isinstance(choice, PinAsked) else choice
+            version = pinned[choice.key] if isinstance(choice, PinAsked) else choice
             sent = self._sent_to(held, request, version) if version else request
             if sent is not None:
                 directed.append((held, sent))
@@ -217,7 +276,7 @@ class Versions:
 
     def _sent_to(self, held: HeldLease, request: Request, version: str) -> Request | None:
         """The request as it goes to this version; None: it has ended."""
-        family = self._families.get(held.model)
+        family = self._families.get(held.model)  # while the queue was asked the settings may have changed
         warm = family.endpoints(version) if family is not None and self.steered else ()
         sent = sent_as(request, held.model, version, ",".join(sorted(warm)))
         if sent is None:
@@ -237,7 +296,7 @@ class Versions:
             return
         del self._held[held.version]
         family = self._families.get(held.model)
-        if family is not None and not family.takes(held.version):  # somebody may wait for that
+        if family is None or not family.takes(held.version):  # somebody may wait for that
             self.look()
             self._changed.set()
 

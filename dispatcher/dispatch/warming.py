@@ -6,17 +6,25 @@
             later
 
 Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint
-that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that.
+that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that. Who
+cannot go on (his gate is closed, the limit is full of others' work, he ends) gives the right back: another
+owner may be able to.
+
+Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
+is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from dispatcher.core.budget import Reason
 from dispatcher.core.modelnames import says_no_model
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, TooLate
+from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, TooLate, Unreachable
 from dispatcher.core.plain import plain, shortened
 from dispatcher.core.request import Request
 from dispatcher.core.served import GATEWAY
@@ -32,7 +40,7 @@ if TYPE_CHECKING:
     from dispatcher.dispatch.holding import Holding
     from dispatcher.dispatch.options import Options
     from dispatcher.dispatch.versions import Versions
-    from dispatcher.ports import Gateway, ModelServers
+    from dispatcher.ports import Claimed, Forwarded, Gateway, ModelServers
 
 AT_ONCE = 4
 """Endpoints that are warmed at the same time."""
@@ -42,11 +50,16 @@ SOON_S = 5.0
 AGAIN_S = (30.0, 300.0)
 """Until what was answered with errors is tried again: doubling from the first to the second."""
 RENEW_S = 10.0
+CLOSED_S = 10.0
+"""Who has the right keeps it so long while he can make no room; what was answered is not sent again."""
+GIVE_BACK_S = 1.0
+"""A process that ends tries so long to give the right back. Else it lapses."""
 ROOM_S = 0.05
 """How often it is looked whether there is room."""
 ERRORS_MOST = 10
 """After so many the rest is not sent."""
 _WHY_CHARS = 200
+_MAY_BEGIN = frozenset(reason for reason in Reason if not reason.closed) | {Reason.GATEWAY_UNREACHABLE}
 
 
 @dataclass(slots=True)
@@ -90,8 +103,12 @@ class Warming:
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._rests: dict[tuple[str, str], tuple[float, int]] = {}
         """Until when, and how often in a row it has failed."""
+        self._stopped: dict[tuple[str, str], WarmUp] = {}
+        """Those that the gate has stopped, to be gone on with."""
         self._number = 0
         self._under_way = 0
+        self._probe = 0
+        """Within this limit one call may be sent to see whether the gateway is back."""
 
     async def run(self) -> None:
         """Warm what is cold. Who only observes warms nothing."""
@@ -108,6 +125,11 @@ class Warming:
         self.options = options
         self._rests.clear()
 
+    def probe(self, claimed: Claimed, limit: int) -> None:
+        """Where nothing was to be claimed that shows whether the gateway is back, a call that waits may."""
+        if not claimed.leases and not claimed.waiting and self.units > self._under_way:
+            self._probe = limit
+
     # One warm-up.
 
     def _begin(self, tasks: asyncio.TaskGroup) -> bool:
@@ -116,12 +138,16 @@ class Warming:
         cold = [(family, *each) for family in self._versions for each in family.cold()]
         wanted = {(version, endpoint) for _, version, endpoint in cold}
         self._rests = {pair: rest for pair, rest in self._rests.items() if pair in wanted}
+        self._stopped = {pair: stopped for pair, stopped in self._stopped.items() if pair in wanted}
         if self._versions.marks is None or self.options.observe:  # what is warm already is not known yet
+            return bool(cold)
+        if self._limiter.allowance(at).reason not in _MAY_BEGIN:
             return bool(cold)
         for family, version, endpoint in cold:
             pair = version, endpoint
             if len(self._running) < AT_ONCE and pair not in self._running and self._rest(pair)[0] <= at:
-                self._running[pair] = tasks.create_task(self._warm(family, WarmUp(version, endpoint)))
+                warm_up = self._stopped.pop(pair, None) or WarmUp(version, endpoint)
+                self._running[pair] = tasks.create_task(self._warm(family, warm_up))
         return bool(cold)
 
     def _rest(self, pair: tuple[str, str]) -> tuple[float, int]:
@@ -138,9 +164,18 @@ class Warming:
             renewing = asyncio.create_task(self._renew(version, endpoint))
             try:
                 whole = await self._send(family, warm_up)
+            except Exception as error:  # of a file, or of whatever answers: it ends nothing else
+                emit(Event.SURPRISE, where="warm-up", error=repr(error))
+                warm_up.errors.append(f"the dispatcher failed: {shortened(repr(error), _WHY_CHARS)}")
+                whole = True
             finally:
                 renewing.cancel()
             await self._end(family, warm_up, whole=whole, times=times)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GIVE_BACK_S):
+                    await self._access.ask("unwarmed", queue.unwarmed(version, endpoint))
+            raise
         finally:
             del self._running[pair]
 
@@ -152,15 +187,14 @@ class Warming:
     async def _end(self, family: ModelFamily, warm_up: WarmUp, *, whole: bool, times: int) -> None:
         """What follows. `whole`: all was answered, one way or the other."""
         pair = version, endpoint = warm_up.version, warm_up.endpoint
-        queue, errors = self._access.queue, warm_up.errors
-        again = not whole or (errors and self._versions.told(family).required)
+        queue, errors, told = self._access.queue, warm_up.errors, self._versions.told(family)
+        again = not whole or told is None or (errors and told.required)
         if again:
             await self._access.ask("unwarmed", queue.unwarmed(version, endpoint))
             rest_s = min(AGAIN_S[1], AGAIN_S[0] * 2.0 ** min(times, 10)) if whole else SOON_S
             self._rests[pair] = now() + rest_s, times + bool(whole)
         else:
-            self._versions.warmed(version, endpoint)
-            await self._access.ask("warmed", queue.warmed(version, endpoint))
+            await self._versions.warmed(version, endpoint)
         self.done["again" if again else "errors" if errors else "warm"] += 1
         if whole:
             emit(
@@ -176,21 +210,24 @@ class Warming:
 
     async def _send(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """Send it all. Whether it came to an end: nothing else may be said of an endpoint that is away."""
-        read = self._versions.told(family).warmup
-        if read is None:
+        told = self._versions.told(family)
+        if told is None or told.warmup is None:
             return False
-        requests, warm_up.note = await read()
+        requests, warm_up.note = await told.warmup()
         most_s = self.options.versions.warm_s
-        for call in plan(requests, self.options.batching, warm_up.version):
+        calls = plan(requests, self.options.batching, warm_up.version)
+        for call in islice(calls, warm_up.calls, None):
             while True:
                 if warm_up.spent_s >= most_s:
                     warm_up.errors.append(f"not done within {most_s:g} s")
                     return True
                 self.units += 1
                 try:
-                    await self._room()
-                    if (warm_up.version, warm_up.endpoint) not in family.cold():
-                        return False  # nobody wants it any more, or it is gone
+                    if not await self._room():
+                        self._stopped[warm_up.version, warm_up.endpoint] = warm_up
+                        return False
+                    if not self._wanted(family, warm_up):
+                        return False
                     began_at = now()
                     outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
                 finally:
@@ -208,13 +245,25 @@ class Warming:
                     break
         return True
 
-    async def _room(self) -> None:
-        """Return when a unit of the limit is free for a call."""
+    def _wanted(self, family: ModelFamily, warm_up: WarmUp) -> bool:
+        """It is there still, and the settings have it."""
+        known = self._versions.told(family) is not None
+        return known and (warm_up.version, warm_up.endpoint) in family.cold()
+
+    async def _room(self) -> bool:
+        """Whether a unit of the limit is free for a call, once it is; False: the gate stays closed, or it is
+        the work of others that fills the limit, who make no room for what they do not know of."""
+        ends_at = now() + CLOSED_S
         while True:
             allowance = self._limiter.allowance(now())
             taken = self._holding.units + self._limiter.others + self._under_way
-            if not allowance.reason.closed and allowance.limit > taken:
-                return
+            if allowance.limit > taken or self._probe > taken:
+                self._probe = 0
+                return True
+            if not allowance.reason.closed and self._holding.units:
+                ends_at = now() + CLOSED_S  # what ends of that is not replaced
+            elif now() >= ends_at or allowance.reason is Reason.DRAINING:
+                return False
             await asyncio.sleep(ROOM_S)
 
     async def _call(self, warm_up: WarmUp, call: WarmupCall, ends_at: float) -> Outcome:
@@ -237,10 +286,21 @@ class Warming:
                 endpoints=warm_up.endpoint if self._versions.steered else "",
             )
             sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
+            self._seen(sent)
             return sent.outcome
         finally:
             self._under_way -= 1
             self._limiter.answered(token, now())
+
+    def _seen(self, sent: Forwarded) -> None:
+        """Tell the limiter whether there is a gateway."""
+        match sent.outcome:
+            case Unreachable(why):
+                self._limiter.unreachable(sent.ended_at, why)
+            case Delivered() | TooLarge() | Overloaded():
+                self._limiter.reached(sent.ended_at, sent.sent_at)
+            case _:
+                pass
 
 
 def _may() -> bool:

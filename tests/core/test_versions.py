@@ -13,6 +13,7 @@ from dispatcher.core.rollover import GONE_MOST, NAMINGS_MOST, ModelFamily
 from dispatcher.core.versions import (
     WAYS,
     FamilyTerms,
+    Membership,
     Transition,
     VersionPolicy,
     VersionSight,
@@ -536,3 +537,44 @@ def test_people_see_when_it_came_to_its_state() -> None:
     assert seen.serving == {"a", "b"}
     assert seen.warm == {"a"}
     assert (seen.wanted, seen.drained, seen.used, seen.weight) == (True, False, True, 1.0)
+
+
+def test_membership_finds_what_a_pattern_matches_however_it_begins() -> None:
+    patterns = [
+        r"qwen-v(?P<version>\d+)",
+        r"qwen-v*",
+        r"qwen-v?x",
+        r"qwen-v{0,2}",
+        r"qwen-v+",
+        r"qwen|llama-v1",
+        r"(?i)QWEN-v\d",
+        r"(?x) qwen - v1",
+        r".*-v1",
+        r"\w+",
+        r"qwen\.v1",
+        r"",
+    ]
+    families = [FamilyTerms(f"m{at}", re.compile(pattern)) for at, pattern in enumerate(patterns)]
+    families += [
+        FamilyTerms("qwen"),
+        FamilyTerms("qwen-v1"),
+        FamilyTerms("", re.compile("qwen-v1", re.IGNORECASE)),
+    ]
+    names = [
+        "qwen-v1",
+        "qwen-v",
+        "qwen-",
+        "qwen-x",
+        "qwen-vv",
+        "qwen",
+        "llama-v1",
+        "QWEN-V1",
+        "qwen.v1",
+        "q",
+        "x" * 300,
+    ]
+    membership = Membership(families)
+    for name in names:
+        expected = {each.name for each in families if naming_of(name, each) is not None}
+        assert set(membership.of(name)) == expected, name
+    assert membership.of("qwen-v1") != []

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from time import process_time
 from typing import Any
 
 from dispatcher.core.outcome import Delivered, RetryPolicy
@@ -16,7 +17,7 @@ from dispatcher.core.turns import Turn
 from dispatcher.core.versions import FamilyTerms, Pin, Transition, VersionPolicy
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
-from dispatcher.dispatch.versions import PIN_ASKED_S, Versions, pin_key
+from dispatcher.dispatch.versions import PIN_ASKED_S, TOLD_MOST, Versions, pin_key
 from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError
 from dispatcher.settings import Settings
 from dispatcher.telemetry.status import ModelsStatus
@@ -171,6 +172,28 @@ def test_job_keeps_its_version_and_a_new_job_gets_the_new_one() -> None:
         await submit(scene, "a5", labels={"job": "a"})
         await asyncio.sleep(1)
         assert gateway.sent_as["a5"] == "qwen-v2"  # its version has gone
+
+    perform(scene_of, gateway, options(pin=Pin.JOB))
+
+
+def test_job_of_which_many_are_claimed_is_asked_for_once() -> None:
+    gateway = Servers()
+    asked: list[int] = []
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2")
+        pin = scene.queue.pin
+
+        async def counted(pins: Sequence[Any]) -> Sequence[str]:
+            asked.append(len(pins))
+            return await pin(pins)
+
+        scene.queue.pin = counted  # type: ignore[method-assign]
+        await submit(scene, "a1", "a2", "a3", labels={"job": "a"})
+        await submit(scene, "b1", "b2", labels={"job": "b"})
+        await asyncio.sleep(1)
+        assert set(gateway.sent_as) == {"a1", "a2", "a3", "b1", "b2"}
+        assert sum(asked) == 2
 
     perform(scene_of, gateway, options(pin=Pin.JOB))
 
@@ -418,6 +441,28 @@ def test_status_tells_each_version_and_who_said_what_of_it() -> None:
     perform(scene_of, Servers(), options(policy=VersionPolicy(everything=True), labels=labels))
 
 
+def test_model_that_the_settings_drop_while_the_queue_is_asked_ends_nothing() -> None:
+    gateway = Servers()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(1)
+        pin = scene.queue.pin
+
+        async def slow(pins: Sequence[Any]) -> Sequence[str]:
+            await asyncio.sleep(1)
+            return await pin(pins)
+
+        scene.queue.pin = slow  # type: ignore[method-assign]
+        await submit(scene, "r1", labels={"job": "a"})
+        await asyncio.sleep(0.5)
+        scene.dispatcher.reconfigure(replace(options(), versions=VersionOptions(steered=True)))
+        await asyncio.sleep(2)
+        assert gateway.sent_as == {"r1": "qwen-v1"}
+
+    perform(scene_of, gateway, options(pin=Pin.JOB, steered=True))
+
+
 def test_where_no_version_is_served_requests_wait_and_say_so() -> None:
     gateway = Servers()
 
@@ -531,6 +576,76 @@ def test_without_versions_nothing_is_kept_or_changed() -> None:
         assert gateway.sent_as["r2"] == "qwen-v1"
 
     perform(scene_of, gateway, plain)
+
+
+def many(families: int, versions: int) -> tuple[Options, str]:
+    """So many models with so many versions each, and the names that endpoints list."""
+    every = [FamilyTerms(f"m{at}", re.compile(rf"m{at}-v(?P<version>\d+)")) for at in range(families)]
+    given = replace(
+        options(),
+        models=ModelTerms({each.name: WhenAbsent.WAIT for each in every}),
+        versions=VersionOptions(tuple(FamilyOptions(each) for each in every)),
+    )
+    return given, " ".join(f"m{at}-v{number}" for at in range(families) for number in range(versions))
+
+
+def test_look_costs_by_the_versions_there_are_and_not_by_models_times_names() -> None:
+    def cost_s(families: int) -> float:
+        given, names = many(families, 10)
+        costs: list[float] = []
+
+        async def scene_of(scene: Scene) -> None:
+            told(scene, a=names)
+            for _ in range(7):
+                began = process_time()
+                scene.dispatcher.models.versions.look()
+                costs.append(process_time() - began)
+
+        perform(scene_of, Servers(), given)
+        return min(costs)
+
+    assert cost_s(400) < 40 * cost_s(40)  # 10 times as many; 100 times as many pairs
+
+
+def test_what_takes_no_part_is_told_of_a_hundred_versions_at_a_time() -> None:
+    given, names = many(1, 3000)
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a=names)
+        assert states(scene, "m0-v2999") == ["cold", "open"]
+        assert len(scene.events) <= 2 + TOLD_MOST
+        family = scene.dispatcher.models.versions.family("m0")
+        assert family is not None
+        assert len(family.versions()) == 3000
+        told(scene, a="m0-v1")
+        assert states(scene, "m0-v2999") == ["cold", "open", "draining", "gone"]
+
+    perform(scene_of, Servers(), given)
+
+
+def test_end_of_a_request_looks_at_versions_only_where_something_may_follow() -> None:
+    gateway = Servers()
+    looks = 0
+
+    async def scene_of(scene: Scene) -> None:
+        versions = scene.dispatcher.models.versions
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(1)
+        look = versions.look
+
+        def counted() -> None:
+            nonlocal looks
+            looks += 1
+            look()
+
+        versions.look = counted  # type: ignore[method-assign]
+        for number in range(10):
+            await submit(scene, f"r{number}")
+            await asyncio.sleep(0.3)
+        assert len(gateway.sent_as) == 10
+        assert looks <= 2  # of the exchange with other owners
+
+    perform(scene_of, gateway, options())
 
 
 def test_jobs_and_sequences_are_told_apart_by_few_bytes() -> None:

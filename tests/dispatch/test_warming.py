@@ -6,25 +6,28 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
 from dispatcher.core.batching import BatchRule, Forming, Mode
+from dispatcher.core.budget import Reason
 from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, RetryPolicy, TooLate, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.served import Listing, ModelTerms, WhenAbsent
 from dispatcher.core.shapes import SHAPES
 from dispatcher.core.versions import FamilyTerms
 from dispatcher.core.warmup import WarmupRequest
-from dispatcher.dispatch import Options
+from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
-from dispatcher.ports import Forwarded
+from dispatcher.ports import Forwarded, QueueUnavailableError
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
+from dispatcher.telemetry.metrics import Metrics
 from tests.dispatch.pool import EACH_S, GONE, states, submit, told
-from tests.dispatch.scene import Answers, Scene, perform
+from tests.dispatch.scene import Answers, Scene, open_limiter, perform
 
 T = TypeVar("T")
 CHAT = "/v1/chat/completions"
@@ -465,3 +468,238 @@ def test_who_only_observes_warms_nothing() -> None:
         assert pool.calls == []
 
     play(scene_of, pool, options(observe=True))
+
+
+def without_families(given: Options) -> Options:
+    return replace(given, versions=VersionOptions())
+
+
+async def right_is_free(scene: Scene, endpoint: str = "a") -> bool:
+    return await MemoryQueue(scene.store, "b").warming("qwen-v1", endpoint)
+
+
+def test_model_that_the_settings_drop_in_the_middle_of_its_warm_up_ends_that_and_nothing_else() -> None:
+    pool = Pool()
+    pool.takes_s, pool.answer = 2.0, Failed("it broke", 500)
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 other")
+        await asyncio.sleep(2)
+        assert len(pool.calls) == 1
+        scene.dispatcher.reconfigure(without_families(options()))
+        await submit(scene, "r1", payload=b'{"model":"other"}')
+        await asyncio.sleep(10)
+        assert (len(pool.calls), pool.work) == (1, [("other", "")])
+        assert await right_is_free(scene)
+
+    play(scene_of, pool, options(required=True))
+
+
+def test_surprise_in_a_warm_up_ends_nothing_else() -> None:
+    class Odd(Pool):
+        async def post(self, endpoint: str, path: str, body: bytes, *, deadline: float) -> Outcome:
+            raise ValueError(f"what is {endpoint}?")
+
+    pool = Odd()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1")
+        await began(scene)
+        assert pool.work == [("qwen-v1", "")]
+        (event,) = warmed(scene)
+        assert (event["opens"], event["why"]) == (
+            True,
+            "the dispatcher failed: ValueError('what is a?')",
+        )
+
+    play(scene_of, pool, options())
+
+
+def test_drain_gives_the_right_to_warm_to_another() -> None:
+    pool = Pool()
+    pool.takes_s = 2.0
+
+    async def scene_of(scene: Scene) -> None:
+        pool.takes_s = 60.0
+        told(scene, a="qwen-v1 other")
+        await submit(scene, "r1", payload=b'{"model":"other"}')
+        await asyncio.sleep(0.5)
+        assert pool.under_way == 2
+        assert not await right_is_free(scene)
+        scene.dispatcher.drain(600.0)
+        await asyncio.sleep(65)
+        assert len(pool.calls) == 1
+        assert await right_is_free(scene)
+
+    play(scene_of, pool, options())
+
+
+def test_process_that_ends_in_the_middle_of_a_call_gives_the_right_back() -> None:
+    pool = Pool()
+    pool.takes_s = 200.0
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(5)
+        at = asyncio.get_running_loop().time()
+        scene.dispatcher.drain(1.0)
+        await scene.ended()
+        assert asyncio.get_running_loop().time() < at + 2
+        assert await right_is_free(scene)
+
+    play(scene_of, pool, options())
+
+
+def test_queue_that_is_away_holds_up_no_end() -> None:
+    pool = Pool()
+    pool.takes_s = 200.0
+
+    async def scene_of(scene: Scene) -> None:
+        async def hangs(_model: str, _endpoint: str) -> None:
+            await asyncio.sleep(3600)
+
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(5)
+        scene.queue.unwarmed = hangs  # type: ignore[method-assign,assignment]
+        at = asyncio.get_running_loop().time()
+        scene.dispatcher.drain(1.0)
+        await scene.ended()
+        assert asyncio.get_running_loop().time() < at + 4
+
+    play(scene_of, pool, options())
+
+
+def test_who_cannot_go_on_leaves_the_right_to_others_and_sends_nothing_twice() -> None:
+    pool = Pool()
+    pool.takes_s = 2.0
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(3)
+        before = len(pool.calls)
+        assert 1 <= before < 4
+        await scene.store.pause("ada", "")
+        for _ in range(6):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+        other = MemoryQueue(scene.store, "b")
+        assert await other.warming("qwen-v1", "a")
+        await other.unwarmed("qwen-v1", "a")
+        assert len(pool.calls) <= before + 1
+        await scene.store.resume()
+        await asyncio.sleep(15)
+        assert len(pool.calls) == 4
+        assert states(scene, "qwen-v1") == ["cold", "open"]
+
+    play(scene_of, pool, options())
+
+
+@pytest.mark.parametrize("straight", [True, False])
+def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_cold(straight: bool) -> None:
+    """Else the warm-up waits for the gate, the gate for a probe, and each probe for the warm-up."""
+
+    class Away(Pool):
+        away = True
+
+        async def forward(
+            self, request: Request, *, token: str, deadline: float, may_send: object
+        ) -> Forwarded:
+            if self.away:
+                at = asyncio.get_running_loop().time()
+                self.sent.append(request.id)
+                return Forwarded(Unreachable("nobody listens"), at, at)
+            return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+
+    pool = Away()
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="other")
+        await submit(scene, "o1", payload=b'{"model":"other"}', within_s=3)
+        await asyncio.sleep(5)
+        assert scene.dispatcher.allowance().reason is Reason.GATEWAY_UNREACHABLE
+        told(scene, a="qwen-v1")
+        await submit(scene, "r1", "r2")
+        at = asyncio.get_running_loop().time()
+        await asyncio.sleep(10)
+        assert len(pool.sent) <= 60 + at  # nobody knocks faster than probes do
+        pool.away = False
+        for _ in range(12):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+        assert pool.work == [("qwen-v1", "")] * 2
+        assert scene.dispatcher.allowance().reason is Reason.IDLE
+
+    play(scene_of, pool, options(straight=straight))
+
+
+def test_endpoint_that_only_another_owner_sees_stays_warm() -> None:
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        await other.warmed("qwen-v1", "x")
+        await other.warmed("qwen-v1", "down")
+        at = asyncio.get_running_loop().time()
+        away = Listing("down", at, None, problem="refused", down=True)
+        for listings in ([], [Listing("a", at, ("qwen-v1",)), away], [Listing("gateway", at, ("qwen-v1",))]):
+            scene.dispatcher.models.heard(listings)
+            await asyncio.sleep(EACH_S)
+        assert {("qwen-v1", "x"), ("qwen-v1", "down")} < (await other.marks([], [], [])).warm
+
+    play(scene_of, Pool(), options())
+
+
+def test_warm_up_of_which_the_queue_could_not_be_told_is_not_done_again() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        async def away(_model: str, _endpoint: str) -> None:
+            raise QueueUnavailableError("Redis did not answer in time")
+
+        scene.queue.warmed = away  # type: ignore[method-assign,assignment]
+        for _ in range(6):
+            told(scene, a="qwen-v1")
+            await asyncio.sleep(EACH_S)
+        assert (len(pool.calls), states(scene, "qwen-v1")) == (4, ["cold", "open"])
+        del scene.queue.warmed
+        await asyncio.sleep(2 * EACH_S)
+        assert ("qwen-v1", "a") in (await MemoryQueue(scene.store, "b").marks([], [], [])).warm
+        told(scene, a="")
+        told(scene, a="qwen-v1")
+        await began(scene)
+        assert len(pool.calls) == 8
+
+    play(scene_of, pool, options())
+
+
+@pytest.mark.parametrize("owners", [2, 3])
+def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_room(owners: int) -> None:
+    """Else what he began is never warm, as long as the others fill the limit."""
+    pool = Pool()
+    pool.takes_s = 0.5
+    given = options(steered=True, straight=True)
+
+    async def scene_of(scene: Scene) -> None:
+        every = [scene.dispatcher]
+        others: list[asyncio.Task[None]] = []
+        for number in range(owners - 1):
+            queue = MemoryQueue(scene.store, f"other-{number}")
+            one = Dispatcher(queue, pool, open_limiter(), given, Journal(Metrics()), servers=pool)
+            every.append(one)
+            others.append(asyncio.create_task(one.run()))
+        await submit(scene, *(f"r{number}" for number in range(6000)), payload=b'{"model":"other"}')
+        names = dict.fromkeys((f"e{number}" for number in range(12)), "qwen-v1")
+        for _ in range(30):
+            at = asyncio.get_running_loop().time()
+            listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
+            for each in every:
+                each.models.heard(listings)
+            await asyncio.sleep(EACH_S)
+        assert len({endpoint for endpoint, _, _ in pool.calls}) == 12
+        assert len(pool.calls) == 48
+        assert len(pool.work) > 2000
+        assert pool.most <= LIMIT + 1
+        for each in every[1:]:
+            each.drain(1.0)
+        await asyncio.gather(*others)
+
+    play(scene_of, pool, given)
