@@ -106,14 +106,14 @@ class Sequenced:
         self.failed += failed
 
     def wants_a_look_at(self, terms: SequenceTerms, now: float) -> float:
-        """When time may change something."""
+        """When time may change something. Sooner it changes nothing: a look may come too soon."""
         due = now + max(terms.max_idle_s, LOOK_S)
         if self.head is not None:
             return now + LOOK_S
         if not self.waiting:
             due = self.touched_at + terms.max_idle_s
-        elif self.gap_since is not None:
-            due = self.gap_since + terms.gap_s
+        if self.gap_since is not None:  # with nobody behind it, too: what has passed there may be the end
+            due = min(due, self.gap_since + terms.gap_s)
         if self.status is SequenceStatus.OPEN and self.born_at is not None:
             due = min(due, self.born_at + terms.max_age_s)
         return due

@@ -312,14 +312,19 @@ class Sequences:
     # Time.
 
     def sweep(self, now: float, is_there: Callable[[int], bool]) -> None:
-        """What is due by now. `is_there`: whether an entry waits, is delayed or leased."""
+        """What is due by now. `is_there`: whether an entry waits, is delayed or leased. Where time ends one, none
+        begins before all were looked at: what comes of it does not depend on which looks came too soon."""
+        due = []
         while self._due and self._due[0][0] <= now:
             at, name = heapq.heappop(self._due)
             one = self.known.get(name.decode())
             if one is not None and one.due_at == at:
                 one.due_at = None
-                self._look(one, now, is_there)
-        self._unpark(now)
+                due.append(one)
+        for one in sorted(due, key=lambda one: one.lives[0].number):
+            self._look(one, now, is_there)
+        for _ in range(1 + len(due)):
+            self._unpark(now)
 
     def step_back(self, by_s: float) -> None:
         """The clock did: what is due later than now is due by so much earlier."""
@@ -340,8 +345,8 @@ class Sequences:
                 self._end_life(one, _IDLE, now)
         else:
             self._end_if_old(one, now)
-        if one.id in self.known:
-            self._settle_down(one, now)
+        self._advance(one, now)
+        self._schedule(one, now)
 
     def _schedule(self, one: Sequenced, now: float) -> None:
         """When it wants to be looked at next."""

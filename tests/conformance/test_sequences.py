@@ -884,6 +884,32 @@ async def test_a_last_one_that_passed_in_line_ends_its_life_all_the_same(world: 
     assert said == {"then-0": Goes(2, "", b"", True)}, "a new life"
 
 
+@pytest.mark.parametrize("failed", [False, True])
+async def test_a_gap_before_what_has_passed_ends_in_its_time(world: World, failed: bool) -> None:
+    """Though nobody waits for it. What has passed behind it takes effect then, with every other look in between."""
+    queue = world.owner()
+    await put(world, "r", 0)
+    await put(world, "old", {"index": 2, "last": not failed}, deadline=NOW - 100)
+    leases = sorted(await claim(queue), key=lambda lease: turn_of(lease).index or 0)
+    await lined_up(queue, leases)
+    await late(queue, "old-0", failed=failed, cause="it broke")
+    await done(queue, leases[0], token="a")
+    for more_s in (0, 31, 459):  # the second: when its head would have been looked at
+        await world.age_sequences(more_s)
+        await queue.sweep()
+        found = await seen(world)
+        assert (found.status, found.waiting, found.has_token) == (SequenceStatus.OPEN, 0, True)
+        assert found.gap_since is not None
+    await world.age_sequences(11)
+    await queue.sweep()
+    assert (await queue.counts()).news.gaps == 1
+    if failed:
+        found = await seen(world)
+        assert (found.status, found.cause, found.next) == (SequenceStatus.ABORTED, "it broke", 3)
+    else:
+        assert await world.desk.sequence("s") is None
+
+
 # What could get stuck.
 
 

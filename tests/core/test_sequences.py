@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
@@ -397,6 +398,58 @@ def test_no_history_leaves_a_request_for_ever(seed: int, steps: int) -> None:
     assert not life.rules.seats
     assert not life.rules.over
     assert +life.rules.count == {}, "none is alive, held or aborted"
+
+
+class Restless(Life):
+    """Looks at every sequence whenever it looks at any. It loses no head, which a look would notice at once."""
+
+    def lose(self) -> None:
+        """No older version ends any."""
+
+    def sweep(self, after_s: float = 0.0) -> None:
+        self.now += after_s
+        for one in self.rules.known.values():
+            if one.due_at is None or one.due_at > self.now:
+                one.due_at = self.now
+                heapq.heappush(self.rules._due, (self.now, one.id.encode()))
+        super().sweep()
+
+
+class Patient(Restless):
+    """Looks when it is time."""
+
+    def sweep(self, after_s: float = 0.0) -> None:
+        World.sweep(self, after_s)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 300))
+def test_a_look_that_comes_too_soon_changes_nothing(seed: int, steps: int) -> None:
+    """Redis keeps the looks that it has: most of them come too soon."""
+    patient, restless = Patient(seed), Restless(seed)
+    for _ in range(steps):
+        for life in (patient, restless):
+            life.live(1)
+            life.sweep()
+        known, same = (
+            {name: repr(replace(one, due_at=None)) for name, one in life.rules.known.items()}
+            for life in (patient, restless)
+        )
+        assert known == same
+        assert patient.rules.news == restless.rules.news
+        assert patient.claimable == restless.claimable
+
+
+def test_a_gap_before_what_has_passed_ends_in_its_time() -> None:
+    """With nobody behind it, too: of what its failure ends, all that comes is told; others have its place."""
+    for passes_s, status, other in ((59.9, SequenceStatus.OPEN, Waits), (60.0, SequenceStatus.ABORTED, Goes)):
+        world = World(replace(TERMS, max_active=1))
+        world.send(0)
+        world.end(world.come("s", 2), failed=True)
+        world.end(1)
+        world.sweep(passes_s)
+        assert world.status is status
+        assert type(world.line_up(world.come("other"))) is other
 
 
 @pytest.mark.parametrize("count", [500])

@@ -346,8 +346,8 @@ local function wants_a_look_at(one, now)
   if one.head then return now + LOOK_S end
   local terms = all()
   local due = now + math.max(terms.max_idle_s, LOOK_S)
-  if seats_of(one) == 0 then due = one.touched + terms.max_idle_s
-  elseif one.gap then due = one.gap + terms.gap_s end
+  if seats_of(one) == 0 then due = one.touched + terms.max_idle_s end
+  if one.gap then due = math.min(due, one.gap + terms.gap_s) end
   if one.status == 'open' and one.born then due = math.min(due, one.born + terms.max_age_s) end
   return due
 end

@@ -186,18 +186,22 @@ local function look_at(one, now)
   else
     end_if_old(one, now)
   end
-  settle_down(one, now)
+  advance(one, now)
+  keep_one(one)
 end
 
--- What is due by now, at most so many; how many that were.
+-- What is due by now, at most so many; how many that were. The oldest life first, and where time ends one, none begins
+-- before all were looked at: what comes of it does not depend on which looks came too soon.
 local function sweep_sequences(now, most)
-  local ids = call('ZRANGEBYSCORE', LOOKS, '-inf', text(now), 'LIMIT', 0, most)
+  local ids, due = call('ZRANGEBYSCORE', LOOKS, '-inf', text(now), 'LIMIT', 0, most), {}
   for _, id in ipairs(ids) do
     local one = known(id)
-    if one then look_at(one, now) else call('ZREM', LOOKS, id) end
+    if one then due[#due + 1] = one else call('ZREM', LOOKS, id) end
   end
+  table.sort(due, function(a, b) return a.lives[1][NUMBER] < b.lives[1][NUMBER] end)
+  for _, one in ipairs(due) do look_at(one, now) end
   if call('ZCARD', PARKED) > 0 then
-    unpark(now)
+    for _ = 0, #due do unpark(now) end
   end
   keep_turns(now)
   return #ids
