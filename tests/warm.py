@@ -9,6 +9,7 @@ start from nothing is shown by the tests that start them so (tests/cli, tests/te
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -19,12 +20,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from tests.support import die_with_parent, running, stop
 
@@ -237,8 +239,27 @@ def main(arguments: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()
     program = interpreter.serve()
-    gc.unfreeze()
-    program()
+    imported = gc.get_freeze_count()
+    try:
+        program()
+    except SystemExit as ended:
+        _leave(ended.code, imported)
+    _leave(0, imported)
+
+
+def _leave(code: object, imported: int) -> NoReturn:
+    """End as an interpreter does, but leave what was imported whole: taking it apart costs more than a verb."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if gc.get_freeze_count() > imported:  # a dispatcher has settled its memory
+        gc.unfreeze()
+    gc.collect()  # what was left open, or never awaited, says so
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code or 0)
 
 
 if __name__ == "__main__":

@@ -17,17 +17,22 @@ from tests.warm import warm_run
 COMMAND = [sys.executable, "-m", "dispatcher"]
 
 
-def run(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+def bare(**environ: str) -> dict[str, str]:
     inherited = {
         name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")
     }
+    return {**inherited, "COLUMNS": "200", **environ}
+
+
+def run(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    return warm_run(*arguments, env=bare(**environ))
+
+
+def run_cold(*arguments: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """By an interpreter of its own: where it matters what it imports, or what a start costs."""
+    command = [*COMMAND, *map(str, arguments)]
     return subprocess.run(
-        [*COMMAND, *(str(argument) for argument in arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**inherited, "COLUMNS": "200", **environ},
+        command, capture_output=True, text=True, check=False, timeout=60, env=bare(**environ)
     )
 
 
@@ -204,12 +209,12 @@ async def test_check_costs_little_more_than_python_and_the_libraries_of_any_verb
     """0.36 s on an idle machine, of which those take 0.3: it waits for nothing, and loads no client."""
 
     def check() -> None:
-        assert run("check", "--config", nobody_there, HOME=str(nobody_there.parent)).returncode == 0
+        assert run_cold("check", "--config", nobody_there, HOME=str(nobody_there.parent)).returncode == 0
 
-    def bare() -> None:
+    def libraries() -> None:
         subprocess.run([sys.executable, "-c", "import asyncio, pydantic_settings, typer, yaml"], check=True)
 
-    found = await beside(cpu_of(check, of_children), cpu_of(bare, of_children), pairs=5)
+    found = await beside(cpu_of(check, of_children), cpu_of(libraries, of_children), pairs=5)
     assert found.ratio <= 1.7, found
 
 
@@ -221,7 +226,7 @@ def test_tracing_without_its_extra_says_what_to_install(
     with config.open("a") as file:
         file.write("tracing: {endpoint: 'http://collector:4318'}\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = run(*verb, "--config", config, PYTHONPATH=path)
+    done = run_cold(*verb, "--config", config, PYTHONPATH=path)
     assert done.returncode == (1 if verb == ["run"] else 0)
     assert "pip install 'batch-dispatcher[otel]'" in done.stderr
 

@@ -10,6 +10,8 @@ from tests.support import wait_until_sync
 SERVERS, PER_SERVER = 2, 16
 LIMIT = 30
 """Of 32 requests, less the reserve."""
+ENOUGH = 60 * LIMIT
+"""Of a second each: a minute of work, for all that is waited for on a busy machine too."""
 
 
 def signals(world: World) -> dict[str, Any]:
@@ -38,31 +40,31 @@ def test_which_servers_are_read_and_whether_a_picker_is_changes_while_it_runs(st
 
 
 def test_model_servers_own_pages_fill_the_pool_and_one_that_goes_away_closes_the_gate(stage: Stage) -> None:
-    world = stage.world(slots=SERVERS * PER_SERVER, endpoints=SERVERS, flow_control=False, seconds=0.2)
+    world = stage.world(slots=SERVERS * PER_SERVER, endpoints=SERVERS, flow_control=False, seconds=1.0)
     settings = stage.settings(
         world, max_sys=None, signals=signals(world), budget={"per_endpoint": PER_SERVER}
     )
     one = stage.dispatcher(settings)
-    stage.producer.submit(2400)
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, 20, what="the slack to be filled")
+    stage.producer.submit(ENOUGH)
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, 60, what="the slack to be filled")
 
     world.control(realtime=20)
-    wait_until_sync(lambda: world.in_flight() <= LIMIT - 20, 10, what="room to be made for realtime")
+    wait_until_sync(lambda: world.in_flight() <= LIMIT - 20, 60, what="room to be made for realtime")
     world.control(realtime=0)
-    wait_until_sync(lambda: world.in_flight() >= LIMIT, 10, what="the slack to be filled again")
+    wait_until_sync(lambda: world.in_flight() >= LIMIT, 60, what="the slack to be filled again")
     assert world.observed()["gateway"]["batch"]["peak"] <= LIMIT + 1
 
     world.control(endpoints=SERVERS - 1)
     status = one.wait_for(reason="unreadable")
     assert "HTTP 404" in status["signals_problem"]
-    wait_until_sync(lambda: world.in_flight() == 0, 5, what="what runs to end")
+    wait_until_sync(lambda: world.in_flight() == 0, 30, what="what runs to end")
+    world.control(seconds=0.01)
     count = world.observed()["gateway"]["arrived"]
-    stage.producer.submit(100)  # however many of the others are left on a busy machine
     hold(lambda: world.observed()["gateway"]["arrived"] == count, 1.0, what="sent blind")
-    assert stage.producer.counts()["pending"] >= 100, "otherwise nothing was held back"
+    assert stage.producer.counts()["pending"], "otherwise nothing was held back"
 
     world.control(endpoints=SERVERS)
-    stage.producer.wait_for_all(timeout_s=30)
+    stage.producer.wait_for_all(timeout_s=60)
     one.wait_for(leased=0)
     assert stage.producer.answers() == {"200": len(stage.producer.submitted)}
     assert not stage.producer.twice()

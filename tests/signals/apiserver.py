@@ -216,7 +216,7 @@ class ApiServer:
         self._events: dict[str, list[tuple[int, Object | None, Object]]] = {name: [] for name in _KINDS}
         self._news: dict[str, asyncio.Event] = {name: asyncio.Event() for name in _KINDS}
         self._oldest = 0
-        self._watchers: set[asyncio.Transport] = set()
+        self._watchers: dict[asyncio.Transport, str] = {}
         self._marks: set[asyncio.Queue[None]] = set()
         self._goes = asyncio.Event()
         self._goes.set()
@@ -278,8 +278,13 @@ class ApiServer:
         self._goes.set()
 
     def cut(self) -> None:
+        """Every watch that is open by now: who asks for one is not cut."""
         for transport in list(self._watchers):
             transport.abort()
+
+    def watched(self, *collections: str) -> bool:
+        """A watch of each of them is open."""
+        return set(collections) <= set(self._watchers.values())
 
     def put(self, collection: str, thing: Object, namespace: str = "default") -> None:
         self._version += 1
@@ -420,7 +425,7 @@ class ApiServer:
         marks: asyncio.Queue[None] = asyncio.Queue()
         transport = request.transport
         assert transport is not None
-        self._watchers.add(transport)
+        self._watchers[transport] = collection
         if "allowWatchBookmarks" in query:
             self._marks.add(marks)
         try:
@@ -440,7 +445,7 @@ class ApiServer:
         except (ConnectionError, asyncio.CancelledError):
             pass  # the client has gone, or the server goes
         finally:
-            self._watchers.discard(transport)
+            self._watchers.pop(transport, None)
             self._marks.discard(marks)
         return stream
 
