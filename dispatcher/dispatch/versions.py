@@ -42,6 +42,8 @@ PIN_ASKED_S = 10.0
 """So long what the queue said of a pin is believed."""
 PINS_MOST = 10_000
 """Of those that are remembered here."""
+LAPSED_S = 60.0
+"""Marks that nobody has refreshed for so long have lapsed (ports/marks.py)."""
 TOLD_MOST = 100
 """Of the steps of one look, of versions that take no part."""
 _APART = frozenset((VersionState.ABSENT, VersionState.SPARE, VersionState.GONE))
@@ -61,6 +63,7 @@ class Versions:
     ) -> None:
         self.marks: ModelMarks | None = None
         """What the owners share, as the queue told it last; None: it was not asked yet."""
+        self._exchanged_at = now()
         self._access = access
         self._finish = finish
         self._changed = changed
@@ -197,8 +200,12 @@ class Versions:
     async def exchange(self) -> None:
         """Tell the other owners what is warm and under way here, and hear what holds for all."""
         warm = frozenset() if self.marks is None else self.marks.warm
+        if now() > self._exchanged_at + LAPSED_S:
+            # The queue was away, and what this process has seen there all the while is warm still.
+            self._untold |= self._vouched
         for pair in list(self._untold):
-            await self._tell(pair)
+            if not await self._tell(pair):
+                break  # who is away takes long to say so
         keep = [pair for pair in warm if self._there(pair)]
         cold = frozenset(self._cold)
         self._warmed.clear()
@@ -206,6 +213,7 @@ class Versions:
         marks = await self._access.ask("marks", queue.marks(keep, cold, tuple(self._held)))
         if marks is None:
             return
+        self._exchanged_at = now()
         self._cold -= cold
         self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
         self.look()
@@ -221,15 +229,17 @@ class Versions:
         self.look()
         await self._tell(pair)
 
-    async def _tell(self, pair: tuple[str, str]) -> None:
-        """Have the queue know that it is warm; where it cannot be told, it is told with the next exchange."""
+    async def _tell(self, pair: tuple[str, str]) -> bool:
+        """Have the queue know that it is warm. False: it cannot be told, and is with the next exchange."""
 
         async def told() -> bool:
             await self._access.queue.warmed(*pair)
             return True
 
-        if await self._access.ask("warmed", told()):
+        known = bool(await self._access.ask("warmed", told()))
+        if known:
             self._untold.discard(pair)
+        return known
 
     # Requests.
 

@@ -124,6 +124,7 @@ class Warming:
         """What is under way goes on as it began."""
         self.options = options
         self._rests.clear()
+        self._stopped.clear()  # other requests may be sent now
 
     def probe(self, claimed: Claimed, limit: int) -> None:
         """Where nothing was to be claimed that shows whether the gateway is back, a call that waits may."""

@@ -703,3 +703,28 @@ def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_roo
         await asyncio.gather(*others)
 
     play(scene_of, pool, given)
+
+
+def test_queue_that_was_away_for_minutes_makes_nothing_cold_that_stayed_where_it_was() -> None:
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        async def away(*_: object) -> None:
+            raise QueueUnavailableError("Redis did not answer in time")
+
+        told(scene, a="qwen-v1", b="qwen-v1")
+        await began(scene)
+        assert len(pool.calls) == 8
+        scene.queue.marks = away  # type: ignore[method-assign,assignment]
+        for number in range(24):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1", b="" if number == 10 else "qwen-v1")
+        del scene.queue.marks
+        for _ in range(4):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1", b="qwen-v1")
+        assert [endpoint for endpoint, _, _ in pool.calls[8:]] == ["b"] * 4
+        assert states(scene, "qwen-v1") == ["cold", "open"]
+        assert len((await MemoryQueue(scene.store, "other").marks([], [], [])).warm) == 2
+
+    play(scene_of, pool, options())
