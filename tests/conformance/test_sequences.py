@@ -910,6 +910,27 @@ async def test_a_gap_before_what_has_passed_ends_in_its_time(world: World, faile
         assert await world.desk.sequence("s") is None
 
 
+@pytest.mark.parametrize("order", ["first", "second"])
+async def test_what_time_ends_at_once_ends_alike_in_whatever_order(world: World, order: str) -> None:
+    """One of two that are over makes room: what has not begun, and is over itself, does not begin by it."""
+    queue, terms = world.owner(), replace(TERMS, max_active=1)
+    await put(world, "r", 0, of="first")
+    running = await goes(queue, terms)
+    await put(world, "old", 0, of="second", deadline=NOW - 100)
+    assert await take(queue, terms) == ({}, {"old-0": Waits()})
+    if order == "first":
+        await done(queue, running)
+    await late(queue, "old-0", failed=True, cause="it broke")
+    if order == "second":
+        await done(queue, running)
+    assert (await seen(world, "second")).status is SequenceStatus.PARKED
+    await world.age_sequences(1001)
+    await queue.sweep()
+    assert [await world.desk.sequence(name) for name in ("first", "second")] == [None, None]
+    news = (await queue.counts()).news
+    assert (news.idle, news.aborted) == (2, 0)
+
+
 # What could get stuck.
 
 
