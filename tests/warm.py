@@ -248,7 +248,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _leave(code: object, imported: int) -> NoReturn:
-    """End as an interpreter does, but leave what was imported whole: taking it apart costs more than a verb."""
+    """End as an interpreter does, but leave imports whole: to take them apart costs more than a verb."""
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
         code = 1
