@@ -13,7 +13,6 @@ from dispatcher.settings import Settings
 from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.settings.load import key_paths
 from dispatcher.settings.source import Problem
-from dispatcher.settings.warmups import WarmupFiles
 
 FILE_ENDINGS = ("_file", ".warmup")
 """Of settings that name a file."""
@@ -89,6 +88,13 @@ def files(settings: Settings) -> Iterator[Finding]:
             name = attrgetter(where)(settings)
             if name:
                 yield _file(where, Path(name))
+    if any(model.warmup for model in settings.models):
+        yield from _warmups(settings)
+
+
+def _warmups(settings: Settings) -> Iterator[Finding]:
+    from dispatcher.settings.warmups import WarmupFiles  # few have one, and to import it costs a twentieth
+
     warmups = WarmupFiles(settings)
     for model in warmups.paths:
         found = warmups.read(model)

@@ -76,7 +76,7 @@ def test_rollout_costs_a_job_no_404_and_no_cold_request(
     wait_until_sync(lambda: is_open(one, OLD), 60, what="the first warm-up")
     stage.producer.submit(requests, BODY)
     wait_until_sync(lambda: len(stage.producer.collect()) >= requests // 10, 60, what="some answers")
-    # Slower than a warm-up: where all of the old one are gone before one of the new is warm, none can be open.
+    # Slower than a warm-up: where the old one is gone before the new one is warm, none can be open.
     world.control(roll={"to": [NEW], "gone_s": 0.5, "pause_s": 3.5})
     wait_until_sync(lambda: is_open(one, NEW), 60, what="the new version")
     stage.producer.submit(requests // 4, BODY, prefix="later")
