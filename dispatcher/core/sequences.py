@@ -313,7 +313,7 @@ class Sequences:
 
     def sweep(self, now: float, is_there: Callable[[int], bool]) -> None:
         """What is due by now. `is_there`: whether an entry waits, is delayed or leased. Where time ends one,
-        none begins before all were looked at: what comes of it hangs on no look that came too soon."""
+        none begins before all were looked at: what comes of it does not depend on looks that come early."""
         due = []
         while self._due and self._due[0][0] <= now:
             at, name = heapq.heappop(self._due)

@@ -886,7 +886,7 @@ async def test_a_last_one_that_passed_in_line_ends_its_life_all_the_same(world: 
 
 @pytest.mark.parametrize("failed", [False, True])
 async def test_a_gap_before_what_has_passed_ends_in_its_time(world: World, failed: bool) -> None:
-    """Though nobody waits for it. What has passed behind it takes effect then, with looks in between."""
+    """Though nobody waits for it: what has passed behind it takes effect then, and no sooner."""
     queue = world.owner()
     await put(world, "r", 0)
     await put(world, "old", {"index": 2, "last": not failed}, deadline=NOW - 100)

@@ -401,7 +401,7 @@ def test_no_history_leaves_a_request_for_ever(seed: int, steps: int) -> None:
 
 
 class Restless(Life):
-    """Looks at every sequence whenever it looks at any. It loses no head: a look would notice that."""
+    """Looks at every sequence whenever it looks at any. It loses no head: a look would notice."""
 
     def lose(self) -> None:
         """No older version ends any."""
