@@ -15,7 +15,9 @@ from dispatcher.sim.road import ANSWER_S, SEND_S
 from dispatcher.sim.world import Batch
 from dispatcher.standin.model import WAITING_AT_FULL
 
-
+EXACT_S = 1_800.0
+"""What is longer is played in steps, unless asked otherwise."""
+STEP_S = 0.2
 STEPS = 8
 """So many steps at least are in what a batch request takes in an empty pool."""
 
@@ -89,8 +91,8 @@ class Setting:
 
     @property
     def steps_s(self) -> float:
-        """How far apart batch requests end together: a whole number of steps lies between two scrapes, so that
-        each sees the same moment of one, and several are in what a request takes."""
+        """How far apart batch requests end together: a whole number of steps lies between two scrapes, so
+        that each sees the same moment of one, and several are in what a request takes."""
         if not self.step_s:
             return 0.0
         most = min(self.step_s, self.batch.mean_s / STEPS)
