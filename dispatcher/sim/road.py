@@ -104,11 +104,11 @@ class Road:
 
     def _arrive(self, jobs: list[Job]) -> None:
         self.travelling -= len(jobs)
-        now = self._loop.time()
+        self.world.advance(self._loop.time())
         for job in jobs:
             if job.gone:  # its sender left while it was on the way
                 continue
-            arrival = self.world.arrive(job, now)
+            arrival = self.world.admit(job)
             if arrival is not Arrival.ACCEPTED:
                 self._answer(job, End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE)
         jobs.clear()

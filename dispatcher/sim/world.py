@@ -280,7 +280,7 @@ class World:
     def arrive(self, job: Job, now: float) -> Arrival:
         """A request reaches the gateway."""
         self.advance(now)
-        return self._admit(job)
+        return self.admit(job)
 
     def leave(self, job: Job, now: float) -> None:
         """The client closes the connection: the request stops running, or waiting. Nothing if it has left."""
@@ -298,7 +298,8 @@ class World:
             self._inside[job.batch] -= 1
             self._let_in()
 
-    def _admit(self, job: Job) -> Arrival:
+    def admit(self, job: Job) -> Arrival:
+        """A request reaches the gateway at `now`."""
         if self.down:
             return Arrival.UNREACHABLE
         pod = self._next_pod()
@@ -400,7 +401,7 @@ class World:
         self.on_finish(job)
 
     def _realtime_arrives(self, job: Job) -> None:
-        arrival = self._admit(job)
+        arrival = self.admit(job)
         if arrival is Arrival.REFUSED:
             self.realtime_refused += 1
         elif arrival is Arrival.UNREACHABLE:
