@@ -10,10 +10,10 @@ from dispatcher.sim.setting import STEP_S, Setting
 from dispatcher.standin import shapes
 from dispatcher.standin.trace import BUNDLED, load
 
-CALLS_MOST = 660
+CALLS_MOST = 635
 """Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
 
-STEPPED_MOST = 445
+STEPPED_MOST = 415
 """The same in steps, in which turns are shared."""
 
 
