@@ -14,7 +14,7 @@ from dispatcher.cli.screen import fail, warn
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.parallel import cores
-from dispatcher.sim.setting import Order, Setting
+from dispatcher.sim.setting import EXACT_S, STEP_S, Order, Setting
 from dispatcher.sim.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
 from dispatcher.sim.world import Batch
 from dispatcher.standin import shapes
@@ -99,6 +99,15 @@ def simulate(
         typer.Option(
             min=1.0,
             help="How long. Default: the whole trace, of a long one the busiest quarter of an hour.",
+            show_default=False,
+        ),
+    ] = None,
+    engine_step: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="Batch requests end together, at most so many seconds apart, which is cheaper to play; 0: "
+            f"one by one. Default: 0, and {STEP_S:g} where more than {EXACT_S / 60:g} minutes are played.",
             show_default=False,
         ),
     ] = None,
@@ -240,6 +249,7 @@ def simulate(
         played = shapes.echoes(shapes.copies(chosen.traffic, copies), echoes, seed=seed)
     except TraceError as error:
         raise fail(str(error), 2) from error
+    played_s = _seconds(seconds, played.seconds)
     setting = Setting(
         slots=slots,
         true_slots=true_slots,
@@ -261,7 +271,7 @@ def simulate(
         kv_full=kv_full,
         reserve=reserve,
         max_age_s=max_age,
-        seconds=_seconds(seconds, played.seconds),
+        seconds=played_s,
         seed=seed,
         queue_limit=queue_limit,
         pods=pods,
@@ -273,6 +283,7 @@ def simulate(
         replicas=replicas,
         deaths=kill or (),
         lease_s=lease,
+        step_s=engine_step if engine_step is not None else STEP_S if played_s > EXACT_S else 0.0,
     )
     if setting.pressure_score_alone:
         warn(
@@ -281,6 +292,12 @@ def simulate(
         )
     for note in chosen.notes:
         typer.echo(note, err=True)
+    if engine_step is None and setting.steps_s:
+        typer.echo(
+            f"{played_s / 60:.0f} min are played in steps of {setting.steps_s:.3g} s, in each of which batch "
+            "requests end together (--engine-step 0: one by one, which takes longer)",
+            err=True,
+        )
     for warning in chosen.warnings:
         warn(warning)
     at_once = processes or cores()

@@ -129,6 +129,11 @@ class Tenants:
         return rest_s
 
     @property
+    def calm(self) -> bool:
+        """Nobody is known to have been refused: who was not goes, and an answer to it changes nothing."""
+        return not self._standing and not self._all.closures
+
+    @property
     def at_once(self) -> int | None:
         """How many may be tried at a time; None: as many as there is room for."""
         return SIFTED if self._all.closures >= REST_FROM else None

@@ -39,7 +39,9 @@ class Try:
     """Units of those that have left it, and are still at the gateway with it."""
 
     def __post_init__(self) -> None:
-        self.units = max(1, sum([held.lease.units for held in self.riders]))
+        riders = self.riders
+        units = riders[0].lease.units if len(riders) == 1 else sum([held.lease.units for held in riders])
+        self.units = units or 1
 
 
 @dataclass(slots=True, eq=False)

@@ -308,11 +308,11 @@ class Dispatcher:
         lists = {case.request.results for _, case in cases} - {""}
         unfit = await self._queue.refused_lists(lists) if lists else {}
         # What happened meanwhile counts: a refusal since the claim closes the gate for these too.
-        at = now()
+        at, tenure, clock = now(), self._access.tenure, self._access.clock()
         may_send = (probe or not self.limiter.allowance(at).reason.closed) and not self._stop.is_set()
         for (held, case), yes in zip(cases, cancelled, strict=True):
             case.lease, case.cancelled, case.unfit = held.lease, yes, unfit.get(case.request.results)
-            case.may_send, case.ours = may_send, self._access.ours(held)
+            case.may_send, case.ours = may_send, tenure.holds(held.confirmed_at, clock)
             case.without_model = partial(self.models.put_off, held, case.request)
             case.rest_s = partial(self._tries.rest_s, held)
             if (ending := judge(case, TO_SEND)) is not None:

@@ -252,14 +252,15 @@ class Tries:
     def _counted(self, held: HeldLease, seen: Forwarded) -> Outcome:
         """The outcome as it counts for one of the leases; what it says of its tenant."""
         outcome, at, sent_at = seen.outcome, seen.ended_at, seen.sent_at
-        entry, tenant, again = held.lease.entry, self._tenant(held), held.lease.refusals > 0
+        entry, again = held.lease.entry, held.lease.refusals > 0
         match outcome:
             case Overloaded():
                 self.bounces.answered(entry, sent_at)
                 return outcome
             case Delivered() | TooLarge():
                 self.bounces.answered(entry, sent_at)
-                self.tenants.accepted(tenant, sent_at, again=again)
+                if again or not self.tenants.calm:
+                    self.tenants.accepted(self._tenant(held), sent_at, again=again)
                 return outcome
             case Failed(bare=True):
                 blamed = self.bounces.bounced(entry, at)
@@ -272,7 +273,7 @@ class Tries:
                 self.bounces.answered(entry, sent_at)
             case _:
                 pass
-        self.tenants.ended(tenant, again=again)
+        self.tenants.ended(self._tenant(held), again=again)
         return outcome
 
     def _make_way(self, held: HeldLease, at: float) -> float:
@@ -289,7 +290,10 @@ class Tries:
 
     def rest_s(self, held: HeldLease) -> float:
         """How long its tenant, or the refused that it belongs to, rest."""
-        return self.tenants.rest_s(self._tenant(held), now(), again=held.lease.refusals > 0)
+        again = held.lease.refusals > 0
+        if self.tenants.calm and not again:
+            return 0.0
+        return self.tenants.rest_s(self._tenant(held), now(), again=again)
 
     def _tenant(self, held: HeldLease) -> str:
         return "" if held.request is None else held.request.metadata.get(self.options.tenant_from, "")

@@ -138,6 +138,7 @@ class _Experiment:
             pods_at=setting.pods_at,
             lets_in=setting.lets_in,
             outages=setting.outages,
+            step_s=setting.steps_s,
             on_pods=self._pods_changed,
         )
         self._setting = setting

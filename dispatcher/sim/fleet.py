@@ -16,6 +16,7 @@ from dispatcher.core.outcome import Outcome, RetryPolicy
 from dispatcher.core.patience import Patience
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.request import Request, encode_member
+from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
@@ -33,6 +34,8 @@ EPOCH = 1_764_000_000.0
 OWNER_TIMEOUT_S = 5.0
 """As it is by default."""
 FOREVER = int(EPOCH) + 10**8
+NO_DEADLINE = float(len(PRIORITIES) * PRIORITY_STEP)
+"""A score beyond those of all deadlines: the queue need not keep these requests in the order of theirs."""
 MEMBER = encode_member("batch-%08d", b'{"max_tokens":"%d"}', FOREVER, created=int(EPOCH)).replace(
     b'"%d"', b"%d"
 )
@@ -190,5 +193,5 @@ class Law(Policy):
         while self._submitted - self._road.ended[End.ANSWERED] < self.workers:
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
             member = MEMBER % (self._submitted, self._setting.batch.draw(self._sizes))
-            self._store.add(member, FOREVER)
+            self._store.add(member, NO_DEADLINE)
             self._submitted += 1

@@ -78,7 +78,10 @@ class Comparison:
 def told_of(what: Setting | Row) -> dict[str, Any]:
     """As JSON has it."""
     told: dict[str, Any] = _rounded(asdict(what))
-    return told if isinstance(what, Row) else {key: value for key, value in told.items() if value is not None}
+    if isinstance(what, Row):
+        return told
+    told["step_s"] = _rounded(what.steps_s)
+    return {key: value for key, value in told.items() if value is not None}
 
 
 def too_small(setting: Setting, alone: Run) -> str:
@@ -281,9 +284,10 @@ def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) 
     """What was played, and what the columns mean."""
     truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
     kept = f"reserve {setting.reserve:g}, " if reserve else ""
+    steps = f", in steps of {setting.steps_s:.3g} s" if setting.steps_s else ""
     lines = [
         (
-            f"{trace}, {setting.seconds:g} s, {setting.slots} slots{truly}, {kept}"
+            f"{trace}, {setting.seconds:g} s{steps}, {setting.slots} slots{truly}, {kept}"
             f"a scrape every {setting.scrape_s:g} s known after {setting.lag_s:g} s"
         ),
         "tokens/s: batch work's; users': realtime's latency, relative to the pool without batch work",

@@ -69,6 +69,10 @@ class Road:
         self._on_realtime, self._on_change = on_realtime, on_change
         self._loop = asyncio.get_running_loop()
         self._backs: dict[Job, Callable[[End], None]] = {}
+        self._arriving: tuple[float, list[Job]] = (-inf, [])
+        """Those that were sent last, at one time: they arrive together."""
+        self._answers: dict[float, list[Job]] = {}
+        """Those that run, by when they end: their answers are back together."""
         self._wakes_at = inf
         world.on_start, world.on_finish, world.on_gone = self._started, self._finished, self._gone
         self._wind()
@@ -83,7 +87,13 @@ class Road:
         self.sent += 1
         self.travelling += 1
         self._backs[job] = back
-        self._loop.call_later(self._send_s, self._arrive, job)
+        at, jobs = self._arriving
+        if at == (now := self._loop.time()) and jobs:
+            jobs.append(job)
+        else:
+            jobs = [job]
+            self._arriving = now, jobs
+            self._loop.call_at(now + self._send_s, self._arrive, jobs)
 
     def leave(self, job: Job) -> None:
         """The sender closes the connection: the request stops, wherever it is. Nothing if it has ended."""
@@ -92,23 +102,32 @@ class Road:
             job.gone = True
             self._wind()
 
-    def _arrive(self, job: Job) -> None:
-        self.travelling -= 1
-        if job.gone:  # its sender left while it was on the way
-            return
-        arrival = self.world.arrive(job, self._loop.time())
-        if arrival is not Arrival.ACCEPTED:
-            self._answer(job, End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE)
+    def _arrive(self, jobs: list[Job]) -> None:
+        self.travelling -= len(jobs)
+        self.world.advance(self._loop.time())
+        for job in jobs:
+            if job.gone:  # its sender left while it was on the way
+                continue
+            arrival = self.world.admit(job)
+            if arrival is not Arrival.ACCEPTED:
+                self._answer(job, End.REFUSED if arrival is Arrival.REFUSED else End.UNREACHABLE)
+        jobs.clear()
         self._wind()
 
     def _started(self, job: Job, ends_at: float) -> None:
-        self._loop.call_at(ends_at + self._answer_s, self._answered, job, ends_at)
+        jobs = self._answers.get(ends_at)
+        if jobs is not None:
+            jobs.append(job)
+        else:
+            self._answers[ends_at] = [job]
+            self._loop.call_at(ends_at + self._answer_s, self._answered, ends_at)
 
-    def _answered(self, job: Job, at: float) -> None:
-        """The answer to a request that ended at that time is back, if it did."""
+    def _answered(self, at: float) -> None:
+        """The answers to the requests that ended at that time are back, of those that did."""
         self.world.advance(at)
-        if not job.gone:
-            self._arrived_back(job, End.ANSWERED)
+        for job in self._answers.pop(at):
+            if not job.gone:
+                self._arrived_back(job, End.ANSWERED)
 
     def _finished(self, job: Job) -> None:
         if job.batch:

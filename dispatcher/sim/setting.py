@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import inf
+from math import ceil, inf
 
 from dispatcher.core.budget import Policy as Budgeting
 from dispatcher.core.budget import Signal
@@ -14,6 +14,12 @@ from dispatcher.sim.metrics import POD_TOKENS, REQUEST_TOKENS, Detector, Exporte
 from dispatcher.sim.road import ANSWER_S, SEND_S
 from dispatcher.sim.world import Batch
 from dispatcher.standin.model import WAITING_AT_FULL
+
+EXACT_S = 1_800.0
+"""What is longer is played in steps, unless asked otherwise."""
+STEP_S = 0.2
+STEPS = 8
+"""So many steps at least are in what a batch request takes in an empty pool."""
 
 
 class Order(StrEnum):
@@ -80,6 +86,17 @@ class Setting:
     deaths: Sequence[float] = ()
     """When one of the replicas is killed."""
     lease_s: float = 30.0
+    step_s: float = 0.0
+    """Batch requests end together, at most so far apart (`steps_s`); 0: each for itself."""
+
+    @property
+    def steps_s(self) -> float:
+        """How far apart batch requests end together: a whole number of steps lies between two scrapes, so
+        that each sees the same moment of one, and several are in what a request takes."""
+        if not self.step_s:
+            return 0.0
+        most = min(self.step_s, self.batch.mean_s / STEPS)
+        return self.scrape_s / ceil(self.scrape_s / most)
 
     @property
     def real_slots(self) -> int:

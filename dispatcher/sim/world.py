@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
 from itertools import chain
-from math import inf, nan
+from math import floor, inf, nan
 from operator import itemgetter
 from random import Random
 
@@ -59,6 +59,11 @@ class Batch:
     """0: all are alike."""
     seconds: float | None = None
     """Each runs so long in an empty pool; None: by its tokens."""
+
+    @property
+    def mean_s(self) -> float:
+        """What one takes in an empty pool, on average."""
+        return work_s(BATCH_CONTEXT, self.tokens) if self.seconds is None else self.seconds
 
     def draw(self, draws: Random) -> int:
         """How many tokens the next one generates."""
@@ -125,6 +130,10 @@ class Pod:
     slots: int
     running: int = 0
     queue: deque[Job] = field(default_factory=deque)
+    stepped_at: float = nan
+    """When batch requests last ended here together."""
+    ran: int = 0
+    """How many ran just before."""
 
     @property
     def load(self) -> float:
@@ -140,8 +149,9 @@ class World:
     `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
     once. `queue_limit`: so many may wait before the pods, or in them where all are let in. `outages`: (from,
     until) in which the gateway accepts nobody; at its start it drops every connection, and the pool stops
-    what was running for them. `on_start`: a batch request has got a slot, and leaves it at that time unless
-    it is gone before.
+    what was running for them. `step_s`: batch requests end in the middle of stretches of that length, nearest
+    to when they would, so that many do so at once; 0: each for itself. `on_start`: a batch request has got a
+    slot, and leaves it at that time unless it is gone before.
     """
 
     def __init__(
@@ -156,6 +166,7 @@ class World:
         pods_at: Sequence[tuple[float, int]] = (),
         lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
         outages: Sequence[tuple[float, float]] = (),
+        step_s: float = 0.0,
         on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
         on_finish: Callable[[Job], None] = lambda job: None,
         on_gone: Callable[[Job], None] = lambda job: None,
@@ -169,6 +180,7 @@ class World:
         self.most = 0
         """The most requests there ever were, running and waiting."""
         self._reserve = reserve
+        self._step_s = step_s
         self._queue_limit = inf if queue_limit is None else queue_limit
         self.on_start, self.on_finish, self.on_gone = on_start, on_finish, on_gone
         self._on_pods = on_pods
@@ -268,7 +280,7 @@ class World:
     def arrive(self, job: Job, now: float) -> Arrival:
         """A request reaches the gateway."""
         self.advance(now)
-        return self._admit(job)
+        return self.admit(job)
 
     def leave(self, job: Job, now: float) -> None:
         """The client closes the connection: the request stops running, or waiting. Nothing if it has left."""
@@ -286,7 +298,8 @@ class World:
             self._inside[job.batch] -= 1
             self._let_in()
 
-    def _admit(self, job: Job) -> Arrival:
+    def admit(self, job: Job) -> Arrival:
+        """A request reaches the gateway at `now`."""
         if self.down:
             return Arrival.UNREACHABLE
         pod = self._next_pod()
@@ -340,10 +353,22 @@ class World:
         pod.running += 1
         job.started_at = self.now
         self._starts += 1  # equal ends leave in the order of their starts
-        end = self.now + job.work_s * slowdown(pod.running, pod.slots)
+        if self._step_s and job.batch:
+            end = self._at_step(job, pod)
+        else:
+            end = self.now + job.work_s * slowdown(pod.running, pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
         if job.batch:
             self.on_start(job, end)
+
+    def _at_step(self, job: Job, pod: Pod) -> float:
+        """When it ends: early as often as late. In the middle, for scrapes are at whole seconds: none shall
+        see all those slots free. Whoever takes one of them is as slow as if they had ended one by one."""
+        step_s = self._step_s
+        running = max(pod.running, pod.ran) if self.now < pod.stepped_at + step_s else pod.running
+        end = self.now + job.work_s * slowdown(min(running, pod.slots), pod.slots)
+        middle = (floor(end / step_s) + 0.5) * step_s
+        return middle if middle > self.now else middle + step_s
 
     def _stops(self, pod: Pod, job: Job) -> None:
         self._running[job.batch] -= 1
@@ -370,11 +395,13 @@ class World:
             return
         job.finished_at = self.now
         self.in_system -= 1
+        if job.batch and job.pod.stepped_at != self.now:
+            job.pod.stepped_at, job.pod.ran = self.now, job.pod.running
         self._stops(job.pod, job)
         self.on_finish(job)
 
     def _realtime_arrives(self, job: Job) -> None:
-        arrival = self._admit(job)
+        arrival = self.admit(job)
         if arrival is Arrival.REFUSED:
             self.realtime_refused += 1
         elif arrival is Arrival.UNREACHABLE:

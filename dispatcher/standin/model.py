@@ -23,7 +23,7 @@ KV_AT_FULL = 0.8
 """or so much of its KV cache in use."""
 
 
-def work_s(context: int, generated: int) -> float:
+def work_s(context: int, generated: float) -> float:
     """How long a request of so many tokens runs in a pool that is otherwise empty."""
     return 0.03 + 0.00025 * context + TOKEN_S * generated
 

@@ -100,8 +100,15 @@ def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) ->
     assert played["setting"]["seconds"] == 900
     assert "1800 s" in played["trace"]
     whole = simulate("--trace", trace, "--slots", "40", "--policy", "none", "--json", "--all")
-    assert json.loads(whole.stdout)["setting"]["seconds"] == 59 * 60
-    assert whole.stderr == ""
+    setting = json.loads(whole.stdout)["setting"]
+    assert (setting["seconds"], setting["step_s"], played["setting"]["step_s"]) == (59 * 60, 0.2, 0.0)
+    assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "and nothing else"
+    assert whole.stderr.count("\n") == 1
+    exact = simulate(
+        "--trace", trace, "--slots", "40", "--policy", "none", "--json", "--all", "--engine-step", "0"
+    )
+    assert json.loads(exact.stdout)["setting"]["step_s"] == 0.0
+    assert exact.stderr == ""
 
 
 async def test_running_requests_are_read_from_prometheus(tmp_path: Path) -> None:

@@ -6,19 +6,32 @@ import cProfile
 import pstats
 
 from dispatcher.sim.experiment import Name, play
-from dispatcher.sim.setting import Setting
+from dispatcher.sim.setting import STEP_S, Setting
 from dispatcher.standin import shapes
 from dispatcher.standin.trace import BUNDLED, load
 
-CALLS_MOST = 660
+CALLS_MOST = 635
 """Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
 
+STEPPED_MOST = 415
+"""The same in steps, in which turns are shared."""
 
-def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_did() -> None:
+
+def calls_per_request(step_s: float) -> float:
     traffic = shapes.copies(load(BUNDLED, slots=400), 8)
     profile = cProfile.Profile()
     with profile:
-        run = play(Setting(slots=400, seconds=60.0), traffic, Name.LAW)
+        run = play(Setting(slots=400, seconds=60.0, step_s=step_s), traffic, Name.LAW)
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     assert run.sent > 2_000
-    assert calls / run.sent <= CALLS_MOST
+    return float(calls / run.sent)
+
+
+def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_did() -> None:
+    found = calls_per_request(0.0)
+    assert found <= CALLS_MOST
+
+
+def test_batch_request_in_steps_takes_fewer_calls() -> None:
+    found = calls_per_request(STEP_S)
+    assert found <= STEPPED_MOST

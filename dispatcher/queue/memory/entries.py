@@ -68,7 +68,7 @@ class Entry:
 
     @property
     def losses(self) -> int:
-        return losses_of(self.deaths)
+        return losses_of(self.deaths) if self.deaths else 0
 
     @property
     def lane(self) -> Lane | None:

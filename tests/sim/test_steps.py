@@ -1,0 +1,87 @@
+"""A pool that works in steps is as good as one whose batch requests end one by one, and cheaper to play."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from dispatcher.sim.experiment import Name, Run, play
+from dispatcher.sim.report import percentile
+from dispatcher.sim.setting import STEP_S, Setting
+from dispatcher.sim.world import Arrival, Batch, Job, World
+from dispatcher.standin import shapes
+from dispatcher.standin.model import slowdown
+from dispatcher.standin.trace import BUNDLED, load
+
+SECONDS = 900.0
+
+
+@cache
+def run(name: Name, slots: int, copies: int, step_s: float) -> Run:
+    traffic = shapes.copies(load(BUNDLED, slots=slots), copies)
+    return play(Setting(slots=slots, seconds=SECONDS, step_s=step_s), traffic, name)
+
+
+def harvest(slots: int, copies: int, step_s: float) -> float:
+    """Of the law, as a share of what the all-knowing one gets where nothing ends together."""
+    law, best = run(Name.LAW, slots, copies, step_s), run(Name.ALL_KNOWING, slots, copies, 0.0)
+    return law.tokens / best.tokens
+
+
+def latency(played: Run, share: float) -> float:
+    found = percentile(played.latencies, share)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(("slots", "copies"), [(64, 1), pytest.param(400, 8, marks=pytest.mark.long)])
+def test_quarter_of_an_hour_in_steps_comes_to_what_it_does_without(slots: int, copies: int) -> None:
+    exact, stepped = (run(Name.LAW, slots, copies, step_s) for step_s in (0.0, STEP_S))
+    assert stepped.sent != exact.sent, "the step must do something for this to show anything"
+    assert harvest(slots, copies, STEP_S) == pytest.approx(harvest(slots, copies, 0.0), abs=0.01)
+    for share in (0.5, 0.99):
+        assert latency(stepped, share) == pytest.approx(latency(exact, share), rel=0.02)
+    a_step_s_arrivals = exact.sent / SECONDS * STEP_S
+    assert stepped.over_worst <= exact.over_worst + a_step_s_arrivals
+    assert stepped.over_mean <= exact.over_mean + a_step_s_arrivals
+
+
+def test_without_batch_work_steps_change_nothing() -> None:
+    exact, stepped = (run(Name.NONE, 64, 1, step_s) for step_s in (0.0, STEP_S))
+    assert (stepped.latencies, stepped.waits) == (exact.latencies, exact.waits)
+
+
+def test_batch_requests_end_in_the_middle_of_a_step_and_realtime_when_it_does() -> None:
+    ended: dict[Job, float] = {}
+    world = World(100, step_s=0.5, on_finish=lambda job: ended.update({job: job.finished_at}))
+    jobs = [Job(work, 1, batch=True) for work in (0.01, 0.2, 1.3, 1.6, 1.9, 2.1)]
+    users = Job(1.3, 1, batch=False)
+    for job in (users, *jobs):
+        assert world.arrive(job, 0.0) is Arrival.ACCEPTED
+    world.advance(10.0)
+    assert [ended[job] for job in jobs] == pytest.approx([0.25, 0.25, 1.25, 1.75, 1.75, 2.25])
+    assert ended[users] == pytest.approx(1.3)
+
+
+def test_who_takes_the_place_of_one_that_ended_in_the_step_is_as_slow() -> None:
+    """Else a pool would be the faster the more of its requests end together."""
+    world = World(10, step_s=0.5)
+    for running in range(1, 11):
+        world.arrive(Job(1.7 / slowdown(running, 10), 1, batch=True), 0.0)
+    ends: list[float] = []
+    world.on_start = lambda job, ends_at: ends.append(ends_at)
+    world.advance(1.8)
+    assert world.observe().running == 0
+    world.arrive(Job(4.0, 1, batch=True), 1.8)
+    world.arrive(Job(4.0, 1, batch=True), 2.3)
+    assert ends == pytest.approx([1.8 + 4.0 * 2, 2.3 + 4.0 * slowdown(2, 10)], abs=0.25)
+
+
+def test_whole_number_of_steps_lies_between_two_scrapes_and_several_in_a_request() -> None:
+    assert Setting().steps_s == 0.0
+    assert Setting(step_s=0.2).steps_s == pytest.approx(0.2)
+    assert Setting(step_s=0.15).steps_s == pytest.approx(1 / 7)
+    assert Setting(step_s=0.2, scrape_s=0.5).steps_s == pytest.approx(0.5 / 3)
+    assert Setting(step_s=5.0, scrape_s=0.1).steps_s == pytest.approx(0.1)
+    assert Setting(step_s=0.2, batch=Batch(seconds=0.4)).steps_s == pytest.approx(0.05)
