@@ -7,7 +7,8 @@ from functools import partial
 
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.served import ModelTerms, WhenAbsent
-from dispatcher.core.versions import FamilyTerms, Pin, Transition, VersionPolicy
+from dispatcher.core.versions import FamilyTerms, Pin, Transition
+from dispatcher.core.wanted import VersionPolicy
 from dispatcher.dispatch import Options, SequenceOptions
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.settings import Settings

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dispatcher.core.versions import VersionPolicy
+from dispatcher.core.wanted import VersionPolicy
 from dispatcher.settings import Settings, effective, parse
 from dispatcher.settings.families import VERSIONS_MOST, ModelSettings
 from dispatcher.settings.load import reload

@@ -18,7 +18,8 @@ from dispatcher.cli.running import running
 from dispatcher.cli.screen import answer, complain, fail, say, warn
 from dispatcher.cli.status import AdminUrl, meant
 from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
-from dispatcher.core.versions import VersionPolicy, words_of
+from dispatcher.core.versions import words_of
+from dispatcher.core.wanted import VersionPolicy
 
 LABEL_EXAMPLES = [
     "batch-dispatcher models label qwen stable 3",

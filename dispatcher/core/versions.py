@@ -13,15 +13,14 @@ What follows is in core/rollover.py.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any
 
 from dispatcher.core.lanes import MODEL_BYTES
+from dispatcher.core.wanted import VersionPolicy
 
 _DIGITS = re.compile("([0-9]+)")
 _LITERAL = re.compile("[A-Za-z0-9_/:-]*")
@@ -55,41 +54,6 @@ class Pin(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class VersionPolicy:
-    """Which of the listed versions are wanted: by the first of label, specific, everything and latest that is
-    set."""
-
-    latest: int = 1
-    """So many, the newest."""
-    everything: bool = False
-    specific: tuple[str, ...] = ()
-    """These, as an operator writes them."""
-    label: str = ""
-    """The one that has this label."""
-
-    @property
-    def most(self) -> int | None:
-        """How many can be wanted at once; None: any number."""
-        if self.label:
-            return 1
-        return len(self.specific) or (None if self.everything else self.latest)
-
-    def written(self) -> str | dict[str, Any]:
-        """As the settings have it."""
-        if self.label:
-            return {"label": self.label}
-        if self.specific:
-            return {"specific": list(self.specific)}
-        if self.everything:
-            return "all"
-        return "latest" if self.latest == 1 else {"latest": self.latest}
-
-    def __str__(self) -> str:
-        written = self.written()
-        return written if isinstance(written, str) else json.dumps(written, ensure_ascii=False)
-
-
-@dataclass(frozen=True, slots=True)
 class FamilyTerms:
     """What the operator decided of one model. Wherever a version stands, its full name means it, its label,
     and its label with a leading v where it begins with a digit."""
@@ -99,7 +63,7 @@ class FamilyTerms:
     match: re.Pattern[str] | None = None
     """Names that it matches whole are versions, labelled by the group `version`; None: the name itself is
     the only one."""
-    policy: VersionPolicy = VersionPolicy()
+    policy: VersionPolicy = field(default_factory=VersionPolicy)
     transition: Transition = Transition.AVAILABILITY
     pin: Pin = Pin.REQUEST
     weights: Mapping[str, float] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from dispatcher.core.lanes import MODEL_BYTES
-from dispatcher.core.versions import VersionPolicy
+from dispatcher.core.wanted import VersionPolicy
 from dispatcher.settings.expression import fault_of
 from dispatcher.settings.section import Section
 from dispatcher.settings.source import nearest

@@ -15,11 +15,11 @@ from dispatcher.core.versions import (
     FamilyTerms,
     Membership,
     Transition,
-    VersionPolicy,
     VersionSight,
     VersionState,
     naming_of,
 )
+from dispatcher.core.wanted import VersionPolicy
 
 NUMBERED = re.compile(r"qwen-v(?P<version>\d+)")
 RESOURCE = Transition.RESOURCE

@@ -14,7 +14,8 @@ from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request
 from dispatcher.core.served import Listing, ModelTerms, WhenAbsent
 from dispatcher.core.turns import Turn
-from dispatcher.core.versions import FamilyTerms, Pin, Transition, VersionPolicy
+from dispatcher.core.versions import FamilyTerms, Pin, Transition
+from dispatcher.core.wanted import VersionPolicy
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.versions import PIN_ASKED_S, TOLD_MOST, Versions, pin_key

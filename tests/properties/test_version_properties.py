@@ -18,12 +18,12 @@ from dispatcher.core.versions import (
     FamilyTerms,
     Transition,
     VersionMoved,
-    VersionPolicy,
     VersionSeen,
     VersionSight,
     VersionState,
     naming_of,
 )
+from dispatcher.core.wanted import VersionPolicy
 
 NAMES = ["m-v1", "m-v2", "m-v3", "m-v10", "m", "other"]
 ENDPOINTS = ["a", "b"]
