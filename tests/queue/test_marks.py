@@ -10,7 +10,7 @@ import redis.asyncio
 
 from dispatcher.ports import ModelMarks, PinAsked, QueueUnavailableError
 from dispatcher.queue.constants import MARKS_MOST, PIN_MOST_S, USED_S, WARM_S, WARMING_S
-from dispatcher.queue.keys import BOARD_KEYS
+from dispatcher.queue.keys import BOARD_KEYS, Names
 from dispatcher.queue.redis.marks import pin
 from tests.queue.known import assert_drained, assert_only_known_keys
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues, submission
@@ -47,6 +47,21 @@ async def test_a_pool_that_nobody_serves_leaves_nothing_but_what_operators_said(
     await queue.label("qwen", "stable", None, "ada")
     await queue.undrain("qwen-v2")
     assert not await client.exists(AT["LABELS"], AT["DRAINS"])
+
+
+async def test_two_pools_that_serve_the_same_names_know_nothing_of_each_other(
+    queue: OwnerAndDesk, any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    theirs = Names("batch:{other}:requests", "batch:{other}:results")
+    await queue.label("qwen", "stable", "1", "ada")
+    await queue.drain("qwen-v2", "ada")
+    await say_all(queue)
+    async with queues(any_server.url, "a", names=theirs) as (other,):
+        assert await other.marks([PAIR], (), ()) == ModelMarks()
+        assert await other.warming("qwen-v2", PAIR[1])
+        pinned = await other.pin([PinAsked("chat-7", "qwen-v2", ["qwen-v1", "qwen-v2"], 100)])
+        assert pinned == ["qwen-v2"]
+    await client.delete(*theirs.board)
 
 
 async def test_pins_last_as_long_as_the_longest_of_them(
