@@ -312,8 +312,9 @@ class Queue(ModelBoard, Protocol):
 
         Each counts what it did when it was leased last, or what `weigh` has said since, and 1 at least; one
         that never was leased is taken to weigh `units`, which may be 0: it is weighed before it is sent.
-        One that is heavier than the room there is now ends the claim, so that it does not starve behind
-        lighter ones; one heavier than the limit itself is passed over until that has risen.
+        Where no unit is free, nothing more is leased. One that is heavier than the room there is now ends the
+        claim, so that it does not starve behind lighter ones; one heavier than the limit itself is passed
+        over until that has risen.
 
         Room: a permit whose reading is no older than the shared one becomes the shared one (not while
         paused), and its limit holds; by an older permit the smaller of both limits holds. Each is lowered

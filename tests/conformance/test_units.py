@@ -188,6 +188,19 @@ async def test_what_counts_nothing_yet_may_be_claimed_beside_a_full_limit_and_co
     assert [lease.units for lease in await claim(queue)] == [1, 1, 1]
 
 
+async def test_where_no_unit_is_left_a_claim_ends_before_what_counts_nothing_too(world: World) -> None:
+    """As one that finds none from the beginning leases nothing."""
+    await fill(world, 2)
+    queue = world.owner()
+    await queue.release([Release(lease) for lease in await claim(queue)])
+    await world.zadd(9, member("last"))
+    told = await queue.claim(9, "n", permit(2), units=0)
+    assert [lease.units for lease in told.leases] == [1, 1], "they were leased before"
+    assert told.waiting == 1
+    assert (await queue.claim(9, "more", permit(2), units=0)).leases == []
+    assert [lease.units for lease in (await queue.claim(9, "room", permit(3), units=0)).leases] == [0]
+
+
 async def test_a_unit_passes_from_one_lease_to_another_in_a_full_pool(world: World) -> None:
     await fill(world, 4)
     queue = world.owner()

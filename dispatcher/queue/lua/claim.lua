@@ -58,7 +58,7 @@ else
     call('HDEL', CONTROL, 'probe', 'prober')
   end
   local limit, free = room()
-  local found, pending = first(free < 1 and 0 or most, bytes, rooms, free, limit, units)
+  local found, pending = first(most, bytes, rooms, free, limit, units)
   local record, members, states, leases, counted = {base}, {}, {}, {}, 0
   if pending > 0 then call('ZREMRANGEBYRANK', PENDING, 0, pending - 1) end
   local fresh, ends = (shared.next or 0) + 1, text(now + lease_s)

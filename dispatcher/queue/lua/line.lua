@@ -50,6 +50,7 @@ end
 -- are pending.
 -- Who never was leased is taken to weigh `units`. One that is heavier than the limit itself is passed over: no end of
 -- a lease makes room for it. Before one that is heavier than the room the line ends: it would starve behind others.
+-- So it does where no room is left: what weighs nothing will weigh something before it is sent.
 local function first(most, bytes, rooms, room, limit, units)
   local found, size, passed = {}, 0, 0
   local at, heads, left = {}, {}, {}
@@ -57,7 +58,7 @@ local function first(most, bytes, rooms, room, limit, units)
     local lane = LANES[source - 2]
     at[source], left[source] = 0, lane and (lane.closed and 0 or rooms and rooms[source - 2]) or math.huge
   end
-  while #found < most do
+  while #found < most and (not room or room >= 1) do
     local best
     for source, set in ipairs(WAITING) do
       if heads[source] == nil then heads[source] = left[source] > 0 and head(set, at[source]) or false end
