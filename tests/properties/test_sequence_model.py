@@ -240,6 +240,21 @@ class SequenceModel(Twins):
         turn = {"id": name, "index": None, "last": False, "reset": False, "on_error": "continue"}
         self.work_on(data, [turn] * 3, owner, 100, 1, lose)
 
+    @rule(turn=turns, owner=owners)
+    def one_comes_too_late(self, turn: dict[str, Any], owner: int) -> None:
+        self.submit([turn], True)
+        self.expire(owner, False, False)
+
+    @rule(owner=owners, name=names, verb=st.sampled_from(["release", "release", "abort"]))
+    def fail_one_and_decide(self, owner: int, name: str, verb: str) -> None:
+        """One that stops at an error does, and somebody decides: by chance alone both seldom meet."""
+        turn = {"id": name, "index": None, "last": False, "reset": False, "on_error": "hold"}
+        self.submit_and_take([turn] * 2, owner)
+        if going := [held for held in self.known[owner] if held.real.entry == self.goes.get(name)]:
+            self.end_and_take(owner, going, (True, None, None), 100, False)
+        if name in self.held():
+            self.decide(owner, name, verb)
+
     def end_and_take(
         self, owner: int, ended: Sequence[Held], end: tuple[Any, ...], limit: int, lose: bool
     ) -> None:
