@@ -314,7 +314,7 @@ def test_responses_are_carried_on_by_their_ids_whoever_sends_them(stage: Stage) 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("sequences", "turns", "seconds"), [(320, 3, 0.3), pytest.param(1000, 5, 0.2, marks=pytest.mark.long)]
+    ("sequences", "turns", "seconds"), [(192, 3, 0.3), pytest.param(1000, 5, 0.2, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("line", ["turns", "sequences"])
 def test_pool_is_as_full_of_sequences_as_of_requests_without(
