@@ -244,6 +244,20 @@ class QueueModel(Twins):
         assert list(real) == list(twin)
         self.drop(owner, chosen)
 
+    @rule(owner=owners, number=st.integers(0, 2))
+    def some_wait_until_they_are_due(self, owner: int, number: int) -> None:
+        """By chance alone a delay that passes seldom meets one that has begun."""
+        self.submit(owner, number, 4 * 10**9, False)
+        self.claim(owner, 6, 16, 0, 2, False)
+        chosen = self.known[owner][-4:]
+        sides = [[Release(held.real, delay_s=1000.0) for held in chosen]]
+        sides.append([Release(held.twin, delay_s=1000.0) for held in chosen])
+        real, twin = self.both(owner, lambda queue, which: queue.release(sides[which]))
+        assert list(real) == list(twin)
+        self.seen["delayed"] += len(chosen)
+        self.drop(owner, chosen)
+        self.all_delays_pass(owner)
+
     @rule(
         owner=owners,
         number=st.integers(0, 2),
