@@ -4,7 +4,7 @@
     direct     a request for a model with versions gets one of those that are open, and its body says so
     exchange   what is warm and under way is shared with the other owners, and what verbs have set comes back
 
-Which version is open is decided in core/versions.py. Where the settings name no versions nothing is kept, and
+Which version is open is decided in core/rollover.py. Where the settings name no versions nothing is kept, and
 nothing of a request is touched.
 """
 

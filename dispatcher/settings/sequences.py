@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.headers import NAME, SESSION_TOKEN, plain
+from dispatcher.core.headers import SESSION_TOKEN, plain
 from dispatcher.core.turns import Carry, OnError
 from dispatcher.core.verdicts import SequenceTerms
 from dispatcher.settings.section import Section
-from dispatcher.settings.values import TAKEN_HEADERS, Text, refuse
+from dispatcher.settings.values import Text, header_of_ours, refuse
 
 
 class SequenceSettings(Section):
@@ -78,11 +78,7 @@ class SequenceSettings(Section):
     @field_validator("header", "session_id_header")
     @classmethod
     def _may_be_sent(cls, name: str) -> str:
-        if name and NAME.fullmatch(name) is None:
-            raise refuse("is not a header name")
-        if plain(name) in TAKEN_HEADERS:
-            raise refuse(f"{name} cannot be used for this: it has a meaning of its own")
-        return name
+        return header_of_ours(name)
 
     @field_validator("session_id_header")
     @classmethod

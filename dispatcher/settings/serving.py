@@ -6,11 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.headers import NAME, plain
 from dispatcher.settings.families import ModelSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.tls import TlsSettings
-from dispatcher.settings.values import TAKEN_HEADERS, HttpUrl, SecretUrl, Text, refuse
+from dispatcher.settings.values import HttpUrl, SecretUrl, Text, header_of_ours, refuse
 
 Observe = Literal["auto", "off", "gateway", "endpoints"]
 
@@ -74,11 +73,7 @@ class ServingSettings(Section):
     @field_validator("subset_header")
     @classmethod
     def _ours_to_set(cls, name: str) -> str:
-        if name and NAME.fullmatch(name) is None:
-            raise refuse("is not a header name")
-        if plain(name) in TAKEN_HEADERS:
-            raise refuse(f"{name} cannot be used for this: it has a meaning of its own")
-        return name
+        return header_of_ours(name)
 
     @field_validator("warmup")
     @classmethod

@@ -25,6 +25,7 @@ from dispatcher.core.headers import (
     OLD_OBJECTIVE,
     REQUEST_ID,
     VALUE,
+    plain,
 )
 
 MASK = "***"
@@ -273,3 +274,12 @@ def mask_headers(headers: dict[str, str]) -> dict[str, str]:
 
 
 HttpUrl = Annotated[SecretUrl, url("http", "https")]
+
+
+def header_of_ours(name: str) -> str:
+    """A name for a header that the dispatcher sets by itself, empty for none; or the error."""
+    if name and NAME.fullmatch(name) is None:
+        raise refuse("is not a header name")
+    if plain(name) in TAKEN_HEADERS:
+        raise refuse(f"{name} cannot be used for this: it has a meaning of its own")
+    return name
