@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from dispatcher.cli.screen import fail, warn
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.parallel import cores
-from dispatcher.sim.setting import EXACT_S, STEP_S, Order, Setting
+from dispatcher.sim.setting import EXACT_S, GRAINS, STEP_S, Order, Setting
 from dispatcher.sim.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
 from dispatcher.sim.world import Batch
 from dispatcher.standin import shapes
@@ -108,6 +109,16 @@ def simulate(
             min=0.0,
             help="Batch requests end together, at most so many seconds apart, which is cheaper to play; 0: "
             f"one by one. Default: 0, and {STEP_S:g} where more than {EXACT_S / 60:g} minutes are played.",
+            show_default=False,
+        ),
+    ] = None,
+    grain: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Batch requests go by so many that are alike, as one that weighs as much: cheaper to play. "
+            f"Default: 1, and a pod's slots / {GRAINS} where more than {EXACT_S / 60:g} minutes are "
+            "played.",
             show_default=False,
         ),
     ] = None,
@@ -283,21 +294,15 @@ def simulate(
         replicas=replicas,
         deaths=kill or (),
         lease_s=lease,
-        step_s=engine_step if engine_step is not None else STEP_S if played_s > EXACT_S else 0.0,
     )
+    setting, coarse = _coarse(setting, engine_step, grain)
     if setting.pressure_score_alone:
         warn(
             f"the saturation of the {detector} detector is a pressure score that can read near 0 while every "
             "slot is taken; alone it cannot keep the reserve. Use --signals both, as signals.use: auto does"
         )
-    for note in chosen.notes:
+    for note in [*chosen.notes, *coarse]:
         typer.echo(note, err=True)
-    if engine_step is None and setting.steps_s:
-        typer.echo(
-            f"{played_s / 60:.0f} min are played in steps of {setting.steps_s:.3g} s, in each of which batch "
-            "requests end together (--engine-step 0: one by one, which takes longer)",
-            err=True,
-        )
     for warning in chosen.warnings:
         warn(warning)
     at_once = processes or cores()
@@ -311,6 +316,28 @@ def simulate(
         except (OSError, ValueError) as error:
             raise fail(f"{plot}: {error}") from error
         typer.echo(f"timeline drawn into {plot}", err=True)
+
+
+def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[Setting, Sequence[str]]:
+    """The setting with the step and the grain asked for, or with those that its length asks for, and then a
+    sentence about them."""
+    long = setting.seconds > EXACT_S
+    chosen = replace(
+        setting,
+        step_s=step_s if step_s is not None else STEP_S if long else 0.0,
+        grain=grain if grain is not None else setting.fine_grain if long else 1,
+    )
+    how, options = [], []
+    if step_s is None and long:
+        how.append(f"in steps of {chosen.steps_s:.3g} s, in each of which batch requests end together")
+        options.append("--engine-step 0")
+    if grain is None and chosen.grain > 1:
+        how.append(f"by {chosen.grain} batch requests at a time that are alike")
+        options.append("--grain 1")
+    if not how:
+        return chosen, ()
+    minutes = f"{setting.seconds / 60:.0f} min are played"
+    return chosen, [f"{minutes} {', '.join(how)} ({' '.join(options)}: one by one, which takes longer)"]
 
 
 def _seconds(wanted: float | None, there: float) -> float:

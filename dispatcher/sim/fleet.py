@@ -74,6 +74,7 @@ class Replica:
         options: Options,
         *,
         seed: object = 0,
+        grain: int = 1,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
@@ -87,6 +88,7 @@ class Replica:
             options,
             _MeterAlone(Metrics()),
             random.Random(f"{seed}/{owner}"),
+            weigh=lambda request: grain,
         )
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)
 
@@ -176,7 +178,8 @@ class Law(Policy):
         owner = f"dispatcher-{next(self._names)}"
         return Replica(
             self._tasks, self._store, owner, self._gateway, self.budgeting, self._setting.at_start,
-            self._options, seed=self._setting.seed, clock=self._time if self._setting.clock_steps else None,
+            self._options, seed=self._setting.seed, grain=self._setting.grain,
+            clock=self._time if self._setting.clock_steps else None,
         )  # fmt: skip
 
     def _stepping(self) -> float:
@@ -186,7 +189,7 @@ class Law(Policy):
 
     def _job_of(self, request: Request) -> Job:
         self._refill()
-        return self._setting.batch.job(int(request.payload[len(b'{"max_tokens":') : -1]))
+        return self._setting.batch.job(int(request.payload[len(b'{"max_tokens":') : -1]), self._setting.grain)
 
     def _refill(self) -> None:
         """Have as many requests unanswered as workers could hold: more than ever are in flight."""
@@ -194,4 +197,5 @@ class Law(Policy):
             # Equal scores: the queue takes them in the order of their bytes, which is that of their numbers.
             member = MEMBER % (self._submitted, self._setting.batch.draw(self._sizes))
             self._store.add(member, NO_DEADLINE)
-            self._submitted += 1
+            self._store.line.pending[member].units = self._setting.grain  # as if it had been read before
+            self._submitted += self._setting.grain

@@ -284,10 +284,11 @@ def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) 
     """What was played, and what the columns mean."""
     truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
     kept = f"reserve {setting.reserve:g}, " if reserve else ""
-    steps = f", in steps of {setting.steps_s:.3g} s" if setting.steps_s else ""
+    coarse = f", in steps of {setting.steps_s:.3g} s" if setting.steps_s else ""
+    coarse += f", batch requests by {setting.grain}" if setting.grain > 1 else ""
     lines = [
         (
-            f"{trace}, {setting.seconds:g} s{steps}, {setting.slots} slots{truly}, {kept}"
+            f"{trace}, {setting.seconds:g} s{coarse}, {setting.slots} slots{truly}, {kept}"
             f"a scrape every {setting.scrape_s:g} s known after {setting.lag_s:g} s"
         ),
         "tokens/s: batch work's; users': realtime's latency, relative to the pool without batch work",

@@ -84,8 +84,8 @@ class Road:
 
     def send(self, job: Job, back: Callable[[End], None]) -> None:
         """Send a request; `back` hears how it ended, once, unless the sender leaves before."""
-        self.sent += 1
-        self.travelling += 1
+        self.sent += job.grain
+        self.travelling += job.grain
         self._backs[job] = back
         at, jobs = self._arriving
         if at == (now := self._loop.time()) and jobs:
@@ -103,7 +103,7 @@ class Road:
             self._wind()
 
     def _arrive(self, jobs: list[Job]) -> None:
-        self.travelling -= len(jobs)
+        self.travelling -= sum([job.grain for job in jobs])
         self.world.advance(self._loop.time())
         for job in jobs:
             if job.gone:  # its sender left while it was on the way
@@ -131,8 +131,8 @@ class Road:
 
     def _finished(self, job: Job) -> None:
         if job.batch:
-            self.tokens += job.tokens
-            self.ended[End.ANSWERED] += 1
+            self.tokens += job.tokens * job.grain
+            self.ended[End.ANSWERED] += job.grain
         else:
             self._on_realtime(job)
 
@@ -141,7 +141,7 @@ class Road:
             self._answer(job, End.CUT)
 
     def _answer(self, job: Job, how: End) -> None:
-        self.ended[how] += 1
+        self.ended[how] += job.grain
         self._loop.call_at(self.world.now + self._answer_s, self._arrived_back, job, how)
 
     def _arrived_back(self, job: Job, how: End) -> None:

@@ -20,6 +20,8 @@ EXACT_S = 1_800.0
 STEP_S = 0.2
 STEPS = 8
 """So many steps at least are in what a batch request takes in an empty pool."""
+GRAINS = 100
+"""So many grains at least are in what a pod runs at once, where nobody asked for a grain."""
 
 
 class Order(StrEnum):
@@ -88,6 +90,8 @@ class Setting:
     lease_s: float = 30.0
     step_s: float = 0.0
     """Batch requests end together, at most so far apart (`steps_s`); 0: each for itself."""
+    grain: int = 1
+    """The dispatcher's batch requests go by so many that are alike, as one that weighs as much."""
 
     @property
     def steps_s(self) -> float:
@@ -97,6 +101,11 @@ class Setting:
             return 0.0
         most = min(self.step_s, self.batch.mean_s / STEPS)
         return self.scrape_s / ceil(self.scrape_s / most)
+
+    @property
+    def fine_grain(self) -> int:
+        """A grain that is small beside a pod."""
+        return max(1, min(self.slots, self.real_slots) // self.pods // GRAINS)
 
     @property
     def real_slots(self) -> int:

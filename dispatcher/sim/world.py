@@ -38,7 +38,10 @@ class Job(msgspec.Struct, eq=False):
     work_s: float
     """How long it runs in an empty pool."""
     tokens: int
+    """Of each."""
     batch: bool
+    grain: int = 1
+    """So many requests that are alike and stay together: they start where one of them has a slot."""
     arrived_at: float = nan
     started_at: float = nan
     """NaN while it waits."""
@@ -69,10 +72,10 @@ class Batch:
         """How many tokens the next one generates."""
         return generated(draws, self.tokens, self.spread)
 
-    def job(self, tokens: int) -> Job:
-        """One that generates so many tokens."""
+    def job(self, tokens: int, grain: int = 1) -> Job:
+        """One that generates so many tokens, or a grain of such."""
         work = work_s(BATCH_CONTEXT, tokens) if self.seconds is None else self.seconds
-        return Job(work, tokens, batch=True)
+        return Job(work, tokens, True, grain)
 
 
 def jobs_of(trace: Trace) -> Iterator[tuple[float, Job]]:
@@ -130,6 +133,8 @@ class Pod:
     slots: int
     running: int = 0
     queue: deque[Job] = field(default_factory=deque)
+    waiting: int = 0
+    """How many the queue holds."""
     stepped_at: float = nan
     """When batch requests last ended here together."""
     ran: int = 0
@@ -138,7 +143,7 @@ class Pod:
     @property
     def load(self) -> float:
         """By which the picker chooses."""
-        return (self.running + len(self.queue)) / self.slots if self.slots else inf
+        return (self.running + self.waiting) / self.slots if self.slots else inf
 
 
 class World:
@@ -200,7 +205,8 @@ class World:
         """How many run and wait."""
         self._running = {False: 0, True: 0}  # by Job.batch
         self._inside = {False: 0, True: 0}
-        self._outside: dict[bool, deque[Job]] = {False: deque(), True: deque()}
+        self._outside = {False: 0, True: 0}
+        self._queue: dict[bool, deque[Job]] = {False: deque(), True: deque()}
         self._ends: list[tuple[float, int, Job]] = []
         self._starts = 0
         self._per_pod = slots / pods
@@ -216,12 +222,12 @@ class World:
 
     @property
     def _waiting_outside(self) -> int:
-        return len(self._outside[False]) + len(self._outside[True])
+        return self._outside[False] + self._outside[True]
 
     @property
     def realtime_waiting(self) -> Iterable[Job]:
         inside = (job for pod in self._pods for job in pod.queue if not job.batch)
-        return chain(inside, self._outside[False])
+        return chain(inside, self._queue[False])
 
     def observe(self) -> PoolState:
         """The pool as it is at `now`; a driver that wants another moment advances to it first."""
@@ -229,9 +235,9 @@ class World:
             at=self.now,
             slots=self.slots,
             realtime_running=self._running[False],
-            realtime_waiting=self._inside[False] + len(self._outside[False]),
+            realtime_waiting=self._inside[False] + self._outside[False],
             batch_running=self._running[True],
-            batch_waiting=self._inside[True] + len(self._outside[True]),
+            batch_waiting=self._inside[True] + self._outside[True],
             inside=self._waiting_inside,
             pods=len(self._pods),
         )
@@ -288,14 +294,15 @@ class World:
         if job.finished_at == job.finished_at or job.arrived_at != job.arrived_at:  # NaN: not yet
             return
         job.finished_at, job.gone = now, True
-        self.in_system -= 1
+        self.in_system -= job.grain
         if job.pod is None:
-            self._outside[job.batch].remove(job)
+            self._queue[job.batch].remove(job)
+            self._outside[job.batch] -= job.grain
         elif job.started_at == job.started_at:
             self._stops(job.pod, job)  # its entry among the ends is skipped when it comes up
         else:
             job.pod.queue.remove(job)
-            self._inside[job.batch] -= 1
+            self._waits_inside(job.pod, job, -job.grain)
             self._let_in()
 
     def admit(self, job: Job) -> Arrival:
@@ -309,9 +316,9 @@ class World:
         elif self._most_in == inf and pod.running >= pod.slots and self._waiting_inside >= self._queue_limit:
             return Arrival.REFUSED  # nobody waits before the pods: they refuse themselves
         job.arrived_at = self.now
-        self.in_system += 1
+        self.in_system += job.grain
         if pod is None:
-            self._outside[job.batch].append(job)
+            self._waits_outside(job)
         else:
             self._enter(pod, job)
         self._mark_worst()
@@ -321,8 +328,8 @@ class World:
         """Where the picker sends the next request; None: it lets nobody in now."""
         if len(self._pods) == 1:  # as most worlds have it, and asked for each request
             pod = self._pods[0]
-            return pod if pod.slots and pod.running + len(pod.queue) < self._most_in else None
-        if sum(pod.running + len(pod.queue) for pod in self._pods) >= self._most_in:
+            return pod if pod.slots and pod.running + pod.waiting < self._most_in else None
+        if sum(pod.running + pod.waiting for pod in self._pods) >= self._most_in:
             return None
         least = min(self._pods, key=lambda each: each.load, default=None)
         return least if least is not None and least.slots else None
@@ -333,7 +340,15 @@ class World:
             self._start(pod, job)
         else:
             pod.queue.append(job)
-            self._inside[job.batch] += 1
+            self._waits_inside(pod, job, job.grain)
+
+    def _waits_inside(self, pod: Pod, job: Job, by: int) -> None:
+        pod.waiting += by
+        self._inside[job.batch] += by
+
+    def _waits_outside(self, job: Job) -> None:
+        self._queue[job.batch].append(job)
+        self._outside[job.batch] += job.grain
 
     def _pass_time(self, to: float) -> None:
         over = self.in_system - self._room
@@ -349,14 +364,14 @@ class World:
             self.overshoot.worst = over
 
     def _start(self, pod: Pod, job: Job) -> None:
-        self._running[job.batch] += 1
-        pod.running += 1
+        self._running[job.batch] += job.grain
+        pod.running += job.grain
         job.started_at = self.now
         self._starts += 1  # equal ends leave in the order of their starts
         if self._step_s and job.batch:
             end = self._at_step(job, pod)
         else:
-            end = self.now + job.work_s * slowdown(pod.running, pod.slots)
+            end = self.now + job.work_s * slowdown(min(pod.running, pod.slots), pod.slots)
         heapq.heappush(self._ends, (end, self._starts, job))
         if job.batch:
             self.on_start(job, end)
@@ -371,30 +386,32 @@ class World:
         return middle if middle > self.now else middle + step_s
 
     def _stops(self, pod: Pod, job: Job) -> None:
-        self._running[job.batch] -= 1
-        pod.running -= 1
+        self._running[job.batch] -= job.grain
+        pod.running -= job.grain
         self._from_queue(pod)
         self._let_in()
 
     def _from_queue(self, pod: Pod) -> None:
         while pod.queue and pod.running < pod.slots:
             job = pod.queue.popleft()
-            self._inside[job.batch] -= 1
+            self._waits_inside(pod, job, -job.grain)
             self._start(pod, job)
 
     def _let_in(self) -> None:
         """The picker lets in whom it has room for."""
-        while queue := self._outside[False] or self._outside[True]:
+        while queue := self._queue[False] or self._queue[True]:
             pod = self._next_pod()
             if pod is None:
                 return
-            self._enter(pod, queue.popleft())
+            job = queue.popleft()
+            self._outside[job.batch] -= job.grain
+            self._enter(pod, job)
 
     def _finish(self, job: Job) -> None:
         if job.gone or job.pod is None:
             return
         job.finished_at = self.now
-        self.in_system -= 1
+        self.in_system -= job.grain
         if job.batch and job.pod.stepped_at != self.now:
             job.pod.stepped_at, job.pod.ran = self.now, job.pod.running
         self._stops(job.pod, job)
@@ -418,8 +435,8 @@ class World:
             pod.slots = 0
             for job in pod.queue:  # the picker sends them elsewhere
                 job.pod = None
-                self._inside[job.batch] -= 1
-                self._outside[job.batch].append(job)
+                self._waits_inside(pod, job, -job.grain)
+                self._waits_outside(job)
             pod.queue.clear()
         self._shape()
         self._on_pods(pods)
@@ -441,15 +458,16 @@ class World:
         self.down = True
         lost = [job for _, _, job in sorted(self._ends) if not job.gone]
         lost += [job for pod in self._pods for job in pod.queue]
-        lost += [*self._outside[False], *self._outside[True]]
+        lost += [*self._queue[False], *self._queue[True]]
         self._ends.clear()
         for pod in self._pods:
-            pod.running = 0
+            pod.running = pod.waiting = 0
             pod.queue.clear()
-        for queue in self._outside.values():
+        for queue in self._queue.values():
             queue.clear()
         self._running = {False: 0, True: 0}
         self._inside = {False: 0, True: 0}
+        self._outside = {False: 0, True: 0}
         self.in_system = 0
         for job in lost:
             job.finished_at, job.gone = self.now, True

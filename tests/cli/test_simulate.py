@@ -99,15 +99,19 @@ def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) ->
     played = json.loads(done.stdout)
     assert played["setting"]["seconds"] == 900
     assert "1800 s" in played["trace"]
-    whole = simulate("--trace", trace, "--slots", "40", "--policy", "none", "--json", "--all")
+    assert (played["setting"]["step_s"], played["setting"]["grain"]) == (0.0, 1)
+    whole = simulate("--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all")
     setting = json.loads(whole.stdout)["setting"]
-    assert (setting["seconds"], setting["step_s"], played["setting"]["step_s"]) == (59 * 60, 0.2, 0.0)
+    assert (setting["seconds"], setting["step_s"], setting["grain"]) == (59 * 60, 0.2, 4)
     assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "and nothing else"
+    assert "by 4 batch requests at a time that are alike (--engine-step 0 --grain 1: " in whole.stderr
     assert whole.stderr.count("\n") == 1
     exact = simulate(
-        "--trace", trace, "--slots", "40", "--policy", "none", "--json", "--all", "--engine-step", "0"
-    )
-    assert json.loads(exact.stdout)["setting"]["step_s"] == 0.0
+        "--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all", "--engine-step", "0",
+        "--grain", "1",
+    )  # fmt: skip
+    setting = json.loads(exact.stdout)["setting"]
+    assert (setting["step_s"], setting["grain"]) == (0.0, 1)
     assert exact.stderr == ""
 
 

@@ -16,12 +16,15 @@ CALLS_MOST = 635
 STEPPED_MOST = 415
 """The same in steps, in which turns are shared."""
 
+GRAINED_MOST = 205
+"""The same in grains, as three hours at 400 slots are played."""
 
-def calls_per_request(step_s: float) -> float:
+
+def calls_per_request(step_s: float, grain: int = 1) -> float:
     traffic = shapes.copies(load(BUNDLED, slots=400), 8)
     profile = cProfile.Profile()
     with profile:
-        run = play(Setting(slots=400, seconds=60.0, step_s=step_s), traffic, Name.LAW)
+        run = play(Setting(slots=400, seconds=60.0, step_s=step_s, grain=grain), traffic, Name.LAW)
     calls = pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
     assert run.sent > 2_000
     return float(calls / run.sent)
@@ -35,3 +38,8 @@ def test_batch_request_and_what_happens_meanwhile_take_no_more_calls_than_they_d
 def test_batch_request_in_steps_takes_fewer_calls() -> None:
     found = calls_per_request(STEP_S)
     assert found <= STEPPED_MOST
+
+
+def test_batch_request_in_a_grain_takes_its_share_of_the_calls() -> None:
+    found = calls_per_request(STEP_S, Setting(slots=400).fine_grain)
+    assert found <= GRAINED_MOST

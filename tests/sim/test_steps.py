@@ -1,11 +1,13 @@
-"""A pool that works in steps is as good as one whose batch requests end one by one, and cheaper to play."""
+"""A pool that works in steps, and on grains, is as good as one whose batch requests go one by one."""
 
 from __future__ import annotations
 
 from functools import cache
+from math import inf
 
 import pytest
 
+from dispatcher.core.harvest import Work
 from dispatcher.sim.experiment import Name, Run, play
 from dispatcher.sim.report import percentile
 from dispatcher.sim.setting import STEP_S, Setting
@@ -18,14 +20,16 @@ SECONDS = 900.0
 
 
 @cache
-def run(name: Name, slots: int, copies: int, step_s: float) -> Run:
+def run(name: Name, slots: int, copies: int, step_s: float, grain: int = 1, pods: int = 1) -> Run:
     traffic = shapes.copies(load(BUNDLED, slots=slots), copies)
-    return play(Setting(slots=slots, seconds=SECONDS, step_s=step_s), traffic, name)
+    setting = Setting(slots=slots, seconds=SECONDS, step_s=step_s, grain=grain, pods=pods)
+    return play(setting, traffic, name)
 
 
-def harvest(slots: int, copies: int, step_s: float) -> float:
+def harvest(slots: int, copies: int, step_s: float, grain: int = 1, pods: int = 1) -> float:
     """Of the law, as a share of what the all-knowing one gets where nothing ends together."""
-    law, best = run(Name.LAW, slots, copies, step_s), run(Name.ALL_KNOWING, slots, copies, 0.0)
+    law = run(Name.LAW, slots, copies, step_s, grain, pods)
+    best = run(Name.ALL_KNOWING, slots, copies, 0.0, 1, pods)
     return law.tokens / best.tokens
 
 
@@ -47,8 +51,28 @@ def test_quarter_of_an_hour_in_steps_comes_to_what_it_does_without(slots: int, c
     assert stepped.over_mean <= exact.over_mean + a_step_s_arrivals
 
 
+@pytest.mark.parametrize(
+    ("slots", "copies", "pods"), [(400, 8, 1), pytest.param(800, 12, 4, marks=pytest.mark.long)]
+)
+def test_quarter_of_an_hour_in_grains_comes_to_what_it_does_without(
+    slots: int, copies: int, pods: int
+) -> None:
+    grain = Setting(slots=slots, pods=pods).fine_grain
+    assert grain > 1, "it must do something for this to show anything"
+    fine, coarse = (run(Name.LAW, slots, copies, STEP_S, each, pods) for each in (1, grain))
+    assert coarse.answered % grain == 0
+    held = fine.meters[0].used_s[Work.WAITING] / SECONDS
+    assert harvest(slots, copies, STEP_S, 1, pods) - harvest(
+        slots, copies, STEP_S, grain, pods
+    ) == pytest.approx(0.0, abs=max(0.01, grain / held))
+    for share in (0.5, 0.99):
+        assert latency(coarse, share) == pytest.approx(latency(fine, share), rel=0.02)
+    assert abs(coarse.over_worst - fine.over_worst) <= 2 * grain
+    assert coarse.over_mean <= fine.over_mean + grain
+
+
 def test_without_batch_work_steps_change_nothing() -> None:
-    exact, stepped = (run(Name.NONE, 64, 1, step_s) for step_s in (0.0, STEP_S))
+    exact, stepped = (run(Name.NONE, 64, 1, step_s, grain) for step_s, grain in ((0.0, 1), (STEP_S, 4)))
     assert (stepped.latencies, stepped.waits) == (exact.latencies, exact.waits)
 
 
@@ -76,6 +100,52 @@ def test_who_takes_the_place_of_one_that_ended_in_the_step_is_as_slow() -> None:
     world.arrive(Job(4.0, 1, batch=True), 1.8)
     world.arrive(Job(4.0, 1, batch=True), 2.3)
     assert ends == pytest.approx([1.8 + 4.0 * 2, 2.3 + 4.0 * slowdown(2, 10)], abs=0.25)
+
+
+def test_grain_is_as_many_requests_as_it_says_wherever_they_are() -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def look() -> None:
+        state = world.observe()
+        seen.append((state.batch_running, state.batch_waiting, world.in_system))
+
+    world = World(10, outages=[(8.0, 9.0)])
+    jobs = [Job(1.0, 7, batch=True, grain=4) for _ in range(4)]
+    for job in jobs:
+        assert world.arrive(job, 0.0) is Arrival.ACCEPTED
+        look()
+    assert seen == [(4, 0, 4), (8, 0, 8), (12, 0, 12), (12, 4, 16)], "the third begins where one has a slot"
+    seen.clear()
+    world.leave(jobs[3], 0.1)
+    look()
+    world.leave(jobs[0], 0.1)
+    look()
+    world.advance(5.0)
+    look()
+    assert seen == [(12, 0, 12), (8, 0, 8), (0, 0, 0)]
+    for job in (Job(9.0, 7, batch=True, grain=4) for _ in range(5)):
+        world.arrive(job, 6.0)
+    world.advance(8.5)
+    assert world.in_system == world.observe().running == world.observe().waiting == 0
+
+
+def test_pods_that_leave_hand_on_whole_grains() -> None:
+    world = World(8, pods=2, pods_at=[(1.0, 1)], lets_in=lambda slots, pods: inf)
+    for _ in range(6):
+        world.arrive(Job(10.0, 1, batch=True, grain=4), 0.0)
+    before = world.observe()
+    world.advance(1.0)
+    after = world.observe()
+    assert (before.batch_running, before.batch_waiting) == (8, 16)
+    assert (after.batch_running, after.batch_waiting, after.inside) == (8, 16, 16)
+    world.advance(100.0)
+    assert world.in_system == 0
+
+
+def test_grain_is_small_beside_a_pod() -> None:
+    assert [Setting(slots=slots).fine_grain for slots in (1, 64, 199, 200, 400, 4000)] == [1, 1, 1, 2, 4, 40]
+    assert Setting(slots=4000, pods=40).fine_grain == 1
+    assert Setting(slots=4000, true_slots=300).fine_grain == 3
 
 
 def test_whole_number_of_steps_lies_between_two_scrapes_and_several_in_a_request() -> None:
