@@ -15,7 +15,7 @@ from dispatcher.cli.screen import fail, warn
 from dispatcher.sim.experiment import Name
 from dispatcher.sim.metrics import Detector, Signals
 from dispatcher.sim.parallel import cores
-from dispatcher.sim.setting import EXACT_S, GRAINS, STEP_S, Order, Setting
+from dispatcher.sim.setting import EXACT_S, GRAINS, GRAINS_LEAST, STEP_S, Order, Setting
 from dispatcher.sim.sweep import RESERVES, SWEPT, Sweep, SweepError, parse_sweep, parse_target
 from dispatcher.sim.world import Batch
 from dispatcher.standin import shapes
@@ -321,6 +321,9 @@ def simulate(
 def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[Setting, Sequence[str]]:
     """The setting with the step and the grain asked for, or with those that its length asks for, and then a
     sentence about them."""
+    most = max(1, setting.slots // setting.pods // GRAINS_LEAST)
+    if grain is not None and grain > most:
+        raise fail(f"--grain {grain}: more than a tenth of a pod's slots; {most} at the most", 2)
     long = setting.seconds > EXACT_S
     chosen = replace(
         setting,

@@ -22,6 +22,8 @@ STEPS = 8
 """So many steps at least are in what a batch request takes in an empty pool."""
 GRAINS = 100
 """So many grains at least are in what a pod runs at once, where nobody asked for a grain."""
+GRAINS_LEAST = 10
+"""The same where somebody did: what starts at a slot takes the slots of others."""
 
 
 class Order(StrEnum):

@@ -294,6 +294,8 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--slots-at", "10:-1"], "not a number of slots"),
         (["--seconds", "5000"], "the trace is 900 s long"),
         (["--slots", "0"], "--slots"),
+        (["--grain", "7"], "more than a tenth of a pod's slots; 6 at the most"),
+        (["--grain", "2", "--pods", "100"], "1 at the most"),
         (["--from", "900"], "nothing from 900 s on"),
         (["--steps", "0:ten"], "is not seconds:level"),
         (["--steps", "0:1", "--trace", "idle"], "in place of a trace"),
