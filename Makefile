@@ -109,7 +109,8 @@ build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(
 			-X $(STAMP).gitMinor=$$(echo $$version | cut -d. -f2)" \
 		k8s.io/kubernetes/cmd/kube-apiserver k8s.io/kubernetes/cmd/kube-controller-manager
 	@crds=$$(GOFLAGS= $(GO) mod download -json $(CRDS) | sed -n 's/.*"Dir": "\(.*\)".*/\1/p')/config/crd/bases && \
-	install -m 644 "$$crds"/*_inferencepools.yaml "$$crds"/*_inferenceobjectives.yaml build/controlplane/crds
+	install -m 644 "$$crds"/*_inferencepools.yaml "$$crds"/*_inferenceobjectives.yaml \
+		"$$crds"/*_inferencemodelrewrites.yaml build/controlplane/crds
 	@touch $@
 
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.

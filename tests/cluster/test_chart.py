@@ -30,9 +30,14 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 POOLS = "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools"
 OLD_POOLS = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencepools"
+REWRITES = "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferencemodelrewrites"
+UNSERVED = "llm-d.ai"
+"""The other group of rewrites, which this control plane does not have."""
 ROLES = "/apis/rbac.authorization.k8s.io/v1/namespaces/{}/roles"
 PICKER, OTHER_PICKER = "192.0.2.10", "192.0.2.11"
 RELEASE = "night-batch-dispatcher"
+SERVES = 8000
+"""The model servers' port."""
 FOLLOWED_S = 60.0
 """Within this the dispatcher shows what changed in the cluster."""
 STARTED_S = 180.0
@@ -307,9 +312,22 @@ def new_pool() -> Object:
         "metadata": {"name": "qwen"},
         "spec": {
             "selector": {"matchLabels": {"app": "vllm"}},
-            "targetPorts": [{"number": 8000}],
+            "targetPorts": [{"number": SERVES}],
             "endpointPickerRef": {"kind": "Service", "name": "qwen-epp", "port": {"number": 9002}},
         },
+    }
+
+
+def new_rewrite(of: str, to: str) -> Object:
+    rule = {
+        "matches": [{"model": {"type": "Exact", "value": of}}],
+        "targets": [{"modelRewrite": to, "weight": 1}],
+    }
+    return {
+        "apiVersion": "inference.networking.x-k8s.io/v1alpha2",
+        "kind": "InferenceModelRewrite",
+        "metadata": {"name": of},
+        "spec": {"poolRef": {"name": "qwen"}, "rules": [rule]},
     }
 
 
@@ -320,7 +338,7 @@ def old_pool() -> Object:
         "metadata": {"name": "qwen"},
         "spec": {
             "selector": {"app": "vllm"},
-            "targetPortNumber": 8000,
+            "targetPortNumber": SERVES,
             "extensionRef": {"name": "qwen-epp"},
         },
     }
@@ -370,6 +388,13 @@ class Beside:
             pytest.fail(f"{wanted} wanted, seen at last: {shown}")
         return seen
 
+    def wait_for_model(self, name: str, *, served: bool) -> None:
+        def fits() -> bool:
+            models = {each["name"]: each for each in self.status().get("models", ())}
+            return name in models and bool(models[name]["serving"]) is served
+
+        wait_until_sync(fits, FOLLOWED_S, what=f"{name} is {'' if served else 'not '}served", every_s=0.05)
+
     def run(self, *arguments: str, token: bool = True) -> subprocess.CompletedProcess[str]:
         """Another command with the same file; a pod that mounts no token has none here."""
         return subprocess.run(
@@ -402,6 +427,8 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
             "admin": {"port": admin},
             "signals": {"interval_s": 0.2, "epp": {"port": picker}},
             "budget": {"per_endpoint": 4},
+            "models": [{"name": "qwen"}, {"name": "chat", "absent": "fail"}],
+            "serving": {"interval_s": 0.5},
         },
     )
     helm.install("night", namespace, given)
@@ -422,6 +449,12 @@ def beside(cluster: Cluster, helm: Helm, tmp_path: Path) -> Iterator[Beside]:
         flags = (f"--host={PICKER}", f"--port={gateway}", f"--metrics-port={picker}")
         sim = (sys.executable, "-m", "dispatcher.standin", "--slots=32", "--endpoints=8", "--seconds=0.1")
         stack.enter_context(running(*sim, *flags))
+        servers = (
+            "--host=0.0.0.0",
+            f"--port={SERVES}",
+            "--models=qwen",
+        )  # every pod's address is this machine's
+        stack.enter_context(running(sys.executable, "-m", "dispatcher.standin", *servers))
         log = stack.enter_context((tmp_path / "dispatcher.log").open("wb"))
         run = (sys.executable, "-m", "dispatcher", "run", "--config", config)
         stack.enter_context(running(*run, env=environ, stdout=log, stderr=log, stop_s=30))
@@ -472,6 +505,19 @@ def test_it_finds_pool_endpoints_and_picker_by_the_release_s_rights_and_uses_eac
     beside.wait_for(watch_endpoints=0, max_sys=0)
     plane.patch(f"{POOLS.format(namespace)}/qwen", {"spec": {"selector": {"matchLabels": {"app": "vllm"}}}})
     beside.wait_for(watch_endpoints=5, max_sys=20)
+
+    # A name that the picker turns into a served one is served, for as long as it does.
+    chat = '{"model": "chat", "prompt": "hi", "max_tokens": 1}'
+    rewrites = REWRITES.format(namespace)
+    for served in (False, True, False):
+        if served:
+            plane.apply(rewrites, new_rewrite("chat", "qwen"))
+        elif plane.get(f"{rewrites}/chat"):
+            plane.ask("DELETE", f"{rewrites}/chat")
+        beside.wait_for_model("chat", served=served)
+        answered = beside.run("submit", chat, "--deadline", "30")
+        assert (answered.returncode == 0) is served, answered.stderr + answered.stdout
+        assert ("MODEL_NOT_FOUND" in answered.stdout + answered.stderr) is not served
 
     # So do the picker's replicas: one that does not answer hides its queue, and that closes the gate.
     cluster.start("other-picker", OTHER_PICKER, app="qwen-epp")
@@ -532,7 +578,7 @@ def judge(plane: ControlPlane, namespace: str) -> None:
     user = f"system:serviceaccount:{namespace}:{RELEASE}"
     asked = plane.audited(user)
     refused = {each["requestURI"]: each["responseStatus"] for each in asked if code(each) >= 400}
-    assert refused == {}
+    assert {uri: said for uri, said in refused.items() if not unserved(uri, said)} == {}
     agents = {each["userAgent"] for each in asked}
     assert agents == {f"batch-dispatcher/{__version__}"}
     of = [each["objectRef"] for each in asked]
@@ -548,6 +594,7 @@ def judge(plane: ControlPlane, namespace: str) -> None:
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
+        if (group, verb) != (UNSERVED, "watch")  # for it must be listed first
     }
     assert used == granted
 
@@ -558,6 +605,10 @@ def judge(plane: ControlPlane, namespace: str) -> None:
     assert not plane.allows(user, resourceAttributes=secret)
     elsewhere = {"namespace": "default", "resource": "pods", "verb": "list"}
     assert not plane.allows(user, resourceAttributes=elsewhere)
+
+
+def unserved(uri: str, said: Object) -> bool:
+    return uri.startswith(f"/apis/{UNSERVED}/") and said["code"] == 404
 
 
 def code(event: Object) -> int:
