@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.core.rewrite import with_model
+from dispatcher.core.request import Request
+from dispatcher.core.rewrite import sent_as, with_model
 from dispatcher.core.shapes.fields import place_of
 from dispatcher.core.shapes.part import NotUnderstoodError
 
@@ -55,6 +56,19 @@ def test_a_model_is_replaced_where_it_is_plain(body: bytes, replaced: bytes | No
 )
 def test_names_are_written_as_json(name: str, written: bytes | None) -> None:
     assert with_model(b'{"model":"qwen"}', name) == (written and b'{"model":%b}' % written)
+
+
+def test_a_request_is_sent_as_its_version_to_these_endpoints_and_is_the_same_else() -> None:
+    asked = Request("r", 9, b'{"model":"qwen","n":1}', headers={"a": "b"}, token="t")
+    sent = sent_as(asked, "qwen", "qwen-v3", "192.0.2.1:8000")
+    assert sent == Request(
+        "r", 9, b'{"model":"qwen-v3","n":1}', headers={"a": "b"}, token="t", version="qwen-v3",
+        endpoints="192.0.2.1:8000",
+    )  # fmt: skip
+    assert sent_as(asked, "qwen", "qwen", "") == asked
+    unclear = Request("r", 9, b'{"model":"qwen","model":"qwen"}')
+    assert sent_as(unclear, "qwen", "qwen-v3", "") is None
+    assert sent_as(unclear, "qwen", "qwen", "") == unclear
 
 
 def test_the_place_of_a_field_is_not_guessed() -> None:
