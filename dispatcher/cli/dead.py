@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dispatcher.cli.screen import answer, complain, fail, say, table
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, Within, ask, find
+from dispatcher.cli.target import Json, QueueOptions, Within, ask, find
 from dispatcher.core.duration import seconds_of
 from dispatcher.core.request import parse
 
@@ -98,15 +98,13 @@ def list_(
     older: Older = "",
     most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 100,
     after: Annotated[int, typer.Option(help="Only those with a higher number.")] = 0,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """List the dead: number, time, id, reason."""
     choice = _choice(None, reason, older)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[list[Dead], int]:
         found: list[Dead] = []
@@ -135,14 +133,7 @@ def list_(
 
 
 @dead.command()
-def show(
-    which: Which,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def show(which: Which, where: QueueOptions, json_output: Json = False) -> None:
     """Show one, whole, with its result where that lies under its id: JSON, with --json in one line.
 
     Exit code 1: there is none.
@@ -157,7 +148,7 @@ def show(
             return {**told, "results": [shown_result(decode_result(each)) for each in results]}
         return None
 
-    found = ask(find(config, queue_url, queue, pool), act)
+    found = ask(find(where), act)
     if found is None:
         raise fail(f"{which}: not among the dead")
     answer(found, indent=None if json_output else 2)
@@ -170,10 +161,8 @@ def requeue(
     reason: Because = "",
     older: Older = "",
     deadline: Within = 3600.0,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Accept them anew with a new deadline. Each has had its error result: this may give a second one.
@@ -182,7 +171,7 @@ def requeue(
     code 1: some could not be requeued; an unreadable member stays dead.
     """
     choice = _choice(which, reason, older, everything=everything)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[int, int, int, bool]:
         named, moved = [], 0
@@ -212,10 +201,8 @@ def purge(
     reason: Because = "",
     older: Older = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Forget them for good. Asks first; without a terminal it wants --yes.
@@ -223,7 +210,7 @@ def purge(
     Exit code 1: there was none, or the answer was no.
     """
     choice = _choice(which, reason, older, everything=everything)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     named = ask(target, lambda desk: _entries(desk, choice))
     if named and not yes:
         _confirm(f"Forget {len(named):,} dead requests of {target.names.queue} for good?")
