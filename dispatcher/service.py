@@ -183,7 +183,7 @@ class Service:
         self.limiter.settings(settings.policy(), now)
         self._tell_capacity(now)
         self.dispatcher.reconfigure(options_of(settings, self.warmups, observe=self._observe))
-        self.model_watch.reconfigure(settings)
+        self.model_watch.reconfigure(settings, _access(settings))
         subset_header = settings.serving.subset_header
         if settings.gateway != before.gateway or subset_header != before.serving.subset_header:
             self._gateway.reconfigure(settings.gateway, subset_header=subset_header)

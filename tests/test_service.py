@@ -147,6 +147,11 @@ def test_model_servers_that_are_named_end_the_watch_of_a_pool_and_the_picker_beg
 
     async def check(bench: Bench) -> None:
         service = bench.service
+
+        def awaits_rewrites() -> bool:
+            return not service.model_watch._rewrites.settled
+
+        assert awaits_rewrites()
         watching = asyncio.create_task(service._watching())
         await asyncio.sleep(1.0)
         assert service._watched.problems, "there is no such file"
@@ -154,12 +159,14 @@ def test_model_servers_that_are_named_end_the_watch_of_a_pool_and_the_picker_beg
         service.apply(settings(servers), servers)
         await asyncio.sleep(1.0)
         assert service._watched == ABSENT
+        assert not awaits_rewrites(), "which are of a pool, too"
         other = servers.replace("a:8000", "b:8000")
         watch = service.watch
         service.apply(settings(other), other)
         assert service.watch is watch
         service.apply(settings(CONFIG), CONFIG)
         assert service._watched == Endpoints(), "nothing is known yet"
+        assert awaits_rewrites()
         await asyncio.sleep(1.0)
         assert service._watched.problems
         watching.cancel()

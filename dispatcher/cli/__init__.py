@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from dispatcher.cli.options import unfolded
 from dispatcher.cli.screen import complain, for_programs
 
 VERBS = {
@@ -99,6 +100,8 @@ class _Verbs(TyperGroup):
             family = typer.Typer(add_completion=False)
             family.command(cmd_name)(verb)
             verb = family
+        for info in verb.registered_commands:
+            info.callback = info.callback and unfolded(info.callback)
         command: Any = typer.main.get_command(verb)
         command.name = cmd_name
         examples = getattr(module, "EXAMPLES", {})

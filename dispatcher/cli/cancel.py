@@ -9,18 +9,7 @@ import typer
 
 from dispatcher.cli.screen import complain, fail, say
 from dispatcher.cli.sought import by_id, labelled, matching
-from dispatcher.cli.target import (
-    Config,
-    Json,
-    Labels,
-    PoolName,
-    QueueName,
-    QueueTarget,
-    QueueUrl,
-    ask,
-    find,
-    pairs_of,
-)
+from dispatcher.cli.target import Json, Labels, QueueOptions, QueueTarget, ask, find, pairs_of
 from dispatcher.core.located import Whereabouts
 
 if TYPE_CHECKING:
@@ -47,10 +36,8 @@ def cancel(
     sequence: Annotated[
         str, typer.Option("--sequence", metavar="ID", help="All that is known of this sequence.")
     ] = "",
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Cancel requests, or a sequence: their result is CANCELLED; in flight the connection is closed.
@@ -61,7 +48,7 @@ def cancel(
     labels = pairs_of("--label", label)
     if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
         raise fail("give ids, or --label name=value, or --sequence ID", 2)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     if sequence:
         _cancel_sequence(target, sequence, as_json=json_output)
         return

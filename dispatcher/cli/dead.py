@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dispatcher.cli.screen import answer, complain, fail, say, table
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, Within, ask, find
+from dispatcher.cli.target import Json, QueueOptions, QueueTarget, Within, ask, find
 from dispatcher.core.duration import seconds_of
 from dispatcher.core.request import parse
 
@@ -72,12 +72,17 @@ class _Selection:
                     yield one
             after = found[-1].entry
 
-    @property
-    def none(self) -> str:
-        """What is said where nothing of what was meant is there."""
-        if self.names:
-            named = ", ".join(sorted(self.names)[:_NAMED_MOST])
-            return f"not among the dead: {named}{', …' if len(self.names) > _NAMED_MOST else ''}"
+    def missed(self, found: Mapping[int, str | None]) -> frozenset[str]:
+        """The names by which none of these was meant: ids by number."""
+        return self.names - {name for number, id_ in found.items() for name in (str(number), id_)}
+
+    def without(self, found: Mapping[int, str | None]) -> str:
+        """What is said of what was meant and is not there; empty: nothing."""
+        if missed := sorted(self.missed(found)):
+            more = ", …" if len(missed) > _NAMED_MOST else ""
+            return f"not among the dead: {', '.join(missed[:_NAMED_MOST])}{more}"
+        if found:
+            return ""
         return "no dead request fits" if self.reason or self.older_s else "no dead"
 
     def _fits(self, one: Dead) -> bool:
@@ -98,15 +103,13 @@ def list_(
     older: Older = "",
     most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 100,
     after: Annotated[int, typer.Option(help="Only those with a higher number.")] = 0,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """List the dead: number, time, id, reason."""
     choice = _choice(None, reason, older)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[list[Dead], int]:
         found: list[Dead] = []
@@ -135,14 +138,7 @@ def list_(
 
 
 @dead.command()
-def show(
-    which: Which,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def show(which: Which, where: QueueOptions, json_output: Json = False) -> None:
     """Show one, whole, with its result where that lies under its id: JSON, with --json in one line.
 
     Exit code 1: there is none.
@@ -157,7 +153,7 @@ def show(
             return {**told, "results": [shown_result(decode_result(each)) for each in results]}
         return None
 
-    found = ask(find(config, queue_url, queue, pool), act)
+    found = ask(find(where), act)
     if found is None:
         raise fail(f"{which}: not among the dead")
     answer(found, indent=None if json_output else 2)
@@ -170,10 +166,8 @@ def requeue(
     reason: Because = "",
     older: Older = "",
     deadline: Within = 3600.0,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Accept them anew with a new deadline. Each has had its error result: this may give a second one.
@@ -182,25 +176,27 @@ def requeue(
     code 1: some could not be requeued; an unreadable member stays dead.
     """
     choice = _choice(which, reason, older, everything=everything)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
-    async def act(desk: RedisDesk) -> tuple[int, int, int, bool]:
-        named, moved = [], 0
+    async def act(desk: RedisDesk) -> tuple[int, dict[int, str | None], int]:
+        named, moved = {}, 0
         async for one in choice.of(desk):
-            named.append(one.entry)
-            moved += desk.names.is_clients_own(parse(one.member).results)
-        done = await desk.dead_requeue(named, int(time.time() + deadline))
-        return done, max(len(named), len(choice.names)), moved, bool(named)
+            read = parse(one.member)
+            named[one.entry] = read.id
+            moved += desk.names.is_clients_own(read.results)
+        return await desk.dead_requeue(list(named), int(time.time() + deadline)), named, moved
 
-    done, asked, moved, found = ask(target, act)
+    done, named, moved = ask(target, act)
+    asked = len(named) + len(choice.missed(named))
     if json_output:
         answer({"requeued": done, "asked": asked, "results_by_id": moved})
-    elif not found:
-        complain(f"{target.names.queue}: {choice.none}", fg=None)
-    else:
+    elif done:
         say(f"{done} of {asked} are pending again; a second result may come for each")
         if moved:
             say(f"the clients of {moved} have ended: `batch-dispatcher result ID` finds what comes of them")
+    if not json_output:
+        refused = len(named) - done
+        _say_less(target, choice.without(named), refused, "not accepted: unreadable, or not dead any more")
     if done < asked or not asked:
         raise typer.Exit(1)
 
@@ -212,30 +208,47 @@ def purge(
     reason: Because = "",
     older: Older = "",
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask first.")] = False,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Forget them for good. Asks first; without a terminal it wants --yes.
+    """Forget them for good; their results stay where they are. Asks first; without a terminal it wants --yes.
 
-    Exit code 1: there was none, or the answer was no.
+    Exit code 1: one that was named was not there, or none was that fits, or the answer was no.
     """
     choice = _choice(which, reason, older, everything=everything)
-    target = find(config, queue_url, queue, pool)
-    named = ask(target, lambda desk: _entries(desk, choice))
+    target = find(where)
+
+    async def meant(desk: RedisDesk) -> dict[int, str | None]:
+        return {one.entry: parse(one.member).id async for one in choice.of(desk)}
+
+    async def act(desk: RedisDesk) -> tuple[int, int]:
+        done = await desk.dead_purge(list(named)) if named else 0
+        return done, (await desk.counts()).dead
+
+    named = ask(target, meant)
     if named and not yes:
         _confirm(f"Forget {len(named):,} dead requests of {target.names.queue} for good?")
-    done = ask(target, lambda desk: desk.dead_purge(named)) if named else 0
+    done, left = ask(target, act)
+    asked = len(named) + len(choice.missed(named))
     if json_output:
-        answer({"purged": done})
-    elif not named:
-        complain(f"{target.names.queue}: {choice.none}", fg=None)
+        answer({"purged": done, "asked": asked, "dead": left})
     else:
-        say(f"{done} forgotten")
-    if done < max(1, len(choice.names)) and not everything:
+        rest = f"{left:,} dead left" if left else "no dead left"
+        if done:
+            say(f"{done:,} forgotten, {rest}")
+        missing = choice.without(named)
+        missing = f"{missing}; {rest}" if missing and left and not done else missing
+        gone = "gone before: requeued or purged meanwhile, or the call was made twice"
+        _say_less(target, missing, len(named) - done, gone)
+    if done < max(1, asked) and not everything:
         raise typer.Exit(1)
+
+
+def _say_less(target: QueueTarget, missing: str, others: int, why: str) -> None:
+    """Why fewer were done than were meant."""
+    less = f"{others:,} {'was' if others == 1 else 'were'} {why}" if others else ""
+    complain(*(f"{target.names.queue}: {each}" for each in (missing, less) if each), fg=None)
 
 
 def _confirm(question: str) -> None:
@@ -243,10 +256,6 @@ def _confirm(question: str) -> None:
         raise fail("this cannot be undone: give --yes", 2)
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
-
-
-async def _entries(desk: RedisDesk, choice: _Selection) -> list[int]:
-    return [one.entry async for one in choice.of(desk)]
 
 
 def _shown(one: Dead) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from dispatcher.cli.sought import (
     turn_of,
     why,
 )
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.core.result import decode_result
 
 if TYPE_CHECKING:
@@ -28,19 +28,12 @@ EXAMPLES = {"describe": ["batch-dispatcher describe r-1", "batch-dispatcher desc
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 
-def describe(
-    request_id: Id,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def describe(request_id: Id, where: QueueOptions, json_output: Json = False) -> None:
     """Say where a request lies, its place in line, its tries, why it is not sent; or that it was answered.
 
     Exit code 1: it is not in the queue, and no result is found under its id.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     told = ask(target, lambda desk: _look(target, desk, request_id))
     if json_output:
         answer({name: value for name, value in told.items() if name != "lines"})

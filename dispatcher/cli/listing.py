@@ -19,7 +19,7 @@ from dispatcher.cli.sought import (
     shown,
     tries_of,
 )
-from dispatcher.cli.target import Config, Json, Labels, PoolName, QueueName, QueueUrl, ask, find, pairs_of
+from dispatcher.cli.target import Json, Labels, QueueOptions, ask, find, pairs_of
 from dispatcher.core.lanes import CLOSED
 from dispatcher.core.located import IN_LINE, OF_LANE, FoundRequest, Whereabouts
 from dispatcher.core.request import parse
@@ -78,10 +78,8 @@ def list(  # noqa: A001 - the verb's name
     state: State = None,
     label: Labels = None,
     most: Most = 50,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """List requests: those that run, those in line in their order, those that wait for a retry, the dead.
@@ -89,7 +87,7 @@ def list(  # noqa: A001 - the verb's name
     With --label all requests are read for it, and they come in no order.
     """
     labels = pairs_of("--label", label)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     states = [Shown.RUNNING, Shown.PENDING, Shown.DELAYED] if state is None else [state]
 
     async def act(desk: RedisDesk) -> tuple[Any, int]:
@@ -161,16 +159,9 @@ async def _labelled(
     return found, total
 
 
-def peek(
-    most: Most = 10,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def peek(most: Most = 10, *, where: QueueOptions, json_output: Json = False) -> None:
     """Show what is sent next, in its order, and what holds it back."""
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[Any, int, str]:
         return await _first(desk, _GO, most), (await desk.counts()).pending, await gate_of(target, desk)

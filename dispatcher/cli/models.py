@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,8 +13,8 @@ from dispatcher.cli import rollout
 from dispatcher.cli.record import EXAMPLE, record
 from dispatcher.cli.running import running
 from dispatcher.cli.screen import answer, complain, fail, say, table, warn
-from dispatcher.cli.status import AdminUrl, meant
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find, warn_of
+from dispatcher.cli.status import DispatcherOptions, meant
+from dispatcher.cli.target import Json, ask, find, warn_of
 from dispatcher.core.duration import told
 
 if TYPE_CHECKING:
@@ -41,11 +40,8 @@ Models = Sequence[Mapping[str, Any]]
 @models.command("list")
 def list_(
     waiting: Annotated[bool, typer.Option("--waiting", help="Only those that requests wait for.")] = False,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
+    *,
+    where: DispatcherOptions,
     json_output: Json = False,
 ) -> None:
     """List the models that the pool serves, served, or should serve, as the dispatcher that answers sees it.
@@ -54,7 +50,7 @@ def list_(
     answers, the models that requests wait for and of which a verb has said something, as the queue tells.
     Exit code 1: neither does.
     """
-    found, watched = _found(config, queue_url, queue, pool, admin_url)
+    found, watched = _found(where)
     chosen = [each for each in found if each["waiting"] or not waiting]
     if json_output:
         answer(chosen)
@@ -74,20 +70,12 @@ def list_(
 
 
 @models.command()
-def show(
-    name: Name,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
-    json_output: Json = False,
-) -> None:
+def show(name: Name, where: DispatcherOptions, json_output: Json = False) -> None:
     """Show one: its state, its versions and labels, where it is served, how many requests wait for it.
 
     Exit code 1: nothing is known of it.
     """
-    found, _ = _found(config, queue_url, queue, pool, admin_url)
+    found, _ = _found(where)
     for each in found:
         if each["name"] == name:
             if json_output:
@@ -101,9 +89,9 @@ def show(
     raise fail(f"{name}: no model that is known here{f'; there are {names}' if names else ''}")
 
 
-def _found(config: Path | None, queue_url: str, queue: str, pool: str, admin_url: str) -> tuple[Models, bool]:
+def _found(where: DispatcherOptions) -> tuple[Models, bool]:
     """The models, and whether a dispatcher that watches them has told."""
-    place, address = meant(config, queue_url, queue, pool, admin_url)
+    place, address = meant(where)
     dispatcher, problem = asyncio.run(running(address)) if address else (None, "nothing says where one is")
     if dispatcher is not None and dispatcher.get("models"):
         warn_of(place)
@@ -113,7 +101,7 @@ def _found(config: Path | None, queue_url: str, queue: str, pool: str, admin_url
     async def act(desk: RedisDesk) -> tuple[Mapping[str, int], ModelMarks]:
         return await desk.awaited(), await desk.model_marks()
 
-    awaited, marks = ask(find(config, queue_url, queue, pool), act)
+    awaited, marks = ask(find(where), act)
     if dispatcher is None:
         complain(f"no dispatcher tells which are served: {problem}", fg=None)
     if marks.problem:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dispatcher.cli.screen import answer, say
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
+from dispatcher.cli.target import Json, QueueOptions, ask, find
 
 EXAMPLES = {
     "pause": [
@@ -23,10 +23,7 @@ By = Annotated[str, typer.Option("--by", metavar="NAME", help="Default: you, on 
 
 
 def pause(
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    where: QueueOptions,
     why: Annotated[str, typer.Option(help="Shown to everybody who asks why nothing is sent.")] = "",
     by: By = "",
     json_output: Json = False,
@@ -35,7 +32,7 @@ def pause(
 
     Works with a wrong configuration too, as long as the queue can be told from it.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     who = who_asks(by)
     ask(target, lambda desk: desk.pause(who, why))
     if json_output:
@@ -56,15 +53,9 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def resume(
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def resume(where: QueueOptions, json_output: Json = False) -> None:
     """Let the dispatchers send again."""
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     ask(target, lambda desk: desk.resume())
     if json_output:
         answer({"queue": target.names.queue, "paused": None})

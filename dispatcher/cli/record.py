@@ -14,7 +14,7 @@ import typer
 
 from dispatcher.cli.screen import answer, complain, fail, say
 from dispatcher.cli.sought import each
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
+from dispatcher.cli.target import Json, QueueOptions, ask, find
 from dispatcher.core.located import Whereabouts
 from dispatcher.core.modelnames import model_of
 from dispatcher.core.request import Request, parse
@@ -46,10 +46,8 @@ def record(
         typer.Option("--path", metavar="PATH", help="Only requests to this path; may be repeated."),
     ] = None,
     dead: Annotated[bool, typer.Option("--dead", help="Take of the dead, too.")] = False,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Cut a warm-up file (models[].warmup) from the requests for a model that lie in the queue.
@@ -65,7 +63,7 @@ def record(
         raise fail("--json and --output - both go to standard output: give one of them", 2)
     if not to_stdout and os.path.lexists(output):
         raise fail(f"{output} exists and is not overwritten: name another with --output")
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     sample, paths = WarmupSample(most), frozenset(path or ())
     wanted = _wanted(model, target.settings, paths, dead=dead)
     looked_at = ask(target, lambda desk: _look(desk, wanted, sample))
@@ -86,9 +84,9 @@ def record(
         told = {"written": str(output), "model": model, "requests": len(requests), "calls": calls}
         answer({**told, "bytes": len(text), "of_model": sample.seen, "looked_at": looked_at})
         return
-    where = "" if to_stdout else f"{output}: "
+    to = "" if to_stdout else f"{output}: "
     of = f"of {sample.seen:,} for {model} among {looked_at:,}"
-    summary = f"{where}written {len(requests):,} requests, {calls:,} calls, {of}"
+    summary = f"{to}written {len(requests):,} requests, {calls:,} calls, {of}"
     if to_stdout:
         complain(summary, fg=None)
     else:

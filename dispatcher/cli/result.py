@@ -14,7 +14,7 @@ import typer
 from dispatcher.cli.describe import Id
 from dispatcher.cli.screen import complain, fail, say, table
 from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, shown_result
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.core.duration import seconds_of, told
 from dispatcher.core.plain import plain
 from dispatcher.core.result import PoppedResult, decode_result
@@ -37,10 +37,8 @@ def result(
     request_id: Id,
     within: Annotated[str, typer.Argument(metavar="[30s]", help="With --wait: no longer than this.")] = "",
     wait: Annotated[bool, typer.Option("--wait", help="Until it is there.")] = False,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Print the result of a request that `submit` sent, or that lies in the queue's default list.
@@ -54,7 +52,7 @@ def result(
     except ValueError as error:
         complain(str(error))
         raise typer.Exit(2) from error
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     try:
         found, why = ask(target, lambda desk: _result(target, desk, request_id, wait, seconds))
     except KeyboardInterrupt:
@@ -161,10 +159,8 @@ def results(
     name: Annotated[str, typer.Option("--list", help="Which list; default: the queue's own.")] = "",
     most: Annotated[int, typer.Option(metavar="N", min=1, help="How many.")] = 100,
     take: Annotated[bool, typer.Option("--take", help="Print them whole, and remove them.")] = False,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Show what lies in a result list, the oldest first; as JSON lines with --json, and when they are taken.
@@ -172,7 +168,7 @@ def results(
     Each is removed once it is printed: a consumer that dies loses none, and of two that take at once both may
     print one.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> int:
         where, count = name or target.names.results, 0

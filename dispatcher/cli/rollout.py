@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,8 +15,8 @@ import typer
 from dispatcher.cli.pause import By, who_asks
 from dispatcher.cli.running import running
 from dispatcher.cli.screen import answer, complain, fail, say, warn
-from dispatcher.cli.status import AdminUrl, meant
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueTarget, QueueUrl, ask, find
+from dispatcher.cli.status import DispatcherOptions, meant
+from dispatcher.cli.target import Json, QueueTarget, ask, find
 from dispatcher.core.versions import words_of
 from dispatcher.core.wanted import VersionPolicy
 
@@ -44,11 +43,8 @@ def label(
     ] = None,
     clear: Annotated[bool, typer.Option("--clear", help="Take it back: the settings' counts again.")] = False,
     by: By = "",
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
+    *,
+    where: DispatcherOptions,
     json_output: Json = False,
 ) -> None:
     """Have a label mean a version, whatever the settings say: a rollout, and the way back.
@@ -59,7 +55,7 @@ def label(
     if clear == (version is not None):
         raise fail("give a version, or --clear to take the label back", 2)
     _check_names(MODEL=family, LABEL=name, VERSION=family if version is None else version)
-    seen = _look(config, queue_url, queue, pool, admin_url)
+    seen = _look(where)
     done = ask(seen.target, lambda desk: desk.label(family, name, version, who_asks(by)))
     if json_output:
         answer({"model": family, "label": name, "version": version, "changed": done})
@@ -86,11 +82,8 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
     why: Annotated[str, typer.Option(help="Told to everybody who asks why requests wait for it.")] = "",
     by: By = "",
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
+    *,
+    where: DispatcherOptions,
     json_output: Json = False,
 ) -> None:
     """Have a version, or a model, take nothing new until --undo; what runs goes on to its end.
@@ -101,7 +94,7 @@ def drain(
     if undo and why:
         raise fail("--why: say it when you drain, not with --undo", 2)
     _check_names(NAME=name)
-    seen = _look(config, queue_url, queue, pool, admin_url)
+    seen = _look(where)
     before = ask(seen.target, lambda desk: desk.model_marks()).drained if undo else ()
     full, who = seen.full_name(name, model, before), who_asks(by)
     if undo:
@@ -192,10 +185,10 @@ class _Seen:
                 yield of, each
 
 
-def _look(config: Path | None, queue_url: str, queue: str, pool: str, admin_url: str) -> _Seen:
+def _look(where: DispatcherOptions) -> _Seen:
     """Where the queue is, and what a dispatcher of it tells. Exits with 2 where nobody names it."""
-    _, address = meant(config, queue_url, queue, pool, admin_url)
-    target = find(config, queue_url, queue, pool)
+    _, address = meant(where)
+    target = find(where)
     if address is None:
         return _Seen(target, None, "nothing says where one is")
     told, problem = asyncio.run(running(address))

@@ -10,7 +10,7 @@ import typer
 
 from dispatcher.cli.screen import answer, complain, fail, say, table
 from dispatcher.cli.sought import time_of
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, ask, find
+from dispatcher.cli.target import Json, QueueOptions, ask, find
 from dispatcher.core.duration import told
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 
@@ -37,14 +37,12 @@ _PAGE = 500
 def list_(
     status: Annotated[Status | None, typer.Option(help="Only those that are so.")] = None,
     most: Annotated[int, typer.Option("--most", "-n", metavar="N", min=1, help="How many.")] = 50,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """List sequences, in no order: their status, the index that goes next, how many wait, what is wrong."""
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     wanted = None if status is None else SequenceStatus(status)
     found, more = ask(target, lambda desk: _first(desk, wanted, most))
     if json_output:
@@ -61,19 +59,12 @@ def list_(
 
 
 @sequences.command()
-def show(
-    sequence_id: Id,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def show(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
     """Show one: what runs of it, what waits and for what, and why it is held or has ended.
 
     Exit code 1: nothing is known of it; what no dispatcher has claimed yet is not.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[SequenceSeen | None, dict[int, str]]:
         seen = await desk.sequence(sequence_id)
@@ -92,19 +83,12 @@ def show(
 
 
 @sequences.command()
-def release(
-    sequence_id: Id,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def release(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
     """Let one that is held go on, with the request behind the one that failed.
 
     Exit code 1: it is not held.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     done = ask(target, lambda desk: desk.release_sequence(sequence_id))
     _say_decided(sequence_id, "released", "goes on", "is not held", done=done, as_json=json_output)
 
@@ -113,10 +97,8 @@ def release(
 def abort(
     sequence_id: Id,
     why: Annotated[str, typer.Option(help="What those that wait are told.")] = "aborted by an operator",
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     json_output: Json = False,
 ) -> None:
     """Answer what waits of one, and what comes, with SEQUENCE_ABORTED; what runs goes on to its end.
@@ -126,25 +108,18 @@ def abort(
     """
     if not why.strip():
         raise fail("--why: say something, or leave it out", 2)
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     done = ask(target, lambda desk: desk.abort_sequence(sequence_id, why))
     _say_decided(sequence_id, "aborted", "is aborted", "is not alive", done=done, as_json=json_output)
 
 
 @sequences.command()
-def forget(
-    sequence_id: Id,
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    json_output: Json = False,
-) -> None:
+def forget(sequence_id: Id, where: QueueOptions, json_output: Json = False) -> None:
     """Forget one of which nothing runs or waits, so that its id begins anew: after an abort, or an end.
 
     Exit code 1: nothing is known of it, or something of it runs or waits.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[bool | None, SequenceSeen | None]:
         done = await desk.forget_sequence(sequence_id)

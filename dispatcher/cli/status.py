@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -17,17 +17,7 @@ import typer
 from dispatcher.cli import words
 from dispatcher.cli.running import AdminAddress, address_of, ready, running
 from dispatcher.cli.screen import answer, complain, fail, say
-from dispatcher.cli.target import (
-    Config,
-    Json,
-    Located,
-    PoolName,
-    QueueName,
-    QueueUrl,
-    locate,
-    warn_of,
-    warn_of_others,
-)
+from dispatcher.cli.target import Json, Located, QueueOptions, locate, warn_of, warn_of_others
 from dispatcher.core.duration import seconds_of
 
 AdminUrl = Annotated[
@@ -39,6 +29,15 @@ AdminUrl = Annotated[
         show_default=False,
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherOptions(QueueOptions):
+    """The options that say which queue a verb means, and which dispatcher."""
+
+    admin_url: AdminUrl = ""
+
+
 Told = dict[str, Any]
 EACH_S = 1.0
 
@@ -55,11 +54,7 @@ EXAMPLES = {
 
 
 def status(
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
+    where: DispatcherOptions,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Again each second, until Ctrl-C.")] = False,
     wait: Annotated[
         str,
@@ -81,7 +76,7 @@ def status(
         waiting_s = seconds_of(wait) if wait else None
     except ValueError as error:
         raise fail(f"--wait: {error}", 2) from error
-    place, address = meant(config, queue_url, queue, pool, admin_url)
+    place, address = meant(where)
     if waiting_s is not None:
         _wait(place, address, waiting_s)
         return
@@ -99,20 +94,13 @@ def status(
         raise typer.Exit(1)
 
 
-def explain(
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
-    json_output: Json = False,
-) -> None:
+def explain(where: DispatcherOptions, json_output: Json = False) -> None:
     """Say in one paragraph why the dispatcher sends what it sends.
 
     Where none answers, say what the queue alone can tell, and where the queue does not, what the dispatcher
     can. Exit code 1: the queue cannot be reached.
     """
-    place, address = meant(config, queue_url, queue, pool, admin_url)
+    place, address = meant(where)
     warn_of(place)
     shown = asyncio.run(look(place, address, guides=True))
     told = words.paragraph(shown)
@@ -173,13 +161,11 @@ async def _queue(place: Located, *, guides: bool) -> Told:
     return told | {name: getattr(counts, name) for name in words.COUNTS} | {"paused": switch}
 
 
-def meant(
-    config: Path | None, queue_url: str, queue: str, pool: str, admin_url: str
-) -> tuple[Located, AdminAddress | None]:
+def meant(where: DispatcherOptions) -> tuple[Located, AdminAddress | None]:
     """Where queue and dispatcher are; exits with 2 where nothing names them."""
-    place = locate(config, queue_url, queue, pool)
+    place = locate(where.config, where.queue_url, where.queue, where.pool)
     try:
-        return place, address_of(place.admin, admin_url)
+        return place, address_of(place.admin, where.admin_url)
     except ValueError as error:
         raise fail(f"--admin-url: {error}", 2) from error
 

@@ -26,18 +26,7 @@ from dispatcher.cli.submit_file import (
     file_paths,
     submit_file,
 )
-from dispatcher.cli.target import (
-    Config,
-    Labels,
-    PoolName,
-    QueueName,
-    QueueTarget,
-    QueueUrl,
-    WithinOrNone,
-    ask,
-    find,
-    pairs_of,
-)
+from dispatcher.cli.target import Labels, QueueOptions, QueueTarget, WithinOrNone, ask, find, pairs_of
 from dispatcher.core.patterns import any_fits
 
 if TYPE_CHECKING:
@@ -66,10 +55,8 @@ def submit(
     sequence_by: SequenceBy = "",
     template: BodyTemplate = None,
     field: TemplateField = "",
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
+    *,
+    where: QueueOptions,
     request_id: Annotated[str, typer.Option("--id", help="Default: a random one.")] = "",
     endpoint: Annotated[str, typer.Option(help="The gateway's path; default: gateway.path.")] = "",
     deadline: WithinOrNone = None,
@@ -93,7 +80,7 @@ def submit(
     broken off goes on by the same command. Exit code 1: the result is an error, or none came; of a file, some
     lines failed.
     """
-    target = find(config, queue_url, queue, pool)
+    target = find(where)
     headers, attributes = dict(pairs_of("--header", header)), dict(pairs_of("--metadata", metadata))
     labels = dict(pairs_of("--label", label))
     if file is not None:

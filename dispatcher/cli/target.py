@@ -115,6 +115,16 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @dataclass(frozen=True, slots=True)
+class QueueOptions:
+    """The options that say which queue a verb means (see options.py)."""
+
+    config: Config = None
+    queue_url: QueueUrl = ""
+    queue: QueueName = ""
+    pool: PoolName = ""
+
+
+@dataclass(frozen=True, slots=True)
 class QueueTarget:
     """A queue that can be asked."""
 
@@ -238,9 +248,9 @@ def warn_of(place: Located) -> None:
     warn(*(f"{problem} (used as far as it goes)" for problem in place.problems))
 
 
-def find(config: Path | None, url: str, queue: str, pool: str = "") -> QueueTarget:
+def find(where: QueueOptions) -> QueueTarget:
     """The queue that was meant; else say what to do and exit: with 1 where it is not there now, or with 2."""
-    place = locate(config, url, queue, pool)
+    place = locate(where.config, where.queue_url, where.queue, where.pool)
     if place.names is None:
         complain(*map(str, place.problems), "the queue is not known: name it by --queue-url and --pool")
         raise typer.Exit(2)

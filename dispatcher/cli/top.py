@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from dispatcher.cli import words
-from dispatcher.cli.status import AdminUrl, look, meant, repeat
-from dispatcher.cli.target import Config, Json, PoolName, QueueName, QueueUrl, warn_of
+from dispatcher.cli.status import DispatcherOptions, look, meant, repeat
+from dispatcher.cli.target import Json, warn_of
 from dispatcher.core import bar
 
 if TYPE_CHECKING:
@@ -21,19 +21,12 @@ EACH_S = 1.0
 BAR_LEAST = 10
 
 
-def top(
-    config: Config = None,
-    queue_url: QueueUrl = "",
-    queue: QueueName = "",
-    pool: PoolName = "",
-    admin_url: AdminUrl = "",
-    json_output: Json = False,
-) -> None:
+def top(where: DispatcherOptions, json_output: Json = False) -> None:
     """Watch the pool: who has its capacity, what waits, how fast it goes and when it is done.
 
     q or Ctrl-C ends it. Where no terminal is, one line a second, as `status --watch` has it.
     """
-    place, address = meant(config, queue_url, queue, pool, admin_url)
+    place, address = meant(where)
     warn_of(place)
     if json_output or not sys.stdout.isatty():
         repeat(place, address, json_output=json_output)

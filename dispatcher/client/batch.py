@@ -17,7 +17,7 @@ from dispatcher.client.blocking import BlockingBatchClient
 from dispatcher.client.errors import NoResultError, QueueAwayError, TooManyPendingError
 from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, item_of, submission_of
 from dispatcher.client.mailbox import WAIT_S, Mailbox
-from dispatcher.client.outage import Outage, away
+from dispatcher.client.outage import Outage
 from dispatcher.client.result import HookError, Result, called, of_error
 from dispatcher.client.sequence import CarryWord, OnErrorWord, OpenSequence, SequenceDoors, mapped
 from dispatcher.client.stream import Items, streamed
@@ -318,6 +318,13 @@ class BatchClient:
         alive."""
         return await self._call(lambda: self._desk().cancel_sequence(sequence_id))
 
+    async def forget_sequence(self, sequence_id: str) -> bool:
+        """Have the queue know nothing more of one, so that its id begins anew: after an abort, or an end.
+        True also where nothing was known of it. False: something of it runs or waits, as `known_sequence`
+        tells; `cancel_sequence` ends that."""
+        done = await self._call(lambda: self._desk().forget_sequence(sequence_id))
+        return done is not False
+
     async def run_file(
         self,
         source: str | Path | BinaryIO,
@@ -461,20 +468,9 @@ class BatchClient:
             await self._mailbox.change(max(0.0, min(1.0, until - now)))
 
     async def _call(self, act: Callable[[], Awaitable[T]], until: float = float("inf")) -> T:
-        """Again while Redis is away, as `Outage` says."""
+        """One of the calls that are made at once; again while Redis is away."""
         async with self._calls:
-            while True:
-                try:
-                    done = await act()
-                except QueueUnavailableError as error:
-                    if (told := self._outage.ill(error)) is not None:
-                        raise told from error
-                    if time.monotonic() >= until:
-                        raise away(error) from error
-                    await self._outage.pause()
-                else:
-                    self._outage.well()
-                    return done
+            return await self._outage.borne(act, until)
 
     def _stream(
         self, items: Items, max_pending: int, ordered: bool, given: Callable[[Result], None]

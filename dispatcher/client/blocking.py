@@ -39,6 +39,7 @@ class AwaitedVerbs(Protocol):
     ) -> Coroutine[Any, Any, dict[str, list[Result]]]: ...
     def known_sequence(self, sequence_id: str) -> Coroutine[Any, Any, SequenceSeen | None]: ...
     def cancel_sequence(self, sequence_id: str) -> Coroutine[Any, Any, bool]: ...
+    def forget_sequence(self, sequence_id: str) -> Coroutine[Any, Any, bool]: ...
     def aclose(self) -> Coroutine[Any, Any, None]: ...
 
 
@@ -123,6 +124,10 @@ class BlockingBatchClient:
     def cancel_sequence(self, sequence_id: str) -> bool:
         """Cancel all that the queue knows of one."""
         return self._run(self._client.cancel_sequence(sequence_id))
+
+    def forget_sequence(self, sequence_id: str) -> bool:
+        """Have its id begin anew; False where something of it runs or waits."""
+        return self._run(self._client.forget_sequence(sequence_id))
 
     def close(self) -> None:
         """End it, and close its connections."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from redis import exceptions as errors
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
 from dispatcher.queue.redis.scripts import BrokenCallError
+
+T = TypeVar("T")
 
 FIRST_S = 10.0
 """A client that never reached its queue has probably a wrong URL, and says so after this."""
@@ -63,6 +67,22 @@ class Outage:
         if self._tries == 2:
             _log.warning("waiting for the queue: %s", error)
         return None
+
+    async def borne(self, act: Callable[[], Awaitable[T]], until: float) -> T:
+        """What the call brings, made again until it gets through. Raises QueueAwayError where it is not to
+        be, or when it fails past that time (of the monotonic clock)."""
+        while True:
+            try:
+                done = await act()
+            except QueueUnavailableError as error:
+                if (told := self.ill(error)) is not None:
+                    raise told from error
+                if time.monotonic() >= until:
+                    raise away(error) from error
+                await self.pause()
+            else:
+                self.well()
+                return done
 
     async def pause(self) -> None:
         await asyncio.sleep(_PAUSES_S[min(self._tries, len(_PAUSES_S)) - 1])

@@ -39,7 +39,7 @@ class Result:
 
     id: str
     text: str
-    """The body of the answer; without one `{"error": …}`."""
+    """The body of the answer as it came; without one `{"error": …}`. `content` is the model's words."""
     status: int | None = None
     """The HTTP status of the last answer; None: there was none."""
     code: str = ""

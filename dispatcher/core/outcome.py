@@ -174,9 +174,11 @@ _WHY_CHARS = 200
 """Of what a try came to, which is kept for each request that is tried again."""
 
 
-def too_late(last_try: str) -> Errored:
+def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
     """The deadline has passed; `last_try`: what the last try that counted came to, if there was one."""
-    why = f"; the last try: {last_try}" if last_try else ""
+    counts = ((attempts, "attempt"), (refusals, "refusal"))
+    tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
+    why = (f" after {tries}" if tries else "") + (f"; the last try: {last_try}" if last_try else "")
     return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{why}")
 
 
@@ -219,7 +221,7 @@ def after(
         case Refused(why):
             return Errored(ErrorCode.INVALID_REQUEST, why)
         case TooLate():
-            return too_late(last_try)
+            return too_late(last_try, attempts, refusals)
         case Failed() if attempts + 1 >= policy.max_attempts:
             tries = f"{attempts + 1} attempt{'s' if attempts else ''}"
             message = f"no answer after {tries}, the last: {outcome.why}"
@@ -235,7 +237,7 @@ def after(
             assert_never(outcome)
     left = deadline - now
     if left <= 0:
-        return too_late(retry.last_try or last_try)
+        return too_late(retry.last_try or last_try, attempts + retry.attempt, refusals + retry.refusal)
     if retry.delay_s > left:
         return replace(retry, delay_s=left)
     return retry

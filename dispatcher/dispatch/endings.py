@@ -18,7 +18,7 @@ from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed, misdirected
 from dispatcher.core.turns import Turn
 from dispatcher.core.verdicts import TurnEnd
-from dispatcher.ports import Burial, Lease, Release, Settlement, Unserved
+from dispatcher.ports import Burial, Expired, Lease, Release, Settlement, Unserved
 
 Ending = Settlement | Release | Burial
 
@@ -71,8 +71,14 @@ def unlisted(lease: Lease, request: Request, why: str) -> Settlement:
 
 
 def expired(lease: Lease, request: Request) -> Settlement:
-    ended = too_late(lease.last_try)
+    ended = too_late(lease.last_try, lease.attempts, lease.refusals)
     return error(lease, request, ended.code, ended.message)
+
+
+def overdue(one: Expired, request: Request) -> Settlement:
+    """Without a lease."""
+    nobody = NOBODY.but(last_try=one.last_try, attempts=one.attempts, refusals=one.refusals)
+    return expired(nobody, request)
 
 
 def cancelled(lease: Lease, request: Request) -> Settlement:

@@ -230,7 +230,7 @@ class Upkeep:
             unix_now = self._queue.unix_now()
             parsed = [(one, parse(one.member)) for one in found]
             over = [
-                (one, endings.expired(endings.NOBODY.but(last_try=one.last_try), request))
+                (one, endings.overdue(one, request))
                 for one, request in parsed
                 if isinstance(request, Request) and request.deadline <= unix_now
             ]

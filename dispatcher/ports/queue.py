@@ -228,7 +228,9 @@ class Expired:
     """Opaque to all but the queue."""
     member: bytes
     last_try: str = ""
-    """As in Lease."""
+    """As in Lease, and so are those below."""
+    attempts: int = 0
+    refusals: int = 0
 
 
 @dataclass(frozen=True, slots=True)

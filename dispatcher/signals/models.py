@@ -83,6 +83,7 @@ class ModelWatch:
         self._settings = settings
         self._found_within_s = found_within_s
         self._on_round = on_round
+        self._access = access
         self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
         self._endpoints = Endpoints()
         self._changed = asyncio.Event()
@@ -102,10 +103,14 @@ class ModelWatch:
         if _found(before) != _found(endpoints):
             self._wake()
 
-    def reconfigure(self, settings: Settings) -> None:
-        """Ask by these settings from now on; or nobody, where they say so."""
+    def reconfigure(self, settings: Settings, access: ClusterAccess) -> None:
+        """Ask by these settings from now on; or nobody, where they say so. With another way into the cluster
+        rewrites are watched anew."""
         before, self._settings = self._settings, settings
-        if _asked_by(before) != _asked_by(settings):
+        elsewhere, self._access = access != self._access, access
+        if elsewhere:
+            self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
+        if elsewhere or _asked_by(before) != _asked_by(settings):
             self._generation += 1
             self._known = _NOT_ASKED
             self._wake()
@@ -130,18 +135,19 @@ class ModelWatch:
                     self._changed.clear()
                     await self._changed.wait()
                 async with asyncio.TaskGroup() as tasks:
-                    beside = tasks.create_task(self._rewrites.run(), name="watch of rewrites")
-                    await self._observe()
+                    rewrites = self._rewrites
+                    beside = tasks.create_task(rewrites.run(), name="watch of rewrites")
+                    await self._observe(rewrites)
                     beside.cancel()
                 await self._close()
         finally:
             await self._close()
 
-    async def _observe(self) -> None:
-        """Ask in rounds for as long as the settings have it so."""
+    async def _observe(self, rewrites: RewriteWatch) -> None:
+        """Ask in rounds for as long as the settings have it so, by these rewrites."""
         loop = asyncio.get_running_loop()
         waits_until = loop.time() + self._found_within_s
-        while self._settings.observes_models:
+        while self._settings.observes_models and self._rewrites is rewrites:
             self._changed.clear()
             if self._unheard and loop.time() < waits_until:
                 await self._wait(waits_until)

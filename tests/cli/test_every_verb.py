@@ -203,7 +203,12 @@ ROWS = {
         wrong=((), ("x", "--all"), ("x", "--deadline", "-1")),
         fields={"": {"requeued", "asked", "results_by_id"}},
     ),
-    "dead purge": Row(happy=("dead", "--yes"), empty=1, wrong=((), ("x", "--all")), fields={"": {"purged"}}),
+    "dead purge": Row(
+        happy=("dead", "--yes"),
+        empty=1,
+        wrong=((), ("x", "--all")),
+        fields={"": {"purged", "asked", "dead"}},
+    ),
     "sequences list": Row(wrong=(("--status", "lost"), ("-n", "0")), fields={"": SEQUENCE}, table=True),
     "sequences show": Row(
         happy=("chat-7",),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,8 +272,10 @@ async def test_the_dead_are_chosen_by_id_reason_and_age(queue_server: Server) ->
     assert (await told(queue_server, "dead", "requeue", "a"))["requeued"] == 1
     asked = await verb(queue_server, "dead", "purge", "--reason", "500")
     assert (asked.returncode, "--yes" in asked.stderr) == (2, True)
-    assert (await verb(queue_server, "dead", "purge", "b", "--yes")).stdout == "1 forgotten\n"
-    assert (await told(queue_server, "dead", "purge", "--reason", "500", "--yes")) == {"purged": 1}
+    purged = await verb(queue_server, "dead", "purge", "b", "--yes")
+    assert (purged.stdout, purged.stderr) == ("1 forgotten, 1 dead left\n", "")
+    others = await told(queue_server, "dead", "purge", "--reason", "500", "--yes")
+    assert others == {"purged": 1, "asked": 1, "dead": 0}
     empty = await verb(queue_server, "dead", "list")
     assert (empty.returncode, empty.stdout, "no dead" in empty.stderr) == (0, "", True)
 
@@ -282,12 +287,13 @@ async def test_a_number_is_that_of_a_dead_request_and_only_else_an_id(queue_serv
         await submitted(queue, str(first.entry), "77777")
         leases = [first, *await taken(queue)]
         await queue.bury([Burial(Settlement(lease, b"", ""), "it broke") for lease in leases])
-    assert (await told(queue_server, "dead", "purge", str(first.entry), "--yes")) == {"purged": 1}
+    one = await told(queue_server, "dead", "purge", str(first.entry), "--yes")
+    assert one == {"purged": 1, "asked": 1, "dead": 2}
     left = [each["id"] for each in await told(queue_server, "dead", "list")]
     assert left == [str(first.entry), "77777"]
     for name in (*left, "9" * 5_000):
         purged = await verb(queue_server, "dead", "purge", name, "--yes")
-        assert purged.stdout == ("1 forgotten\n" if name in left else "")
+        assert ("1 forgotten" in purged.stdout) == (name in left)
         assert (f"not among the dead: {name}" in purged.stderr) == (name not in left)
 
 
@@ -302,6 +308,80 @@ async def test_where_none_of_the_dead_is_meant_it_says_so(queue_server: Server, 
     ):
         done = await verb(queue_server, "dead", act, *named, *yes)
         assert (done.stdout, done.stderr) == ("", f"{NAMES.queue}: {words}\n")
+
+
+async def buried(queue: OwnerAndDesk, *ids: str) -> None:
+    await submitted(queue, *ids)
+    await queue.bury([Burial(Settlement(lease, b"", ""), "it broke") for lease in await taken(queue)])
+
+
+@pytest.mark.parametrize(
+    ("act", "done"),
+    [
+        (("purge", "--yes"), "1 forgotten, 1 dead left\n"),
+        (("requeue",), "1 of 3 are pending again; a second result may come for each\n"),
+    ],
+    ids=lambda each: each[0] if isinstance(each, tuple) else "",
+)
+async def test_those_of_the_named_that_are_not_there_are_named(
+    queue_server: Server, act: tuple[str, ...], done: str
+) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await buried(queue, "a", "b")
+    said = await verb(queue_server, "dead", *act, "a", "z", "y")
+    assert said == Said(1, done, f"{NAMES.queue}: not among the dead: y, z\n")
+
+
+async def test_what_is_left_is_said_where_none_is_forgotten(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await buried(queue, "a", "b")
+    for named, words in (
+        (["--reason", "CUDA"], "no dead request fits"),
+        (["z"], "not among the dead: z"),
+    ):
+        said = await verb(queue_server, "dead", "purge", *named, "--yes")
+        assert said == Said(1, "", f"{NAMES.queue}: {words}; 2 dead left\n")
+    nothing = {"purged": 0, "asked": 1, "dead": 2}
+    assert await told(queue_server, "dead", "purge", "z", "--yes") == nothing
+
+
+async def test_a_request_that_cannot_be_read_stays_dead_and_is_counted(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await queue.submit([Submission(b"{", float(LATER), "", "", LATER)])
+        (lease,) = await taken(queue)
+        await queue.bury([Burial(Settlement(lease, b"", ""), "unreadable")])
+    said = await verb(queue_server, "dead", "requeue", "--all")
+    why = "1 was not accepted: unreadable, or not dead any more"
+    assert said == Said(1, "", f"{NAMES.queue}: {why}\n")
+
+
+async def test_what_is_gone_when_the_question_is_answered_is_not_called_forgotten(
+    queue_server: Server,
+) -> None:
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-m", "dispatcher", "dead", "purge", "--all", "--queue-url", queue_server.url]
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await buried(queue, "a", "b")
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=theirs, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+        os.close(theirs)
+        try:
+            assert process.stderr is not None
+            asked = await asyncio.wait_for(process.stderr.readuntil(b"[y/N]:"), STARTS_S)
+            assert asked.startswith(f"Forget 2 dead requests of {NAMES.queue} for good?".encode())
+            (first, _) = await queue.dead_list(2)
+            assert await queue.dead_purge([first.entry]) == 1
+            os.write(ours, b"y\n")
+            out, err = await process.communicate()
+        finally:
+            os.close(ours)
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    assert (process.returncode, out.decode().strip()) == (0, "1 forgotten, no dead left")
+    why = "1 was gone before: requeued or purged meanwhile, or the call was made twice"
+    assert err.decode().strip() == f"{NAMES.queue}: {why}"
 
 
 async def test_a_key_that_is_no_list_holds_no_results(queue_server: Server) -> None:

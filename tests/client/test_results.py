@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import aiohttp
 import pytest
 import redis.asyncio
 
@@ -23,10 +25,12 @@ from dispatcher.client import (
 )
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode, answered
+from dispatcher.standin.live import Config, LiveWorld
 from tests.client.answering import NAMES, POOL, Answering, refusal
 from tests.queue.known import assert_only_known_keys
 from tests.queue.made import queues
 from tests.queue.servers import Server
+from tests.scenarios.responses_server import ResponsesServer
 from tests.support import wait_until
 
 
@@ -189,6 +193,73 @@ async def test_content_is_the_models_words_where_it_answered(
     async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
         result = await producer.submit({})
     assert (result.content, result.text) == (words, body.decode())
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "words"),
+    [
+        ("/v1/completions", {"prompt": "hi"}, "xxxxxxxx"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "xxxxxxxx"),
+        ("/v1/embeddings", {"input": "hi"}, None),
+        ("/v1/completions", {"sim": {"kind": "status", "status": 500, "body": "it broke"}}, None),
+        ("/v1/completions", {"sim": {"events": 3}}, None),
+        ("/v1/completions", {"sim": {"answer_bytes": 8_000_000}}, "x" * 8_000_000),
+    ],
+)
+async def test_content_of_what_a_server_answers(
+    answering: Answering, producer: BatchClient, path: str, asked: dict[str, Any], words: str | None
+) -> None:
+    async with (
+        LiveWorld(Config(seconds=0.01)) as world,
+        aiohttp.ClientSession() as http,
+        http.post(
+            f"{world.gateway_url}{path}", json={"model": "m", "sim": {"answer_bytes": 8}} | asked
+        ) as reply,
+    ):
+        status, body = reply.status, await reply.read()
+    async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
+        result = await producer.submit({})
+    assert (result.content, result.text) == (words, body.decode())
+
+
+async def test_content_of_a_response(answering: Answering, producer: BatchClient) -> None:
+    status, told = ResponsesServer("").answer(b'{"input": "hi"}')
+    body = json.dumps(told).encode()
+    async with answering.always(lambda each: answered(each.id, status, body, token=each.token)):
+        assert (await producer.submit({})).content == "1 so far"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b'{"choices": null}',
+        b'{"choices": [null]}',
+        b'{"choices": [7]}',
+        b'{"choices": {"0": {"text": "x"}}}',
+        b'{"choices": [{"text": 7}]}',
+        b'{"choices": [{"message": "x"}]}',
+        b'{"choices": [{"message": {"content": {"text": "x"}}}]}',
+        b'{"choices": [{"message": {"content": [["x"]]}}]}',
+        b'{"choices": [{"delta": {"content": "x"}}]}',
+        b'{"choices": [{"text": "x"}]',
+        b'{"output": [{"type": "message", "content": [{"type": "output_text", "text": 7}]}]}',
+        b'{"output": [null]}',
+        b'{"choices": [{"text": "\xff"}]' + b"[" * 100_000,
+        b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"choices": [{"text": "x", "text": 7}]}',
+        b"[" * 4_000_000,
+    ],
+    ids=range(18),
+)
+async def test_an_answer_of_any_other_shape_has_no_content_and_raises_nothing(
+    answering: Answering, producer: BatchClient, body: bytes
+) -> None:
+    async with answering.always(lambda each: answered(each.id, 200, body, token=each.token)):
+        result = await producer.submit({})
+    assert result.ok
+    assert (result.content, result.usage) == (None, None)
 
 
 async def test_results_of_another_list_are_not_awaited_here(

@@ -162,6 +162,34 @@ async def test_a_client_that_comes_again_goes_on_behind_what_is_known(
         await later.cancel(handle)
 
 
+async def test_a_sequence_that_was_aborted_begins_anew_once_it_is_forgotten(
+    client: BatchClient, taking: TurnTaking
+) -> None:
+    async with taking.always(failing(0)):
+        first = client.sequence("chat-7", on_error="abort")
+        assert not (await first.send({"n": 0})).ok
+        assert (await client.sequence("chat-7").send({"n": 1})).code == ErrorCode.SEQUENCE_ABORTED
+        assert await client.forget_sequence("chat-7")
+        assert await client.known_sequence("chat-7") is None
+        anew = client.sequence("chat-7")
+        assert numbers([await anew.send({"n": 3})]) == [3]
+        assert anew.next_index == 1
+
+
+async def test_a_sequence_of_which_something_runs_or_waits_is_not_forgotten(
+    client: BatchClient, taking: TurnTaking
+) -> None:
+    chat = client.sequence("chat-7")
+    for n in range(2):
+        await chat.enqueue({"n": n})
+    await taking.once(lambda request: None)  # the first one runs, the other waits
+    assert not await client.forget_sequence("chat-7")
+    seen = await client.known_sequence("chat-7")
+    assert seen is not None
+    assert (seen.status, seen.waiting) == ("open", 1)
+    assert await client.forget_sequence("nobody"), "it begins anew as well"
+
+
 async def test_an_index_that_is_there_already_is_told(client: BatchClient, taking: TurnTaking) -> None:
     async with taking.always():
         async with client.sequence("chat-7", index=0) as chat:
@@ -358,6 +386,7 @@ async def test_threads_have_the_same(one_redis: Server, taking: TurnTaking) -> N
                 breaks_off(client)
             assert client.known_sequence("b") is None
             assert not client.cancel_sequence("b")
+            assert client.forget_sequence("b")
             return numbers([*found, *more["b"]])
 
     async with taking.always():

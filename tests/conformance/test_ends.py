@@ -167,26 +167,27 @@ async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> No
     await owner.weigh([(leases[b"heavy"], 3)], permit(100))
     await owner.release(
         [
-            Release(leases[b"returned"], last_try="refused"),
-            Release(leases[b"delayed"], delay_s=500, last_try="reset"),
+            Release(leases[b"returned"], refusal=True, last_try="refused"),
+            Release(leases[b"delayed"], delay_s=500, attempt=True, last_try="reset"),
             Release(leases[b"untried"]),
             Release(leases[b"heavy"], last_try="no room"),
         ]
     )
     await world.zadd(NOW - 5, b"never claimed")
-    told: dict[bytes, str] = {}
+    told: dict[bytes, tuple[str, int, int]] = {}
 
     async def found() -> bool:
-        told.update({one.member: one.last_try for one in await owner.expired(10)})
+        over = await owner.expired(10)
+        told.update({one.member: (one.last_try, one.attempts, one.refusals) for one in over})
         return len(told) == 5
 
     await wait_until(found)
     assert told == {
-        b"returned": "refused",
-        b"delayed": "reset",
-        b"untried": "",
-        b"heavy": "no room",
-        b"never claimed": "",
+        b"returned": ("refused", 0, 1),
+        b"delayed": ("reset", 1, 0),
+        b"untried": ("", 0, 0),
+        b"heavy": ("no room", 0, 0),
+        b"never claimed": ("", 0, 0),
     }
 
 

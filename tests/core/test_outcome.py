@@ -248,7 +248,8 @@ def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float)
     ended = decide(outcome, left=left)
     assert isinstance(ended, Errored)
     assert ended.code is ErrorCode.DEADLINE_EXCEEDED
-    why = f"; the last try: {told(outcome)}" if isinstance(outcome, Failed | Overloaded) else ""
+    counted = {Failed: " after 1 attempt", Overloaded: " after 1 refusal"}.get(type(outcome), "")
+    why = f"{counted}; the last try: {told(outcome)}" if isinstance(outcome, Failed | Overloaded) else ""
     assert ended.message == f"deadline exceeded{why}"
 
 

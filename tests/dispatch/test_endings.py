@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
@@ -22,7 +24,7 @@ from dispatcher.core.request import Rejection
 from dispatcher.core.result import ErrorCode, decode_result
 from dispatcher.dispatch import endings
 from dispatcher.dispatch.endings import Ending, lease_of
-from dispatcher.ports import Burial, Release, Settlement
+from dispatcher.ports import Burial, Expired, Release, Settlement
 from tests.dispatch.scene import lease, request
 
 LEASE = lease(7)
@@ -99,18 +101,30 @@ def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
 @pytest.mark.parametrize(
     ("outcome", "before", "told"),
     [
-        (None, "", ""),
-        (None, "no upstream", "no upstream"),
-        (Failed("reset"), "no upstream", "reset"),
-        (Unreachable("gone"), "no upstream", "no upstream"),
-        (TooLate(), "no upstream", "no upstream"),
+        (None, {}, ""),
+        (None, {"last_try": "gone", "attempts": 1}, " after 1 attempt; the last try: gone"),
+        (None, {"last_try": "429", "refusals": 2}, " after 2 refusals; the last try: 429"),
+        (None, {"last_try": "no model"}, "; the last try: no model"),
+        (Failed("reset"), {}, " after 1 attempt; the last try: reset"),
+        (
+            Failed("reset"),
+            {"last_try": "429", "attempts": 1, "refusals": 1},
+            " after 2 attempts and 1 refusal; the last try: reset",
+        ),
+        (
+            Overloaded(429, "", capacity=True),
+            {"attempts": 1},
+            " after 1 attempt and 1 refusal; the last try: the gateway refused it for now: 429",
+        ),
+        (Unreachable("gone"), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: 503"),
+        (TooLate(), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: 503"),
     ],
 )
-def test_who_is_too_late_is_told_what_the_last_try_came_to(
-    outcome: Outcome | None, before: str, told: str
+def test_who_is_too_late_is_told_what_the_tries_came_to(
+    outcome: Outcome | None, before: dict[str, Any], told: str
 ) -> None:
     """Of which nobody else would know: it was given back, and its answer with it."""
-    held = lease(7, last_try=before)
+    held = lease(7, **before)
     if outcome is None:
         ending: Ending = endings.expired(held, REQUEST)
     else:
@@ -118,7 +132,14 @@ def test_who_is_too_late_is_told_what_the_last_try_came_to(
     assert isinstance(ending, Settlement)
     result = decode_result(ending.result)
     assert result.error_code == ErrorCode.DEADLINE_EXCEEDED
-    assert result.error_message == "deadline exceeded" + (f"; the last try: {told}" if told else "")
+    assert result.error_message == f"deadline exceeded{told}"
+
+
+def test_what_expires_without_a_lease_says_the_same() -> None:
+    over = Expired("d:7:3", b"{}", "503", attempts=2, refusals=1)
+    told = decode_result(endings.overdue(over, REQUEST).result)
+    assert told.error_code == ErrorCode.DEADLINE_EXCEEDED
+    assert told.error_message == "deadline exceeded after 2 attempts and 1 refusal; the last try: 503"
 
 
 def test_member_without_an_id_is_dead_and_nobody_is_told() -> None:

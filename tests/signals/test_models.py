@@ -188,9 +188,9 @@ async def test_nobody_is_asked_where_nothing_is_to_be_known(observe: str, models
             rounds.watch.discovered(of(server))
             await others_ask()
             assert (rounds.told, server.asked) == ([], [])
-            rounds.watch.reconfigure(configured(urls(server)))
+            rounds.watch.reconfigure(configured(urls(server)), NO_CLUSTER)
             await rounds.comes({server.address: ("m",)})
-            rounds.watch.reconfigure(off)
+            rounds.watch.reconfigure(off, NO_CLUSTER)
             told = len(rounds.told)
             await others_ask()
             assert len(rounds.told) == told
@@ -201,7 +201,7 @@ async def test_new_settings_count_at_once_and_no_round_of_the_old_ones_is_told()
         slow.slow_s = 0.5
         async with watching(configured(urls(slow), interval_s=3600)) as rounds:
             await wait_until(lambda: slow.running)
-            rounds.watch.reconfigure(configured(urls(server)))
+            rounds.watch.reconfigure(configured(urls(server)), NO_CLUSTER)
             await rounds.comes({server.address: ("n",)})
             assert all(each.endpoint == server.address for told in rounds.told for each in told)
 
@@ -214,7 +214,7 @@ async def test_a_change_of_other_settings_asks_nothing_anew() -> None:
         assert isinstance(new, Settings)
         async with watching(old) as rounds:
             await rounds.comes({server.address: ("m",)})
-            rounds.watch.reconfigure(new)
+            rounds.watch.reconfigure(new, NO_CLUSTER)
             await others_ask(8)
             assert (len(rounds.told), server.lists) == (1, 1)
 
@@ -374,11 +374,11 @@ async def test_servers_are_known_by_the_settings_and_files_of_the_moment(tmp_pat
             await wait_until(lambda: access(rounds, one.address).headers["Authorization"] == "Bearer second")
             token.unlink()
             await wait_until(lambda: "cannot be read" in str(rounds.watch.server(one.address)))
-            rounds.watch.reconfigure(configured(urls(two)))
+            rounds.watch.reconfigure(configured(urls(two)), NO_CLUSTER)
             assert "yet" in str(rounds.watch.server(one.address)), "what it is asked by has changed"
             await rounds.comes({two.address: ("m",)})
             assert dict(access(rounds, two.address).headers) == {}
-            rounds.watch.reconfigure(configured("observe: off"))
+            rounds.watch.reconfigure(configured("observe: off"), NO_CLUSTER)
             assert "yet" in str(rounds.watch.server(two.address))
 
 

@@ -155,6 +155,31 @@ async def test_without_kubernetes_there_is_nothing_to_wait_for() -> None:
     await watch.run()
 
 
+async def test_another_way_into_the_cluster_has_the_rewrites_watched_anew(server: ApiServer) -> None:
+    """As where the settings begin or cease to name model servers, which are in no pool."""
+    server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
+    async with model_server("v1") as one:
+        text = "gateway: {url: http://g}\npool: {name: qwen}\nmodels: [{name: m}]\n"
+        settings = parse(f"{text}serving: {{urls: ['{one.url}'], interval_s: 3600}}\n", {})
+        assert isinstance(settings, Settings)
+        rounds: list[tuple[str, ...] | None] = []
+        watch = ModelWatch(settings, lambda told: rounds.append(told[0].models), access=NO_CLUSTER)
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(watch.run())
+            await wait_until(lambda: rounds == [("v1",)])
+            watch.reconfigure(settings, access(server))
+            await wait_until(lambda: len(rounds) > 1)
+            assert rounds[1] == ("v1", "chat"), "not before they are seen"
+            watch.reconfigure(settings, access(server))
+            watch.reconfigure(settings, NO_CLUSTER)
+            await wait_until(lambda: rounds[-1] == ("v1",))
+            server.put(REWRITES, rewrite("a", (["talk"], ["v1"])))
+            watch.reconfigure(settings, access(server))
+            await wait_until(lambda: rounds[-1] == ("v1", "talk"))
+            assert watch.problems == ()
+            running.cancel()
+
+
 async def test_names_of_rewrites_are_told_with_the_models_that_they_become(server: ApiServer) -> None:
     server.put(REWRITES, rewrite("a", (["chat"], ["v1"]), ([], ["v2"])))
     async with model_server("v1") as one, model_server("v2") as two:

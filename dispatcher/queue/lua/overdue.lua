@@ -2,7 +2,7 @@
 -- KEYS   own…
 -- ARGV   after (exclusive, or -inf), until (inclusive; empty: now), range to start in, offset there, most, bytes,
 --        bytes of the largest member that is moved
--- Returns {until, next range (-1: at the end), next offset, {range, place, member, last try}…}; where the first has more
+-- Returns {until, next range (-1: at the end), next offset, {range, place, member, last try, attempts, refusals}…}; where the first has more
 --        than `bytes`, how many in its place: it wants a call of its own. Those above the largest are passed over.
 -- Keeps: reads only. The ranges are the priorities of each of the sets that hold unleased requests.
 need('ZCOUNT')
@@ -25,11 +25,12 @@ while range < PRIORITIES * #SETS do
   while offset < total do
     if count >= most then return {text(last), range, offset, unpack(found)} end
     local name = call('ZRANGE', key, start + offset, start + offset)[1]
-    local place, own, last_try = 'P', #name, ''
+    local place, own, last_try, attempts, refusals = 'P', #name, '', 0, 0
     if letter ~= 'P' then
       local id = tonumber(string.sub(name, -16))
       local state = load(id)
       place, last_try = letter .. ':' .. id .. ':' .. state[MOVES], state[REASON] or ''
+      attempts, refusals = state[ATTEMPTS], state[REFUSALS]
       own = call('HSTRLEN', MEMBERS, id)
       name = own <= bytes and call('HGET', MEMBERS, id)
     end
@@ -37,7 +38,7 @@ while range < PRIORITIES * #SETS do
       size = size + own
       if count > 0 and size > bytes then return {text(last), range, offset, unpack(found)} end
       if size > bytes then return {text(last), range, offset, {range, place, own}} end
-      found[#found + 1] = {range, place, name, last_try}
+      found[#found + 1] = {range, place, name, last_try, attempts, refusals}
       count = count + 1
     end
     offset = offset + 1

@@ -96,7 +96,7 @@ def overdue(line: Line, most: int) -> list[Expired]:
             line.overdue.append((moves, entry))
             if len(entry.member) > line.largest:
                 continue
-            found.append(Expired(entry.where, entry.member, entry.last_try))
+            found.append(Expired(entry.where, entry.member, entry.last_try, entry.attempts, entry.refusals))
     return found
 
 

@@ -60,11 +60,11 @@ class Overdue:
         self._rests = not self._rests
         return self.fresh if self._rests else self.rest
 
-    def found(self, walk: Walk, rows: Sequence[tuple[int, bytes, bytes, bytes]]) -> list[Expired]:
+    def found(self, walk: Walk, rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]) -> list[Expired]:
         side = "f" if walk is self.fresh else "r"
         return [
-            Expired(f"{side}{at}|{place.decode()}", member, last_try.decode(errors="replace"))
-            for at, place, member, last_try in rows
+            Expired(f"{side}{at}|{place.decode()}", member, last_try.decode(errors="replace"), *counts)
+            for at, place, member, last_try, *counts in rows
         ]
 
     def removed(self, item: Expired) -> None:

@@ -282,8 +282,8 @@ class OverdueReply:
     next_range: int
     """-1: at the end."""
     next_offset: int
-    rows: Sequence[tuple[int, bytes, bytes, bytes]]
-    """Of each: the range it was found in, its place, its member, what its last try came to."""
+    rows: Sequence[tuple[int, bytes, bytes, bytes, int, int]]
+    """Of each: the range it was found in, place, member, what its last try came to, attempts, refusals."""
     alone_bytes: int
     """The first has so many and wants a call of its own: the only row has no member. Else 0."""
 
