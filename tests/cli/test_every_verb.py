@@ -11,6 +11,7 @@ import signal
 import struct
 import termios
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -495,11 +496,12 @@ async def on_terminal(place: Place, name: str) -> tuple[int | None, str]:
                 await wait_until(lambda: printed.count(b"\n") > 1 or child.poll() is not None, STARTS_S)
                 child.send_signal(signal.SIGINT)
             await wait_until(lambda: child.poll() is not None, STARTS_S)
-            await asyncio.sleep(0)
             loop.remove_reader(ours)
-            while fcntl.ioctl(ours, termios.FIONREAD, b"\0" * 4) != b"\0" * 4:
-                printed += os.read(ours, 65536)
-            return child.poll(), printed.decode()
+        # What was written comes through the kernel by and by; the end of it is told once nobody can write.
+        with suppress(OSError):
+            while part := os.read(ours, 65536):
+                printed += part
+        return child.returncode, printed.decode()
     finally:
         loop.remove_reader(ours)
         os.close(ours)
