@@ -335,7 +335,7 @@ def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[
         how.append(f"in steps of {chosen.steps_s:.3g} s, in each of which batch requests end together")
         options.append("--engine-step 0")
     if grain is None and chosen.grain > 1:
-        how.append(f"by {chosen.grain} batch requests at a time that are alike")
+        how.append(f"with {chosen.grain} batch requests going as one")
         options.append("--grain 1")
     if not how:
         return chosen, ()

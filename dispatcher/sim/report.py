@@ -285,7 +285,7 @@ def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) 
     truly = "" if setting.real_slots == setting.slots else f" (truly {setting.real_slots})"
     kept = f"reserve {setting.reserve:g}, " if reserve else ""
     coarse = f", in steps of {setting.steps_s:.3g} s" if setting.steps_s else ""
-    coarse += f", batch requests by {setting.grain}" if setting.grain > 1 else ""
+    coarse += f", {setting.grain} batch requests as one" if setting.grain > 1 else ""
     lines = [
         (
             f"{trace}, {setting.seconds:g} s{coarse}, {setting.slots} slots{truly}, {kept}"

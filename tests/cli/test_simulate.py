@@ -104,7 +104,7 @@ def test_long_trace_is_played_where_it_is_busiest_and_says_so(tmp_path: Path) ->
     setting = json.loads(whole.stdout)["setting"]
     assert (setting["seconds"], setting["step_s"], setting["grain"]) == (59 * 60, 0.2, 4)
     assert whole.stderr.startswith("59 min are played in steps of 0.2 s, "), "and nothing else"
-    assert "by 4 batch requests at a time that are alike (--engine-step 0 --grain 1: " in whole.stderr
+    assert "with 4 batch requests going as one (--engine-step 0 --grain 1: " in whole.stderr
     assert whole.stderr.count("\n") == 1
     exact = simulate(
         "--trace", trace, "--slots", "400", "--policy", "none", "--json", "--all", "--engine-step", "0",
