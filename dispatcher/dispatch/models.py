@@ -173,11 +173,11 @@ class Models:
         return AwaitsModel(f"its model {quoted(model)} has no version that it could go to: {family.why()}")
 
     async def recalling(self) -> None:
-        """See to it that nothing waits for a model that is there; who only observes sees to nothing."""
+        """See to it that nothing waits for a model that is there; who only observes looks, and no more."""
         while True:
-            if not self._observes:
-                if self._pool is not None:
-                    await self.versions.exchange()
+            if self._pool is not None:
+                await (self.versions.listen() if self._observes else self.versions.exchange())
+            if await self._count_awaited() and not self._observes:
                 await self._recall()
             pause_s = UNWATCHED_EACH_S if self._pool is None else RECALL_EACH_S
             with contextlib.suppress(TimeoutError):
@@ -186,15 +186,19 @@ class Models:
             self._changed.clear()
             await asyncio.sleep(GAP_S)
 
-    async def _recall(self) -> None:
-        access = self._access
-        awaited = await access.ask("awaited", access.queue.awaited())
+    async def _count_awaited(self) -> bool:
+        """Whether the queue has told."""
+        awaited = await self._access.ask("awaited", self._access.queue.awaited())
         if awaited is None:
-            return
+            return False
         self.awaited = awaited
         if self._pool is not None:
             self._pool.expect(awaited)
-        there = [model for model in awaited if not self._holds_back(model)]
+        return True
+
+    async def _recall(self) -> None:
+        access = self._access
+        there = [model for model in self.awaited if not self._holds_back(model)]
         while there:
             recalled = await access.ask("recall", access.queue.recall(there))
             if recalled is None:

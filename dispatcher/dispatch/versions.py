@@ -3,6 +3,7 @@
     look       what endpoints list, what is warm and what operators decided moves the state of each version
     direct     a request for a model with versions gets one of those that are open, and its body says so
     exchange   what is warm and under way is shared with the other owners, and what verbs have set comes back
+    listen     the same for who only observes: he hears what the others share, and tells nothing
 
 Which version is open is decided in core/rollover.py. Where the settings name no versions nothing is kept, and
 nothing of a request is touched.
@@ -216,6 +217,15 @@ class Versions:
         self._exchanged_at = now()
         self._cold -= cold
         self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
+        self.look()
+
+    async def listen(self) -> None:
+        """Hear what holds for all, and tell nothing. What this process has seen go is for others to say."""
+        marks = await self._access.ask("marks", self._access.queue.model_marks())
+        if marks is None:
+            return
+        self._cold.clear()
+        self.marks = marks
         self.look()
 
     async def warmed(self, model: str, endpoint: str) -> None:

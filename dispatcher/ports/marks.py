@@ -59,6 +59,10 @@ class ModelBoard(Protocol):
         """
         ...
 
+    async def model_marks(self) -> ModelMarks:
+        """All that holds now, as `marks` tells it; reads only."""
+        ...
+
     async def warming(self, model: str, endpoint: str) -> bool:
         """Take the right to warm it, or renew it as the one who has it: it lapses after 30 s. False: another
         owner has it."""

@@ -19,7 +19,7 @@ from dispatcher.core.wanted import VersionPolicy
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.versions import PIN_ASKED_S, TOLD_MOST, Versions, pin_key
-from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError
+from dispatcher.ports import Forwarded, ModelMarks, Permit, QueueUnavailableError, Release
 from dispatcher.settings import Settings
 from dispatcher.telemetry.status import ModelsStatus
 from tests.dispatch.pool import EACH_S, GONE, results, states, submit, told
@@ -36,6 +36,13 @@ def options(*, steered: bool = False, observe: bool = False, **terms: Any) -> Op
         versions=VersionOptions((FamilyOptions(family),), steered=steered),
         observe=observe,
     )
+
+
+def told_of(scene: Scene) -> ModelsStatus:
+    """What /status says of models."""
+    settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
+    at = asyncio.get_running_loop().time()
+    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
 
 
 class Servers(Answers):
@@ -401,11 +408,6 @@ def test_version_is_told_of_with_its_model_and_apart_where_somebody_waits_for_it
 
 
 def test_status_tells_each_version_and_who_said_what_of_it() -> None:
-    def told_of(scene: Scene) -> ModelsStatus:
-        settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
-        at = asyncio.get_running_loop().time()
-        return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
-
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2 other", b="qwen-v2")
         await scene.store.label("qwen", "stable", "1", "ada")
@@ -547,17 +549,34 @@ def test_weights_spread_requests_and_a_retry_stays_where_it_was() -> None:
     perform(scene_of, gateway, options(policy=everything, weights={"v2": 0.1}))
 
 
-def test_who_only_observes_says_nothing_to_others() -> None:
+def test_who_only_observes_hears_what_others_share_and_says_nothing() -> None:
     async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+        other = type(scene.queue)(scene.store, "b")
+        said = scene.store.pool.board
+        told(scene, a="qwen-v1 qwen-v2")
         await asyncio.sleep(2 * EACH_S)
-        versions = scene.dispatcher.models.versions
-        assert versions.marks is None
-        family = versions.family("qwen")
-        assert family is not None
-        assert family.opened
+        assert (said.warm, said.warming, said.used) == ({}, {}, {})
+        assert states(scene, "qwen-v2") == ["cold"]
+        await other.warmed("qwen-v2", "a")
+        await submit(scene, "r1")
+        claimed = await other.claim(1, "n", Permit(9, asyncio.get_running_loop().time(), 0))
+        await other.release([Release(lease, awaits="qwen") for lease in claimed.leases])
+        await asyncio.sleep(EACH_S + 1)
+        before = dict(said.warm)
+        (model,) = told_of(scene).models
+        assert [(each["state"], each["warm"]) for each in model["versions"]] == [("open", 1), ("spare", 0)]
+        assert model["waiting"] == 1
+        await scene.store.drain("qwen-v2", "ada", "bad")
+        told(scene, b="qwen-v2")
+        await asyncio.sleep(EACH_S + 1)
+        told(scene, a="qwen-v2")
+        await asyncio.sleep(EACH_S + 1)
+        (model,) = told_of(scene).models
+        (version,) = [each for each in model["versions"] if each["name"] == "qwen-v2"]
+        assert (version["warm"], version["drained"]) == (1, True), "that it was gone is for others to say"
+        assert (said.warm, said.warming, said.used, said.pins) == (before, {}, {}, {})
 
-    perform(scene_of, Servers(), options(observe=True))
+    perform(scene_of, Servers(), options(observe=True, warms=True, pin=Pin.JOB))
 
 
 def test_without_versions_nothing_is_kept_or_changed() -> None:
