@@ -8,6 +8,9 @@ once it is open, while it is warm anywhere. Where no warm-up is configured all a
                   if that leaves none the newest that is ready: while one is warm there is one open.
     resource      What is not wanted closes at once, and a wanted version is warmed and opened only when
                   nothing of any replica is under way to one that is not wanted. In between none may be open.
+                  Work that names a version itself counts, too, and waits for as long as it would be in the
+                  way: at one that is not wanted until all are open that are, else nothing else may ever
+                  begin; at one that is wanted until nothing is under way to those that are not.
 
 Nothing here depends on when it was looked, but for what was open before and the steps that are told: two
 replicas that see the same choose the same.
@@ -125,6 +128,20 @@ class ModelFamily:
     def takes(self, version: str) -> bool:
         """New work goes to it."""
         return version in self._open
+
+    def gives_way(self, version: str) -> str:
+        """Why work that names this version itself is to wait for others, as a sentence goes on; empty: it is
+        not."""
+        if self.terms.transition is not Transition.RESOURCE or self.takes(version):
+            return ""
+        if version in self._wanted:
+            return f"waits: {_are(self._blocking, 'drained')} first" if self._blocking else ""
+        coming = _several([_told(name) for name in self._wanted if name not in self._open])
+        return f"gives way to {coming}" if coming else ""
+
+    def waits_for(self, version: str) -> bool:
+        """Something begins when nothing is under way to it any more."""
+        return version in self._blocking
 
     @property
     def opened(self) -> bool:

@@ -382,7 +382,7 @@ class Dispatcher:
     def _forget(self, token: str) -> HeldLease | None:
         self._tries.batching.forget(token)
         held = self._holding.drop(token)
-        if held is not None and held.version:
+        if held is not None and held.uses:
             self.models.left(held)
         return held
 

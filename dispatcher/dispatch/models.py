@@ -134,6 +134,7 @@ class Models:
                 self.requests["unknown"] += 1
                 return endings.error(held.lease, request, ErrorCode.MODEL_NOT_FOUND, why)
         self.requests["goes"] += bool(held.model)
+        self.versions.goes(held)
         return None
 
     def outcome(self, tried: Try, outcome: Outcome, sent_at: float) -> Outcome:
@@ -165,7 +166,8 @@ class Models:
             return AwaitsModel(f"its model {quoted(model)} is drained {drained}")
         family, found = self.versions.family(model), pool.verdict(model, now())
         if family is None:
-            return found
+            why = self.versions.gives_way(model) if isinstance(found, GoesToModel) else ""
+            return AwaitsModel(f"its model {quoted(model)} {why}") if why else found
         if family.opened:
             return _GOES
         if isinstance(found, NoSuchModel) and not family.listed:
@@ -254,6 +256,8 @@ class Models:
             return ""
         family, drained = self.versions.family(model), self.versions.drained(model)
         told = self._pool.sentence(model, now()) if family is None else family.sentence()
+        if family is None and (why := self.versions.gives_way(model)):
+            told = f"{told}; {why}"
         return f"drained {drained}; {told}" if drained else told
 
     @property

@@ -230,7 +230,8 @@ class Warming:
                     if not self._wanted(family, warm_up):
                         return False
                     began_at = now()
-                    outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
+                    with self._versions.under_way(warm_up.version):
+                        outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
                 finally:
                     self.units -= 1
                 warm_up.spent_s += now() - began_at

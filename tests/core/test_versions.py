@@ -119,6 +119,26 @@ def test_resource_the_old_one_is_drained_before_the_new_one_is_warmed() -> None:
     assert pool.look("v2", v1="a*", v2="b*") == "v2 open"
 
 
+def test_resource_who_names_a_version_itself_stands_in_nobody_s_way() -> None:
+    pool = Rollout(warms=True, transition=RESOURCE)
+    way = pool.family.gives_way
+    pool.look("v1", v1="a*")
+    assert way("qwen-v1") == ""
+    pool.look("v1", v1="a*", v2="b")
+    assert way("qwen-v1") == "gives way to 'qwen-v2'"
+    assert way("qwen-v2") == "waits: 'qwen-v1' is drained first"
+    assert pool.family.waits_for("qwen-v1")
+    pool.look(v1="a*", v2="b")
+    assert way("qwen-v1") == "gives way to 'qwen-v2'", "its warm-up is not to wait for more"
+    assert way("qwen-v2") == "", "who names it gets it, warm or not"
+    assert not pool.family.waits_for("qwen-v1")
+    pool.look("v1", v1="a*", v2="b*")
+    assert way("qwen-v2") != ""
+    pool.look(v1="a*", v2="b*")
+    pool.look("v1", v1="a*", v2="b*")
+    assert (way("qwen-v1"), way("qwen-v2"), pool.open) == ("", "", ["v2"])
+
+
 def test_resource_what_drains_counts_after_it_has_left_the_pool() -> None:
     pool = Rollout(transition=RESOURCE)
     pool.look(v1="a")
