@@ -8,7 +8,7 @@
 Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint
 that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that. Who
 cannot go on (his gate is closed, the limit is full of others' work, he ends) gives the right back: another
-owner may be able to.
+owner may be able to. Who hung until his right lapsed begins nothing more, unless he can take it anew.
 
 Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
 is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
@@ -50,6 +50,8 @@ SOON_S = 5.0
 AGAIN_S = (30.0, 300.0)
 """Until what was answered with errors is tried again: doubling from the first to the second."""
 RENEW_S = 10.0
+RIGHT_S = 30.0
+"""Then a right that was not renewed has lapsed (ports/marks.py)."""
 CLOSED_S = 10.0
 """Who has the right keeps it so long while he can make no room; what was answered is not sent again."""
 GIVE_BACK_S = 1.0
@@ -72,6 +74,8 @@ class WarmUp:
     errors: list[str] = field(default_factory=list)
     spent_s: float = 0.0
     """Waiting for answers."""
+    ours_until: float = 0.0
+    """Then the right may be another's, by a clock that goes on while the machine sleeps."""
     note: str = ""
     """Why what is sent may be out of date."""
 
@@ -158,11 +162,11 @@ class Warming:
         pair = version, endpoint = warm_up.version, warm_up.endpoint
         queue, times = self._access.queue, self._rest(pair)[1]
         try:
-            if not await self._access.ask("warming", queue.warming(version, endpoint)):
+            if not await self._take(warm_up):
                 self._rests[pair] = now() + SOON_S, times
                 return
             await self._versions.exchange()  # who had the right before may have warmed it
-            renewing = asyncio.create_task(self._renew(version, endpoint))
+            renewing = asyncio.create_task(self._renew(warm_up))
             try:
                 whole = await self._send(family, warm_up)
             except Exception as error:  # of a file, or of whatever answers: it ends nothing else
@@ -180,10 +184,19 @@ class Warming:
         finally:
             del self._running[pair]
 
-    async def _renew(self, version: str, endpoint: str) -> None:
+    async def _take(self, warm_up: WarmUp) -> bool:
+        """Take the right, or renew it."""
+        asked_at = self._access.clock()
+        right = self._access.queue.warming(warm_up.version, warm_up.endpoint)
+        taken = await self._access.ask("warming", right)
+        if taken is not None:
+            warm_up.ours_until = asked_at + RIGHT_S if taken else asked_at
+        return bool(taken)
+
+    async def _renew(self, warm_up: WarmUp) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            await self._access.ask("warming", self._access.queue.warming(version, endpoint))
+            await self._take(warm_up)
 
     async def _end(self, family: ModelFamily, warm_up: WarmUp, *, whole: bool, times: int) -> None:
         """What follows. `whole`: all was answered, one way or the other."""
@@ -224,9 +237,11 @@ class Warming:
                     return True
                 self.units += 1
                 try:
-                    if not await self._room():
+                    if not await self._is_ours(warm_up) or not await self._room():
                         self._stopped[warm_up.version, warm_up.endpoint] = warm_up
                         return False
+                    if self._has_lapsed(warm_up):
+                        continue
                     if not self._wanted(family, warm_up):
                         return False
                     began_at = now()
@@ -246,6 +261,17 @@ class Warming:
                 if len(warm_up.errors) == ERRORS_MOST:
                     break
         return True
+
+    async def _is_ours(self, warm_up: WarmUp) -> bool:
+        """Whether the right is ours: taken anew where it may have lapsed, with what others have done."""
+        if self._has_lapsed(warm_up):
+            if not await self._take(warm_up):
+                return False
+            await self._versions.exchange()
+        return True
+
+    def _has_lapsed(self, warm_up: WarmUp) -> bool:
+        return self._access.clock() >= warm_up.ours_until
 
     def _wanted(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """It is there still, and the settings have it."""

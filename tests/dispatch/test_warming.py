@@ -22,7 +22,7 @@ from dispatcher.core.warmup import WarmupRequest
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
-from dispatcher.ports import Forwarded, QueueUnavailableError
+from dispatcher.ports import Forwarded, Permit, QueueUnavailableError, Release
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
@@ -593,6 +593,126 @@ def test_who_cannot_go_on_leaves_the_right_to_others_and_sends_nothing_twice() -
         assert states(scene, "qwen-v1") == ["cold", "open"]
 
     play(scene_of, pool, options())
+
+
+class Hung:
+    """An owner that warms `qwen-v1` at `a` up, and by whose clock time may be lost."""
+
+    def __init__(self, scene: Scene, pool: Pool, given: Options) -> None:
+        self.ahead_s = 0.0
+        self.calls = pool.calls
+        self.board = scene.store.pool.board
+        loop = asyncio.get_running_loop()
+        self.dispatcher = Dispatcher(
+            MemoryQueue(scene.store, "hung"),
+            pool,
+            open_limiter(),
+            given,
+            Journal(Metrics()),
+            clock=lambda: loop.time() + self.ahead_s,
+            servers=pool,
+        )
+        self.task = asyncio.create_task(self.dispatcher.run())
+        self.dispatcher.models.heard([Listing("a", loop.time(), ("qwen-v1",))])
+
+    def lose(self, seconds: float, *, notices: bool) -> None:
+        """So much time has passed for the queue. `notices`: by the owner's clock as well."""
+        self.board.warming = {name: until - seconds for name, until in self.board.warming.items()}
+        self.ahead_s += seconds if notices else 0.0
+
+    async def ended(self) -> None:
+        self.dispatcher.drain(1.0)
+        await self.task
+
+
+@pytest.mark.parametrize("notices", [True, False])
+def test_owner_that_hung_until_another_took_over_begins_nothing_more(notices: bool) -> None:
+    """By its own clock at once; else when it renews its right, which is another's."""
+    slow, pool = Pool(), Pool()
+    slow.takes_s = pool.takes_s = 7.0
+
+    async def scene_of(scene: Scene) -> None:
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(2)
+        assert len(hung.calls) == 1
+        hung.lose(31, notices=notices)
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(60)
+        assert len(hung.calls) == (1 if notices else 2)
+        assert len(pool.calls) == 4
+        assert hung.dispatcher.warming.done == {"warm": 0, "errors": 0, "again": 1}
+        assert scene.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 0}
+        assert set((await scene.store.model_marks()).warm) == {("qwen-v1", "a")}
+        assert hung.board.warming == {}
+        await hung.ended()
+
+    given = options()
+    play(scene_of, pool, given)
+
+
+def test_owner_that_hung_while_it_waited_for_room_begins_nothing_more() -> None:
+    slow = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        await scene.store.pause("ada", "so that nobody else claims")
+        await submit(scene, *(f"r{number}" for number in range(LIMIT)), payload=b'{"model":"other"}')
+        await scene.store.resume()
+        other = MemoryQueue(scene.store, "b")
+        full = await other.claim(LIMIT, "n", Permit(LIMIT, asyncio.get_running_loop().time(), 0))
+        assert len(full.leases) == LIMIT
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(4)
+        assert (hung.calls, len(hung.board.warming)) == ([], 1)
+        hung.lose(31, notices=True)
+        assert await scene.queue.warming("qwen-v1", "a")
+        await other.release([Release(lease, delay_s=1000.0) for lease in full.leases])
+        await asyncio.sleep(20)
+        assert hung.calls == []
+        await hung.ended()
+
+    given = options()
+    play(scene_of, Pool(), given)
+
+
+def test_owner_whose_right_lapsed_and_nobody_took_it_goes_on_with_it_anew() -> None:
+    slow = Pool()
+    slow.takes_s = 3.0
+
+    async def scene_of(scene: Scene) -> None:
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(2)
+        assert len(hung.calls) == 1
+        hung.lose(31, notices=True)
+        await asyncio.sleep(3)
+        assert len(hung.calls) == 2
+        assert not await scene.queue.warming("qwen-v1", "a")
+        await asyncio.sleep(12)
+        assert len(hung.calls) == 4
+        assert hung.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 0}
+        await hung.ended()
+
+    given = options()
+    play(scene_of, Pool(), given)
+
+
+def test_owner_that_hung_while_another_warmed_it_up_sends_nothing_more() -> None:
+    slow = Pool()
+    slow.takes_s = 3.0
+
+    async def scene_of(scene: Scene) -> None:
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(2)
+        assert len(hung.calls) == 1
+        hung.lose(31, notices=True)
+        assert await scene.queue.warming("qwen-v1", "a")
+        await scene.queue.warmed("qwen-v1", "a")
+        await asyncio.sleep(20)
+        assert len(hung.calls) == 1
+        assert hung.board.warming == {}
+        await hung.ended()
+
+    given = options()
+    play(scene_of, Pool(), given)
 
 
 @pytest.mark.parametrize("straight", [True, False])
