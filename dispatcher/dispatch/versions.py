@@ -175,13 +175,15 @@ class Versions:
         apart = 0
         for name, family in self._families.items():
             labels = {label: version for (of, label), version in marks.labels.items() if of == name}
+            labelled = {label: by for (of, label), by in marks.labelled.items() if of == name}
             sight = VersionSight(
                 served=self._mine[name],
                 loading=self._loading,
                 warm=marks.warm,
                 used=used,
-                drained=marks.drained.keys(),
+                drained=marks.drained,
                 labels=labels,
+                labelled=labelled,
                 steered=self.steered,
             )
             for moved in family.look(sight, now()):

@@ -513,12 +513,13 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
         await asyncio.sleep(60)
         assert gateway.sent_as["r2"] == "qwen-v2"
         await scene.store.drain("qwen-v2", "ada")
-        await scene.store.drain("qwen-v1", "ada")
+        await scene.store.drain("qwen-v1", "bob", "it leaks")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r4")
         await asyncio.sleep(EACH_S + 1)
         assert "1 request waits" in explained(scene)
-        assert "'qwen-v1' and 'qwen-v2' are drained by an operator." in explained(scene)
+        assert "'qwen-v1' is drained by bob since " in explained(scene)
+        assert "UTC: it leaks; 'qwen-v2' is drained by ada since " in explained(scene)
 
     perform(warming, Servers(), options(warms=True))
     perform(draining, gateway, options(transition=Transition.RESOURCE))

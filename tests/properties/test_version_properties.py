@@ -40,7 +40,9 @@ SIGHTS = st.builds(
     loading=SOME_NAMES,
     warm=st.frozensets(st.tuples(NAME, st.sampled_from(ENDPOINTS))),
     used=SOME_NAMES,
-    drained=st.one_of(st.just(frozenset[str]()), SOME_WORDS),
+    drained=st.one_of(
+        st.just(dict[str, str]()), SOME_WORDS.map(lambda words: dict.fromkeys(words, "by ada"))
+    ),
     labels=LABELS,
     steered=st.booleans(),
 )
@@ -223,7 +225,7 @@ def test_no_name_is_too_strange(terms: FamilyTerms, names: list[tuple[str, bool]
     served = {name: frozenset({"a"}) for name, _ in names}
     used = frozenset(name for name, is_used in names if is_used)
     follower.look(VersionSight(served, used=used, warm={(name, "a") for name in used}))
-    follower.look(VersionSight({}, loading=used, drained=used))
+    follower.look(VersionSight({}, loading=used, drained=dict.fromkeys(used, key)))
     assert follower.family.choose(key) is None
 
 
