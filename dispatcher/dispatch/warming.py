@@ -5,10 +5,11 @@
               ▼                                      where a warm-up is required, else warm all the same
             later
 
-Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint
-that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that. Who
-cannot go on (his gate is closed, the limit is full of others' work, he ends) gives the right back: another
-owner may be able to. Who hung until his right lapsed begins nothing more, unless he can take it anew.
+Only while the gate is open; each call counts one unit of the limit, for which work makes room, that of other
+owners too: the rights are known to all. An endpoint that cannot be reached, or that does not know the model
+yet, is asked again soon, and is not warm by that. Who cannot go on (his gate is closed, the limit is full of
+others' work, he ends) gives the right back: another owner may be able to. Who hung until his right lapsed
+begins nothing more, unless he can take it anew.
 
 Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
 is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
@@ -93,8 +94,8 @@ class Warming:
         options: Options,
         servers: ModelServers | None = None,
     ) -> None:
-        self.units = 0
-        """Calls under way, or that wait for room."""
+        self._units = 0
+        """Calls under way, or that wait for room, of this process."""
         self.done: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
         """Warm-ups by what became of them: all was answered; some not; it is to be tried again."""
         self.options = options
@@ -120,9 +121,22 @@ class Warming:
             while True:
                 if self._begin(tasks):
                     await asyncio.sleep(LOOK_S)
+                    if not self.options.observe:
+                        await self._versions.exchange()  # what others warm counts here
                 else:
                     self._versions.stirred.clear()
                     await self._versions.stirred.wait()
+
+    @property
+    def units(self) -> int:
+        """Of the limit, beside leases: what the warm-ups of this process count, and those of others."""
+        return self._units + len(self._others)
+
+    @property
+    def _others(self) -> list[tuple[str, str]]:
+        """What other owners have the right to warm: each sends one call at a time."""
+        marks, me = self._versions.marks, self._access.queue.owner
+        return [(model, endpoint) for model, endpoint, owner in marks.warming if owner != me] if marks else []
 
     def reconfigure(self, options: Options) -> None:
         """What is under way goes on as it began."""
@@ -132,7 +146,7 @@ class Warming:
 
     def probe(self, claimed: Claimed, limit: int) -> None:
         """Where nothing was to be claimed that shows whether the gateway is back, a call that waits may."""
-        if not claimed.leases and not claimed.waiting and self.units > self._under_way:
+        if not claimed.leases and not claimed.waiting and self._units > self._under_way:
             self._probe = limit
 
     # One warm-up.
@@ -235,9 +249,9 @@ class Warming:
                 if warm_up.spent_s >= most_s:
                     warm_up.errors.append(f"not done within {most_s:g} s")
                     return True
-                self.units += 1
+                self._units += 1
                 try:
-                    if not await self._is_ours(warm_up) or not await self._room():
+                    if not await self._is_ours(warm_up) or not await self._room(warm_up):
                         self._stopped[warm_up.version, warm_up.endpoint] = warm_up
                         return False
                     if self._has_lapsed(warm_up):
@@ -248,7 +262,7 @@ class Warming:
                     with self._versions.under_way(warm_up.version):
                         outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
                 finally:
-                    self.units -= 1
+                    self._units -= 1
                 warm_up.spent_s += now() - began_at
                 if not isinstance(outcome, Overloaded):
                     break
@@ -278,13 +292,17 @@ class Warming:
         known = self._versions.told(family) is not None
         return known and (warm_up.version, warm_up.endpoint) in family.cold()
 
-    async def _room(self) -> bool:
+    async def _room(self, warm_up: WarmUp) -> bool:
         """Whether a unit of the limit is free for a call, once it is; False: the gate stays closed, or it is
-        the work of others that fills the limit, who make no room for what they do not know of."""
+        the work of others that fills the limit, which may be long."""
+        pair = warm_up.version, warm_up.endpoint
         ends_at = now() + CLOSED_S
         while True:
             allowance = self._limiter.allowance(now())
-            taken = self._holding.units + self._limiter.others + self._under_way
+            # Where there are more warm-ups than units all owners agree on whose turn it is.
+            mine = max(self._under_way, sum(each < pair for each in self._running))
+            before = sum(each < pair for each in self._others)
+            taken = self._holding.units + self._limiter.others + mine + before
             if allowance.limit > taken or self._probe > taken:
                 self._probe = 0
                 return True

@@ -26,6 +26,8 @@ class ModelMarks:
     """Of what is there some cannot be read, and counts for nothing: a sentence that says which."""
     labelled: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """By whom, and since when, each label is set, as a sentence goes on ("by ada …")."""
+    warming: frozenset[tuple[str, str, str]] = frozenset()
+    """Model, endpoint, owner: who has the right to warm it there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,21 @@ async def test_one_owner_at_a_time_has_the_right_to_warm_a_version_at_an_endpoin
     assert (await told(first)).warm == frozenset()
 
 
+async def test_who_warms_what_is_known_to_all(world: World) -> None:
+    first, second = world.owner("one"), world.owner("two")
+    assert await first.warming(*V1)
+    assert await second.warming(*V2)
+    assert await second.warming(*FAR)
+    rights = {(*V1, "one"), (*V2, "two"), (*FAR, "two")}
+    for seen in (await told(first), await second.model_marks(), await world.desk.model_marks()):
+        assert set(seen.warming) == rights
+    await second.unwarmed(*FAR)
+    await first.warmed(*V1)
+    assert set((await told(first)).warming) == {(*V2, "two")}
+    await world.age_board(31)
+    assert set((await first.model_marks()).warming) == set((await told(second)).warming) == set()
+
+
 async def test_the_right_to_warm_lapses_and_is_given_back_by_the_mark(world: World) -> None:
     first, second = world.owner("one"), world.owner("two")
     assert await first.warming(*V1)

@@ -21,7 +21,7 @@ from dispatcher.core.versions import FamilyTerms
 from dispatcher.core.warmup import WarmupRequest
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
-from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
+from dispatcher.dispatch.warming import AGAIN_S, AT_ONCE, LOOK_S, SOON_S
 from dispatcher.ports import Forwarded, Permit, QueueUnavailableError, Release
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
@@ -823,6 +823,81 @@ def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_roo
         await asyncio.gather(*others)
 
     play(scene_of, pool, given)
+
+
+def test_warm_ups_of_all_owners_and_their_work_share_one_limit() -> None:
+    """Within those that an owner has begun since others asked last, at the most a second ago."""
+    pool = Pool()
+    pool.takes_s = 3.0
+    given = options(steered=True, straight=True)
+
+    async def scene_of(scene: Scene) -> None:
+        every = [scene.dispatcher]
+        others: list[asyncio.Task[None]] = []
+        for number in range(4):
+            queue = MemoryQueue(scene.store, f"other-{number}")
+            one = Dispatcher(queue, pool, open_limiter(), given, Journal(Metrics()), servers=pool)
+            every.append(one)
+            others.append(asyncio.create_task(one.run()))
+        await submit(scene, *(f"r{number}" for number in range(900)), payload=b'{"model":"other"}')
+        names = dict.fromkeys((f"e{number}" for number in range(24)), "qwen-v1")
+        for _ in range(40):
+            at = asyncio.get_running_loop().time()
+            listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
+            for each in every:
+                each.models.heard(listings)
+            await asyncio.sleep(EACH_S)
+        assert len({endpoint for endpoint, _, _ in pool.calls}) == 24
+        assert len(pool.work) > 400
+        assert pool.most <= LIMIT + AT_ONCE
+        for each in every[1:]:
+            each.drain(1.0)
+        await asyncio.gather(*others)
+
+    play(scene_of, pool, given)
+
+
+def test_work_leaves_room_for_what_other_owners_warm() -> None:
+    pool = Pool()
+    pool.takes_s = 1.0
+
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        for number in range(4):
+            assert await other.warming("elsewhere", f"e{number}")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, *(f"r{number}" for number in range(100)), payload=b'{"model":"other"}')
+        told(scene, a="other")
+        await asyncio.sleep(5)
+        assert pool.most == scene.dispatcher.running == LIMIT - 4
+        for number in range(4):
+            await other.unwarmed("elsewhere", f"e{number}")
+        await asyncio.sleep(EACH_S + 1)
+        assert pool.most == LIMIT
+
+    play(scene_of, pool, options())
+
+
+@pytest.mark.parametrize(("others", "first"), [("elsewhere", False), ("somewhere", True)])
+def test_where_there_are_more_warm_ups_than_units_owners_agree_whose_turn_it_is(
+    others: str, first: bool
+) -> None:
+    """The order is that of the names. Whoever hangs before it has his turn holds nobody up for ever."""
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        for number in range(LIMIT):
+            assert await other.warming(others, f"e{number}")
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(EACH_S)
+        assert len(pool.calls) == (4 if first else 0)
+        for _ in range(8):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+        assert len(pool.calls) == 4
+
+    play(scene_of, pool, options())
 
 
 def test_queue_that_was_away_for_minutes_makes_nothing_cold_that_stayed_where_it_was() -> None:
