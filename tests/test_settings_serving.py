@@ -42,6 +42,50 @@ def test_auto_observes_where_models_are_named(observe: str, bare: bool, with_mod
     assert named.observes_models is with_models
 
 
+def vllm(*pages: str, serving: str = "", more: str = "") -> Settings:
+    return settings(f"signals: {{vllm: {{urls: {[*pages]}{more}}}}}\nserving: {{{serving}}}")
+
+
+@pytest.mark.parametrize(
+    ("page", "listed"),
+    [
+        ("http://a:8000", "http://a:8000/v1/models"),
+        ("http://a:8000/", "http://a:8000/v1/models"),
+        ("https://me:secret@a/metrics", "https://me:secret@a/v1/models"),
+        ("http://a/one/metrics/", "http://a/one/v1/models"),
+        ("http://a/prometheus/metrics", "http://a/v1/models"),
+        ("http://a/stats", ""),
+        ("http://a/metrics?all=1", ""),
+    ],
+)
+def test_servers_are_those_whose_metrics_pages_are_read(page: str, listed: str) -> None:
+    found = vllm(page)
+    assert [each.reveal() for each in found.asks.urls] == [listed] * bool(listed)
+    assert found.serving.urls == (), "what the operator said stays as he said it"
+
+
+def test_servers_of_the_signals_come_with_their_token_and_tls_where_none_is_said() -> None:
+    theirs = ", token_file: /theirs, tls: {ca_file: /ca}"
+    found = vllm("http://a", more=theirs).asks
+    assert (found.token_file, found.tls.ca_file) == ("/theirs", "/ca")
+    found = vllm("http://a", more=theirs, serving="token_file: /mine, tls: {ca_file: /my-ca}").asks
+    assert (found.token_file, found.tls.ca_file, len(found.urls)) == ("/mine", "/my-ca", 1)
+
+
+@pytest.mark.parametrize(
+    "serving",
+    ["urls: ['http://b']", "observe: gateway", "warmup: {by: gateway}"],
+)
+def test_servers_of_the_signals_are_not_taken_where_something_else_is_said(serving: str) -> None:
+    found = vllm("http://a", serving=serving, more=", token_file: /theirs")
+    assert found.asks is found.serving
+
+
+def test_where_one_page_tells_no_server_none_is_taken() -> None:
+    assert vllm("http://a", "http://b/stats").asks.urls == ()
+    assert settings("signals: {vllm: {service: servers}}").asks.urls == ()
+
+
 def test_a_model_waits_unless_it_is_told_otherwise() -> None:
     found = settings("models:\n- name: Qwen/Qwen3-32B\n- {name: 'ein größeres', absent: fail}\n")
     assert [(each.name, each.absent) for each in found.models] == [

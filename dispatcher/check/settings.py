@@ -43,6 +43,15 @@ def doubts(settings: Settings) -> Iterator[Finding]:
     yield from _versions_in_vain(settings)
 
 
+def taken(settings: Settings) -> Iterator[Finding]:
+    """What one setting has of another."""
+    if settings.observes_models and settings.asks.urls != settings.serving.urls:
+        many = len(settings.asks.urls)
+        servers = "model server is" if many == 1 else "model servers are"
+        what = f"names none, so the {many} {servers} asked that signals.vllm.urls names"
+        yield Finding("ok", "serving.urls", what)
+
+
 def _versions_in_vain(settings: Settings) -> Iterator[Finding]:
     """What is said of versions and warm-ups, and comes to something else."""
     for at, model in enumerate(settings.models):

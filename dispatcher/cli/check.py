@@ -67,7 +67,7 @@ def check(
         if not json_output:
             say(str(finding), err=finding.level != "ok", fg=_COLOURS[finding.level])
 
-    for finding in (*of_settings.doubts(found), *of_settings.files(found)):
+    for finding in (*of_settings.doubts(found), *of_settings.taken(found), *of_settings.files(found)):
         tell(finding)
     if not offline:
         asyncio.run(connections(found, tell))

@@ -136,19 +136,22 @@ def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
         str(each["sentence"]),
     ]
     there = [one for one in each["versions"] if one["state"] not in ("gone", "absent")]
-    return [row, *(_version_row(one) for one in there)]
+    return [row, *(_version_row(one, each["labels"]) for one in there)]
 
 
-def _version_row(one: Mapping[str, Any]) -> Sequence[str]:
-    return [f"  {one['name']}", one["state"], str(one["serving"]), "", told(one["since_s"]), _version(one)]
+def _version_row(one: Mapping[str, Any], labels: Mapping[str, Any]) -> Sequence[str]:
+    note = _version(one, labels)
+    return [f"  {one['name']}", one["state"], str(one["serving"]), "", told(one["since_s"]), note]
 
 
-def _version(one: Mapping[str, Any]) -> str:
-    """What is to be said of a version beside its state."""
+def _version(one: Mapping[str, Any], labels: Mapping[str, Any]) -> str:
+    """What is to be said of a version beside its state. `labels`: those of its model."""
     parts = [f"{one['share']:.1%} of the requests"] if one["share"] else []
     if one["warm"] is not None:
         parts.append(f"warm at {one['warm']} of {one['serving']}")
-    parts += [f"labelled {', '.join(one['labels'])}"] if one["labels"] else []
+    parts += (
+        [f"labelled {', '.join(_label(name, labels) for name in one['labels'])}"] if one["labels"] else []
+    )
     parts += [f"drained {one.get('drained_by') or ''}".rstrip()] if one["drained"] else []
     return "; ".join(parts)
 
@@ -172,9 +175,18 @@ def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
         endpoints = "1 endpoint" if one["serving"] == 1 else f"{one['serving']} endpoints"
         stands = f"{one['state']} for {told(one['since_s'])}, at {endpoints}"
         rows.append(
-            ("version", "; ".join(filter(None, [f"{one['name']} ({one['label']}): {stands}", _version(one)])))
+            (
+                "version",
+                "; ".join(filter(None, [f"{one['name']} ({one['label']}): {stands}", _version(one, {})])),
+            )
         )
     return [*rows, ("waiting", f"{each['waiting']:,}")]
+
+
+def _label(name: str, labels: Mapping[str, Any]) -> str:
+    """With who has set it, where a verb has."""
+    by = labels.get(name, {}).get("by")
+    return f"{name} ({by})" if by else name
 
 
 def _by(label: Mapping[str, Any]) -> str:

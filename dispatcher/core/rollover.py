@@ -8,6 +8,9 @@ once it is open, while it is warm anywhere. Where no warm-up is configured all a
                   if that leaves none the newest that is ready: while one is warm there is one open.
     resource      What is not wanted closes at once, and a wanted version is warmed and opened only when
                   nothing of any replica is under way to one that is not wanted. In between none may be open.
+                  Work that names a version itself counts, too, and waits for as long as it would be in the
+                  way: at one that is not wanted until all are open that are, else nothing else may ever
+                  begin; at one that is wanted until nothing is under way to those that are not.
 
 Nothing here depends on when it was looked, but for what was open before and the steps that are told: two
 replicas that see the same choose the same.
@@ -38,7 +41,7 @@ GONE_MOST = 1000
 NAMINGS_MOST = 20_000
 """Names of which a family remembers between two looks whether they match."""
 _CLOSING = (VersionState.OPEN, VersionState.DRAINING)
-_NAMES_TOLD, _NAME_CHARS = 5, 100
+_NAMES_TOLD, _NAME_CHARS, _WHO_TOLD = 5, 100, 3
 
 
 @dataclass(slots=True)
@@ -89,7 +92,7 @@ class ModelFamily:
             self._namings, self._others, self._listed = {}, set(), {}
         self.terms, self._sight, self._warm, self._kept = self._next, sight, {}, None
         self._listed = self._list()
-        self._drained = self._mean(sight.drained) if sight.drained else set()
+        self._drained = self._mean(sight.drained.keys()) if sight.drained else set()
         self._wanted = dict.fromkeys(self._policy())
         self._blocking = []
         if self.terms.transition is Transition.RESOURCE:
@@ -125,6 +128,20 @@ class ModelFamily:
     def takes(self, version: str) -> bool:
         """New work goes to it."""
         return version in self._open
+
+    def gives_way(self, version: str) -> str:
+        """Why work that names this version itself is to wait for others, as a sentence goes on; empty: it is
+        not."""
+        if self.terms.transition is not Transition.RESOURCE or self.takes(version):
+            return ""
+        if version in self._wanted:
+            return f"waits: {_are(self._blocking, 'drained')} first" if self._blocking else ""
+        coming = _several([_told(name) for name in self._wanted if name not in self._open])
+        return f"gives way to {coming}" if coming else ""
+
+    def waits_for(self, version: str) -> bool:
+        """Something begins when nothing is under way to it any more."""
+        return version in self._blocking
 
     @property
     def opened(self) -> bool:
@@ -340,13 +357,26 @@ class ModelFamily:
             return f"the label {_told(label)} is not set"
         meant = set(self._listed) if asked is None else self._mean(asked)
         if meant and meant <= self._drained:
-            return _are(sorted(meant), "drained by an operator")
+            return self._why_drained(sorted(meant))
         if asked is None:
             return "the policy asks for no version"
         who, words = f"the label {_told(label)}" if label else "the policy", sorted(asked)
+        if label and (by := self._sight.labelled.get(label)):
+            who = f"{who}, set {by},"
         are, there = "is" if len(words) == 1 else "are", "is" if len(self._listed) == 1 else "are"
         named, names = _several(map(_told, words)), _several(map(_told, self._listed))
         return f"{who} asks for {named}, which {are} not served: there {there} {names}"
+
+    def _why_drained(self, names: Iterable[str]) -> str:
+        """By whom and why, those together that are drained for one reason."""
+        by: dict[str, list[str]] = {}
+        for name in names:
+            words = self._listed[name].words
+            said = next(self._sight.drained[word] for word in words if word in self._sight.drained)
+            by.setdefault(said, []).append(name)
+        told = [_are(some, f"drained {said or 'by an operator'}") for said, some in by.items()]
+        more = len(told) - _WHO_TOLD
+        return "; ".join([*told[:_WHO_TOLD], f"and others by {more} more"] if more > 0 else told)
 
 
 def _told(name: str) -> str:

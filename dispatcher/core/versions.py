@@ -84,10 +84,12 @@ class VersionSight:
     """Model and endpoint."""
     used: Set[str] = frozenset()
     """Models to which anything of any replica is under way."""
-    drained: Set[str] = frozenset()
-    """By operators, as they write them."""
+    drained: Mapping[str, str] = field(default_factory=dict)
+    """By operators, as they write them: by whom, since when and why, as a sentence goes on ("by ada …")."""
     labels: Mapping[str, str] = field(default_factory=dict)
     """Of this family, set by a verb: they win over those of the settings."""
+    labelled: Mapping[str, str] = field(default_factory=dict)
+    """By whom, and since when, each of those is set, as a sentence goes on."""
     steered: bool = False
     """Requests can be confined to endpoints."""
 

@@ -249,7 +249,7 @@ def withheld(claimed: Claimed, permit: Permit) -> str:
         return f"a newer reading of another dispatcher leaves a limit of {shared.limit}"
     if shared.paused or shared.limit != permit.limit:
         return ""
-    free = permit.limit - (count.lost - permit.lost) - count.live
+    free = permit.limit - permit.apart - (count.lost - permit.lost) - count.live
     if free > 1:  # one may be kept for another's probe
         return (
             f"the next in line weighs more than the {free} units that are free, and goes when all it needs is"

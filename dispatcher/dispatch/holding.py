@@ -72,6 +72,8 @@ class HeldLease:
     """What its body asks for, where models are watched."""
     version: str = ""
     """The version of that which it is sent to; empty: it has none, or none is open."""
+    uses: str = ""
+    """The version that is under way by it: that, or `model` where this is one itself."""
 
 
 class Holding:

@@ -222,7 +222,7 @@ class Dispatcher:
             lanes = self._lanes.room(self._holding.in_lanes, at)
             if not self._nonce:
                 self._nonce, self._asked_at = next(self._handing.nonces), self._access.clock()
-            permit = permit_of(allowance, self._options)
+            permit = permit_of(allowance, self._options, self.warming.units)
             claim = self._queue.claim(most, self._nonce, permit, lanes=lanes, units=units)
             claimed = await self._access.ask("claim", claim)
             if claimed is None:
@@ -340,7 +340,7 @@ class Dispatcher:
         tries, gone = batching.formed(now(), nobody_comes=nobody_comes, ours=self._access.ours)
         self._tries.give_up(gone)
         seated = [each for each in tries if batching.counts_one(each)]
-        back = await self._weighing.seat(seated, permit_of(allowance, self._options)) if seated else ()
+        back = await self._weighing.seat(seated, permit_of(allowance, self._options, self.warming.units))
         for each in tries:
             if back and any(held.lease.token in back for held in each.riders):
                 batching.cut(each)
@@ -372,8 +372,8 @@ class Dispatcher:
     def _permit_to_take_over(self) -> Permit | None:
         """None where a claim would be none now, or another one: a probe, a repetition, one by one."""
         allowance = self.allowance()
-        plain = not (self._nonce or self._options.observe or self._tries.tenants.at_once)
-        return permit_of(allowance, self._options) if plain and allowance.limit > 0 else None
+        other = self._nonce or self._options.observe or self._tries.tenants.at_once or allowance.limit <= 0
+        return None if other else permit_of(allowance, self._options, self.warming.units)
 
     def _drop(self, token: str) -> HeldLease | None:
         self.poke()
@@ -382,7 +382,7 @@ class Dispatcher:
     def _forget(self, token: str) -> HeldLease | None:
         self._tries.batching.forget(token)
         held = self._holding.drop(token)
-        if held is not None and held.version:
+        if held is not None and held.uses:
             self.models.left(held)
         return held
 

@@ -134,6 +134,7 @@ class Models:
                 self.requests["unknown"] += 1
                 return endings.error(held.lease, request, ErrorCode.MODEL_NOT_FOUND, why)
         self.requests["goes"] += bool(held.model)
+        self.versions.goes(held)
         return None
 
     def outcome(self, tried: Try, outcome: Outcome, sent_at: float) -> Outcome:
@@ -165,7 +166,8 @@ class Models:
             return AwaitsModel(f"its model {quoted(model)} is drained {drained}")
         family, found = self.versions.family(model), pool.verdict(model, now())
         if family is None:
-            return found
+            why = self.versions.gives_way(model) if isinstance(found, GoesToModel) else ""
+            return AwaitsModel(f"its model {quoted(model)} {why}") if why else found
         if family.opened:
             return _GOES
         if isinstance(found, NoSuchModel) and not family.listed:
@@ -173,11 +175,11 @@ class Models:
         return AwaitsModel(f"its model {quoted(model)} has no version that it could go to: {family.why()}")
 
     async def recalling(self) -> None:
-        """See to it that nothing waits for a model that is there; who only observes sees to nothing."""
+        """See to it that nothing waits for a model that is there; who only observes looks, and no more."""
         while True:
-            if not self._observes:
-                if self._pool is not None:
-                    await self.versions.exchange()
+            if self._pool is not None:
+                await (self.versions.listen() if self._observes else self.versions.exchange())
+            if await self._count_awaited() and not self._observes:
                 await self._recall()
             pause_s = UNWATCHED_EACH_S if self._pool is None else RECALL_EACH_S
             with contextlib.suppress(TimeoutError):
@@ -186,15 +188,19 @@ class Models:
             self._changed.clear()
             await asyncio.sleep(GAP_S)
 
-    async def _recall(self) -> None:
-        access = self._access
-        awaited = await access.ask("awaited", access.queue.awaited())
+    async def _count_awaited(self) -> bool:
+        """Whether the queue has told."""
+        awaited = await self._access.ask("awaited", self._access.queue.awaited())
         if awaited is None:
-            return
+            return False
         self.awaited = awaited
         if self._pool is not None:
             self._pool.expect(awaited)
-        there = [model for model in awaited if not self._holds_back(model)]
+        return True
+
+    async def _recall(self) -> None:
+        access = self._access
+        there = [model for model in self.awaited if not self._holds_back(model)]
         while there:
             recalled = await access.ask("recall", access.queue.recall(there))
             if recalled is None:
@@ -250,6 +256,8 @@ class Models:
             return ""
         family, drained = self.versions.family(model), self.versions.drained(model)
         told = self._pool.sentence(model, now()) if family is None else family.sentence()
+        if family is None and (why := self.versions.gives_way(model)):
+            told = f"{told}; {why}"
         return f"drained {drained}; {told}" if drained else told
 
     @property

@@ -287,5 +287,5 @@ class Upkeep:
         return True
 
 
-def permit_of(allowance: Allowance, options: Options) -> Permit:
-    return Permit(allowance.limit, allowance.read_at, allowance.lost, options.retry.max_s)
+def permit_of(allowance: Allowance, options: Options, apart: int = 0) -> Permit:
+    return Permit(allowance.limit, allowance.read_at, allowance.lost, options.retry.max_s, apart)

@@ -3,6 +3,7 @@
     look       what endpoints list, what is warm and what operators decided moves the state of each version
     direct     a request for a model with versions gets one of those that are open, and its body says so
     exchange   what is warm and under way is shared with the other owners, and what verbs have set comes back
+    listen     the same for who only observes: he hears what the others share, and tells nothing
 
 Which version is open is decided in core/rollover.py. Where the settings name no versions nothing is kept, and
 nothing of a request is touched.
@@ -11,6 +12,7 @@ nothing of a request is touched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -87,7 +89,7 @@ class Versions:
         """Those that are warm and were seen there by this process. Of others it cannot say that they are
         gone: it may know of fewer endpoints than other owners, or not reach all of them."""
         self._held: Counter[str] = Counter()
-        """Requests that are held, by the version that they are sent to."""
+        """Requests that are held, by the version that they are sent to, or name themselves."""
         self._pins: OrderedDict[str, tuple[str, float]] = OrderedDict()
         """Of jobs and sequences: the version, and until when it is believed."""
         self.reconfigure(options)
@@ -173,13 +175,15 @@ class Versions:
         apart = 0
         for name, family in self._families.items():
             labels = {label: version for (of, label), version in marks.labels.items() if of == name}
+            labelled = {label: by for (of, label), by in marks.labelled.items() if of == name}
             sight = VersionSight(
                 served=self._mine[name],
                 loading=self._loading,
                 warm=marks.warm,
                 used=used,
-                drained=marks.drained.keys(),
+                drained=marks.drained,
                 labels=labels,
+                labelled=labelled,
                 steered=self.steered,
             )
             for moved in family.look(sight, now()):
@@ -216,6 +220,15 @@ class Versions:
         self._exchanged_at = now()
         self._cold -= cold
         self.marks = replace(marks, warm=(marks.warm | self._warmed | self._untold) - self._cold)
+        self.look()
+
+    async def listen(self) -> None:
+        """Hear what holds for all, and tell nothing. What this process has seen go is for others to say."""
+        marks = await self._access.ask("marks", self._access.queue.model_marks())
+        if marks is None:
+            return
+        self._cold.clear()
+        self.marks = marks
         self.look()
 
     async def warmed(self, model: str, endpoint: str) -> None:
@@ -293,22 +306,61 @@ class Versions:
             why = "data.payload: its field `model` is given twice, or its name is escaped"
             self._finish(endings.error(held.lease, request, ErrorCode.INVALID_REQUEST, why))
             return None
-        held.version = version
+        held.version = held.uses = version
         self._held[version] += 1
         return sent
 
+    def goes(self, held: HeldLease) -> None:
+        """It goes as it is: to a version, where it names one itself."""
+        if held.model and self._of(held.model):
+            held.uses = held.model
+            self._held[held.model] += 1
+
+    def gives_way(self, model: str) -> str:
+        """Why work that names a version itself waits for another one, as a sentence goes on; empty: it does
+        not, or it names none."""
+        return next(filter(None, (family.gives_way(model) for family in self._of(model))), "")
+
+    def _of(self, name: str) -> list[ModelFamily]:
+        """The models of which it is a version."""
+        known = self._families_of.get(name)
+        return [self._families[each] for each in (self._membership.of(name) if known is None else known)]
+
     def left(self, held: HeldLease) -> None:
         """It is not held any more."""
-        if not held.version:
+        if not held.uses or not self._is_last(held.uses):
             return
-        self._held[held.version] -= 1
-        if self._held[held.version]:
-            return
-        del self._held[held.version]
         family = self._families.get(held.model)
-        if family is None or not family.takes(held.version):  # somebody may wait for that
-            self.look()
-            self._changed.set()
+        if held.uses != held.version:
+            self._ended(held.uses)
+        elif family is None or not family.takes(held.version):  # somebody may wait for that
+            self._stirred()
+
+    @contextlib.contextmanager
+    def under_way(self, version: str) -> Iterator[None]:
+        """A call that is no request is under way to it as long as the block lasts."""
+        self._held[version] += 1
+        try:
+            yield
+        finally:
+            if self._is_last(version):
+                self._ended(version)
+
+    def _is_last(self, version: str) -> bool:
+        """One less; whether nothing is left."""
+        self._held[version] -= 1
+        if self._held[version]:
+            return False
+        del self._held[version]
+        return True
+
+    def _ended(self, version: str) -> None:
+        if any(family.waits_for(version) for family in self._of(version)):
+            self._stirred()
+
+    def _stirred(self) -> None:
+        self.look()
+        self._changed.set()
 
 
 def pin_key(terms: FamilyTerms, request: Request) -> str:

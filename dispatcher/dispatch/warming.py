@@ -5,10 +5,11 @@
               ▼                                      where a warm-up is required, else warm all the same
             later
 
-Only while the gate is open; each call counts one unit of the limit, for which work makes room. An endpoint
-that cannot be reached, or that does not know the model yet, is asked again soon, and is not warm by that. Who
-cannot go on (his gate is closed, the limit is full of others' work, he ends) gives the right back: another
-owner may be able to.
+Only while the gate is open; each call counts one unit of the limit, for which work makes room, that of other
+owners too: the rights are known to all. An endpoint that cannot be reached, or that does not know the model
+yet, is asked again soon, and is not warm by that. Who cannot go on (his gate is closed, the limit is full of
+others' work, he ends) gives the right back: another owner may be able to. Who hung until his right lapsed
+begins nothing more, unless he can take it anew.
 
 Where there is no gateway, one request at a time shows when it is back. If all that is queued waits for what
 is cold, nothing could show it, and nothing would ever be warm: then a call of a warm-up goes instead.
@@ -50,6 +51,8 @@ SOON_S = 5.0
 AGAIN_S = (30.0, 300.0)
 """Until what was answered with errors is tried again: doubling from the first to the second."""
 RENEW_S = 10.0
+RIGHT_S = 30.0
+"""Then a right that was not renewed has lapsed (ports/marks.py)."""
 CLOSED_S = 10.0
 """Who has the right keeps it so long while he can make no room; what was answered is not sent again."""
 GIVE_BACK_S = 1.0
@@ -72,6 +75,8 @@ class WarmUp:
     errors: list[str] = field(default_factory=list)
     spent_s: float = 0.0
     """Waiting for answers."""
+    ours_until: float = 0.0
+    """Then the right may be another's, by a clock that goes on while the machine sleeps."""
     note: str = ""
     """Why what is sent may be out of date."""
 
@@ -89,8 +94,8 @@ class Warming:
         options: Options,
         servers: ModelServers | None = None,
     ) -> None:
-        self.units = 0
-        """Calls under way, or that wait for room."""
+        self._units = 0
+        """Calls under way, or that wait for room, of this process."""
         self.done: dict[str, int] = dict.fromkeys(("warm", "errors", "again"), 0)
         """Warm-ups by what became of them: all was answered; some not; it is to be tried again."""
         self.options = options
@@ -116,9 +121,22 @@ class Warming:
             while True:
                 if self._begin(tasks):
                     await asyncio.sleep(LOOK_S)
+                    if not self.options.observe:
+                        await self._versions.exchange()  # what others warm counts here
                 else:
                     self._versions.stirred.clear()
                     await self._versions.stirred.wait()
+
+    @property
+    def units(self) -> int:
+        """Of the limit, beside leases: what the warm-ups of this process count, and those of others."""
+        return self._units + len(self._others)
+
+    @property
+    def _others(self) -> list[tuple[str, str]]:
+        """What other owners have the right to warm: each sends one call at a time."""
+        marks, me = self._versions.marks, self._access.queue.owner
+        return [(model, endpoint) for model, endpoint, owner in marks.warming if owner != me] if marks else []
 
     def reconfigure(self, options: Options) -> None:
         """What is under way goes on as it began."""
@@ -128,7 +146,7 @@ class Warming:
 
     def probe(self, claimed: Claimed, limit: int) -> None:
         """Where nothing was to be claimed that shows whether the gateway is back, a call that waits may."""
-        if not claimed.leases and not claimed.waiting and self.units > self._under_way:
+        if not claimed.leases and not claimed.waiting and self._units > self._under_way:
             self._probe = limit
 
     # One warm-up.
@@ -158,11 +176,11 @@ class Warming:
         pair = version, endpoint = warm_up.version, warm_up.endpoint
         queue, times = self._access.queue, self._rest(pair)[1]
         try:
-            if not await self._access.ask("warming", queue.warming(version, endpoint)):
+            if not await self._take(warm_up):
                 self._rests[pair] = now() + SOON_S, times
                 return
             await self._versions.exchange()  # who had the right before may have warmed it
-            renewing = asyncio.create_task(self._renew(version, endpoint))
+            renewing = asyncio.create_task(self._renew(warm_up))
             try:
                 whole = await self._send(family, warm_up)
             except Exception as error:  # of a file, or of whatever answers: it ends nothing else
@@ -180,10 +198,19 @@ class Warming:
         finally:
             del self._running[pair]
 
-    async def _renew(self, version: str, endpoint: str) -> None:
+    async def _take(self, warm_up: WarmUp) -> bool:
+        """Take the right, or renew it."""
+        asked_at = self._access.clock()
+        right = self._access.queue.warming(warm_up.version, warm_up.endpoint)
+        taken = await self._access.ask("warming", right)
+        if taken is not None:
+            warm_up.ours_until = asked_at + RIGHT_S if taken else asked_at
+        return bool(taken)
+
+    async def _renew(self, warm_up: WarmUp) -> None:
         while True:
             await asyncio.sleep(RENEW_S)
-            await self._access.ask("warming", self._access.queue.warming(version, endpoint))
+            await self._take(warm_up)
 
     async def _end(self, family: ModelFamily, warm_up: WarmUp, *, whole: bool, times: int) -> None:
         """What follows. `whole`: all was answered, one way or the other."""
@@ -222,17 +249,20 @@ class Warming:
                 if warm_up.spent_s >= most_s:
                     warm_up.errors.append(f"not done within {most_s:g} s")
                     return True
-                self.units += 1
+                self._units += 1
                 try:
-                    if not await self._room():
+                    if not await self._is_ours(warm_up) or not await self._room(warm_up):
                         self._stopped[warm_up.version, warm_up.endpoint] = warm_up
                         return False
+                    if self._has_lapsed(warm_up):
+                        continue
                     if not self._wanted(family, warm_up):
                         return False
                     began_at = now()
-                    outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
+                    with self._versions.under_way(warm_up.version):
+                        outcome = await self._call(warm_up, call, began_at + most_s - warm_up.spent_s)
                 finally:
-                    self.units -= 1
+                    self._units -= 1
                 warm_up.spent_s += now() - began_at
                 if not isinstance(outcome, Overloaded):
                     break
@@ -246,18 +276,33 @@ class Warming:
                     break
         return True
 
+    async def _is_ours(self, warm_up: WarmUp) -> bool:
+        """Whether the right is ours: taken anew where it may have lapsed, with what others have done."""
+        if self._has_lapsed(warm_up):
+            if not await self._take(warm_up):
+                return False
+            await self._versions.exchange()
+        return True
+
+    def _has_lapsed(self, warm_up: WarmUp) -> bool:
+        return self._access.clock() >= warm_up.ours_until
+
     def _wanted(self, family: ModelFamily, warm_up: WarmUp) -> bool:
         """It is there still, and the settings have it."""
         known = self._versions.told(family) is not None
         return known and (warm_up.version, warm_up.endpoint) in family.cold()
 
-    async def _room(self) -> bool:
+    async def _room(self, warm_up: WarmUp) -> bool:
         """Whether a unit of the limit is free for a call, once it is; False: the gate stays closed, or it is
-        the work of others that fills the limit, who make no room for what they do not know of."""
+        the work of others that fills the limit, which may be long."""
+        pair = warm_up.version, warm_up.endpoint
         ends_at = now() + CLOSED_S
         while True:
             allowance = self._limiter.allowance(now())
-            taken = self._holding.units + self._limiter.others + self._under_way
+            # Where there are more warm-ups than units all owners agree on whose turn it is.
+            mine = max(self._under_way, sum(each < pair for each in self._running))
+            before = sum(each < pair for each in self._others)
+            taken = self._holding.units + self._limiter.others + mine + before
             if allowance.limit > taken or self._probe > taken:
                 self._probe = 0
                 return True

@@ -26,6 +26,8 @@ class ModelMarks:
     """Of what is there some cannot be read, and counts for nothing: a sentence that says which."""
     labelled: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """By whom, and since when, each label is set, as a sentence goes on ("by ada …")."""
+    warming: frozenset[tuple[str, str, str]] = frozenset()
+    """Model, endpoint, owner: who has the right to warm it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class ModelBoard(Protocol):
         A mark lapses 60 s after any owner refreshed it last; one that was removed, or has lapsed, does not
         come back by `keep`. What an owner has under way holds until it says otherwise, for 15 s.
         """
+        ...
+
+    async def model_marks(self) -> ModelMarks:
+        """All that holds now, as `marks` tells it; reads only."""
         ...
 
     async def warming(self, model: str, endpoint: str) -> bool:

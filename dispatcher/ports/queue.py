@@ -39,13 +39,15 @@ class Permit(Value, frozen=True):
     """What a claim may assume: the limit, and how old the knowledge behind it is."""
 
     limit: int
-    """The units of live leases over all replicas never pass this because of the claim."""
+    """The units of live leases over all replicas, and those apart, never pass this because of the claim."""
     read_at: float
     """When the reading behind the limit was taken (the start of its window)."""
     lost: int
     """Units lost so far, as known when the limit was computed; each further one lowers it by one."""
     retry_after_max_s: float = 60.0
     """No refusal is waited for longer, whatever is stored of it."""
+    apart: int = 0
+    """Units of the limit that are under way, or about to be, and are none of any lease."""
 
 
 class Lease(Value, frozen=True):

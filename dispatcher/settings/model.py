@@ -23,7 +23,7 @@ from dispatcher.settings.families import MODELS_MOST, Models, ModelSettings
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
-from dispatcher.settings.serving import ServingSettings, observes
+from dispatcher.settings.serving import ServingSettings, observes, with_servers_of
 from dispatcher.settings.signals import SignalsSettings, Source
 from dispatcher.settings.source import Node, TreeSource
 from dispatcher.settings.tls import TlsSettings
@@ -344,6 +344,11 @@ class Settings(Section, BaseSettings):
     def observes_models(self) -> bool:
         """Whether it is to be known which models the pool serves."""
         return observes(self.serving, self.models)
+
+    @property
+    def asks(self) -> ServingSettings:
+        """`serving`, with the servers that `signals.vllm` names where it names none."""
+        return with_servers_of(self.signals.vllm, self.serving)
 
     def policy(self, source: Source | None = None) -> Policy:
         """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit, urlunsplit
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from dispatcher.settings.families import ModelSettings
 from dispatcher.settings.section import Section
+from dispatcher.settings.signals import VllmSettings
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import HttpUrl, SecretUrl, Text, header_of_ours, refuse
 
 Observe = Literal["auto", "off", "gateway", "endpoints"]
+LIST_PATH = "/v1/models"
+_PAGE, _TENSORRT = "/metrics", "/prometheus"
+"""Of metrics pages: the end of their paths, and what TensorRT-LLM has before it."""
 
 
 class WarmupSettings(Section):
@@ -38,12 +43,12 @@ class ServingSettings(Section):
         "auto",
         description="`endpoints`: each model server is asked. `gateway`: the gateway, for all. `off`. "
         "`auto`: off while `models` names none; else the servers where `urls` or the Kubernetes watch know "
-        "them, and the gateway where neither does.",
+        "them, or `signals.vllm.urls` does; else the gateway.",
     )
     urls: Annotated[tuple[HttpUrl, ...], Field(strict=False)] = Field(
         (),
-        description="Whole URLs, one per model server; without a path: `/v1/models`. Empty: the pool's ready "
-        "endpoints as the Kubernetes watch sees them.",
+        description="Whole URLs, one per model server; without a path: `/v1/models`. Empty: the servers of "
+        "`signals.vllm.urls`, else the pool's ready endpoints as the Kubernetes watch sees them.",
     )
     interval_s: float = Field(
         5.0, ge=0.1, le=3600, description="Seconds between two questions to each server."
@@ -92,7 +97,7 @@ class ServingSettings(Section):
     def _asked_once(cls, urls: tuple[SecretUrl, ...], info: ValidationInfo) -> tuple[SecretUrl, ...]:
         if not all(urls):
             raise refuse("holds an empty URL")
-        plain = [each.reveal().rstrip("/").removesuffix("/v1/models") for each in urls]
+        plain = [each.reveal().rstrip("/").removesuffix(LIST_PATH) for each in urls]
         if len(set(plain)) < len(plain):
             raise refuse("has a server twice")
         if urls and info.data.get("observe") == "gateway":
@@ -103,3 +108,33 @@ class ServingSettings(Section):
 def observes(serving: ServingSettings, models: tuple[ModelSettings, ...]) -> bool:
     """Whether it is to be known which models are served. Where not, nothing is asked and nothing waits."""
     return serving.observe != "off" and (serving.observe != "auto" or bool(models))
+
+
+def with_servers_of(vllm: VllmSettings, serving: ServingSettings) -> ServingSettings:
+    """`serving`, and where it names no server those whose metrics pages are read, by the same means.
+
+    They are not taken where the gateway is to be asked, or warm-ups go through it and cannot name a server;
+    nor where a page is not at a path from which it follows where the server takes requests.
+    """
+    by_gateway = serving.observe == "gateway" or (
+        serving.warmup.by == "gateway" and serving.subset_header == ""
+    )
+    lists = [_list_beside(page) for page in vllm.urls]
+    if serving.urls or by_gateway or not lists or not all(lists):
+        return serving
+    taken = {
+        "urls": tuple(lists),
+        "token_file": serving.token_file or vllm.token_file,
+        "tls": vllm.tls if serving.tls == TlsSettings() else serving.tls,
+    }
+    return serving.model_copy(update=taken)
+
+
+def _list_beside(page: SecretUrl) -> SecretUrl:
+    """Where a server of that metrics page lists its models; empty: that does not follow."""
+    parts = urlsplit(page.reveal())
+    path = parts.path.rstrip("/")
+    if parts.query or (path and not path.endswith(_PAGE)):
+        return SecretUrl("")
+    base = path.removesuffix(_PAGE).removesuffix(_TENSORRT)
+    return SecretUrl(urlunsplit((parts.scheme, parts.netloc, f"{base}{LIST_PATH}", "", "")))

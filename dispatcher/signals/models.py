@@ -1,7 +1,8 @@
 """Which models the pool serves: each endpoint is asked at an interval, and each round is told whole.
 
-    serving.urls, else the pool's ready endpoints as the Kubernetes watch sees them ──▶ each of them
-    where neither is known, or serving.observe is gateway                           ──▶ the gateway, for all
+    serving.urls, else those of signals.vllm.urls,
+    else the pool's ready endpoints as the Kubernetes watch sees them ──▶ each of them
+    where none is known, or serving.observe is gateway                ──▶ the gateway, for all
 
 Names that the cluster's InferenceModelRewrites turn into a model that is listed are told beside it.
 
@@ -22,6 +23,7 @@ from urllib.parse import urlsplit, urlunsplit
 from dispatcher.core.served import GATEWAY, Listing
 from dispatcher.settings import SecretUrl, Settings, TlsSettings
 from dispatcher.settings.files import TokenFileError, looks, read_token
+from dispatcher.settings.serving import LIST_PATH
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.cluster import ClusterAccess
 from dispatcher.signals.kube import ClusterProblem
@@ -36,7 +38,6 @@ FOUND_WITHIN_S = 10.0
 """So long the Kubernetes watch may take to find the endpoints before the gateway is asked in their place."""
 GAP_S = 0.5
 """Between two rounds, however often the endpoints change."""
-_PATH = "/v1/models"
 _NOT_ASKED = "no model server was asked for its models yet"
 _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
 
@@ -80,7 +81,7 @@ class ModelWatch:
         access: ClusterAccess,
         found_within_s: float = FOUND_WITHIN_S,
     ) -> None:
-        self._settings = settings
+        self._settings, self._serving = settings, settings.asks
         self._found_within_s = found_within_s
         self._on_round = on_round
         self._access = access
@@ -95,7 +96,7 @@ class ModelWatch:
         self._known: _Known = _NOT_ASKED
 
     def __repr__(self) -> str:
-        return f"<ModelWatch: {self._settings.serving.observe}, endpoints {self._endpoints.addresses}>"
+        return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
 
     def discovered(self, endpoints: Endpoints) -> None:
         """What the Kubernetes watch knows now."""
@@ -106,7 +107,7 @@ class ModelWatch:
     def reconfigure(self, settings: Settings, access: ClusterAccess) -> None:
         """Ask by these settings from now on; or nobody, where they say so. With another way into the cluster
         rewrites are watched anew."""
-        before, self._settings = self._settings, settings
+        before, self._settings, self._serving = self._settings, settings, settings.asks
         elsewhere, self._access = access != self._access, access
         if elsewhere:
             self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
@@ -157,9 +158,9 @@ class ModelWatch:
             if generation == self._generation:
                 self._known = found.servers
                 self._on_round(found.listings)
-            await asyncio.sleep(began_at + min(GAP_S, self._settings.serving.interval_s) - loop.time())
+            await asyncio.sleep(began_at + min(GAP_S, self._serving.interval_s) - loop.time())
             # The times differ, so that replicas that were started together do not ask together.
-            await self._wait(began_at + self._settings.serving.interval_s * random.uniform(0.9, 1.1))
+            await self._wait(began_at + self._serving.interval_s * random.uniform(0.9, 1.1))
         self._known = _NOT_ASKED
 
     def _wake(self) -> None:
@@ -169,7 +170,7 @@ class ModelWatch:
     def _unheard(self) -> bool:
         """Whether Kubernetes may yet say where the endpoints are, and nothing else does, or how names are
         rewritten."""
-        serving, found = self._settings.serving, self._endpoints
+        serving, found = self._serving, self._endpoints
         asks = serving.observe in ("auto", "endpoints") and not serving.urls
         unknown = asks and found.addresses is None and found.watched and not found.whole
         return unknown or not self._rewrites.settled
@@ -187,14 +188,14 @@ class ModelWatch:
         try:
             targets = (_gateway(settings),) if gateway else self._servers()
         except TokenFileError as error:
-            setting = "gateway.token_file" if gateway else "serving.token_file"
+            setting = "gateway.token_file" if gateway else self._token_setting
             return self._unread(now, f"{setting}: {error}")
         if targets is None:
             where = "serving.urls, or run where the Kubernetes watch works"
             problem = f"no model server is known: {where}"
             return _Round((Listing("endpoints", now, None, problem=problem),), problem)
         try:
-            inquirer = await self._ready(settings.gateway.tls if gateway else settings.serving.tls, targets)
+            inquirer = await self._ready(settings.gateway.tls if gateway else self._serving.tls, targets)
         except (OSError, ValueError) as error:  # ssl.SSLError is the former
             return self._unread(now, f"{'gateway' if gateway else 'serving'}.tls: {error}")
         wanted = frozenset(model.name for model in settings.models)
@@ -217,27 +218,33 @@ class ModelWatch:
     # Whom to ask.
 
     def _asks_gateway(self) -> bool:
-        serving = self._settings.serving
+        serving = self._serving
         nowhere = not serving.urls and self._endpoints.addresses is None
         return serving.observe == "gateway" or (serving.observe == "auto" and nowhere)
 
     def _servers(self) -> tuple[ListTarget, ...] | None:
         """The model servers; None: none is known. Raises TokenFileError."""
-        serving = self._settings.serving
+        serving = self._serving
         if not serving.urls and self._endpoints.addresses is None:
             return None
         token = f"Bearer {read_token(serving.token_file)}" if serving.token_file else ""
         if serving.urls:
-            return tuple(_server(url, token) for url in serving.urls)
+            return tuple(_server(url, token, self._token_setting) for url in serving.urls)
         scheme = "https" if serving.tls != TlsSettings() else "http"
         found = [SecretUrl(f"{scheme}://{address}") for address in self._endpoints.addresses or ()]
-        return tuple(_server(url, token) for url in found)
+        return tuple(_server(url, token, self._token_setting) for url in found)
+
+    @property
+    def _token_setting(self) -> str:
+        """Which setting names the servers' token."""
+        taken = self._serving.token_file and not self._settings.serving.token_file
+        return "signals.vllm.token_file" if taken else "serving.token_file"
 
     def _unread(self, now: float, problem: str) -> _Round:
         """A round in which nobody could be asked."""
         if self._asks_gateway():
             names = [GATEWAY]
-        elif urls := self._settings.serving.urls:
+        elif urls := self._serving.urls:
             names = [_label(url) for url in urls]
         else:
             names = list(self._endpoints.addresses or ())
@@ -260,7 +267,7 @@ class ModelWatch:
 
     @property
     def _patience_s(self) -> float:
-        return max(PATIENCE_LEAST_S, min(PATIENCE_S, PATIENCE_SHARE * self._settings.serving.interval_s))
+        return max(PATIENCE_LEAST_S, min(PATIENCE_S, PATIENCE_SHARE * self._serving.interval_s))
 
     async def _close(self) -> None:
         inquirer, self._inquirer = self._inquirer, None
@@ -277,35 +284,36 @@ def _asked_by(settings: Settings) -> tuple[object, ...]:
     """What of the settings decides what a round asks and tells."""
     gateway = settings.gateway
     to_gateway = gateway.url, gateway.headers, gateway.token_file, gateway.tls
-    return settings.serving, settings.models, to_gateway
+    return settings.asks, settings.models, to_gateway
 
 
-def _server(url: SecretUrl, token: str) -> ListTarget:
+def _server(url: SecretUrl, token: str, setting: str) -> ListTarget:
     parts = urlsplit(url.bare)
-    path = _PATH if parts.path in ("", "/") else parts.path
-    page = f"{path.removesuffix(_PATH)}/metrics" if path.endswith(_PATH) else ""
+    path = LIST_PATH if parts.path in ("", "/") else parts.path
+    page = f"{path.removesuffix(LIST_PATH)}/metrics" if path.endswith(LIST_PATH) else ""
     authorization = token or url.authorization
     return ListTarget(
         _label(url),
         urlunsplit(parts._replace(path=path)),
         {"Authorization": authorization} if authorization else {},
         page=urlunsplit((parts.scheme, parts.netloc, page, "", "")) if page else "",
+        token=setting,
         with_token=bool(authorization),
     )
 
 
 def _access_to(target: ListTarget, tls: ssl.SSLContext | None) -> ServerAccess | str:
     url = target.url.rstrip("/")
-    base = url.removesuffix(_PATH)
+    base = url.removesuffix(LIST_PATH)
     if base == url:
-        return f"its list of models is not at {_PATH}, so it is not known where it takes requests"
+        return f"its list of models is not at {LIST_PATH}, so it is not known where it takes requests"
     return ServerAccess(base, target.headers, tls)
 
 
 def _label(url: SecretUrl) -> str:
     """Host and port, and what of the path tells servers of the same address apart."""
     parts = urlsplit(url.bare)
-    return parts.netloc + parts.path.rstrip("/").removesuffix(_PATH)
+    return parts.netloc + parts.path.rstrip("/").removesuffix(LIST_PATH)
 
 
 def _gateway(settings: Settings) -> ListTarget:
@@ -318,7 +326,7 @@ def _gateway(settings: Settings) -> ListTarget:
         headers.setdefault("Authorization", basic)
     return ListTarget(
         GATEWAY,
-        gateway.url.bare.rstrip("/") + _PATH,
+        gateway.url.bare.rstrip("/") + LIST_PATH,
         headers,
         token="gateway.token_file",  # noqa: S106 -- the name of a setting
         with_token=any(name.lower() == "authorization" for name in headers),

@@ -253,6 +253,10 @@ ROLLOUT = [
             version("qwen-<b>v1</b>", "spare", drained=True, drained_by="by ada since noon: it leaks"),
             version("qwen-v0", "gone", serving=0),
         ],
+        labels={
+            "stable": {"version": "2", "by": "by <b>ada</b> since noon"},
+            "old": {"version": "2", "by": None},
+        },
     ),
     seen("other", "ready"),
 ]
@@ -273,7 +277,10 @@ async def test_versions_stand_below_their_model(page: Page) -> None:
             "other",
         ]
         assert rows[1][1:] == ["cold", "2", "", "1 min 30 s", "warm at 1 of 2"]
-        assert rows[2][5] == "95 % of the requests; warm at 2 of 2; labelled old, stable"
+        assert (
+            rows[2][5]
+            == "95 % of the requests; warm at 2 of 2; labelled old, stable (by <b>ada</b> since noon)"
+        )
         assert rows[3][5] == "drained by ada since noon: it leaks"
         stage.told |= {"model_marks_problem": "models:labels holds a list"}
         problem = "Marks of models in the queue count for nothing: models:labels holds a list"

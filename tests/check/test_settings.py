@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dispatcher.check.settings import doubts
+from dispatcher.check.settings import doubts, taken
 from dispatcher.settings import Settings, parse
 
 QUIET = "gateway: {url: http://gw, objective: batch, allowed_paths: [/v1/*, /models/*:predict]}\n"
@@ -87,3 +87,18 @@ def test_what_is_said_of_versions_in_vain_is_told(text: str, said: str) -> None:
 )
 def test_what_is_said_of_versions_is_no_doubt_where_it_counts(text: str) -> None:
     assert told(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("models: [{name: m}]", ["ok: serving.urls: names none, so the 2 model servers are asked that"]),
+        ("", []),
+        ("models: [{name: m}]\nserving: {urls: ['http://c']}", []),
+        ("models: [{name: m}]\nserving: {observe: gateway}", []),
+    ],
+)
+def test_whose_servers_are_asked_for_their_models_is_told(text: str, said: list[str]) -> None:
+    settings = parse(f"{QUIET}signals: {{vllm: {{urls: ['http://a', 'http://b']}}}}\n{text}", {})
+    assert isinstance(settings, Settings), settings
+    assert [str(each).partition(" signals")[0] for each in taken(settings)] == said

@@ -283,7 +283,13 @@ async def test_list_has_versions_below_their_model(world: World) -> None:
     assert [[cell.strip() for cell in row if cell.strip()] for row in rows[1:5]] == [
         ["qwen", "ready", "2 of 2", "0", "90 s", "it is served"],
         ["qwen-v3", "cold", "2", "90 s", "warm at 1 of 2"],
-        ["qwen-v2", "open", "2", "90 s", "100.0% of the requests; warm at 2 of 2; labelled stable"],
+        [
+            "qwen-v2",
+            "open",
+            "2",
+            "90 s",
+            "100.0% of the requests; warm at 2 of 2; labelled stable (by ada since noon)",
+        ],
         ["qwen-v1", "spare", "2", "90 s", "drained by bob since noon: it leaks"],
     ]
     assert "qwen-v0" not in said.out, "it is gone"

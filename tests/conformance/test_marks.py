@@ -52,6 +52,25 @@ async def test_a_mark_lapses_a_minute_after_any_owner_refreshed_it_last(world: W
     assert (await told(first)).warm == (await world.desk.model_marks()).warm == frozenset()
 
 
+async def test_who_only_looks_is_told_the_same_and_refreshes_nothing(world: World) -> None:
+    first, looker = world.owner("one"), world.owner("two")
+    assert await looker.model_marks() == ModelMarks()
+    await first.warmed(*V1)
+    await first.marks((), (), ["qwen-v1"])
+    await world.desk.label("qwen", "stable", "1", "ada")
+    await world.desk.drain("qwen-v2", "ada", "bad")
+    seen = await looker.model_marks()
+    assert seen == await told(world.owner("three")) == await world.desk.model_marks()
+    assert (seen.warm, seen.used) == (frozenset({V1}), frozenset({"qwen-v1"}))
+    assert seen.labels == {("qwen", "stable"): "1"}
+    await world.age_board(50)
+    assert (await looker.model_marks()).warm == {V1}
+    await world.age_board(11)
+    lapsed = await looker.model_marks()
+    assert not lapsed.warm
+    assert not lapsed.used
+
+
 async def test_a_mark_that_lapsed_or_was_removed_does_not_come_back_by_being_kept(world: World) -> None:
     first, second = world.owner("one"), world.owner("two")
     assert (await first.marks([V1], (), ())).warm == frozenset(), "it never was there"
@@ -79,6 +98,21 @@ async def test_one_owner_at_a_time_has_the_right_to_warm_a_version_at_an_endpoin
     await first.unwarmed(*V1)
     assert await second.warming(*V1)
     assert (await told(first)).warm == frozenset()
+
+
+async def test_who_warms_what_is_known_to_all(world: World) -> None:
+    first, second = world.owner("one"), world.owner("two")
+    assert await first.warming(*V1)
+    assert await second.warming(*V2)
+    assert await second.warming(*FAR)
+    rights = {(*V1, "one"), (*V2, "two"), (*FAR, "two")}
+    for seen in (await told(first), await second.model_marks(), await world.desk.model_marks()):
+        assert set(seen.warming) == rights
+    await second.unwarmed(*FAR)
+    await first.warmed(*V1)
+    assert set((await told(first)).warming) == {(*V2, "two")}
+    await world.age_board(31)
+    assert set((await first.model_marks()).warming) == set((await told(second)).warming) == set()
 
 
 async def test_the_right_to_warm_lapses_and_is_given_back_by_the_mark(world: World) -> None:

@@ -189,14 +189,14 @@ async def test_others_go_while_a_sequence_waits(world: World) -> None:
 
 
 async def handed(
-    queue: Queue, leases: Sequence[Lease], limit: int = 1000, nonce: str = "", **left: Any
+    queue: Queue, leases: Sequence[Lease], limit: int = 1000, nonce: str = "", apart: int = 0, **left: Any
 ) -> HandedOver:
     """These end, by an owner that takes what comes next."""
     ends = [
         answer(one, msgspec.json.encode({"id": name_of(one)})).but(turn=TurnEnd(turn_of(one), **left))
         for one in leases
     ]
-    told = await queue.hand_over(ends, nonce or f"handing-{leases[0].token}", permit(limit))
+    told = await queue.hand_over(ends, nonce or f"handing-{leases[0].token}", permit(limit).but(apart=apart))
     assert told.answers == [Settled.DONE] * len(leases)
     return told
 
@@ -220,7 +220,7 @@ async def test_who_ends_one_is_handed_the_next(world: World) -> None:
     assert await answered(world) == ["r-0", "r-1", "r-2"]
 
 
-@pytest.mark.parametrize("how", ["limit", "paused", "refused", "better", "suspect", "nothing"])
+@pytest.mark.parametrize("how", ["limit", "apart", "paused", "refused", "better", "suspect", "nothing"])
 async def test_nothing_is_handed_over_that_a_claim_would_not_have_leased(world: World, how: str) -> None:
     queue, other = world.owner("owner-1"), world.owner("owner-2")
     await put(world, "r", 0, 1)
@@ -239,7 +239,8 @@ async def test_nothing_is_handed_over_that_a_claim_would_not_have_leased(world: 
     if how == "refused":
         now = asyncio.get_running_loop().time()
         await other.share(permit(), Overload(now, now + 100, False, 1))
-    told = await handed(queue, [lease], limit=0 if how == "limit" else 1000)
+    limit, apart = 0 if how == "limit" else 1000, 1000 if how == "apart" else 0
+    told = await handed(queue, [lease], limit, apart=apart)
     assert told.claimed is not None
     assert [name_of(one) for one in told.claimed.leases] == (["r-1"] if how == "nothing" else [])
     assert (await queue.counts()).leased == (how == "nothing")

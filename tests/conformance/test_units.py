@@ -47,6 +47,28 @@ async def test_a_lighter_one_makes_room(world: World) -> None:
     assert len(await claim(other, limit=8)) == 5
 
 
+async def test_units_that_no_lease_counts_leave_less_to_claim_and_to_weigh(world: World) -> None:
+    await fill(world, 9)
+    one, other = world.owner("one"), world.owner("other")
+    leases = (await one.claim(9, "n", permit(8).but(apart=3))).leases
+    assert len(leases) == 5
+    weighed = await one.weigh([(leases[0], 2)], permit(8).but(apart=3))
+    assert list(weighed.fits) == [False]
+    assert len((await other.claim(9, "n", permit(8).but(apart=4))).leases) == 0
+    told = await other.claim(9, "m", permit(8))
+    assert (told.count.live, len(told.leases)) == (8, 3), "each says for itself what it knows of"
+
+
+async def test_what_is_heavier_than_what_other_units_leave_keeps_its_place(world: World) -> None:
+    await fill(world, 2)
+    queue = world.owner()
+    (heavy,) = await claim(queue, limit=8, most=1)
+    assert await weigh(queue, (heavy, 6), limit=8) == [True]
+    await queue.release([Release(heavy)])
+    assert (await queue.claim(2, "n", permit(8).but(apart=3))).leases == []
+    assert entries((await queue.claim(1, "m", permit(8).but(apart=2))).leases) == [heavy.entry]
+
+
 async def test_a_heavier_one_fits_into_what_lighter_ones_before_it_leave(world: World) -> None:
     await fill(world, 4)
     queue = world.owner()

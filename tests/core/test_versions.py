@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class Rollout:
         self.labels: dict[str, str] = {}
         """Set by verbs."""
 
-    def look(self, *used: str, drained: str = "", **said: str) -> str:
+    def look(self, *used: str, drained: str | Mapping[str, str] = "", by: str = "by ada", **said: str) -> str:
         """What was told, as `v1 open`."""
         self.now += 1.0
         served: dict[str, frozenset[str]] = {}
@@ -60,8 +61,9 @@ class Rollout:
                 loading=loading,
                 warm=warm,
                 used={full(name) for name in used},
-                drained=set(drained.split()),
+                drained=dict.fromkeys(drained.split(), by) if isinstance(drained, str) else drained,
                 labels=self.labels,
+                labelled=dict.fromkeys(self.labels, "by bob since noon"),
                 steered=self.steered,
             ),
             self.now,
@@ -117,6 +119,26 @@ def test_resource_the_old_one_is_drained_before_the_new_one_is_warmed() -> None:
     assert (pool.open, pool.cold) == ([], ["v2 b"])
     assert pool.family.why() == "'qwen-v2' is being warmed up"
     assert pool.look("v2", v1="a*", v2="b*") == "v2 open"
+
+
+def test_resource_who_names_a_version_itself_stands_in_nobody_s_way() -> None:
+    pool = Rollout(warms=True, transition=RESOURCE)
+    way = pool.family.gives_way
+    pool.look("v1", v1="a*")
+    assert way("qwen-v1") == ""
+    pool.look("v1", v1="a*", v2="b")
+    assert way("qwen-v1") == "gives way to 'qwen-v2'"
+    assert way("qwen-v2") == "waits: 'qwen-v1' is drained first"
+    assert pool.family.waits_for("qwen-v1")
+    pool.look(v1="a*", v2="b")
+    assert way("qwen-v1") == "gives way to 'qwen-v2'", "its warm-up is not to wait for more"
+    assert way("qwen-v2") == "", "who names it gets it, warm or not"
+    assert not pool.family.waits_for("qwen-v1")
+    pool.look("v1", v1="a*", v2="b*")
+    assert way("qwen-v2") != ""
+    pool.look(v1="a*", v2="b*")
+    pool.look("v1", v1="a*", v2="b*")
+    assert (way("qwen-v1"), way("qwen-v2"), pool.open) == ("", "", ["v2"])
 
 
 def test_resource_what_drains_counts_after_it_has_left_the_pool() -> None:
@@ -330,8 +352,27 @@ def test_what_is_drained_by_an_operator_is_not_opened_for_want_of_others(transit
     pool = Rollout(transition=transition)
     pool.look(v1="a")
     assert pool.look(v1="a", drained="qwen-v1") == "v1 draining, v1 spare"
-    assert pool.family.why() == "'qwen-v1' is drained by an operator"
+    assert pool.family.why() == "'qwen-v1' is drained by ada"
     assert pool.look(v1="a") == "v1 cold, v1 open"
+
+
+def test_who_has_drained_what_and_who_has_set_a_label_is_told() -> None:
+    pool = Rollout(transition=RESOURCE)
+    at = dict.fromkeys(("v1", "v2", "v3"), "a")
+    since = "by ada since noon: a bad quantisation"
+    pool.look(drained={"1": since, "v2": "", "qwen-v3": since}, **at)
+    assert pool.family.why() == (
+        f"'qwen-v1' and 'qwen-v3' are drained {since}; 'qwen-v2' is drained by an operator"
+    )
+    each = {f"{number}": f"by p{number}" for number in range(1, 6)}
+    pool.look(drained=each, **dict.fromkeys((f"v{number}" for number in each), "a"))
+    assert pool.family.why().endswith("'qwen-v3' is drained by p3; and others by 2 more")
+    pool.reconfigure(VersionPolicy(label="stable"), transition=RESOURCE)
+    pool.labels["stable"] = "7"
+    pool.look(v1="a")
+    assert pool.family.why() == (
+        "the label 'stable', set by bob since noon, asks for '7', which is not served: there is 'qwen-v1'"
+    )
 
 
 @pytest.mark.parametrize(

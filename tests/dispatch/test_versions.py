@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from random import Random
 from time import process_time
 from typing import Any
+
+import pytest
 
 from dispatcher.core.outcome import Delivered, RetryPolicy
 from dispatcher.core.request import Request
@@ -19,7 +23,7 @@ from dispatcher.core.wanted import VersionPolicy
 from dispatcher.dispatch import Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
 from dispatcher.dispatch.versions import PIN_ASKED_S, TOLD_MOST, Versions, pin_key
-from dispatcher.ports import Forwarded, ModelMarks, QueueUnavailableError
+from dispatcher.ports import Forwarded, ModelMarks, Permit, QueueUnavailableError, Release
 from dispatcher.settings import Settings
 from dispatcher.telemetry.status import ModelsStatus
 from tests.dispatch.pool import EACH_S, GONE, results, states, submit, told
@@ -36,6 +40,19 @@ def options(*, steered: bool = False, observe: bool = False, **terms: Any) -> Op
         versions=VersionOptions((FamilyOptions(family),), steered=steered),
         observe=observe,
     )
+
+
+def told_of(scene: Scene) -> ModelsStatus:
+    """What /status says of models."""
+    settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
+    at = asyncio.get_running_loop().time()
+    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
+
+
+async def used(scene: Scene) -> set[str]:
+    """What the queue says is under way, at the latest a moment after that."""
+    await asyncio.sleep(EACH_S + 1)
+    return set((await scene.store.model_marks()).used)
 
 
 class Servers(Answers):
@@ -147,6 +164,134 @@ def test_another_owner_that_still_uses_the_old_version_is_waited_for() -> None:
         assert gateway.sent_as == {"r1": "qwen-v2"}
 
     perform(scene_of, gateway, options(transition=Transition.RESOURCE))
+
+
+OLD_ITSELF, NEW_ITSELF = b'{"model":"qwen-v1"}', b'{"model":"qwen-v2"}'
+
+
+def test_request_that_names_a_version_itself_is_waited_for_where_resources_are_kept() -> None:
+    gateway = Servers()
+    gateway.slow = {"o1": 20.0}
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1")
+        await submit(scene, "o1", payload=OLD_ITSELF)
+        await asyncio.sleep(1)
+        assert "qwen-v1" in await used(scene)
+        told(scene, a="qwen-v1 qwen-v2")
+        await submit(scene, "r1")
+        await submit(scene, "n1", payload=NEW_ITSELF)
+        await asyncio.sleep(10)
+        assert gateway.sent_as == {"o1": "qwen-v1"}
+        waits = {name: why for name, _, why in scene.dispatcher.models.held_back()}
+        assert "'qwen-v1' is drained first" in waits["qwen"]
+        assert waits["qwen-v2"] == "its model 'qwen-v2' waits: 'qwen-v1' is drained first"
+        assert scene.dispatcher.models.sentence("qwen-v2").endswith("; waits: 'qwen-v1' is drained first")
+        await asyncio.sleep(25)
+        assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
+        assert await used(scene) == set()
+
+    perform(scene_of, gateway, options(transition=Transition.RESOURCE))
+
+
+def test_who_names_the_old_version_for_ever_does_not_keep_the_new_one_closed() -> None:
+    """Such requests wait until the new one is open, and then go as ever."""
+    gateway = Servers()
+    gateway.slow = {f"o{number}": 8.0 for number in range(12)}
+
+    async def scene_of(scene: Scene) -> None:
+        for number in range(12):
+            told(scene, a="qwen-v1" if number < 4 else "qwen-v1 qwen-v2")
+            if number == 4:
+                await submit(scene, "r1")
+            await submit(scene, f"o{number}", payload=OLD_ITSELF)
+            await asyncio.sleep(3)
+            if number == 4:
+                waits = {name: why for name, _, why in scene.dispatcher.models.held_back()}
+                assert waits["qwen-v1"] == "its model 'qwen-v1' gives way to 'qwen-v2'"
+                assert list(gateway.sent_as) == ["o0", "o1", "o2", "o3"]
+        await asyncio.sleep(20)
+        assert (gateway.sent_as["r1"], states(scene, "qwen-v2")) == ("qwen-v2", ["cold", "open"])
+        assert [name for name in gateway.sent_as if name != "r1"] == [f"o{number}" for number in range(12)]
+        assert list(gateway.sent_as).index("r1") < list(gateway.sent_as).index("o11")
+
+    perform(scene_of, gateway, options(transition=Transition.RESOURCE))
+
+
+def test_who_names_a_version_itself_goes_at_once_where_it_stands_in_nobody_s_way() -> None:
+    gateway = Servers()
+    gateway.slow = {"o1": 5.0}
+
+    async def scene_of(scene: Scene) -> None:
+        told(scene, a="qwen-v1 qwen-v2 qwen-x")
+        await submit(scene, "o1", payload=OLD_ITSELF)
+        await submit(scene, "n1", payload=NEW_ITSELF)
+        await submit(scene, "x1", payload=b'{"model":"qwen-x"}')
+        await submit(scene, "r1")
+        await asyncio.sleep(1)
+        assert gateway.sent_as == {"o1": "qwen-v1", "n1": "qwen-v2", "x1": "qwen-x", "r1": "qwen-v2"}
+        assert await used(scene) <= {"qwen-v1", "qwen-v2"}
+
+    for transition in Transition:
+        perform(scene_of, gateway, options(transition=transition))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_nothing_begins_at_one_version_before_all_has_ended_at_another(seed: int) -> None:
+    """Whatever is rolled to and fro, and by which name requests ask, where resources are kept: when a version
+    opens nothing runs at the other one; and all are answered."""
+    rand = Random(seed)
+    running: Counter[str] = Counter()
+    wrong: list[str] = []
+    opened = 0
+
+    class Watched(Servers):
+        async def forward(
+            self, request: Request, *, token: str, deadline: float, may_send: object
+        ) -> Forwarded:
+            model = json.loads(request.payload)["model"]
+            running[model] += 1
+            self.slow[request.id] = rand.choice([0.0, 0.5, 4.0])
+            try:
+                return await super().forward(request, token=token, deadline=deadline, may_send=may_send)
+            finally:
+                running[model] -= 1
+
+    gateway = Watched()
+
+    async def scene_of(scene: Scene) -> None:
+        nonlocal opened
+        versions = scene.dispatcher.models.versions
+        family = versions.family("qwen")
+        assert family is not None
+        look = versions.look
+
+        def looked() -> None:
+            nonlocal opened
+            before = {each.name for each in family.versions() if family.takes(each.name)}
+            look()
+            for name in {each.name for each in family.versions() if family.takes(each.name)} - before:
+                opened += 1
+                if running.total() > running[name]:
+                    wrong.append(f"{name} opened before the end of the other")
+
+        versions.look = looked  # type: ignore[method-assign]
+        for number in range(60):
+            if rand.random() < 0.15:
+                await scene.store.label("qwen", "stable", rand.choice("12"), "ada")
+            name = rand.choice([b"qwen", b"qwen", b"qwen-v1", b"qwen-v2"])
+            await submit(scene, f"r{number}", payload=b'{"model":"%s"}' % name)
+            await asyncio.sleep(rand.choice([0.0, 0.1, 1.0]))
+            told(scene, a="qwen-v1 qwen-v2")
+        await scene.store.label("qwen", "stable", "1", "ada")
+        for _ in range(12):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1 qwen-v2")
+        assert len(await results(scene)) == len(gateway.sent_as) == 60, "nobody waits for ever"
+        assert opened >= 1
+        assert wrong == []
+
+    perform(scene_of, gateway, options(transition=Transition.RESOURCE, policy=VersionPolicy(label="stable")))
 
 
 def test_job_keeps_its_version_and_a_new_job_gets_the_new_one() -> None:
@@ -368,12 +513,13 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
         await asyncio.sleep(60)
         assert gateway.sent_as["r2"] == "qwen-v2"
         await scene.store.drain("qwen-v2", "ada")
-        await scene.store.drain("qwen-v1", "ada")
+        await scene.store.drain("qwen-v1", "bob", "it leaks")
         await asyncio.sleep(EACH_S + 1)
         await submit(scene, "r4")
         await asyncio.sleep(EACH_S + 1)
         assert "1 request waits" in explained(scene)
-        assert "'qwen-v1' and 'qwen-v2' are drained by an operator." in explained(scene)
+        assert "'qwen-v1' is drained by bob since " in explained(scene)
+        assert "UTC: it leaks; 'qwen-v2' is drained by ada since " in explained(scene)
 
     perform(warming, Servers(), options(warms=True))
     perform(draining, gateway, options(transition=Transition.RESOURCE))
@@ -401,11 +547,6 @@ def test_version_is_told_of_with_its_model_and_apart_where_somebody_waits_for_it
 
 
 def test_status_tells_each_version_and_who_said_what_of_it() -> None:
-    def told_of(scene: Scene) -> ModelsStatus:
-        settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
-        at = asyncio.get_running_loop().time()
-        return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
-
     async def scene_of(scene: Scene) -> None:
         told(scene, a="qwen-v1 qwen-v2 other", b="qwen-v2")
         await scene.store.label("qwen", "stable", "1", "ada")
@@ -547,17 +688,34 @@ def test_weights_spread_requests_and_a_retry_stays_where_it_was() -> None:
     perform(scene_of, gateway, options(policy=everything, weights={"v2": 0.1}))
 
 
-def test_who_only_observes_says_nothing_to_others() -> None:
+def test_who_only_observes_hears_what_others_share_and_says_nothing() -> None:
     async def scene_of(scene: Scene) -> None:
-        told(scene, a="qwen-v1")
+        other = type(scene.queue)(scene.store, "b")
+        said = scene.store.pool.board
+        told(scene, a="qwen-v1 qwen-v2")
         await asyncio.sleep(2 * EACH_S)
-        versions = scene.dispatcher.models.versions
-        assert versions.marks is None
-        family = versions.family("qwen")
-        assert family is not None
-        assert family.opened
+        assert (said.warm, said.warming, said.used) == ({}, {}, {})
+        assert states(scene, "qwen-v2") == ["cold"]
+        await other.warmed("qwen-v2", "a")
+        await submit(scene, "r1")
+        claimed = await other.claim(1, "n", Permit(9, asyncio.get_running_loop().time(), 0))
+        await other.release([Release(lease, awaits="qwen") for lease in claimed.leases])
+        await asyncio.sleep(EACH_S + 1)
+        before = dict(said.warm)
+        (model,) = told_of(scene).models
+        assert [(each["state"], each["warm"]) for each in model["versions"]] == [("open", 1), ("spare", 0)]
+        assert model["waiting"] == 1
+        await scene.store.drain("qwen-v2", "ada", "bad")
+        told(scene, b="qwen-v2")
+        await asyncio.sleep(EACH_S + 1)
+        told(scene, a="qwen-v2")
+        await asyncio.sleep(EACH_S + 1)
+        (model,) = told_of(scene).models
+        (version,) = [each for each in model["versions"] if each["name"] == "qwen-v2"]
+        assert (version["warm"], version["drained"]) == (1, True), "that it was gone is for others to say"
+        assert (said.warm, said.warming, said.used, said.pins) == (before, {}, {}, {})
 
-    perform(scene_of, Servers(), options(observe=True))
+    perform(scene_of, Servers(), options(observe=True, warms=True, pin=Pin.JOB))
 
 
 def test_without_versions_nothing_is_kept_or_changed() -> None:

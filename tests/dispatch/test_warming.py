@@ -21,8 +21,8 @@ from dispatcher.core.versions import FamilyTerms
 from dispatcher.core.warmup import WarmupRequest
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.options import FamilyOptions, VersionOptions
-from dispatcher.dispatch.warming import AGAIN_S, LOOK_S, SOON_S
-from dispatcher.ports import Forwarded, QueueUnavailableError
+from dispatcher.dispatch.warming import AGAIN_S, AT_ONCE, LOOK_S, SOON_S
+from dispatcher.ports import Forwarded, Permit, QueueUnavailableError, Release
 from dispatcher.queue.memory import MemoryQueue
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.metrics import Metrics
@@ -595,6 +595,126 @@ def test_who_cannot_go_on_leaves_the_right_to_others_and_sends_nothing_twice() -
     play(scene_of, pool, options())
 
 
+class Hung:
+    """An owner that warms `qwen-v1` at `a` up, and by whose clock time may be lost."""
+
+    def __init__(self, scene: Scene, pool: Pool, given: Options) -> None:
+        self.ahead_s = 0.0
+        self.calls = pool.calls
+        self.board = scene.store.pool.board
+        loop = asyncio.get_running_loop()
+        self.dispatcher = Dispatcher(
+            MemoryQueue(scene.store, "hung"),
+            pool,
+            open_limiter(),
+            given,
+            Journal(Metrics()),
+            clock=lambda: loop.time() + self.ahead_s,
+            servers=pool,
+        )
+        self.task = asyncio.create_task(self.dispatcher.run())
+        self.dispatcher.models.heard([Listing("a", loop.time(), ("qwen-v1",))])
+
+    def lose(self, seconds: float, *, notices: bool) -> None:
+        """So much time has passed for the queue. `notices`: by the owner's clock as well."""
+        self.board.warming = {name: until - seconds for name, until in self.board.warming.items()}
+        self.ahead_s += seconds if notices else 0.0
+
+    async def ended(self) -> None:
+        self.dispatcher.drain(1.0)
+        await self.task
+
+
+@pytest.mark.parametrize("notices", [True, False])
+def test_owner_that_hung_until_another_took_over_begins_nothing_more(notices: bool) -> None:
+    """By its own clock at once; else when it renews its right, which is another's."""
+    slow, pool = Pool(), Pool()
+    slow.takes_s = pool.takes_s = 7.0
+
+    async def scene_of(scene: Scene) -> None:
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(2)
+        assert len(hung.calls) == 1
+        hung.lose(31, notices=notices)
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(60)
+        assert len(hung.calls) == (1 if notices else 2)
+        assert len(pool.calls) == 4
+        assert hung.dispatcher.warming.done == {"warm": 0, "errors": 0, "again": 1}
+        assert scene.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 0}
+        assert set((await scene.store.model_marks()).warm) == {("qwen-v1", "a")}
+        assert hung.board.warming == {}
+        await hung.ended()
+
+    given = options()
+    play(scene_of, pool, given)
+
+
+def test_owner_that_hung_while_it_waited_for_room_begins_nothing_more() -> None:
+    slow = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        await scene.store.pause("ada", "so that nobody else claims")
+        await submit(scene, *(f"r{number}" for number in range(LIMIT)), payload=b'{"model":"other"}')
+        await scene.store.resume()
+        other = MemoryQueue(scene.store, "b")
+        full = await other.claim(LIMIT, "n", Permit(LIMIT, asyncio.get_running_loop().time(), 0))
+        assert len(full.leases) == LIMIT
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(4)
+        assert (hung.calls, len(hung.board.warming)) == ([], 1)
+        hung.lose(31, notices=True)
+        assert await scene.queue.warming("qwen-v1", "a")
+        await other.release([Release(lease, delay_s=1000.0) for lease in full.leases])
+        await asyncio.sleep(20)
+        assert hung.calls == []
+        await hung.ended()
+
+    given = options()
+    play(scene_of, Pool(), given)
+
+
+def test_owner_whose_right_lapsed_and_nobody_took_it_goes_on_with_it_anew() -> None:
+    slow = Pool()
+    slow.takes_s = 3.0
+
+    async def scene_of(scene: Scene) -> None:
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(2)
+        assert len(hung.calls) == 1
+        hung.lose(31, notices=True)
+        await asyncio.sleep(3)
+        assert len(hung.calls) == 2
+        assert not await scene.queue.warming("qwen-v1", "a")
+        await asyncio.sleep(12)
+        assert len(hung.calls) == 4
+        assert hung.dispatcher.warming.done == {"warm": 1, "errors": 0, "again": 0}
+        await hung.ended()
+
+    given = options()
+    play(scene_of, Pool(), given)
+
+
+def test_owner_that_hung_while_another_warmed_it_up_sends_nothing_more() -> None:
+    slow = Pool()
+    slow.takes_s = 3.0
+
+    async def scene_of(scene: Scene) -> None:
+        hung = Hung(scene, slow, given)
+        await asyncio.sleep(2)
+        assert len(hung.calls) == 1
+        hung.lose(31, notices=True)
+        assert await scene.queue.warming("qwen-v1", "a")
+        await scene.queue.warmed("qwen-v1", "a")
+        await asyncio.sleep(20)
+        assert len(hung.calls) == 1
+        assert hung.board.warming == {}
+        await hung.ended()
+
+    given = options()
+    play(scene_of, Pool(), given)
+
+
 @pytest.mark.parametrize("straight", [True, False])
 def test_gateway_that_was_away_is_found_again_though_all_work_waits_for_what_is_cold(straight: bool) -> None:
     """Else the warm-up waits for the gate, the gate for a probe, and each probe for the warm-up."""
@@ -703,6 +823,81 @@ def test_owner_without_work_of_its_own_leaves_a_warm_up_to_one_that_can_make_roo
         await asyncio.gather(*others)
 
     play(scene_of, pool, given)
+
+
+def test_warm_ups_of_all_owners_and_their_work_share_one_limit() -> None:
+    """Within those that an owner has begun since others asked last, at the most a second ago."""
+    pool = Pool()
+    pool.takes_s = 3.0
+    given = options(steered=True, straight=True)
+
+    async def scene_of(scene: Scene) -> None:
+        every = [scene.dispatcher]
+        others: list[asyncio.Task[None]] = []
+        for number in range(4):
+            queue = MemoryQueue(scene.store, f"other-{number}")
+            one = Dispatcher(queue, pool, open_limiter(), given, Journal(Metrics()), servers=pool)
+            every.append(one)
+            others.append(asyncio.create_task(one.run()))
+        await submit(scene, *(f"r{number}" for number in range(900)), payload=b'{"model":"other"}')
+        names = dict.fromkeys((f"e{number}" for number in range(24)), "qwen-v1")
+        for _ in range(40):
+            at = asyncio.get_running_loop().time()
+            listings = [Listing(name, at, (model,)) for name, model in ({"a": "other"} | names).items()]
+            for each in every:
+                each.models.heard(listings)
+            await asyncio.sleep(EACH_S)
+        assert len({endpoint for endpoint, _, _ in pool.calls}) == 24
+        assert len(pool.work) > 400
+        assert pool.most <= LIMIT + AT_ONCE
+        for each in every[1:]:
+            each.drain(1.0)
+        await asyncio.gather(*others)
+
+    play(scene_of, pool, given)
+
+
+def test_work_leaves_room_for_what_other_owners_warm() -> None:
+    pool = Pool()
+    pool.takes_s = 1.0
+
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        for number in range(4):
+            assert await other.warming("elsewhere", f"e{number}")
+        await asyncio.sleep(EACH_S + 1)
+        await submit(scene, *(f"r{number}" for number in range(100)), payload=b'{"model":"other"}')
+        told(scene, a="other")
+        await asyncio.sleep(5)
+        assert pool.most == scene.dispatcher.running == LIMIT - 4
+        for number in range(4):
+            await other.unwarmed("elsewhere", f"e{number}")
+        await asyncio.sleep(EACH_S + 1)
+        assert pool.most == LIMIT
+
+    play(scene_of, pool, options())
+
+
+@pytest.mark.parametrize(("others", "first"), [("elsewhere", False), ("somewhere", True)])
+def test_where_there_are_more_warm_ups_than_units_owners_agree_whose_turn_it_is(
+    others: str, first: bool
+) -> None:
+    """The order is that of the names. Whoever hangs before it has his turn holds nobody up for ever."""
+    pool = Pool()
+
+    async def scene_of(scene: Scene) -> None:
+        other = MemoryQueue(scene.store, "b")
+        for number in range(LIMIT):
+            assert await other.warming(others, f"e{number}")
+        told(scene, a="qwen-v1")
+        await asyncio.sleep(EACH_S)
+        assert len(pool.calls) == (4 if first else 0)
+        for _ in range(8):
+            await asyncio.sleep(EACH_S)
+            told(scene, a="qwen-v1")
+        assert len(pool.calls) == 4
+
+    play(scene_of, pool, options())
 
 
 def test_queue_that_was_away_for_minutes_makes_nothing_cold_that_stayed_where_it_was() -> None:

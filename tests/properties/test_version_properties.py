@@ -40,7 +40,9 @@ SIGHTS = st.builds(
     loading=SOME_NAMES,
     warm=st.frozensets(st.tuples(NAME, st.sampled_from(ENDPOINTS))),
     used=SOME_NAMES,
-    drained=st.one_of(st.just(frozenset[str]()), SOME_WORDS),
+    drained=st.one_of(
+        st.just(dict[str, str]()), SOME_WORDS.map(lambda words: dict.fromkeys(words, "by ada"))
+    ),
     labels=LABELS,
     steered=st.booleans(),
 )
@@ -157,6 +159,7 @@ class Follower:
             assert family.keeps(name) is bool(name in open_ or (stays and not each.drained))
             assert name not in open_ or not nowhere
             assert family.takes(name) is (name in open_)
+        self._who_goes_by_its_own_name(sight, seen, open_)
         assert set(family.kept()) == {name for name in seen if family.keeps(name)}
         assert not family.keeps("of another model")
         cold = family.cold()
@@ -165,6 +168,23 @@ class Follower:
             assert endpoint in seen[name].serving - seen[name].warm
             assert seen[name].wanted or name in open_
         assert cold == sorted(cold, key=lambda each: not seen[each[0]].wanted), "wanted ones first"
+
+    def _who_goes_by_its_own_name(
+        self, sight: VersionSight, seen: dict[str, VersionSeen], open_: set[str]
+    ) -> None:
+        """Where resources are kept nothing begins that something else waits for the end of, nor beside it."""
+        family = self.family
+        wanted = {name for name, each in seen.items() if each.wanted}
+        busy = {name for name in sight.used if naming_of(name, family.terms) is not None} - wanted
+        for name in seen:
+            why = family.gives_way(name)
+            assert why.isprintable()
+            if family.terms.transition is Transition.AVAILABILITY or name in open_:
+                assert not why
+            else:
+                assert bool(why) is bool(busy if name in wanted else wanted - open_)
+            waits_for = family.terms.transition is Transition.RESOURCE and name in busy
+            assert family.waits_for(name) is waits_for
 
 
 @pytest.mark.timeout(900)  # with thousands of examples on a busy machine
@@ -205,7 +225,7 @@ def test_no_name_is_too_strange(terms: FamilyTerms, names: list[tuple[str, bool]
     served = {name: frozenset({"a"}) for name, _ in names}
     used = frozenset(name for name, is_used in names if is_used)
     follower.look(VersionSight(served, used=used, warm={(name, "a") for name in used}))
-    follower.look(VersionSight({}, loading=used, drained=used))
+    follower.look(VersionSight({}, loading=used, drained=dict.fromkeys(used, key)))
     assert follower.family.choose(key) is None
 
 

@@ -18,7 +18,7 @@ BODY = b'{"model":"qwen","prompt":"hi"}'
 SUBSET = "x-endpoints"
 
 
-def begin(stage: Stage, world: World, folder: Path, **model: Any) -> Dispatcher:
+def begin(stage: Stage, world: World, folder: Path, *arguments: str, **model: Any) -> Dispatcher:
     """A dispatcher that warms each version of `qwen` up at each of the world's servers."""
     lines = [
         {"url": "/v1/completions", "body": {"model": "qwen", "prompt": prompt}, "repeat": 2}
@@ -37,7 +37,7 @@ def begin(stage: Stage, world: World, folder: Path, **model: Any) -> Dispatcher:
         },
         gateway={"allowed_paths": ["/v1/*"]},
     )
-    return stage.dispatcher(settings)
+    return stage.dispatcher(settings, *arguments)
 
 
 def states(one: Dispatcher, version: str) -> list[str]:
@@ -138,3 +138,22 @@ def test_job_is_answered_by_one_version_and_a_canary_by_its_share(stage: Stage, 
     canaries = [id_ for id_ in some for each in found[id_] if each["model_version"] == NEW]
     assert 15 <= len(canaries) <= 70
     assert stage.producer.answers() == {"200": len(stage.producer.submitted)}
+
+
+def test_observer_shows_what_others_have_warmed_and_writes_nothing(stage: Stage, tmp_path: Path) -> None:
+    world = stage.world(endpoints=2, slots=32, seconds=0.05, models=OLD, apart=1)
+    observer = begin(stage, world, tmp_path, "--observe")
+
+    def shown() -> dict[str, Any]:
+        versions = [each for model in observer.status()["models"] for each in model["versions"]]
+        return {each["name"]: (each["state"], each["warm"]) for each in versions}
+
+    wait_until_sync(lambda: shown() == {OLD: ("cold", 0)}, 60, what="the observer to see the version")
+    assert [*stage.producer.client.scan_iter()] == []
+    worker = begin(stage, world, tmp_path)
+    wait_until_sync(
+        lambda: shown() == {OLD: ("open", 2)}, 60, what="the observer to see what the worker has warmed"
+    )
+    assert observer.terminate() == worker.terminate() == 0
+    assert not observer.events("warm-up")
+    assert len(worker.events("warm-up")) == 2

@@ -108,6 +108,30 @@ async def test_each_server_of_the_settings_is_asked_again_and_again() -> None:
         assert one.asked[0] == "/v1/models"
 
 
+async def test_servers_whose_pages_are_read_are_asked_where_no_others_are_named(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("theirs")
+
+    def settings(serving: str = "") -> Settings:
+        vllm = f"{{urls: ['{one.url}/metrics', '{two.url}'], token_file: '{token}'}}"
+        return configured(serving, models=f"{NAMED}signals: {{vllm: {vllm}}}\n")
+
+    async with (
+        model_server("m") as one,
+        model_server("n") as two,
+        model_server("m", "n") as third,
+        watching(settings()) as rounds,
+    ):
+        await rounds.comes({one.address: ("m",), two.address: ("n",)})
+        assert one.headers[-1]["Authorization"] == two.headers[-1]["Authorization"] == "Bearer theirs"
+        token.unlink()
+        await wait_until(lambda: "cannot be read" in str(rounds.newest.get(one.address)))
+        assert str(rounds.newest[one.address]).startswith("signals.vllm.token_file: ")
+        rounds.watch.reconfigure(settings(urls(third)), NO_CLUSTER)
+        await rounds.comes({third.address: ("m", "n")})
+        assert "Authorization" not in third.headers[-1]
+
+
 async def test_servers_of_one_address_are_told_apart_by_their_paths() -> None:
     async with model_server("m") as server:
         listed = f"urls: ['{server.url}/a/v1/models', '{server.url}/b/v1/models', '{server.url}/list']"

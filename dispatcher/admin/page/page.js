@@ -692,7 +692,7 @@ function models() {
   const told = status.models || [];
   const rows = told.flatMap((each) => [
     [each.name, each.state, `${each.serving} of ${each.endpoints}`, count(each.waiting), span(each.since_s), each.sentence],
-    ...(each.versions || []).filter((one) => one.state !== "gone").map((one) => ["", one.state, String(one.serving), "", span(one.since_s), version(one), one.name]),
+    ...(each.versions || []).filter((one) => one.state !== "gone").map((one) => ["", one.state, String(one.serving), "", span(one.since_s), version(one, each.labels || {}), one.name]),
   ]);
   const waiting = told.reduce((sum, each) => sum + each.waiting, 0);
   const sum = waiting ? `${count(waiting)} requests wait for their model` : "";
@@ -706,9 +706,10 @@ function models() {
   $("models-note").textContent = note;
 }
 
-function version(one) {
+function version(one, labels) {
+  const named = (name) => (labels[name] && labels[name].by ? `${name} (${labels[name].by})` : name);
   return [one.share && `${share(one.share)} of the requests`, known(one.warm) && `warm at ${one.warm} of ${one.serving}`,
-    one.labels.length && `labelled ${one.labels.join(", ")}`, one.drained && `drained ${one.drained_by || ""}`.trim()].filter(Boolean).join("; ");
+    one.labels.length && `labelled ${one.labels.map(named).join(", ")}`, one.drained && `drained ${one.drained_by || ""}`.trim()].filter(Boolean).join("; ");
 }
 
 function batching() {

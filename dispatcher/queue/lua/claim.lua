@@ -1,20 +1,20 @@
 -- Lease the first requests in line to one owner.
 -- KEYS   own…, the reply record of (owner, nonce)
 -- ARGV   owner, owner_timeout_s, lease_s, most, bytes, token base, reply_s, 1: to probe with, or 0, limit, read_at,
---        lost, retry_after_max_s, the bytes of the largest member that is moved, the units that a request is taken
+--        lost, retry_after_max_s, units of the limit that no lease counts, the bytes of the largest member that is moved, the units that a request is taken
 --        to weigh that never was leased, then how many may be leased of each lane…
 -- Returns {facts, waiting, {id, token, member, score, deliveries, attempts, refusals, deaths, units, last try, …}}; in place of
 --        a member of more than `bytes`, which is the only one then, how many it has: it wants a call, and time, of its own
--- Keeps: the units of all leases never pass the limit because of a claim; a request is in one place; the same nonce within
+-- Keeps: the units of all leases, and those that none counts, never pass the limit because of a claim; a request is in one place; the same nonce within
 -- reply_s claims nothing more. Only one probe runs at a time: until its lease ends, or its owner claims otherwise.
 -- A probe that finds the limit used up reserves the next unit that comes free, or the owners that use it up would claim
 -- that as well; the reservation ends when the prober would be taken for dead.
 local REPLY = KEYS[OWN + 1]
 local me, timeout_s, lease_s = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local most, bytes, base, reply_s = tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7]
-local probing, largest, units = ARGV[8] == '1', tonumber(ARGV[13]), tonumber(ARGV[14])
+local probing, largest, units = ARGV[8] == '1', tonumber(ARGV[14]), tonumber(ARGV[15])
 local rooms = {}
-for lane = 1, #LANES do rooms[lane] = tonumber(ARGV[14 + lane]) end
+for lane = 1, #LANES do rooms[lane] = tonumber(ARGV[15 + lane]) end
 local now, shared = clock(), control()
 local leased, known = {}, call('GET', REPLY)
 rewind(shared, now)
@@ -34,7 +34,7 @@ local function room()
   if probing and shared.probe then return 0, 0 end
   local limit = limit_by(shared, now, ARGV[9], ARGV[10], ARGV[11], ARGV[12])
   if not limit then return 0, 0 end
-  local free = limit - live_units(shared)
+  local free = limit - live_units(shared) - tonumber(ARGV[13])
   if not probing then return limit, free - kept_for_probe(shared, now, lease_s) end
   if free < 1 then
     local waits_s = timeout_s > 0 and math.min(timeout_s, lease_s) or lease_s

@@ -1,7 +1,7 @@
 -- Handing over: of those whose turn has come in this step, its owner leases at once what the next claim would lease first.
 -- By the rules of a claim: never past the limit of all owners, and nothing before what is better and may be claimed.
 -- `offer`: owner, lease_s, token base, bytes, the bytes of the largest member that is moved, limit, read_at, lost,
---        retry_after_max_s
+--        retry_after_max_s, units of the limit that no lease counts
 
 local hand_over
 do
@@ -32,7 +32,7 @@ end
 -- Those that are handed over. To put them in order costs more than the rest, and where all of them fit they need none.
 local function chosen(offer, shared, now)
   local limit = #came > 0 and limit_by(shared, now, offer[6], offer[7], offer[8], offer[9])
-  local free = limit and limit - live_units(shared) - kept_for_probe(shared, now, offer[2]) or 0
+  local free = limit and limit - live_units(shared) - offer[10] - kept_for_probe(shared, now, offer[2]) or 0
   if free < 1 then return {} end
   local best, some = first_waiting(), {}
   for _, one in ipairs(came) do

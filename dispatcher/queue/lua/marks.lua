@@ -2,7 +2,7 @@
 -- KEYS   WARM…
 -- ARGV   the owner as its names in USED begin (empty: only look), how many to keep, how many are cold, then those, and what
 --        is under way as it stands in USED
--- Returns {WARM…}, {USED…}, {LABELS, when…}, {DRAINS, when…}, {what another program's key stands in the way of…}
+-- Returns {WARM…}, {USED…}, {LABELS, when…}, {DRAINS, when…}, {what another program's key stands in the way of…}, {WARMING…}
 -- Keeps: what is not marked any more is not marked by a refreshment. A look reads only.
 local me, kept, cold = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if me ~= '' then need('TYPE', 'TIME', 'EXPIRE', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE') end
@@ -16,7 +16,7 @@ end
 local function held(set) return call('ZRANGEBYSCORE', set, '(' .. text(now), '+inf', 'LIMIT', 0, MARKS_MOST) end
 local function said(set) return call('ZRANGE', set, -DECIDED_MOST, -1, 'WITHSCORES') end
 
-local found = {{}, {}, {}, {}}
+local found = {{}, {}, {}, {}, problems, {}}
 if ours(1) then
   if me ~= '' then
     lapse(WARM, now, WARM_S)
@@ -25,7 +25,10 @@ if ours(1) then
   end
   found[1] = held(WARM)
 end
-if ours(2) and me ~= '' then lapse(WARMING, now, WARMING_S) end
+if ours(2) then
+  if me ~= '' then lapse(WARMING, now, WARMING_S) end
+  found[6] = held(WARMING)
+end
 if ours(3) then
   if me ~= '' then
     local using, mine = some(4 + kept + cold, #ARGV - 3 - kept - cold), {}
@@ -42,5 +45,4 @@ if ours(4) then found[3] = said(LABELS) end
 if ours(5) then found[4] = said(DRAINS) end
 ours(6)
 ours(7)
-found[5] = problems
 return found

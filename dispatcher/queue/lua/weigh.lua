@@ -1,6 +1,7 @@
 -- Say what leases weigh, once their requests were read; give those back that there is no room for.
 -- KEYS   own…
--- ARGV   owner, owner_timeout_s, lease_s, limit, read_at, lost, retry_after_max_s, then per lease: id, token, units
+-- ARGV   owner, owner_timeout_s, lease_s, limit, read_at, lost, retry_after_max_s, units of the limit that
+--        no lease counts, then per lease: id, token, units
 -- Returns {facts, {1 it counts these units now, 0 it is no longer the caller's…}}
 -- Keeps: the units of all leases never pass the limit because of it. What is given back was not delivered, keeps its
 -- place, and is claimed next where there is room for all of it.
@@ -9,9 +10,9 @@ local now, shared = clock(), control()
 open()
 rewind(shared, now)
 beat(me, now, timeout_s)
-local free = (limit_by(shared, now, ARGV[4], ARGV[5], ARGV[6], ARGV[7]) or 0) - live_units(shared)
+local free = (limit_by(shared, now, ARGV[4], ARGV[5], ARGV[6], ARGV[7]) or 0) - live_units(shared) - tonumber(ARGV[8])
 local fits, back = {}, {}
-for at = 8, #ARGV, 3 do
+for at = 9, #ARGV, 3 do
   local id, units = tonumber(ARGV[at]), tonumber(ARGV[at + 2])
   local state = held(id, ARGV[at + 1])
   local name = state and lease_name(id, state)

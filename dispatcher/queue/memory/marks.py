@@ -44,6 +44,7 @@ class Board:
             dict(self.labels),
             labelled=dict(self.labelled),
             drained=dict(self.drained),
+            warming=frozenset(right for right, until in self.warming.items() if until > now),
         )
 
     def marks(

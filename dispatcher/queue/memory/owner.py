@@ -168,6 +168,9 @@ class MemoryQueue:
     ) -> ModelMarks:
         return self._pool.board.marks(self._begin().now, self.owner, keep, cold, using)
 
+    async def model_marks(self) -> ModelMarks:
+        return self._pool.board.look(self._begin().now)
+
     async def warming(self, model: str, endpoint: str) -> bool:
         return self._pool.board.take(self._begin().now, self.owner, model, endpoint)
 

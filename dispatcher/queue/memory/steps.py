@@ -97,7 +97,7 @@ def _room(pool: Pool, me: Caller, permit: Permit, *, probing: bool) -> tuple[int
     now, limit = me.now, _limit_by(pool, me, permit)
     if limit is None:
         return 0, 0
-    free = limit - pool.units
+    free = limit - pool.units - permit.apart
     if not probing:
         return limit, free - (now < pool.probe_waits <= now + pool.lease_s)
     if free < 1:
@@ -245,7 +245,7 @@ def _by(overload: Overload, now: float) -> Overload:
 def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: Permit) -> list[bool]:
     pool = line.pool
     pool.beat(me.owner, me.timeout_s, me.now)
-    free = (_limit_by(pool, me, permit) or 0) - pool.units
+    free = (_limit_by(pool, me, permit) or 0) - pool.units - permit.apart
     fits = []
     for lease, units in weights:
         grant = line.held(lease)

@@ -87,7 +87,7 @@ async def _decide(backend: Backend, key: int, what: str, part: bytes, said: byte
 
 
 async def _told(backend: Backend, args: list[Argument]) -> ModelMarks:
-    found, used, labels, drains, problems = (await _run(backend, "marks", args)).value
+    found, used, labels, drains, problems, warming = (await _run(backend, "marks", args)).value
     odd: list[bytes] = []
     said, labelled, drained = {}, {}, {}
     for entry, at in zip(labels[::2], labels[1::2], strict=True):
@@ -102,6 +102,7 @@ async def _told(backend: Backend, args: list[Argument]) -> ModelMarks:
         said,
         labelled=labelled,
         drained=drained,
+        warming=frozenset(_read(tuple[str, str, str], warming, odd)),
         problem=_problem(problems, odd),
     )
 

@@ -290,6 +290,9 @@ class RedisQueue:
     ) -> ModelMarks:
         return await marks.marks(self.backend, self.owner, keep, cold, using)
 
+    async def model_marks(self) -> ModelMarks:
+        return await marks.look(self.backend)
+
     async def warming(self, model: str, endpoint: str) -> bool:
         return await marks.warm(self.backend, "take", self.owner, model, endpoint)
 

@@ -107,8 +107,9 @@ class TakeOver:
     def packed(self, backend: Backend) -> bytes:
         """As hand_over.lua gets it."""
         permit = self.permit
-        by = permit.limit, backend.server_time(permit.read_at), permit.lost, permit.retry_after_max_s
-        return _pack((self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest, *by))
+        by = permit.limit, backend.server_time(permit.read_at), permit.lost
+        own = self.owner, self.lease_s, secrets.token_hex(16), CLAIM_BYTES, self.largest
+        return _pack((*own, *by, permit.retry_after_max_s, permit.apart))
 
 
 def handed_of(backend: Backend, reply: Reply, handed: Sequence[Any]) -> tuple[Claimed, Sequence[Goes]]:

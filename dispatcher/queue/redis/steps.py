@@ -92,10 +92,9 @@ async def claim(
     args += [int(probing), *_permit(backend, permit), largest, max(0, units), *rooms(lanes).values()]
     reply = await backend.run("claim", args, [backend.names.reply(f"{me.owner}:{nonce}")])
     facts, waiting, flat = reply.value
-    count, shared = facts_of(backend, reply, facts)
     leases = [lease_of(*flat[at : at + 10]) for at in range(0, len(flat), 10)]
     untold = flat[2] if flat and isinstance(flat[2], int) else 0
-    return ClaimReply(Claimed(leases, count, shared, waiting), untold)
+    return ClaimReply(Claimed(leases, *facts_of(backend, reply, facts), waiting), untold)
 
 
 async def shorten(backend: Backend, lease: Lease) -> bytes | None:
@@ -116,7 +115,7 @@ async def renew(
     for lease in leases:
         args += (lease.entry, lease.token)
     if permit is not None:
-        args += _permit(backend, permit)
+        args += _permit(backend, permit)[:-1]
         if overload is not None:
             args += [backend.server_time(overload.at), backend.server_time(overload.until)]
             args += [int(overload.capacity), overload.in_flight]
@@ -397,4 +396,5 @@ def key_of(name: str) -> bytes:
 
 
 def _permit(backend: Backend, permit: Permit) -> tuple[Argument, ...]:
-    return permit.limit, backend.server_time(permit.read_at), permit.lost, permit.retry_after_max_s
+    by = permit.limit, backend.server_time(permit.read_at), permit.lost
+    return *by, permit.retry_after_max_s, permit.apart
