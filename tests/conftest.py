@@ -25,8 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[Any]:
-    """Thousands of tests, and the modules they are in, stay to the end: nothing is searched among them for what
-    can go, neither while they are made nor later. A third of the time that their collection takes."""
+    """Thousands of tests, and the modules they are in, stay to the end: nothing is searched among them for
+    what can go, neither while they are made nor later. A third of the time that their collection takes."""
     gc.disable()
     try:
         return (yield)

@@ -251,7 +251,9 @@ def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
 
 def answers(dispatcher: Dispatcher) -> bool:
     try:
-        return httpx.get(f"http://127.0.0.1:{dispatcher.admin_port}/livez", timeout=0.5).is_success
+        return httpx.get(
+            f"http://127.0.0.1:{dispatcher.admin_port}/livez", timeout=0.5, verify=False
+        ).is_success
     except httpx.TimeoutException:
         return False
 
