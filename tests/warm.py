@@ -32,7 +32,7 @@ from typing import IO, Any, NoReturn
 
 from tests.support import die_with_parent, running, stop
 
-PROGRAMS = ("dispatcher", "dispatcher.standin")
+PROGRAMS = ("dispatcher", "dispatcher.standin", "tests.chaos.worker")
 LATE = (
     "anyio._backends._asyncio",
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
@@ -249,9 +249,10 @@ def programs() -> Mapping[str, Callable[[], Any]]:
     from dispatcher import cli
     from dispatcher.signals import kube
     from dispatcher.standin import live
+    from tests.chaos import worker
 
     kube.prepare()
-    return dict(zip(PROGRAMS, (cli.main, live.main), strict=True))
+    return dict(zip(PROGRAMS, (cli.main, live.main, worker.run), strict=True))
 
 
 def main(arguments: Sequence[str]) -> None:
