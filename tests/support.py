@@ -18,6 +18,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, overload
 
+import httpx
 import pytest
 
 T = TypeVar("T")
@@ -127,6 +128,11 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise RuntimeError("no free port in 100 tries")
+
+
+def plain_client(url: str, timeout_s: float = 10.0) -> httpx.Client:
+    """For HTTP without TLS: to read the system's authorities costs 20 ms of CPU, and tests make hundreds."""
+    return httpx.Client(base_url=url, timeout=timeout_s, verify=False)
 
 
 def die_with_parent() -> None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import importlib
 import json
 import os
+import pkgutil
 import select
 import signal
 import socket
@@ -30,7 +32,18 @@ from typing import IO, Any, NoReturn
 
 from tests.support import die_with_parent, running, stop
 
-PROGRAMS = ("dispatcher", "dispatcher.standin")
+PROGRAMS = ("dispatcher", "dispatcher.standin", "tests.chaos.worker")
+LATE = (
+    "anyio._backends._asyncio",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "rich.markdown",
+    "typer._adapters",
+    "typer._click.decorators",
+    "uvloop",
+    "watchfiles",
+)
+"""What functions import, ours and those of libraries; not matplotlib, which takes as long as half of all else
+and is seldom wanted."""
 _REQUEST_MOST = 1 << 18
 _FILES = 3
 """That come with each request: standard output, standard error, and where the exit code is told."""
@@ -167,7 +180,7 @@ def _interpreter() -> socket.socket:
 class _Interpreter:
     def __init__(self, requests: socket.socket) -> None:
         self._requests = requests
-        self._programs = _programs()
+        self._programs = programs()
         self._children: dict[int, int] = {}
         """By pid, where its exit code is told."""
         self._woken, self._wake = os.pipe()
@@ -223,15 +236,23 @@ class _Interpreter:
         return program
 
 
-def _programs() -> Mapping[str, Callable[[], Any]]:
-    """By name, with all imported that they would import later on."""
+def programs() -> Mapping[str, Callable[[], Any]]:
+    """By name, with all imported that each verb would import when it is asked for."""
+    import dispatcher
+
+    for module in pkgutil.walk_packages(dispatcher.__path__, "dispatcher."):
+        if not module.name.endswith(".__main__"):
+            importlib.import_module(module.name)
+    for name in LATE:
+        importlib.import_module(name)
 
     from dispatcher import cli
-    from dispatcher.signals import capacity
+    from dispatcher.signals import kube
     from dispatcher.standin import live
+    from tests.chaos import worker
 
-    capacity.prepare()
-    return dict(zip(PROGRAMS, (cli.main, live.main), strict=True))
+    kube.prepare()
+    return dict(zip(PROGRAMS, (cli.main, live.main, worker.run), strict=True))
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -19,7 +19,7 @@ from tests.support import wait_until_sync
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(300)]
 
 REQUESTS = 200
-POLL_S = 0.2
+POLL_S = 0.1
 LIMIT_S = 0.015
 TRIES = 4
 """The best counts: what else runs on the machine is not what is measured."""

@@ -6,18 +6,16 @@ import asyncio
 import contextlib
 import json
 import signal
-import sys
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import redis.asyncio
 
 from dispatcher.ports import Submission
 from tests.chaos.worker import NAMES, answer_to
-
-WORKER = Path(__file__).with_name("worker.py")
+from tests.warm import Warm, warm
 
 
 @dataclass
@@ -29,21 +27,23 @@ class Owner:
     lease_s: float
     slots: int = 4
     work_s: tuple[float, float] = (0.01, 0.06)
-    process: asyncio.subprocess.Process | None = None
+    process: Warm | None = None
     working: asyncio.Event = field(default_factory=asyncio.Event)
     lost: int = 0
     _reader: asyncio.Task[None] | None = None
+    _ended: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     async def start(self) -> None:
         self.working.clear()
         numbers = (self.lease_s, self.slots, *self.work_s)
-        self.process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(WORKER), self.url, self.name, *map(str, numbers)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
+        self.process = self._ended.enter_context(
+            warm("tests.chaos.worker", self.url, self.name, *map(str, numbers), stdout=subprocess.PIPE)
         )
-        assert self.process.stdout is not None
-        self._reader = asyncio.create_task(self._read(self.process.stdout))
+        output = asyncio.StreamReader()
+        await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), self.process.stdout
+        )
+        self._reader = asyncio.create_task(self._read(output))
 
     async def _read(self, output: asyncio.StreamReader) -> None:
         async for line in output:
@@ -55,10 +55,10 @@ class Owner:
     async def kill(self, how: signal.Signals = signal.SIGKILL) -> None:
         if self.process is None or self._reader is None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(how)
-        await self.process.wait()
+        self.process.send_signal(how)
+        await asyncio.to_thread(self.process.wait)
         await self._reader
+        self._ended.close()
 
 
 @contextlib.asynccontextmanager

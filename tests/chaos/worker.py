@@ -1,6 +1,6 @@
 """A dispatcher with the gateway left out: claims, "answers" after a moment, settles. Made to be killed.
 
-    python worker.py URL OWNER LEASE_S SLOTS WORK_MIN_S WORK_MAX_S
+    python -m tests.chaos.worker URL OWNER LEASE_S SLOTS WORK_MIN_S WORK_MAX_S
 
 It behaves towards the queue as the real one does: claims again with the nonce whose reply it did not get,
 renews what it holds, drops what it lost, keeps answers while the queue is away. Prints a line when it first
@@ -16,10 +16,6 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from dispatcher.core.lanes import Lane
 from dispatcher.core.result import ErrorCode, failed
@@ -130,7 +126,11 @@ async def main(url: str, owner: str, lease_s: float, slots: int, *work_s: float)
     await Worker(queue, lease_s, slots, (work_s[0], work_s[1])).run()
 
 
-if __name__ == "__main__":
+def run() -> None:
     url, owner, *numbers = sys.argv[1:]
     lease_s, slots, shortest_s, longest_s = numbers
     asyncio.run(main(url, owner, float(lease_s), int(slots), float(shortest_s), float(longest_s)))
+
+
+if __name__ == "__main__":
+    run()

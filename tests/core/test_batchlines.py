@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.types import BatchError, Completion, CreateEmbeddingResponse
-from openai.types.chat import ChatCompletion
 
 from dispatcher.core.batchlines import (
     BadLine,
@@ -25,6 +24,14 @@ from dispatcher.core.result import ErrorCode, PoppedResult
 from tests.batchfiles import BAD, CHAT, bent, line
 
 RULES = LineRules()
+
+
+@pytest.fixture(scope="module")
+def openai() -> Any:
+    """Its types. Every worker of the tests imports this module, and one of them needs what takes 0.3 s."""
+    return importlib.import_module("openai.types")
+
+
 GOOD = json.loads(bent())
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.characters(exclude_categories=["Cs"])),
@@ -166,7 +173,7 @@ ANSWER = {
 }
 
 
-def test_answers_parse_with_openais_own_types() -> None:
+def test_answers_parse_with_openais_own_types(openai: Any) -> None:
     out = answered_line("f-1", "mine", PoppedResult("f-1", json.dumps(ANSWER, indent=2), 200))
     assert out.is_answer
     assert out.text.count(b"\n") == 1
@@ -175,16 +182,16 @@ def test_answers_parse_with_openais_own_types() -> None:
     assert (told["id"], told["custom_id"], told["error"]) == ("batch_req_f-1", "mine", None)
     assert list(told["response"]) == ["status_code", "request_id", "body"]
     assert told["response"]["body"] == ANSWER
-    answer = ChatCompletion.model_validate(told["response"]["body"], strict=True)
+    answer = openai.chat.ChatCompletion.model_validate(told["response"]["body"], strict=True)
     assert answer.choices[0].message.content == "hi\n"
 
 
 @pytest.mark.parametrize(
     ("kind", "body"),
     [
-        (Completion, {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": []}),
+        ("Completion", {"id": "c", "object": "text_completion", "created": 1, "model": "m", "choices": []}),
         (
-            CreateEmbeddingResponse,
+            "CreateEmbeddingResponse",
             {
                 "object": "list",
                 "model": "m",
@@ -194,9 +201,10 @@ def test_answers_parse_with_openais_own_types() -> None:
         ),
     ],
 )
-def test_other_answers_do_too(kind: Any, body: dict[str, Any]) -> None:
+def test_other_answers_do_too(openai: Any, kind: str, body: dict[str, Any]) -> None:
     told = json.loads(answered_line("f-1", "mine", PoppedResult("f-1", json.dumps(body), 200)).text)
-    assert kind.model_validate(told["response"]["body"]).model_dump(exclude_unset=True) == body
+    answer = getattr(openai, kind).model_validate(told["response"]["body"])
+    assert answer.model_dump(exclude_unset=True) == body
 
 
 def test_an_answer_other_than_2xx_goes_to_the_errors_with_its_response() -> None:
@@ -217,12 +225,13 @@ def test_an_answer_other_than_2xx_goes_to_the_errors_with_its_response() -> None
         ("NEW_ONE", "new_one"),
     ],
 )
-def test_an_error_has_openais_code_where_there_is_one(code: str, theirs: str) -> None:
+def test_an_error_has_openais_code_where_there_is_one(openai: Any, code: str, theirs: str) -> None:
     out = answered_line("f-1", "mine", PoppedResult("f-1", "{}", None, code, "so it is"))
     assert not out.is_answer
     told = json.loads(out.text)
     assert told["response"] is None
-    assert BatchError.model_validate(told["error"]) == BatchError(code=theirs, message="so it is")
+    error = openai.BatchError
+    assert error.model_validate(told["error"]) == error(code=theirs, message="so it is")
 
 
 def test_the_last_answer_of_a_request_that_failed_is_kept() -> None:
@@ -245,7 +254,7 @@ def test_whatever_a_result_holds_is_one_line_of_json(
     assert json.loads(out.text)["custom_id"] == custom_id.encode(errors="replace").decode()
 
 
-def test_a_line_without_a_result_says_where_it_stands() -> None:
+def test_a_line_without_a_result_says_where_it_stands(openai: Any) -> None:
     told = json.loads(error_line("f-7", None, "invalid_json_line", "no JSON", 7).text)
     assert told["custom_id"] is None
-    assert BatchError.model_validate(told["error"]).line == 7
+    assert openai.BatchError.model_validate(told["error"]).line == 7

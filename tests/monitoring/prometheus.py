@@ -34,7 +34,7 @@ from tests.monitoring.files import (
     runbook_queries,
 )
 from tests.monitoring.promql import named
-from tests.support import free_port, require_tool, running, wait_until_sync
+from tests.support import free_port, plain_client, require_tool, running, wait_until_sync
 
 SIGNED = ("slack", "batch_dispatcher_budget", "headroom", "deriv(", " - ")
 """What these make may be below 0."""
@@ -110,7 +110,7 @@ class Prometheus:
             f"--web.listen-address=127.0.0.1:{self.port}",
         ]
         self._stack.enter_context(running(*command, stop_s=20))
-        http = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=10.0)
+        http = plain_client(f"http://127.0.0.1:{self.port}")
         self._http = self._stack.enter_context(http)
         wait_until_sync(self._ready, 30, what="Prometheus is ready", every_s=0.1)
 

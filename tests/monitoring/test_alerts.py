@@ -114,7 +114,8 @@ def evaluated_every_s(case: Case) -> int:
     """Each minute; over hours seldom enough to be quick, and often enough for what takes minutes to fire."""
     if case.every_s >= 60:
         return 3 * case.every_s
-    return 300 if in_seconds(case.at) >= 4 * 3600 else 60
+    hours = in_seconds(case.at) / 3600
+    return 300 if hours >= 4 else 120 if hours >= 1 else 60
 
 
 def run(cases: list[Case], folder: Path, rules: Path = RULES) -> subprocess.CompletedProcess[str]:

@@ -29,7 +29,7 @@ from dispatcher.core.request import encode_member
 from dispatcher.queue.keys import Names
 from tests import kubelet
 from tests.queue.servers import Server
-from tests.support import wait_until_sync
+from tests.support import plain_client, wait_until_sync
 from tests.throttle import Throttle
 from tests.warm import Warm, cold, warm
 
@@ -150,9 +150,7 @@ class Dispatcher:
         if self.limit is not None:
             self.limit.hold(self.process.pid)
         started = wait_until_sync(self._started, START_S, what=f"{self.folder.name} starts", every_s=0.02)
-        self._http = self.stack.enter_context(
-            httpx.Client(base_url=f"http://127.0.0.1:{started['admin_port']}", timeout=10.0)
-        )
+        self._http = self.stack.enter_context(plain_client(f"http://127.0.0.1:{started['admin_port']}"))
         return self
 
     def status(self) -> dict[str, Any]:
@@ -353,7 +351,7 @@ class Stage:
         line = process.stdout.readline()
         assert line, (self._folder / f"world-{self._worlds}.log").read_text()
         urls = json.loads(line)
-        http = self._stack.enter_context(httpx.Client(base_url=urls["control"], timeout=10.0))
+        http = self._stack.enter_context(plain_client(urls["control"]))
         return World(urls["gateway"], urls["metrics"], http, urls["servers"])
 
     def settings(

@@ -314,7 +314,7 @@ def test_responses_are_carried_on_by_their_ids_whoever_sends_them(stage: Stage) 
 
 @pytest.mark.serial
 @pytest.mark.parametrize(
-    ("sequences", "turns", "seconds"), [(192, 3, 0.3), pytest.param(1000, 5, 0.2, marks=pytest.mark.long)]
+    ("sequences", "turns", "seconds"), [(128, 3, 0.3), pytest.param(1000, 5, 0.2, marks=pytest.mark.long)]
 )
 @pytest.mark.parametrize("line", ["turns", "sequences"])
 def test_pool_is_as_full_of_sequences_as_of_requests_without(
@@ -344,8 +344,10 @@ def test_pool_is_as_full_of_sequences_as_of_requests_without(
         return count / (time.monotonic() - began)
 
     plain = [rate("plain-1", ordered=False)]
-    ours = [rate("ours-1", ordered=True), rate("ours-2", ordered=True)]
+    ours = [rate("ours-1", ordered=True)]
     plain.append(rate("plain-2", ordered=False))
+    if ours[0] < 0.9 * max(plain):  # the best counts, as it does without
+        ours.append(rate("ours-2", ordered=True))
     print(f"{line}: {ours} requests/s in {sequences} sequences, {plain} without")
-    assert producer.answers() == {"200": 4 * count}
+    assert producer.answers() == {"200": (len(ours) + len(plain)) * count}
     assert max(ours) >= 0.9 * max(plain)
