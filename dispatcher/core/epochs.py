@@ -1,7 +1,8 @@
 """Calls of one size, one after the other, and what they came to. Pure.
 
-A server works on calls of the size before when the first of another one come. So those count that began after
-the first of their epoch had ended: what they shared the server with was of their own size.
+A server works on calls of the size before when the first of another one come. Those that count began when
+the last of these had ended, and one of their own that had begun after that: what they shared the server with
+was of their own size, and as much as usual.
 """
 
 from __future__ import annotations
@@ -67,20 +68,26 @@ class Epoch:
     """PROBES of its calls go first, and others when these are back."""
     went: int = 0
     opens_at: float = inf
-    """When the first of them ended: those that began later are measured."""
+    """When the first of them ended that shared the server with none of another size: those that began later
+    are measured."""
+    alone_at: float = -inf
+    """When the last of another size ended."""
     seen: Tally = field(default_factory=Tally)
     """Of all its calls, those among them that shared the server with calls of the size before."""
     measured: Tally = field(default_factory=Tally)
 
     def count(self, call: CallTime) -> bool:
         """Whether it is one of these."""
+        if call.size != self.size:
+            self.alone_at, self.opens_at, self.measured = call.ended_at, inf, Tally()
+            return False
         # Those that waited for company when a trial began are of it.
-        if call.size != self.size or (call.began_at < self.began_at and not self.probed):
+        if call.began_at < self.began_at and not self.probed:
             return False
         self.seen.add(call)
         if call.began_at >= self.opens_at:
             self.measured.add(call)
-        elif not self.probed or self.seen.calls > PROBES:
+        elif call.began_at >= self.alone_at and (not self.probed or self.seen.calls > PROBES):
             self.opens_at = min(self.opens_at, call.ended_at)
         return True
 

@@ -9,6 +9,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf, log2
+from random import Random
 
 from dispatcher.core.batching import Form, Forming, Mode, Waiting, form
 from dispatcher.core.callsize import CallSize
@@ -54,6 +55,9 @@ class PoolLine:
     max_delay_s: float = 0.02
     stretches: bool = False
     """`max_delay_s` is the least of it, where calls are slow."""
+    jitter: float = 0.0
+    """The server takes up to this share longer or shorter, so that calls fall into no step that only a
+    machine without any noise could keep."""
     every_s: float = 0.0
     """They come one by one; 0: all are there from the beginning."""
     now: float = 1000.0
@@ -66,6 +70,7 @@ class PoolLine:
     """Items of each that was sent."""
     refused: list[float] = field(default_factory=list)
     """When calls were sent that were refused."""
+    _draws: Random = field(default_factory=lambda: Random(0))
     _came_at: float = 1000.0
     _held: int = 0
     _at_gateway: int = 0
@@ -127,7 +132,8 @@ class PoolLine:
         else:
             if len(self._busy) >= server.workers:
                 begins_at = max(begins_at, heapq.heappop(self._busy))
-            ends_at = begins_at + server.takes_s(len(items))
+            takes_s = server.takes_s(len(items)) * self._draws.uniform(1 - self.jitter, 1 + self.jitter)
+            ends_at = begins_at + takes_s
             heapq.heappush(self._busy, ends_at)
         self.calls.append(len(items))
         self.size.goes(most)
@@ -150,10 +156,12 @@ class PoolLine:
         self.size.took(CallTime(most, len(items), unit_s, min(item.since for item in items), self.now))
 
 
-def rate_of(size: int, server: Server, limit: int, max_delay_s: float = 10.0) -> float:
+def rate_of(
+    size: int, server: Server, limit: int, max_delay_s: float = 10.0, *, jitter: float = 0.0
+) -> float:
     """Items per unit-second where all calls may have so many, and it has settled."""
-    line = PoolLine(CallSize(Mode.ON, size), server, limit, max_delay_s)
-    return line.run(4 * limit).rate(max(200, 4 * limit))
+    line = PoolLine(CallSize(Mode.ON, size), server, limit, max_delay_s, jitter=jitter)
+    return line.run(4 * limit).rate(max(2000 if jitter else 200, 4 * limit))
 
 
 def table() -> None:

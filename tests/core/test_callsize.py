@@ -50,12 +50,26 @@ def too_long(items: int, most: int) -> Delivered:
 @example(serial(0.005, 0.0001, workers=4), 32, 32)
 @example(serial(0.1, 0.005), 64, 32)
 @example(serial(0.05, 0.001), 32, 32)
+@example(serial(0.0078125, 0.0078125, workers=4), 7, 2)
+@example(serial(0.0078125, 0.0078125, workers=4), 32, 8)
 def test_the_size_that_is_found_makes_nine_tenths_of_the_best(server: Server, limit: int, most: int) -> None:
     """Of the sizes that are compared, in items per unit-second, wherever it began; company is waited for as
     long as calls are slow."""
-    line = PoolLine(CallSize(Mode.AUTO, most), server, limit, stretches=True).run(20_000)
-    rates = {size: rate_of(size, server, limit) for size in SIZES if size <= most}
+    line = PoolLine(CallSize(Mode.AUTO, most), server, limit, stretches=True, jitter=0.05).run(20_000)
+    rates = {size: rate_of(size, server, limit, jitter=0.05) for size in SIZES if size <= most}
     assert rates[line.size.settled] >= 0.9 * max(rates.values())
+
+
+@pytest.mark.parametrize(("item_s", "limit", "best"), [(0.0078125, 32, 8), (0.003, 32, 8), (0.0005, 5, 2)])
+def test_what_was_under_way_of_another_size_is_no_part_of_what_is_measured(
+    item_s: float, limit: int, best: int
+) -> None:
+    """Four workers at once: single calls beside the last large ones are answered soon, and cost those."""
+    server = serial(0.0078125, item_s, workers=4)
+    line = PoolLine(CallSize(Mode.AUTO, best), server, limit, stretches=True).run(60_000)
+    assert line.size.settled == best
+    for size, rate in line.size.rates.items():
+        assert rate == pytest.approx(rate_of(size, server, limit), rel=0.02)
 
 
 @settings(max_examples=20, deadline=None)
