@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 RESULTS_MOST = 20_000
 """So many results of the shared list are looked through for one id at the most."""
 _PAGE = 500
+_NOT_SENT = "not sent, for "
+"""With this begins what a dispatcher says of one that it puts off until its model is there."""
 _HINDERED = {
     SequenceStatus.HELD: "held until an operator releases or aborts it",
     SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
@@ -224,9 +226,16 @@ def _under_way(found: FoundRequest) -> str:
         case Whereabouts.DELAYED:
             return f"its next try, due {until(found.at or 0.0, time.time())}{before}"
         case Whereabouts.AWAITING:
-            return f"its model {found.awaits!r}, which is not served{before}"
+            return f"{_missed(found)}{before}"
         case _:
             return ""
+
+
+def _missed(found: FoundRequest) -> str:
+    """What is wrong with the model that it waits for: as a dispatcher said, else that it is not served."""
+    said = last_try_of(found)
+    because = said.removeprefix(_NOT_SENT)
+    return f"its model {found.awaits!r} is not served" if because == said else because
 
 
 async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
@@ -262,7 +271,7 @@ def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: floa
     if turn:
         return f"it waits for {turn}; the gate: {gate}"
     if found.state is Whereabouts.AWAITING:
-        return f"it waits for its model {found.awaits!r}, which is not served; the gate: {gate}"
+        return f"it waits, for {_missed(found)}; the gate: {gate}"
     others = ahead_of_it(ahead)
     apart = (
         f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "

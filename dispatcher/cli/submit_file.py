@@ -15,7 +15,7 @@ import typer
 
 from dispatcher.cli.file_screen import FileScreen
 from dispatcher.cli.running import address_of, running
-from dispatcher.cli.screen import complain, say
+from dispatcher.cli.screen import complain, remark, say
 from dispatcher.cli.target import QueueTarget
 
 if TYPE_CHECKING:
@@ -191,17 +191,17 @@ async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
 
 def _say_how_to_go_on(paths: FilePaths, progress: FileProgress | None) -> None:
     if progress is None:
-        complain("stopped before anything was submitted", fg=None)
+        remark("stopped before anything was submitted")
     elif not isinstance(paths.output, Path):
-        complain(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled", fg=None)
+        remark(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled")
     else:
         told = f"stopped: {progress.done:,} of {progress.lines:,} are done"
         if progress.in_queue:
             told += f", {progress.in_queue:,} are in the queue and go on being answered"
-        complain(f"{told}. The same command goes on from here; nothing is sent twice.", fg=None)
+        remark(f"{told}. The same command goes on from here; nothing is sent twice.")
         if not isinstance(paths.source, Path):
             kept = paths.beside(Path(), ".input")
-            complain(f"What came in is kept: --file {kept} does as well.", fg=None)
+            remark(f"What came in is kept: --file {kept} does as well.")
 
 
 def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgress, *, as_json: bool) -> None:
@@ -212,15 +212,12 @@ def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgre
         return
     if start is not None and start.finished:
         journal = paths.beside(Path(), ".journal")
-        complain(
-            f"finished before: {summary(progress)}. To run it again, remove the output and {journal}.",
-            fg=None,
-        )
+        remark(f"finished before: {summary(progress)}. To run it again, remove the output and {journal}.")
         return
     written = f"; the answers are in {paths.output}" if isinstance(paths.output, Path) else ""
-    complain(f"{summary(progress)}{written}", fg=None)
+    remark(f"{summary(progress)}{written}")
     if progress.failed and paths.errors_path is not None:
-        complain(f"what failed is in {paths.errors_path}", fg=None)
+        remark(f"what failed is in {paths.errors_path}")
 
 
 def _wrong(what: str) -> typer.Exit:

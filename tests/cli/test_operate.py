@@ -313,6 +313,16 @@ def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
     assert status(queue_server)["pending"] == 0
 
 
+def test_a_file_where_a_request_is_expected_is_told_how_to_give_it(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.touch()
+    told = verb(queue_server, "submit", str(path))
+    assert told.returncode == 2
+    assert f"it is a file: a batch file is sent by --file {path}, one body by - < {path}" in told.stderr
+
+
 def test_embedded_queue_without_its_dispatcher_is_not_there_and_no_wrong_usage(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

@@ -168,6 +168,37 @@ async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
         assert (await asking).stdout == '{"text": "hello"}\n'
 
 
+async def test_result_with_the_time_before_the_id_is_told_the_order(queue_server: Server) -> None:
+    said = await verb(queue_server, "result", "--wait", "30s", "r-1")
+    assert said.returncode == 2
+    assert said.stderr.strip().endswith("the id goes first: result r-1 --wait 30s")
+    assert "goes first" not in (await verb(queue_server, "result", "r-1", "--wait", "soon")).stderr
+
+
+async def test_states_of_an_id_that_is_there_twice_are_named_once(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "twice")
+        await submitted(queue, "first", "twice")
+        assert "it is pending: " in (await verb(queue_server, "result", "twice")).stderr
+
+
+async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
+    asked = "submit", "{}", "--id", "mine", "--json"
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, *asked))
+        leases: Sequence[Lease] = ()
+        for _ in range(600):
+            if leases := await taken(queue):
+                break
+            await asyncio.sleep(0.05)
+        await ended(queue, *leases)
+        said = await asking
+    assert said.returncode == 0
+    first, *others = [json.loads(line) for line in said.stderr.splitlines()]
+    assert first == {"note": "mine submitted"}
+    assert all(each.keys() == {"note"} for each in others)
+
+
 async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "mine", results="batch-results:mine")
@@ -521,11 +552,14 @@ async def test_what_waits_for_its_model_is_told_with_the_model(queue_server: Ser
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "r-1")
         (lease,) = await taken(queue, 1)
-        why = "its model 'qwen' is not served"
+        drained = "its model 'qwen' is drained by ann"
+        why = f"not sent, for {drained}"
         await queue.release([Release(lease, undelivered=True, last_try=why, awaits="qwen")])
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
         assert (shown["state"], shown["awaits"], shown["last_try"]) == ("awaiting", "qwen", why)
-        assert shown["why"].startswith("it waits for its model 'qwen', which is not served; the gate: ")
+        assert shown["why"].startswith(f"it waits, for {drained}; the gate: "), "it is served, and held back"
+        waited = await verb(queue_server, "result", "r-1", "--wait", "2100ms")
+        assert waited.stderr.splitlines()[0] == f"waiting: {drained}"
         listed = (await verb(queue_server, "list", "--state", "pending")).stdout
         assert "awaiting" in listed
         assert "waits for its model 'qwen'" in listed
