@@ -161,7 +161,7 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
     }
 
 
-async def _unserved(desk: RedisDesk) -> str:
+async def unserved(desk: RedisDesk) -> str:
     """Whether any dispatcher works on the queue, as far as Redis tells: empty where one does."""
     from dispatcher.queue.redis.producer import UNSERVED_AFTER_S
 
@@ -181,7 +181,7 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
         return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
     if (address := address_of(target.admin)) is None:
         unknown = "not known: only a configuration says where a dispatcher can be asked"
-        return await _unserved(desk) or unknown
+        return await unserved(desk) or unknown
     told_, problem = await running(address)
     if told_ is None:
         return f"no dispatcher answers: {problem}"
@@ -199,8 +199,8 @@ async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str
         return own
     if target.admin is not None or await desk.paused() is not None:
         return await gate_of(target, desk)
-    if unserved := await _unserved(desk):
-        return unserved
+    if nobody := await unserved(desk):
+        return nobody
     if there is None:
         return "not in line" if sure else "in line, behind many of the same deadline"
     ahead = await desk.ahead(there)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dispatcher.cli.result import awaited, print_result, still_queued
-from dispatcher.cli.screen import answer, fail, remark, say
+from dispatcher.cli.screen import answer, fail, remark, say, warn
 from dispatcher.cli.sought import answers
 from dispatcher.cli.submit_file import (
     BodyTemplate,
@@ -23,6 +23,7 @@ from dispatcher.cli.submit_file import (
     SequenceBy,
     SkipBad,
     TemplateField,
+    doubted,
     file_options,
     file_paths,
     submit_file,
@@ -154,6 +155,9 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
             "stands under `body`, and as --endpoint what stands under `url`)"
         )
         raise fail(what, 2)
+    path = item.path or (target.settings.gateway.path if target.settings else "")
+    if doubt := doubted(body, path):
+        warn(f"the body {doubt}")
     within_s = sent.deadline - time.time() + GRACE_S
     submitted = False
 

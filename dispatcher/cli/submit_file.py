@@ -15,7 +15,7 @@ import typer
 
 from dispatcher.cli.file_screen import FileScreen
 from dispatcher.cli.running import address_of, running
-from dispatcher.cli.screen import complain, remark, say
+from dispatcher.cli.screen import complain, remark, say, warn
 from dispatcher.cli.target import QueueTarget
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 STREAM = Path("-")
 GATE_EVERY_S = 3.0
 INTERRUPTED = 130
-SKIPPED_SHOWN = 20
+SKIP = "--skip-bad runs the others, and these become errors"
 
 File = Annotated[
     Path | None,
@@ -115,6 +115,8 @@ def file_options(
         body = None if template is None else template.read_bytes()
     except OSError as error:
         raise _wrong(f"--template {template}: {error.strerror or error}") from error
+    if body is not None and (doubt := doubted(body, endpoint or (settings.gateway.path if settings else ""))):
+        warn(f"--template {template}: {doubt}")
     return FileOptions(
         skip_bad=skip_bad,
         ordered=ordered,
@@ -130,6 +132,19 @@ def file_options(
         field=field,
         path=endpoint,
     )
+
+
+def doubted(body: bytes, path: str) -> str:
+    """What a body says against the path that it goes to; empty: nothing."""
+    if not path.endswith("/completions") or path.endswith("/chat/completions"):
+        return ""
+    try:
+        fields = json.loads(body)
+    except ValueError:  # told by whoever reads it
+        return ""
+    if not isinstance(fields, dict) or "messages" not in fields or "prompt" in fields:
+        return ""
+    return f"has `messages`, and {path} takes a `prompt`: is --endpoint /v1/chat/completions meant?"
 
 
 def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, as_json: bool) -> None:
@@ -149,7 +164,9 @@ def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, 
         for line in error.faulty:
             complain(f"{name}:{line.n}: {line.message}", fg=None)
         more = ", and more that were not looked at" if error.more else ""
-        complain(f"{name}: {error}{more}; --skip-bad runs the others, and these become errors")
+        is_text = options.template is None and all(line.code == "invalid_json_line" for line in error.faulty)
+        how = "lines of plain text need --template and --field" if is_text else SKIP
+        complain(f"{name}: {error}{more}; {how}")
         raise typer.Exit(2) from error
     except (InputError, TemplateError, ValueError) as error:
         raise _wrong(str(error)) from error

@@ -182,6 +182,20 @@ async def test_states_of_an_id_that_is_there_twice_are_named_once(queue_server: 
         assert "it is pending: " in (await verb(queue_server, "result", "twice")).stderr
 
 
+async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "mine", "other", job="a")
+        for asked in (("mine",), ("--label", "job=a")):
+            said = await verb(queue_server, "cancel", *asked)
+            assert said.returncode == 0
+            assert (
+                "their results come when a dispatcher works on the queue: no dispatcher works on"
+                in said.stderr
+            )
+        await queue.sweep()
+        assert (await verb(queue_server, "cancel", "other")).stderr == ""
+
+
 async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
     asked = "submit", "{}", "--id", "mine", "--json"
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from dispatcher.client.files.progress import RecentRate
 from tests.batchfiles import BAD, bent, line, write
 from tests.client.answering import NAMES, Answering
 from tests.queue.servers import Server
@@ -85,6 +86,21 @@ async def test_failed_lines_are_an_exit_code_and_a_file(
     assert [json.loads(each)["error"]["code"] for each in errors.read_text().splitlines()] == [
         "invalid_method"
     ]
+
+
+async def test_a_file_of_plain_text_is_told_what_it_needs(one_redis: Server, source: Path) -> None:
+    await asyncio.to_thread(source.write_text, "Good morning\nGood night\n")
+    told = await submit(one_redis, "--file", source, "--output", source.with_name("out.jsonl"))
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1] == (
+        "in.jsonl: 2 bad lines: nothing was submitted; lines of plain text need --template and --field"
+    )
+
+
+def test_the_first_answers_say_nothing_of_the_time_that_is_left() -> None:
+    rate = RecentRate()
+    assert [rate.rate(at, done) for at, done in ((0.0, 0), (1.0, 1), (2.9, 40))] == [None] * 3
+    assert rate.rate(4.0, 60) == 15.0
 
 
 async def test_fields_that_mean_nothing_are_named_once(
