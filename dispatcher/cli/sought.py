@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -187,8 +187,16 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
         return f"no dispatcher answers: {problem}"
     if told_.get("pool") and told_.get("queue") != target.names.queue:
         return f"the dispatcher that answers works on another queue, {told_.get('queue')}"
-    reason, explanation = str(told_.get("reason")), str(told_.get("explanation"))
-    return explanation if explanation.startswith(reason) else f"{reason}: {explanation}"
+    return sentence_of(told_)
+
+
+def sentence_of(gate: Mapping[str, Any]) -> str:
+    """The state of a dispatcher's gate, and its sentence, which may begin with it: said once, and first."""
+    reason, explanation = str(gate.get("reason")), str(gate.get("explanation"))
+    if explanation.startswith(reason):
+        return explanation
+    because = explanation.removeprefix(f"Nothing is sent: {reason}, ")
+    return f"{reason}: {explanation}" if because == explanation else f"{reason}, nothing is sent: {because}"
 
 
 async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:

@@ -16,6 +16,7 @@ import typer
 from dispatcher.cli.file_screen import FileScreen
 from dispatcher.cli.running import address_of, running
 from dispatcher.cli.screen import complain, remark, say, warn
+from dispatcher.cli.sought import sentence_of
 from dispatcher.cli.target import QueueTarget
 
 if TYPE_CHECKING:
@@ -202,7 +203,7 @@ async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
         return
     while True:
         found, why = await running(address)
-        screen.gate = f"{found['reason']}: {found['explanation']}" if found else (why or "")
+        screen.gate = sentence_of(found) if found else (why or "")
         await asyncio.sleep(GATE_EVERY_S)
 
 

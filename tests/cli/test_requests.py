@@ -182,6 +182,18 @@ async def test_states_of_an_id_that_is_there_twice_are_named_once(queue_server: 
         assert "it is pending: " in (await verb(queue_server, "result", "twice")).stderr
 
 
+async def test_an_empty_list_says_whether_anybody_works_on_the_queue(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        said = await verb(queue_server, "list")
+        none, nobody = said.stderr.splitlines()
+        assert (said.returncode, none) == (0, f"{NAMES.queue}: none")
+        assert nobody.startswith(
+            f"no dispatcher works on {NAMES.queue}, none ever has: is the pool's name right"
+        )
+        await queue.sweep()
+        assert (await verb(queue_server, "list")).stderr == f"{NAMES.queue}: none\n"
+
+
 async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "mine", "other", job="a")
@@ -434,12 +446,13 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
 async def test_what_the_dispatcher_says_is_told_where_one_answers(
     queue_server: Server, tmp_path: Path
 ) -> None:
+    told = {
+        "reason": "gateway-unreachable",
+        "explanation": "gateway-unreachable, no connection",
+        "pool": "",
+    }
+
     async def status(_: web.Request) -> web.Response:
-        told = {
-            "reason": "gateway-unreachable",
-            "explanation": "gateway-unreachable, no connection",
-            "pool": "",
-        }
         return web.json_response(told)
 
     async def ask(*arguments: str, port: int) -> Said:
@@ -464,6 +477,9 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
             assert "the gate: gateway-unreachable, no connection" in found.stdout
         waited = await ask("result", "r-1", "--wait", "2.1s", port=port)
         assert waited.stderr.startswith("waiting: gateway-unreachable, no connection\n")
+        told["explanation"] = "Nothing is sent: gateway-unreachable, it refuses."
+        found = await ask("peek", port=port)
+        assert "the gate: gateway-unreachable, nothing is sent: it refuses." in found.stdout
         found = await ask("describe", "r-1", port=1)
         assert "no dispatcher answers: nobody on admin.port 1" in found.stdout
         elsewhere = await ask("submit", "{}", "--endpoint", "/v2/x", port=1)
