@@ -68,7 +68,9 @@ def facts_of(progress: FileProgress) -> list[str]:
     if progress.rate is not None:
         parts.append(f"{progress.rate:,.1f}/s")
     if progress.in_queue:
-        parts.append(f"{progress.in_queue:,} in the queue")
+        # A call that is not answered may have put them there: it is made again until it is known.
+        where = "in the queue" + (" or on their way there" if progress.trouble else "")
+        parts.append(f"{progress.in_queue:,} {where}")
     if progress.tokens_in or progress.tokens_out:
         parts.append(f"{short(progress.tokens_in)} tokens in, {short(progress.tokens_out)} out")
     return parts
