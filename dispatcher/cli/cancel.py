@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import complain, fail, say
-from dispatcher.cli.sought import by_id, labelled, matching
+from dispatcher.cli.screen import complain, fail, say, warn
+from dispatcher.cli.sought import by_id, labelled, matching, unserved
 from dispatcher.cli.target import Json, Labels, QueueOptions, QueueTarget, ask, find, pairs_of
 from dispatcher.core.located import Whereabouts
 
@@ -53,16 +54,10 @@ def cancel(
         _cancel_sequence(target, sequence, as_json=json_output)
         return
 
-    async def act(desk: RedisDesk) -> dict[str, str]:
-        if not labels:
-            return {each: await _by_id(desk, each) for each in dict.fromkeys(request_ids or ())}
-        told = {}
-        async for found, read in matching(desk, *labelled(labels)):
-            if found.state is not Whereabouts.DEAD and read.id:
-                told[read.id] = await _found(desk, found, read)
-        return told
+    async def act(desk: RedisDesk) -> tuple[dict[str, str], str]:
+        return await _cancel(desk, request_ids or (), labels), await unserved(desk)
 
-    told = ask(target, act)
+    told, nobody = ask(target, act)
     done = [each for each, what in told.items() if what == _CANCELLED]
     if json_output:
         typer.echo(
@@ -78,8 +73,23 @@ def cancel(
         say(*(f"{each} is being cancelled" for each in done))
     if not json_output:
         complain(*(f"{each}: {what}" for each, what in told.items() if what != _CANCELLED))
+    if done and nobody:
+        warn(f"their results come when a dispatcher works on the queue: {nobody}")
     if len(done) < len(told) or not done:
         raise typer.Exit(1)
+
+
+async def _cancel(
+    desk: RedisDesk, request_ids: Sequence[str], labels: Sequence[tuple[str, str]]
+) -> dict[str, str]:
+    """What came of each: `cancelled`, or why not."""
+    if not labels:
+        return {each: await _by_id(desk, each) for each in dict.fromkeys(request_ids)}
+    told = {}
+    async for found, read in matching(desk, *labelled(labels)):
+        if found.state is not Whereabouts.DEAD and read.id:
+            told[read.id] = await _found(desk, found, read)
+    return told
 
 
 def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from dispatcher.cli.screen import complain, warn
+from dispatcher.cli.screen import complain, remark, warn
 from dispatcher.core.plain import plain
 
 if TYPE_CHECKING:
@@ -56,12 +56,11 @@ class FileScreen:
                 f"{', '.join(counted)}. They are not sent."
             )
         if start.resumed and not start.finished:
-            complain(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done", fg=None)
+            remark(f"{self._name}: goes on: {start.done:,} of {start.lines:,} were done")
         if not start.finished:
-            complain(
+            remark(
                 f"{self._name}: {start.lines:,} lines; in the queue line N has the id {start.name}-N, "
-                f"and all have the label file={start.name}",
-                fg=None,
+                f"and all have the label file={start.name}"
             )
         if not start.finished and sys.stderr.isatty():
             from rich.console import Console
@@ -84,7 +83,7 @@ class FileScreen:
         changed = (what, self._why) != self._said
         if passed >= (LINE_EVERY_S if changed else STILL_EVERY_S) and progress.seconds >= 1:
             self._said_at, self._said = time.monotonic(), (what, self._why)
-            complain(f"{self._name}: {what}{self._why and f'; {self._why}'}", fg=None)
+            remark(f"{self._name}: {what}{self._why and f'; {self._why}'}")
 
     @property
     def _why(self) -> str:

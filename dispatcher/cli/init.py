@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,14 @@ EXAMPLES = {
         "batch-dispatcher init --pool qwen --gateway http://127.0.0.1:8000 --epp http://127.0.0.1:9090",
     ]
 }
+_OPTIONS = {
+    "gateway.url": "--gateway (gateway.url)",
+    "signals.epp.urls[0]": "--epp (signals.epp.urls[0])",
+    "queue.url": "--queue-url (queue.url)",
+    "pool.name": "--pool (pool.name)",
+    "pool.namespace": "--namespace (pool.namespace)",
+}
+"""By which option a setting is given here."""
 _BARE = re.compile(r"[A-Za-z][\w./:-]*\w|\w")
 
 
@@ -87,11 +96,11 @@ def init(
     if asked and not from_cluster:
         pool = pool or typer.prompt("Name of the InferencePool", "default")
     if asked and not gateway:
-        gateway = typer.prompt("URL of the inference gateway")
+        gateway = typer.prompt("URL of the inference gateway", value_proc=_http)
     if asked and not from_cluster:
         objective = objective or _optional("InferenceObjective with a negative priority")
         queue_url = queue_url or _optional("redis://… of the queue (none: a Valkey of our own)")
-        epp = epp or _optional("URL of the endpoint picker's metrics (none: found through the pool)")
+        epp = epp or _optional("URL of the endpoint picker's metrics (none: found through the pool)", _http)
     if not gateway:
         raise fail("no gateway is named: give --gateway URL", 2)
     secret = "@" in queue_url
@@ -108,7 +117,11 @@ def init(
     text = written(answers, secret=secret)
     found = parse(text, {}, name=str(output))
     if not isinstance(found, Settings):
-        complain(*map(str, found))
+        # No file is written, so its name and lines would mean nothing.
+        bare = (
+            replace(each, source="", line=None, where=_OPTIONS.get(each.where, each.where)) for each in found
+        )
+        complain(*map(str, bare))
         raise typer.Exit(2)
     try:
         with output.open("x") as file:
@@ -124,9 +137,18 @@ def init(
         say(f"{output} is written. Next: batch-dispatcher check{option}")
 
 
-def _optional(question: str) -> str:
-    told: str = typer.prompt(question, "", show_default=False)
-    return told.strip()
+def _optional(question: str, checked: Callable[[str], str] = str.strip) -> str:
+    told: str = typer.prompt(
+        question, "", show_default=False, value_proc=lambda given: given and checked(given)
+    )
+    return told
+
+
+def _http(given: str) -> str:
+    """What was answered, as a URL; what is none is asked for again."""
+    if not given.strip().startswith(("http://", "https://")):
+        raise typer.BadParameter("it must begin with http:// or https://")
+    return given.strip()
 
 
 def _in_cluster(pool: str, namespace: str, gateway: str, objective: str) -> tuple[str, str, str, str]:

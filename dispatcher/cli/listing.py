@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dispatcher.cli.screen import answer, complain, say, table
+from dispatcher.cli.screen import answer, complain, say, table, warn
 from dispatcher.cli.sought import (
     deadline_of,
     gate_of,
@@ -18,6 +18,7 @@ from dispatcher.cli.sought import (
     note_of,
     shown,
     tries_of,
+    unserved,
 )
 from dispatcher.cli.target import Json, Labels, QueueOptions, ask, find, pairs_of
 from dispatcher.core.lanes import CLOSED
@@ -90,7 +91,7 @@ def list(  # noqa: A001 - the verb's name
     target = find(where)
     states = [Shown.RUNNING, Shown.PENDING, Shown.DELAYED] if state is None else [state]
 
-    async def act(desk: RedisDesk) -> tuple[Any, int]:
+    async def read(desk: RedisDesk) -> tuple[Any, int]:
         if labels:
             return await _labelled(desk, labels, states, most)
         counts = await desk.counts()
@@ -103,7 +104,11 @@ def list(  # noqa: A001 - the verb's name
         found = [each for one in states for each in await _first(desk, one.places, most)]
         return found, sum(of[one] for one in states)
 
-    found, total = ask(target, act)
+    async def act(desk: RedisDesk) -> tuple[Any, int, str]:
+        found, total = await read(desk)
+        return found, total, "" if found else await unserved(desk)
+
+    found, total, nobody = ask(target, act)
     rows = [(one, parse(one.member)) for one in found]
     if json_output:
         answer([shown(*row) for row in rows])
@@ -113,6 +118,8 @@ def list(  # noqa: A001 - the verb's name
         say(*table(["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_row(*row, now) for row in rows]))
     else:
         complain(f"{target.names.queue}: none", fg=None)
+        if nobody:  # where the pool's name is wrong, none is no answer
+            warn(nobody)
     if len(rows) < total:
         complain(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import getpass
 import os
 import socket
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.screen import answer, say
+from dispatcher.cli.screen import answer, remark, say
 from dispatcher.cli.target import Json, QueueOptions, ask, find
+
+if TYPE_CHECKING:
+    from dispatcher.queue.redis.desk import RedisDesk
 
 EXAMPLES = {
     "pause": [
@@ -34,7 +37,18 @@ def pause(
     """
     target = find(where)
     who = who_asks(by)
-    ask(target, lambda desk: desk.pause(who, why))
+
+    async def act(desk: RedisDesk) -> tuple[str, str] | None:
+        before = await desk.paused()
+        await desk.pause(who, why)
+        return before
+
+    before = ask(target, act)
+    if before is not None and before != (who, why):
+        remark(
+            f"it was paused already{f' by {before[0]}' if before[0] else ''}"
+            f"{f': {before[1]}' if before[1] else ''}; that is no longer shown"
+        )
     if json_output:
         answer({"queue": target.names.queue, "paused": {"by": who, "why": why}})
     else:

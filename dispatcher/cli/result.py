@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dispatcher.cli.describe import Id
-from dispatcher.cli.screen import complain, fail, say, table
+from dispatcher.cli.screen import complain, fail, remark, say, table
 from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, shown_result
 from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.core.duration import seconds_of, told
@@ -50,8 +50,8 @@ def result(
     try:
         seconds = seconds_of(within) if within else None
     except ValueError as error:
-        complain(str(error))
-        raise typer.Exit(2) from error
+        hint = f"; the id goes first: result {within} --wait {request_id}" if _is_span(request_id) else ""
+        raise fail(f"{error}{hint}", 2) from error
     target = find(where)
     try:
         found, why = ask(target, lambda desk: _result(target, desk, request_id, wait, seconds))
@@ -60,6 +60,14 @@ def result(
     if found is None:
         raise fail(why)
     print_result(found, json_output=json_output)
+
+
+def _is_span(text: str) -> bool:
+    try:
+        seconds_of(text)
+    except ValueError:
+        return False
+    return True
 
 
 class _EndedElsewhereError(Exception):
@@ -77,7 +85,7 @@ async def _result(
         if found := await answers_anywhere(desk, request_id):  # it ended between both looks
             return decode_result(found[-1]), ""
         return None, f"{none} ({looked_at:,} requests looked at)"
-    states = ", ".join(str(one.state) for one, _ in there)
+    states = ", ".join(dict.fromkeys(str(one.state) for one, _ in there))
     lists = {read.results for _, read in there} - {"", desk.names.answers(request_id)}
     if lists:
         other = min(lists)
@@ -123,7 +131,7 @@ async def awaited(
             sentence = await progress(target, desk, request_id)
             reason = sentence.partition(":")[0].partition(",")[0]
             if reason != said or (sentence != said and now - said_at >= 6 * _AGAIN_S):
-                complain(f"waiting: {sentence}", fg=None)
+                remark(f"waiting: {sentence}")
                 said, said_at = reason, now
             next_sentence = now + 1.0
         if within_s is not None and now - started >= within_s:
@@ -136,9 +144,8 @@ async def awaited(
 
 def still_queued(request_id: str) -> typer.Exit:
     """Who does not wait any longer is told how to go on."""
-    complain(
-        f"{request_id} is still queued: batch-dispatcher result {request_id} --wait, or cancel {request_id}",
-        fg=None,
+    remark(
+        f"{request_id} is still queued: batch-dispatcher result {request_id} --wait, or cancel {request_id}"
     )
     return typer.Exit(130)
 

@@ -1,6 +1,6 @@
 """What a verb prints. Others have named much of it: a line stays one line, without controls of a terminal.
 
-With --json what goes wrong is told as JSON too: one object a line on standard error.
+With --json what goes wrong, and how it goes, is told as JSON too: one object a line on standard error.
 """
 
 from __future__ import annotations
@@ -90,6 +90,14 @@ def warn(*lines: str) -> None:
         _tell("warning", *lines)
     else:
         say(*lines, err=True, fg=typer.colors.YELLOW)
+
+
+def remark(*lines: str) -> None:
+    """How it goes, on standard error, where nothing is wrong; with --json: `{"note": …}`."""
+    if for_programs.get():
+        _tell("note", *lines)
+    else:
+        say(*lines, err=True)
 
 
 def fail(what: str, code: int = 1) -> typer.Exit:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 RESULTS_MOST = 20_000
 """So many results of the shared list are looked through for one id at the most."""
 _PAGE = 500
+_NOT_SENT = "not sent, for "
+"""With this begins what a dispatcher says of one that it puts off until its model is there."""
 _HINDERED = {
     SequenceStatus.HELD: "held until an operator releases or aborts it",
     SequenceStatus.PARKED: "parked: it begins when one of the sequences.max_active that are alive has ended",
@@ -159,7 +161,7 @@ def shown_result(result: PoppedResult) -> dict[str, Any]:
     }
 
 
-async def _unserved(desk: RedisDesk) -> str:
+async def unserved(desk: RedisDesk) -> str:
     """Whether any dispatcher works on the queue, as far as Redis tells: empty where one does."""
     from dispatcher.queue.redis.producer import UNSERVED_AFTER_S
 
@@ -179,14 +181,22 @@ async def gate_of(target: QueueTarget, desk: RedisDesk) -> str:
         return f"paused{f' by {by}' if by else ''}{f': {why}' if why else ''}"
     if (address := address_of(target.admin)) is None:
         unknown = "not known: only a configuration says where a dispatcher can be asked"
-        return await _unserved(desk) or unknown
+        return await unserved(desk) or unknown
     told_, problem = await running(address)
     if told_ is None:
         return f"no dispatcher answers: {problem}"
     if told_.get("pool") and told_.get("queue") != target.names.queue:
         return f"the dispatcher that answers works on another queue, {told_.get('queue')}"
-    reason, explanation = str(told_.get("reason")), str(told_.get("explanation"))
-    return explanation if explanation.startswith(reason) else f"{reason}: {explanation}"
+    return sentence_of(told_)
+
+
+def sentence_of(gate: Mapping[str, Any]) -> str:
+    """The state of a dispatcher's gate, and its sentence, which may begin with it: said once, and first."""
+    reason, explanation = str(gate.get("reason")), str(gate.get("explanation"))
+    if explanation.startswith(reason):
+        return explanation
+    because = explanation.removeprefix(f"Nothing is sent: {reason}, ")
+    return f"{reason}: {explanation}" if because == explanation else f"{reason}, nothing is sent: {because}"
 
 
 async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
@@ -197,8 +207,8 @@ async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str
         return own
     if target.admin is not None or await desk.paused() is not None:
         return await gate_of(target, desk)
-    if unserved := await _unserved(desk):
-        return unserved
+    if nobody := await unserved(desk):
+        return nobody
     if there is None:
         return "not in line" if sure else "in line, behind many of the same deadline"
     ahead = await desk.ahead(there)
@@ -224,9 +234,16 @@ def _under_way(found: FoundRequest) -> str:
         case Whereabouts.DELAYED:
             return f"its next try, due {until(found.at or 0.0, time.time())}{before}"
         case Whereabouts.AWAITING:
-            return f"its model {found.awaits!r}, which is not served{before}"
+            return f"{_missed(found)}{before}"
         case _:
             return ""
+
+
+def _missed(found: FoundRequest) -> str:
+    """What is wrong with the model that it waits for: as a dispatcher said, else that it is not served."""
+    said = last_try_of(found)
+    because = said.removeprefix(_NOT_SENT)
+    return f"its model {found.awaits!r} is not served" if because == said else because
 
 
 async def turn_of(desk: RedisDesk, found: FoundRequest, read: Read) -> str:
@@ -262,7 +279,7 @@ def why(found: FoundRequest, read: Read, ahead: int | None, gate: str, now: floa
     if turn:
         return f"it waits for {turn}; the gate: {gate}"
     if found.state is Whereabouts.AWAITING:
-        return f"it waits for its model {found.awaits!r}, which is not served; the gate: {gate}"
+        return f"it waits, for {_missed(found)}; the gate: {gate}"
     others = ahead_of_it(ahead)
     apart = (
         f"{found.deaths} dispatchers died holding it, so it runs apart from others like it; "

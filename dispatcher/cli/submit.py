@@ -5,12 +5,13 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dispatcher.cli.result import awaited, print_result, still_queued
-from dispatcher.cli.screen import answer, complain, fail, say
+from dispatcher.cli.screen import answer, fail, remark, say, warn
 from dispatcher.cli.sought import answers
 from dispatcher.cli.submit_file import (
     BodyTemplate,
@@ -22,6 +23,7 @@ from dispatcher.cli.submit_file import (
     SequenceBy,
     SkipBad,
     TemplateField,
+    doubted,
     file_options,
     file_paths,
     submit_file,
@@ -133,13 +135,16 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     try:
         sent = submission_of(item, Tokens().make(), queue=target.names.queue, results=results)
     except ValueError as error:
-        raise fail(str(error), 2) from error
+        raise fail(f"{error}{_file_meant(body)}", 2) from error
     if {"custom_id", "url", "body"} <= msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys():
         what = (
             "this is a line of an OpenAI batch file: submit --file sends those (to send it alone, give what "
             "stands under `body`, and as --endpoint what stands under `url`)"
         )
         raise fail(what, 2)
+    path = item.path or (target.settings.gateway.path if target.settings else "")
+    if doubt := doubted(body, path):
+        warn(f"the body {doubt}")
     within_s = sent.deadline - time.time() + GRACE_S
     submitted = False
 
@@ -149,7 +154,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
         submitted = True
         if not wait:
             return None
-        complain(f"{item.id} submitted", fg=None)
+        remark(f"{item.id} submitted")
         return await awaited(target, desk, item.id, lambda: _answer(desk, sent), within_s)
 
     try:
@@ -164,6 +169,16 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
         raise fail(f"no result for {item.id} within {within_s:.0f} s: is there a dispatcher?")
     else:
         print_result(result, json_output=json_output)
+
+
+def _file_meant(body: bytes) -> str:
+    """What to say of a body that is the name of a file."""
+    name = body.decode(errors="replace")
+    try:
+        there = Path(name).is_file()
+    except (OSError, ValueError):  # too long, or with a zero byte in it: no name
+        there = False
+    return f"; it is a file: a batch file is sent by --file {name}, one body by - < {name}" if there else ""
 
 
 async def _answer(desk: RedisDesk, sent: Submission) -> PoppedResult | None:

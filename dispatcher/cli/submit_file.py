@@ -15,7 +15,8 @@ import typer
 
 from dispatcher.cli.file_screen import FileScreen
 from dispatcher.cli.running import address_of, running
-from dispatcher.cli.screen import complain, say
+from dispatcher.cli.screen import complain, remark, say, warn
+from dispatcher.cli.sought import sentence_of
 from dispatcher.cli.target import QueueTarget
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 STREAM = Path("-")
 GATE_EVERY_S = 3.0
 INTERRUPTED = 130
-SKIPPED_SHOWN = 20
+SKIP = "--skip-bad runs the others, and these become errors"
 
 File = Annotated[
     Path | None,
@@ -115,6 +116,8 @@ def file_options(
         body = None if template is None else template.read_bytes()
     except OSError as error:
         raise _wrong(f"--template {template}: {error.strerror or error}") from error
+    if body is not None and (doubt := doubted(body, endpoint or (settings.gateway.path if settings else ""))):
+        warn(f"--template {template}: {doubt}")
     return FileOptions(
         skip_bad=skip_bad,
         ordered=ordered,
@@ -130,6 +133,19 @@ def file_options(
         field=field,
         path=endpoint,
     )
+
+
+def doubted(body: bytes, path: str) -> str:
+    """What a body says against the path that it goes to; empty: nothing."""
+    if not path.endswith("/completions") or path.endswith("/chat/completions"):
+        return ""
+    try:
+        fields = json.loads(body)
+    except ValueError:  # told by whoever reads it
+        return ""
+    if not isinstance(fields, dict) or "messages" not in fields or "prompt" in fields:
+        return ""
+    return f"has `messages`, and {path} takes a `prompt`: is --endpoint /v1/chat/completions meant?"
 
 
 def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, as_json: bool) -> None:
@@ -149,7 +165,9 @@ def submit_file(target: QueueTarget, paths: FilePaths, options: FileOptions, *, 
         for line in error.faulty:
             complain(f"{name}:{line.n}: {line.message}", fg=None)
         more = ", and more that were not looked at" if error.more else ""
-        complain(f"{name}: {error}{more}; --skip-bad runs the others, and these become errors")
+        is_text = options.template is None and all(line.code == "invalid_json_line" for line in error.faulty)
+        how = "lines of plain text need --template and --field" if is_text else SKIP
+        complain(f"{name}: {error}{more}; {how}")
         raise typer.Exit(2) from error
     except (InputError, TemplateError, ValueError) as error:
         raise _wrong(str(error)) from error
@@ -185,23 +203,23 @@ async def _watch_gate(target: QueueTarget, screen: FileScreen) -> None:
         return
     while True:
         found, why = await running(address)
-        screen.gate = f"{found['reason']}: {found['explanation']}" if found else (why or "")
+        screen.gate = sentence_of(found) if found else (why or "")
         await asyncio.sleep(GATE_EVERY_S)
 
 
 def _say_how_to_go_on(paths: FilePaths, progress: FileProgress | None) -> None:
     if progress is None:
-        complain("stopped before anything was submitted", fg=None)
+        remark("stopped before anything was submitted")
     elif not isinstance(paths.output, Path):
-        complain(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled", fg=None)
+        remark(f"stopped after {progress.done:,} of {progress.lines:,}; the rest is cancelled")
     else:
         told = f"stopped: {progress.done:,} of {progress.lines:,} are done"
         if progress.in_queue:
             told += f", {progress.in_queue:,} are in the queue and go on being answered"
-        complain(f"{told}. The same command goes on from here; nothing is sent twice.", fg=None)
+        remark(f"{told}. The same command goes on from here; nothing is sent twice.")
         if not isinstance(paths.source, Path):
             kept = paths.beside(Path(), ".input")
-            complain(f"What came in is kept: --file {kept} does as well.", fg=None)
+            remark(f"What came in is kept: --file {kept} does as well.")
 
 
 def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgress, *, as_json: bool) -> None:
@@ -212,15 +230,12 @@ def _say_summary(paths: FilePaths, start: FileStart | None, progress: FileProgre
         return
     if start is not None and start.finished:
         journal = paths.beside(Path(), ".journal")
-        complain(
-            f"finished before: {summary(progress)}. To run it again, remove the output and {journal}.",
-            fg=None,
-        )
+        remark(f"finished before: {summary(progress)}. To run it again, remove the output and {journal}.")
         return
     written = f"; the answers are in {paths.output}" if isinstance(paths.output, Path) else ""
-    complain(f"{summary(progress)}{written}", fg=None)
+    remark(f"{summary(progress)}{written}")
     if progress.failed and paths.errors_path is not None:
-        complain(f"what failed is in {paths.errors_path}", fg=None)
+        remark(f"what failed is in {paths.errors_path}")
 
 
 def _wrong(what: str) -> typer.Exit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os.path
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from dispatcher.core.duration import seconds_of
 from dispatcher.settings.model import AdminSettings, PoolSettings, Settings, named
 from dispatcher.settings.queue import QueueSettings
 from dispatcher.settings.source import (
@@ -273,6 +275,7 @@ def _dotted(path: Sequence[str | int]) -> str:
 
 _KINDS = {
     "float_type": "a number is expected",
+    "float_parsing": "a number is expected",
     "int_type": "a whole number is expected",
     "int_from_float": "a whole number is expected",
     "string_type": "a text is expected: put it in quotes",
@@ -286,6 +289,7 @@ _KINDS = {
     "too_short": "must not be empty",
     "missing": "is required",
 }
+_NUMBERS = ("float_type", "float_parsing", "int_type", "int_parsing")
 _BOUNDS = {
     "greater_than": ("gt", "must be above"),
     "greater_than_equal": ("ge", "must be at least"),
@@ -309,7 +313,21 @@ def _what(details: ErrorDetails, path: Sequence[str | int]) -> str:
         if "[key]" in details["loc"]:
             return f"unknown key{nearest(str(given), choices)}"
         return f"must be one of {', '.join(choices)}{nearest(str(given), choices)}"
-    return _KINDS.get(kind, details["msg"])
+    return _KINDS.get(kind, details["msg"]) + (_as_number(given, path) if kind in _NUMBERS else "")
+
+
+def _as_number(given: object, path: Sequence[str | int]) -> str:
+    """How a text that has a unit is written as the number that is expected; empty where it has none."""
+    if not isinstance(given, str):
+        return ""
+    if (share := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", given)) is not None:
+        return f" (a share: {float(share[1]):g}% is {float(share[1]) / 100:g})"
+    if not str(path[-1]).endswith("_s"):
+        return ""
+    try:
+        return f" (of seconds: {seconds_of(given):g})"
+    except ValueError:
+        return " (of seconds)"
 
 
 def _unknown(path: Sequence[str | int]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,10 +77,10 @@ def test_nothing_is_overwritten(init: Init, tmp_path: Path) -> None:
     ("flags", "said"),
     [
         ([], "give --gateway"),
-        (["--gateway", "gw:8000"], "gateway.url"),
-        (["--gateway", "http://gw", "--epp", "x"], "signals.epp.urls[0]"),
-        (["--gateway", "http://gw", "--queue-url", "http://h"], "queue.url"),
-        (["--gateway", "http://gw", "--pool", "a b"], "pool.name"),
+        (["--gateway", "gw:8000"], "--gateway (gateway.url): must begin with"),
+        (["--gateway", "http://gw", "--epp", "x"], "--epp (signals.epp.urls[0])"),
+        (["--gateway", "http://gw", "--queue-url", "http://h"], "--queue-url (queue.url)"),
+        (["--gateway", "http://gw", "--pool", "a b"], "--pool (pool.name)"),
         (["--gateway", "http://gw", "--reserve", "2"], "--reserve"),
     ],
 )
@@ -86,7 +89,25 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(
 ) -> None:
     done = init(*flags)
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+    assert "line " not in done.stderr, "of a file that there is not"
     assert not (tmp_path / "config.yaml").exists()
+
+
+def test_on_a_terminal_what_is_no_url_is_asked_for_again_at_once(init: Init, tmp_path: Path) -> None:
+    """After the last question all answers would be lost."""
+    answers = "qwen", "gw:8000", "http://gw:8000", "batch", "", "picker:9090", "http://picker:9090"
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvp(sys.executable, [sys.executable, "-m", "dispatcher", "init"])
+    os.write(terminal, "".join(f"{each}\n" for each in answers).encode())
+    with contextlib.suppress(OSError):  # the end of a terminal
+        while os.read(terminal, 4096):
+            pass
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    found = parse((tmp_path / "config.yaml").read_text(), {})
+    assert isinstance(found, Settings)
+    assert found.gateway.url.reveal() == "http://gw:8000"
+    assert [each.reveal() for each in found.signals.epp.urls] == ["http://picker:9090"]
 
 
 def test_a_password_stays_out_of_the_file(init: Init, tmp_path: Path) -> None:

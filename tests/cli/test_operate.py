@@ -313,6 +313,46 @@ def test_payload_that_is_no_object_is_refused_before_it_is_submitted(
     assert status(queue_server)["pending"] == 0
 
 
+@pytest.mark.parametrize(
+    ("body", "asked", "is_doubted"),
+    [
+        ('{"messages": []}', (), True),
+        ('{"messages": []}', ("--endpoint", "/v1/chat/completions"), False),
+        ('{"messages": [], "prompt": "hi"}', (), False),
+        ('{"prompt": "hi"}', (), False),
+    ],
+)
+def test_a_conversation_for_completions_is_doubted_and_sent(
+    queue_server: Server, tmp_path: Path, body: str, asked: tuple[str, ...], is_doubted: bool
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"gateway: {{url: http://gw}}\nqueue: {{url: {queue_server.url}}}\n")
+    told = warm_run("submit", body, "--no-wait", *asked, "--config", config)
+    assert told.returncode == 0
+    meant = "the body has `messages`, and /v1/completions takes a `prompt`: is --endpoint "
+    assert (meant in told.stderr) is is_doubted
+
+
+def test_who_pauses_what_is_paused_is_told_whose_reason_it_takes(queue_server: Server) -> None:
+    asked = "pause", "--by", "ann", "--why", "upgrade"
+    assert verb(queue_server, *asked).stderr == ""
+    assert verb(queue_server, *asked).stderr == "", "the same once more"
+    told = verb(queue_server, "pause", "--by", "bob")
+    assert told.stderr.strip() == "it was paused already by ann: upgrade; that is no longer shown"
+    assert status(queue_server)["paused"]["by"] == "bob"
+    verb(queue_server, "resume")
+
+
+def test_a_file_where_a_request_is_expected_is_told_how_to_give_it(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.touch()
+    told = verb(queue_server, "submit", str(path))
+    assert told.returncode == 2
+    assert f"it is a file: a batch file is sent by --file {path}, one body by - < {path}" in told.stderr
+
+
 def test_embedded_queue_without_its_dispatcher_is_not_there_and_no_wrong_usage(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(

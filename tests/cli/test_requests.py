@@ -171,6 +171,63 @@ async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
         assert (await asking).stdout == '{"text": "hello"}\n'
 
 
+async def test_result_with_the_time_before_the_id_is_told_the_order(queue_server: Server) -> None:
+    said = await verb(queue_server, "result", "--wait", "30s", "r-1")
+    assert said.returncode == 2
+    assert said.stderr.strip().endswith("the id goes first: result r-1 --wait 30s")
+    assert "goes first" not in (await verb(queue_server, "result", "r-1", "--wait", "soon")).stderr
+
+
+async def test_states_of_an_id_that_is_there_twice_are_named_once(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "twice")
+        await submitted(queue, "first", "twice")
+        assert "it is pending: " in (await verb(queue_server, "result", "twice")).stderr
+
+
+async def test_an_empty_list_says_whether_anybody_works_on_the_queue(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        said = await verb(queue_server, "list")
+        none, nobody = said.stderr.splitlines()
+        assert (said.returncode, none) == (0, f"{NAMES.queue}: none")
+        assert nobody.startswith(
+            f"no dispatcher works on {NAMES.queue}, none ever has: is the pool's name right"
+        )
+        await queue.sweep()
+        assert (await verb(queue_server, "list")).stderr == f"{NAMES.queue}: none\n"
+
+
+async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "mine", "other", job="a")
+        for asked in (("mine",), ("--label", "job=a")):
+            said = await verb(queue_server, "cancel", *asked)
+            assert said.returncode == 0
+            assert (
+                "their results come when a dispatcher works on the queue: no dispatcher works on"
+                in said.stderr
+            )
+        await queue.sweep()
+        assert (await verb(queue_server, "cancel", "other")).stderr == ""
+
+
+async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
+    asked = "submit", "{}", "--id", "mine", "--json"
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, *asked))
+        leases: Sequence[Lease] = ()
+        for _ in range(600):
+            if leases := await taken(queue):
+                break
+            await asyncio.sleep(0.05)
+        await ended(queue, *leases)
+        said = await asking
+    assert said.returncode == 0
+    first, *others = [json.loads(line) for line in said.stderr.splitlines()]
+    assert first == {"note": "mine submitted"}
+    assert all(each.keys() == {"note"} for each in others)
+
+
 async def test_result_that_goes_to_another_list_is_pointed_to(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "mine", results="batch-results:mine")
@@ -469,12 +526,13 @@ async def test_submit_tells_its_id_at_once_and_how_to_go_on_when_it_is_interrupt
 async def test_what_the_dispatcher_says_is_told_where_one_answers(
     queue_server: Server, tmp_path: Path
 ) -> None:
+    told = {
+        "reason": "gateway-unreachable",
+        "explanation": "gateway-unreachable, no connection",
+        "pool": "",
+    }
+
     async def status(_: web.Request) -> web.Response:
-        told = {
-            "reason": "gateway-unreachable",
-            "explanation": "gateway-unreachable, no connection",
-            "pool": "",
-        }
         return web.json_response(told)
 
     async def ask(*arguments: str, port: int) -> Said:
@@ -499,6 +557,9 @@ async def test_what_the_dispatcher_says_is_told_where_one_answers(
             assert "the gate: gateway-unreachable, no connection" in found.stdout
         waited = await ask("result", "r-1", "--wait", "2.1s", port=port)
         assert waited.stderr.startswith("waiting: gateway-unreachable, no connection\n")
+        told["explanation"] = "Nothing is sent: gateway-unreachable, it refuses."
+        found = await ask("peek", port=port)
+        assert "the gate: gateway-unreachable, nothing is sent: it refuses." in found.stdout
         found = await ask("describe", "r-1", port=1)
         assert "no dispatcher answers: nobody on admin.port 1" in found.stdout
         elsewhere = await ask("submit", "{}", "--endpoint", "/v2/x", port=1)
@@ -601,11 +662,14 @@ async def test_what_waits_for_its_model_is_told_with_the_model(queue_server: Ser
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await submitted(queue, "r-1")
         (lease,) = await taken(queue, 1)
-        why = "its model 'qwen' is not served"
+        drained = "its model 'qwen' is drained by ann"
+        why = f"not sent, for {drained}"
         await queue.release([Release(lease, undelivered=True, last_try=why, awaits="qwen")])
         (shown,) = (await told(queue_server, "describe", "r-1"))["requests"]
         assert (shown["state"], shown["awaits"], shown["last_try"]) == ("awaiting", "qwen", why)
-        assert shown["why"].startswith("it waits for its model 'qwen', which is not served; the gate: ")
+        assert shown["why"].startswith(f"it waits, for {drained}; the gate: "), "it is served, and held back"
+        waited = await verb(queue_server, "result", "r-1", "--wait", "2100ms")
+        assert waited.stderr.splitlines()[0] == f"waiting: {drained}"
         listed = (await verb(queue_server, "list", "--state", "pending")).stdout
         assert "awaiting" in listed
         assert "waits for its model 'qwen'" in listed

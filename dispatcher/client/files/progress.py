@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 RATE_OVER_S = 60.0
 """The rate is that of so long."""
+FIRST_AFTER_S = 3.0
+"""Before that nobody knows: of a first second, in which one answer came, the time left would be minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class RecentRate:
         while len(self._seen) > 2 and self._seen[1][0] < now - RATE_OVER_S:
             self._seen.popleft()
         since, before = self._seen[0]
-        return (done - before) / (now - since) if now - since >= 1.0 else None
+        return (done - before) / (now - since) if now - since >= FIRST_AFTER_S else None
 
 
 def facts_of(progress: FileProgress) -> list[str]:
@@ -66,7 +68,9 @@ def facts_of(progress: FileProgress) -> list[str]:
     if progress.rate is not None:
         parts.append(f"{progress.rate:,.1f}/s")
     if progress.in_queue:
-        parts.append(f"{progress.in_queue:,} in the queue")
+        # A call that is not answered may have put them there: it is made again until it is known.
+        where = "in the queue" + (" or on their way there" if progress.trouble else "")
+        parts.append(f"{progress.in_queue:,} {where}")
     if progress.tokens_in or progress.tokens_out:
         parts.append(f"{short(progress.tokens_in)} tokens in, {short(progress.tokens_out)} out")
     return parts
