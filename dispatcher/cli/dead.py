@@ -173,7 +173,7 @@ def requeue(
     """Accept them anew with a new deadline. Each has had its error result: this may give a second one.
 
     Where the result would go to a list of a client that has ended, it goes where `result ID` finds it. Exit
-    code 1: some could not be requeued; an unreadable member stays dead.
+    code 1: some could not be requeued (an unreadable member stays dead), or none was that fits.
     """
     choice = _choice(which, reason, older, everything=everything)
     target = find(where)
@@ -197,7 +197,7 @@ def requeue(
     if not json_output:
         refused = len(named) - done
         _say_less(target, choice.without(named), refused, "not accepted: unreadable, or not dead any more")
-    if done < asked or not asked:
+    if done < asked or not (asked or everything):
         raise typer.Exit(1)
 
 

@@ -53,7 +53,7 @@ def compare(
         return found
     lines.explain(
         report.legend(setting, traffic.name, sheet),
-        report.closures(zip([row.policy.value for row in found.rows], found.rows, strict=True)),
+        report.closures(setting, zip([row.policy.value for row in found.rows], found.rows, strict=True)),
     )
     for row in found.rows:
         if row.policy is Name.LAW:
@@ -112,7 +112,7 @@ def sweep(
         reserve = swept.option != "reserve"
         lines.explain(
             report.legend(setting, traffic.name, sheet, reserve=reserve),
-            report.closures(zip([f"{swept.option} {label}" for label in labels], rows, strict=True)),
+            report.closures(setting, zip([f"{swept.option} {label}" for label in labels], rows, strict=True)),
         )
         if answer is not None:
             colour = typer.colors.GREEN if answer.value is not None else typer.colors.YELLOW

@@ -309,11 +309,13 @@ def legend(setting: Setting, trace: str, sheet: Sheet, *, reserve: bool = True) 
     return "\n".join(lines)
 
 
-def closures(rows: Iterable[tuple[str, Row]]) -> list[str]:
-    """How long each of them, by its name, was closed, and why."""
+def closures(setting: Setting, rows: Iterable[tuple[str, Row]]) -> list[str]:
+    """How long each of them, by its name, was closed, and why. What was seen at one moment alone, as the
+    start is, may have been a blink."""
     told = []
     for name, row in rows:
-        reasons = ", ".join(f"{reason} {total:.1f} s" for reason, total in row.closed_s.items())
+        longer = {reason: total for reason, total in row.closed_s.items() if total > 1.5 * moment_s(setting)}
+        reasons = ", ".join(f"{reason} {total:.1f} s" for reason, total in longer.items())
         if reasons:
             told.append(f"{name} was closed: {reasons}")
     return told

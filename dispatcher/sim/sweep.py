@@ -85,6 +85,7 @@ _FIGURES: Mapping[str, _Figure] = {
 }
 """What a target may bound: users' latency relative to the pool without batch work, or how much longer they
 wait for a slot."""
+_RELATIVE = ("p50", "p99")
 _BOUND = re.compile(r"(?:latency )?(p50|p99|wait p99|wait)\s*(?:<=|<|≤)\s*(\d*\.?\d+)\s*[x×s]?")
 
 
@@ -114,7 +115,13 @@ def parse_target(text: str) -> Sequence[Bound]:
                 f"{part!r} is no target; one is p99 <= 1.2 (users' latency relative to what it is without "
                 f"batch work), or wait p99 <= 0.5 (seconds longer). Figures: {', '.join(_FIGURES)}"
             )
-        bounds.append(Bound(found[1], float(found[2])))
+        bound = Bound(found[1], float(found[2]))
+        if bound.figure in _RELATIVE and bound.most < 1:
+            raise SweepError(
+                f"{bound} cannot be kept: that is users' latency beside what it is without batch work, where "
+                f"it is 1. Of seconds longer: wait p99 <= {bound.most:g}"
+            )
+        bounds.append(bound)
     return bounds
 
 

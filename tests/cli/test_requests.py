@@ -402,6 +402,12 @@ async def test_what_is_left_is_said_where_none_is_forgotten(queue_server: Server
     assert await told(queue_server, "dead", "purge", "z", "--yes") == nothing
 
 
+async def test_all_of_none_is_no_failure(queue_server: Server) -> None:
+    for given in (("requeue",), ("purge", "--yes")):
+        said = await verb(queue_server, "dead", *given, "--all")
+        assert said == Said(0, "", f"{NAMES.queue}: no dead\n")
+
+
 async def test_a_request_that_cannot_be_read_stays_dead_and_is_counted(queue_server: Server) -> None:
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
         await queue.submit([Submission(b"{", float(LATER), "", "", LATER)])

@@ -282,6 +282,7 @@ def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
         (["--sweep", "reserve=0,1.5"], "'1.5' is not a number from 0 to 0.99"),
         (["--sweep", "reserve="], "give 1 to 100 values"),
         (["--target", "fast"], "is no target; one is p99 <= 1.2"),
+        (["--target", "wait <= 1 and p99 <= 0.5"], "p99 <= 0.5 cannot be kept: "),
         (["--prometheus", "http://127.0.0.1:9", "--last", "soon"], "--last soon: give 1m to 31d"),
         (["--prometheus", "http://127.0.0.1:9", "--trace", "idle"], "give one of them"),
         (["--prometheus", "http://u:secret@127.0.0.1:9"], "--prometheus http://…@127.0.0.1:9: "),

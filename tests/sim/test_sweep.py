@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.sim.experiment import Name
-from dispatcher.sim.report import Row
+from dispatcher.sim.report import Row, closures
 from dispatcher.sim.setting import Setting
 from dispatcher.sim.sweep import SWEPT, SweepError, choose, parse_sweep, parse_target
 
@@ -18,6 +18,13 @@ from dispatcher.sim.sweep import SWEPT, SweepError, choose, parse_sweep, parse_t
 def row(**figures: Any) -> Row:
     blank: dict[str, Any] = {each.name: 0 for each in fields(Row)}
     return Row(**blank | {"policy": Name.LAW, "closed_s": {}} | figures)
+
+
+def test_what_was_seen_closed_at_one_moment_alone_is_not_told() -> None:
+    hours = Setting(seconds=10_800.0)
+    rows = [("a", row(closed_s={"starting": 6.0})), ("b", row(closed_s={"starting": 6.0, "stale": 12.0}))]
+    assert closures(hours, rows) == ["b was closed: stale 12.0 s"]
+    assert closures(Setting(), rows)[0] == "a was closed: starting 6.0 s"
 
 
 def test_values_come_ascending_and_once() -> None:
