@@ -22,7 +22,9 @@ pytestmark = [pytest.mark.long, pytest.mark.serial]
 SOAK_S = float(os.environ.get("SOAK_S", "7200"))
 SIZES = (100, 1_000, 50_000)
 """Of payloads. The first rounds take one each, after which everything has grown to its working size."""
+SLOTS = 128
 RSS_MIB = 110
+"""As docs/benchmarks.md promises it, and as there twice what payloads in flight make beside that."""
 
 
 def answered(producer: Producer, asked: int) -> bool:
@@ -32,8 +34,10 @@ def answered(producer: Producer, asked: int) -> bool:
 def test_nothing_grows_and_nothing_is_lost(tmp_path: Path) -> None:
     chance = random.Random(1)
     with stage_in(tmp_path) as stage:
-        world = stage.world(slots=128, seconds=0.02, log_max=1000)
-        one = stage.dispatcher(stage.settings(world, max_sys=128, queue={"lease_s": 10, "result_ttl_s": 60}))
+        world = stage.world(slots=SLOTS, seconds=0.02, log_max=1000)
+        one = stage.dispatcher(
+            stage.settings(world, max_sys=SLOTS, queue={"lease_s": 10, "result_ttl_s": 60})
+        )
         producer, process = stage.producer, psutil.Process(one.child.pid)
         ends = time.monotonic() + SOAK_S
         found: list[Any] = []
@@ -48,7 +52,7 @@ def test_nothing_grows_and_nothing_is_lost(tmp_path: Path) -> None:
             producer.results.clear()
             found.append((round(rss_mib(one), 1), process.num_fds(), lasting_keys(producer.client)))
             print(f"{asked:,} of {size:,} bytes: {found[-1]}", flush=True)
-            assert found[-1][0] <= RSS_MIB
+            assert found[-1][0] <= RSS_MIB + 2 * min(asked, SLOTS) * size / 2**20
     memory, descriptors, keys = zip(*found, strict=True)
     # A round of large payloads takes 10 MiB and gives them back: what stays shows in the least of them.
     half = len(memory) // 2
