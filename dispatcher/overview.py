@@ -9,6 +9,7 @@ from dispatcher.core.budget import Budget, Reading, Reason
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
+from dispatcher.core.recent import RecentTries
 from dispatcher.core.rollover import ModelFamily
 from dispatcher.dispatch.access import QueueView
 from dispatcher.dispatch.batching import Batching
@@ -33,18 +34,21 @@ def overview(
     poll: SourcePoll | None,
     watched: Endpoints,
     slow: str | None,
+    recent: RecentTries | None = None,
     batching: Batching | None = None,
     lineup: LineUp | None = None,
     models: Models | None = None,
 ) -> Status:
     """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
-    with its pace."""
+    with its pace; `recent`: how its last tries went."""
     allowance = limiter.allowance(now)
     signals = _signals(limiter.readings, poll, now)
     little = _little_reserve(allowance, limiter, settings, queue)
     budget = _budget(allowance, limiter, settings, poll, watched, little)
+    failing = None if recent is None else _tries_failing(recent, limiter, now)
     told = [
         _explained(allowance, limiter.in_flight, observe=process.observe),
+        *([f"{failing}."] if failing else []),
         *_failing(allowance, signals),
         *_fitted(budget, settings),
         *(_awaited(models) if models else ()),
@@ -64,6 +68,7 @@ def overview(
             free=limiter.free(now),
             gateway_problem=limiter.gateway_problem,
             gateway_prober=queue.shared.prober if queue.shared else None,
+            tries_problem=failing,
         ),
         budget=budget,
         signals=signals,
@@ -103,6 +108,11 @@ def _in_turn(queue: QueueView, settings: Settings) -> list[str]:
 def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:
     told = explain(allowance, in_flight)
     return f"Observing only, nothing is claimed by this process. It would be: {told}" if observe else told
+
+
+def _tries_failing(recent: RecentTries, limiter: Limiter, now: float) -> str | None:
+    """Where there is no gateway the gate says so, and why."""
+    return None if limiter.gateway_problem else recent.problem(now)
 
 
 def _failing(allowance: Allowance, signals: show.SignalsStatus) -> list[str]:

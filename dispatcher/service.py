@@ -247,10 +247,8 @@ class Service:
         ready, per_endpoint = self._watched.ready, self.settings.budget.per_endpoint
         if per_endpoint is None and self._poll is not None:
             per_endpoint = self._poll.per_endpoint or self._poll.picker_k
-        if ready is None or (ready and per_endpoint is None):
-            self.limiter.capacity(None, now)
-        else:
-            self.limiter.capacity(ready * (per_endpoint or 0.0), now)
+        known = ready is not None and (not ready or per_endpoint is not None)
+        self.limiter.capacity((ready or 0) * (per_endpoint or 0.0) if known else None, now)
 
     # What is shown.
 
@@ -291,6 +289,7 @@ class Service:
             poll=self._poll,
             watched=self._watched,
             slow=self.pace.problem,
+            recent=self.journal.recent,
             batching=self.dispatcher.batching,
             lineup=self.dispatcher.lineup,
             models=self.dispatcher.models,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.recent import RecentTries
 from dispatcher.dispatch.access import QueueView
 from dispatcher.dispatch.models import Models
 from dispatcher.overview import overview
@@ -23,6 +24,7 @@ def status_of(
     queue: QueueView | None = None,
     running: int = 0,
     models: Models | None = None,
+    recent: RecentTries | None = None,
 ) -> Status:
     return overview(
         now,
@@ -35,4 +37,5 @@ def status_of(
         watched=Endpoints(),
         slow=None,
         models=models,
+        recent=recent,
     )

@@ -6,7 +6,9 @@ import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
 from dispatcher.core.limiter import Limiter
+from dispatcher.core.outcome import Failed
 from dispatcher.core.outlook import Outlook
+from dispatcher.core.recent import RecentTries
 from dispatcher.core.verdicts import SequenceCounts
 from dispatcher.dispatch.access import QueueView
 from dispatcher.ports import Counts, Shared
@@ -79,3 +81,36 @@ def test_what_sequences_keep_back_is_explained() -> None:
     assert in_turn(active=2, held=1, parked=4, waiting=7) == (
         f"Sequences: 7 requests wait for a turn, {held}, 4 not begun, for sequences.max_active (2) are alive."
     )
+
+
+def tried(*, gone: bool = False, at: float = 3.0) -> Status:
+    """Where four tries failed until 1 s; `gone`: the last of them found no gateway."""
+    limiter, recent = Limiter(Policy(per_endpoint=64), [Signal.REQUESTS]), RecentTries()
+    limiter.reading(Reading(Signal.REQUESTS, 0.5, 0.5, f_sys=0.0, f_epp=0.0, max_sys=64), 0.6)
+    for _ in range(4):
+        recent.ended(1.0, Failed("the gateway answered 500", 500), 500)
+    if gone:
+        limiter.unreachable(1.0, "no connection: refused")
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    return status_of(limiter, at, settings, recent=recent)
+
+
+def test_gateway_that_fails_what_it_gets_is_told_though_the_gate_is_open() -> None:
+    told = tried().gate
+    assert told.open
+    assert told.tries_problem == "Of the last 4 tries 4 failed: 500 (4), the newest 2 s ago"
+    assert f" {told.tries_problem}." in told.explanation
+
+
+def test_tries_that_failed_are_not_told_beside_a_gateway_that_is_gone() -> None:
+    """The gate says that, and why."""
+    told = tried(gone=True).gate
+    assert (told.reason, told.tries_problem) == ("gateway-unreachable", None)
+    assert "no connection: refused" in told.explanation
+    assert "failed" not in told.explanation
+
+
+def test_tries_of_long_ago_are_told_no_more() -> None:
+    told = tried(at=1000.0).gate
+    assert told.tries_problem is None
+    assert "failed" not in told.explanation

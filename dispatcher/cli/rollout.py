@@ -102,17 +102,19 @@ def drain(
     else:
         ask(seen.target, lambda desk: desk.drain(full, who, why))
         done = True
+    later = seen.without_effect() or ("" if undo else seen.unlisted(full))
     if json_output:
         answer({"name": full, "drained": None if undo else {"by": who, "why": why}, "changed": done})
     elif not undo:
-        say(f"{full} takes nothing new; take it back with: batch-dispatcher models drain {full} --undo")
+        what = "is marked as drained" if later else "takes nothing new"
+        say(f"{full} {what}; take it back with: batch-dispatcher models drain {full} --undo")
     elif done:
-        say(f"{full} may take requests")
+        say(f"{full} is no longer marked as drained" if later else f"{full} may take requests")
     else:
         complain(f"{full} was not drained", fg=None)
     if not done:
         raise typer.Exit(1)
-    if told := seen.without_effect() or ("" if undo else seen.consequence(full)):
+    if told := later or ("" if undo else seen.consequence(full)):
         warn(told)
 
 
@@ -133,7 +135,8 @@ class _Seen:
         if self._told is None:
             return f"no dispatcher tells of it ({self.problem}): it takes effect when one runs"
         if not self._models:
-            return "the dispatcher that answers watches no models (settings: models): it has no effect"
+            later = "it takes effect once they are watched (settings: models)"
+            return f"the dispatcher that answers watches no models: {later}"
         row = self.row(family) if family else None
         if family and (row is None or row.get("policy") is None):
             return f"{family} has no versions by the settings of the dispatcher that answers: no effect"
@@ -165,12 +168,16 @@ class _Seen:
             raise fail(f"{model}: {name} {what}; there are {_several(names)}")
         return str(meant[0])
 
+    def unlisted(self, full: str) -> str:
+        """Why draining it changes nothing now, though models are watched; empty: it does."""
+        known = self.row(full) is not None or any(each["name"] == full for _, each in self._versions())
+        return "" if known else f"no endpoint lists {full} now: it takes effect when one does"
+
     def consequence(self, full: str) -> str:
         """What whoever drains it should know; empty: nothing."""
         family = next((of for of, each in self._versions() if each["name"] == full), None)
         if family is None:
-            known = self.row(full) is not None
-            return "" if known else f"no endpoint lists {full} now: it takes effect when one does"
+            return ""
         others = [
             each
             for each in family["versions"]

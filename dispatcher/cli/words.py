@@ -72,10 +72,11 @@ def paragraph(shown: dict[str, Any]) -> str:
         told.append(f"The queue is {_paused(shown['paused'])}.")
     if not shown["queue_problem"]:
         waits, held, later, dead = (shown[name] for name in COUNTS)
+        why = " (`batch-dispatcher dead list` says why)" if dead else ""
         told.append(
             f"{_counted(waits, 'request waits', 'requests wait')}, {_counted(held, 'is held', 'are held')}, "
             f"{_counted(later, 'waits for a retry', 'wait for a retry')}, "
-            f"{_counted(dead, 'is dead', 'are dead')}."
+            f"{_counted(dead, 'is dead', 'are dead')}{why}."
         )
     if gate and foreign:
         told.append(f"The dispatcher that answers works on another queue, {gate['queue']}:")

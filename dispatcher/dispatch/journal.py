@@ -11,6 +11,7 @@ from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Delivered, Outcome, Overloaded
+from dispatcher.core.recent import RecentTries
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.routing import trace_of
@@ -50,11 +51,12 @@ def _ends_nothing(told: Callable[Concatenate[Journal, P], None]) -> Callable[Con
 class Journal:
     """One process's. Nothing that it is told raises.
 
-    `meter` has the integrals over time. `tracing`: None while it is off.
+    `meter` has the integrals over time, `recent` how the last tries went. `tracing`: None while it is off.
     """
 
     def __init__(self, metrics: Metrics) -> None:
         self.meter = Meter()
+        self.recent = RecentTries()
         self.tracing: Tracing | None = None
         self._metrics = metrics
         self._free: float | None = None
@@ -98,6 +100,7 @@ class Journal:
         metrics = self._metrics
         code: int | None = getattr(forwarded.outcome, "status", None)
         name = series.OUTCOMES[type(outcome)]
+        self.recent.ended(forwarded.ended_at, outcome, code)
         metrics.count(series.TRIES, name, series.status_class(code))
         metrics.observe(series.TRY, forwarded.ended_at - forwarded.sent_at)
         if held.trail is not None:

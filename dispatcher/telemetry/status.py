@@ -64,6 +64,8 @@ class GateStatus:
     """Why there is no gateway, whatever the reason shown is."""
     gateway_prober: str | None = None
     """The dispatcher whose request tries just now, for all, whether there is a gateway again."""
+    tries_problem: str | None = None
+    """How many of the last tries of this process failed, and how; None: few, or the gateway is gone."""
 
 
 @dataclass(frozen=True, slots=True)

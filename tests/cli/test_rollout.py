@@ -58,6 +58,10 @@ QWEN = model(
 )
 
 
+UNWATCHED = "it takes effect once they are watched (settings: models)"
+NOBODY = "no dispatcher tells of it (nobody on admin.port 1 of this machine): it takes effect when one runs"
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     code: int
@@ -154,7 +158,7 @@ async def test_label_means_a_version_until_it_is_taken_back(world: World) -> Non
 @pytest.mark.parametrize(
     ("models", "arguments", "warning"),
     [
-        ([], ("qwen", "stable", "3"), "watches no models (settings: models): it has no effect"),
+        ([], ("qwen", "stable", "3"), f"watches no models: {UNWATCHED}"),
         ([model("qwen")], ("qwen", "stable", "3"), "qwen has no versions by the settings"),
         ([QWEN], ("llama", "stable", "3"), "llama has no versions by the settings"),
         ([QWEN], ("qwen", "stable", "9"), "is called 9: there are qwen-v3, qwen-v2, qwen-v1"),
@@ -179,15 +183,12 @@ async def test_label_without_effect_is_set_and_says_so(
 
 async def test_while_no_dispatcher_answers_the_queue_keeps_what_was_said(world: World) -> None:
     world.answers = False
-    later = (
-        "no dispatcher tells of it (nobody on admin.port 1 of this machine): it takes effect when one runs"
-    )
     for arguments in (("label", "qwen", "stable", "2"), ("drain", "qwen-v3")):
         said = await world.verb(*arguments)
         assert said.code == 0
-        assert said.err == f"{later}\n"
+        assert said.err == f"{NOBODY}\n"
     told = await world.verb("label", "qwen", "stable", "2", "--json")
-    assert json.loads(told.err) == {"warning": later}
+    assert json.loads(told.err) == {"warning": NOBODY}
     world.answers, world.works_on = True, "batch:{other}:requests"
     assert "works on another queue, batch:{other}:requests" in (await world.verb("drain", "qwen-v3")).err
 
@@ -269,8 +270,31 @@ async def test_drain_says_what_follows_where_nothing_else_is_there(world: World)
     said = await world.verb("drain", "qwen-v3")
     assert said.err == "no other version of qwen is served: its requests wait until one is\n"
     assert (await world.verb("drain", "qwen-v3", "--undo")).err == ""
+
+
+@pytest.mark.parametrize(
+    ("answers", "models", "why"),
+    [
+        (True, [], f"the dispatcher that answers watches no models: {UNWATCHED}"),
+        (False, [], NOBODY),
+        (True, [QWEN], "no endpoint lists mistral now: it takes effect when one does"),
+    ],
+    ids=["unwatched", "nobody", "unlisted"],
+)
+async def test_drain_without_effect_yet_is_said_to_be_a_mark_and_when_it_counts(
+    world: World, answers: bool, models: Any, why: str
+) -> None:
+    """What is said of the mark and what is said of its effect are of one voice."""
+    world.answers, world.models = answers, models
     said = await world.verb("drain", "mistral")
-    assert said.err == "no endpoint lists mistral now: it takes effect when one does\n"
+    undo = "batch-dispatcher models drain mistral --undo"
+    assert (said.code, said.lines) == (0, [f"mistral is marked as drained; take it back with: {undo}", why])
+    assert (await world.marks()).drained.keys() == {"mistral"}
+    undone = await world.verb("drain", "mistral", "--undo")
+    watched = answers and models
+    told = "mistral may take requests" if watched else "mistral is no longer marked as drained"
+    assert (undone.code, undone.lines) == (0, [told] if watched else [told, why])
+    assert await world.marks() == ModelMarks()
 
 
 # What there is.

@@ -96,6 +96,20 @@ def test_status_of_the_gateway_counts_though_the_outcome_counts_as_another() -> 
     telling(check)
 
 
+def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> None:
+    async def check(told: Told) -> None:
+        broken = Failed("500", 500, b"secret")
+        outcomes: list[Outcome] = [Delivered(200, b"{}"), Failed("reset"), broken, broken]
+        for outcome in outcomes:
+            told.tried(outcome)
+        bare = Forwarded(Failed("503", 503, bare=True), 1.0, 4.5)
+        told.journal.tried(HeldLease(lease(), request=request()), bare, Unreachable("503"))
+        problem = told.journal.recent.problem(5.5)
+        assert problem == "Of the last 5 tries 4 failed: 500 (2), no answer (1), 503 (1), the newest 1 s ago"
+
+    telling(check)
+
+
 @pytest.mark.parametrize(
     ("reason", "label"),
     [

@@ -317,3 +317,20 @@ def test_requests_that_are_answered_as_if_there_were_no_gateway_stop_nobody_but_
         wait_until_sync(ended, 90, what="the poison to end, in company", every_s=0.1)
         assert producer.results[ids[0]][0]["error_code"] == "RETRIES_EXHAUSTED"
         assert producer.results[ids[0]][0]["status_code"] == status
+
+
+def test_a_gateway_that_fails_what_it_gets_is_told_until_it_works_again(stage: Stage) -> None:
+    """It is there, so the gate stays open; what waits for a retry is not why nothing comes back."""
+    world = stage.world(slots=32, seconds=0.05)
+    producer = stage.producer
+    one = stage.dispatcher(stage.settings(world, retry={"base_s": 0.1, "max_s": 0.2, "max_attempts": 4}))
+    broken = json.dumps({"sim": {"kind": "status", "status": 500, "body": "secret"}}).encode()
+    ids = producer.submit(5, broken, prefix="broken", deadline_s=3000)
+    producer.wait_for_all(ids, timeout_s=20)
+    told = one.wait_for(open=True)
+    assert told["tries_problem"].startswith("Of the last 20 tries 20 failed: 500 (20), the newest ")
+    assert f"{told['tries_problem']}." in told["explanation"]
+    assert "secret" not in json.dumps(told)
+    producer.wait_for_all(producer.submit(20, prefix="plain"), timeout_s=20)
+    after = one.wait_for(tries_problem=None)
+    assert "failed" not in after["explanation"]
