@@ -10,6 +10,7 @@ import typer
 from dispatcher.cli.screen import answer, complain, say
 from dispatcher.cli.sought import (
     answers_anywhere,
+    being_cancelled,
     by_id,
     details,
     gate_of,
@@ -17,6 +18,7 @@ from dispatcher.cli.sought import (
     shown_result,
     turn_of,
     why,
+    why_not_cancelled,
 )
 from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.core.result import decode_result
@@ -53,11 +55,12 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[s
     found, looked_at = await by_id(desk, request_id)
     gate = await gate_of(target, desk) if found else ""
     now, requests, lines = time.time(), [], []
-    for one, read in found:
+    for (one, read), cancelled in zip(found, await being_cancelled(desk, found), strict=True):
         ahead = await desk.ahead(one)
         sentence = why(one, read, ahead, gate, now, await turn_of(desk, one, read))
-        requests.append({**shown(one, read, ahead), "why": sentence})
-        rows = details(one, read, ahead, sentence)
+        sentence = why_not_cancelled(one, sentence) if cancelled else sentence
+        requests.append({**shown(one, read, ahead, cancelled=cancelled), "why": sentence})
+        rows = details(one, read, ahead, sentence, cancelled=cancelled)
         lines.append([request_id, *(f"  {name:<17} {value}" for name, value in rows)])
     results = [decode_result(each) for each in await answers_anywhere(desk, request_id)]
     for result in results:

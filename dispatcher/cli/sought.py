@@ -106,7 +106,16 @@ def _id_of(result: bytes) -> str:
         return ""
 
 
-def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str, Any]:
+async def being_cancelled(desk: RedisDesk, rows: Sequence[tuple[FoundRequest, Read]]) -> Sequence[bool]:
+    """Which of them carry a mark to be cancelled, that no dispatcher has acted on yet. One look for all."""
+    return await desk.being_cancelled(
+        [("", "") if found.state is Whereabouts.DEAD else (read.id or "", read.token) for found, read in rows]
+    )
+
+
+def shown(
+    found: FoundRequest, read: Read, ahead: int | None = None, *, cancelled: bool = False
+) -> dict[str, Any]:
     """What is told of a request as JSON: the same fields always, null where there is nothing to say."""
     request = read if isinstance(read, Request) else None
     band = found.score // PRIORITY_STEP
@@ -135,6 +144,7 @@ def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str
         "sequence": None if read.sequence is None else read.sequence.id,
         "awaits": found.awaits or None,
         "cancellable": bool(read.token) and found.state is not Whereabouts.DEAD,
+        "being_cancelled": cancelled,
         "bytes": size_of(found),
         "problem": read.message if isinstance(read, Rejection) else None,
     }
@@ -305,8 +315,16 @@ def deadline_of(read: Read, now: float) -> str:
     return until(read.deadline, now) if isinstance(read, Request) else "-"
 
 
-def note_of(found: FoundRequest, now: float, sequence: Turn | None = None) -> str:
+def why_not_cancelled(found: FoundRequest, because: str) -> str:
+    """Why one that is being cancelled is still there; `because`: of `why`."""
+    then = "" if found.state is Whereabouts.LEASED else ", and answered CANCELLED when it is claimed"
+    return f"it is being cancelled{then}; {because}"
+
+
+def note_of(found: FoundRequest, now: float, sequence: Turn | None = None, *, cancelled: bool = False) -> str:
     """What else there is to say of it in a table."""
+    if cancelled:
+        return ", ".join(filter(None, ("is being cancelled", note_of(found, now, sequence))))
     match found.state:
         case Whereabouts.LEASED:
             return f"at {found.owner}"
@@ -330,7 +348,9 @@ def tries_of(found: FoundRequest) -> str:
     return ", ".join(said) or ("-" if not found.deliveries else f"sent {found.deliveries} ×")
 
 
-def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -> list[tuple[str, str]]:
+def details(
+    found: FoundRequest, read: Read, ahead: int | None, sentence: str, *, cancelled: bool = False
+) -> list[tuple[str, str]]:
     """Name and value of what is told of one request."""
     now = time.time()
     rows = [("state", str(found.state))]
@@ -350,7 +370,10 @@ def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -
     else:
         rows.append(("cannot be read", read.message))
     rows.append(("result goes to", read.results or "the queue's default list"))
-    rows.append(("can be cancelled", "yes" if read.token else "no: it carries no token"))
+    if cancelled:
+        rows.append(("being cancelled", "yes"))
+    else:
+        rows.append(("can be cancelled", "yes" if read.token else "no: it carries no token"))
     if found.state is Whereabouts.DEAD and found.at is not None:
         rows.append(("died", f"{time_of(found.at)}, {until(found.at, now)}"))
     rows.append(("bytes", f"{size_of(found):,}"))

@@ -211,6 +211,40 @@ async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) 
         assert (await verb(queue_server, "cancel", "other")).stderr == ""
 
 
+async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_answered(
+    queue_server: Server,
+) -> None:
+    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
+        await submitted(queue, "running", "waiting", "other")
+        with queue_server.client() as client:
+            client.set("request-cancel:other", "the-token-of-another")
+        (lease,) = await taken(queue, 1)
+        assert (await verb(queue_server, "cancel", "running", "waiting")).returncode == 0
+        listed = {line.split()[0]: line for line in (await verb(queue_server, "list")).stdout.splitlines()}
+        assert listed["running"].endswith("is being cancelled, at owner-7")
+        assert listed["waiting"].endswith("is being cancelled")
+        assert "cancelled" not in listed["other"]
+        assert {one["id"]: one["being_cancelled"] for one in await told(queue_server, "list")} == {
+            "running": True,
+            "waiting": True,
+            "other": False,
+        }
+        peeked = (await verb(queue_server, "peek")).stdout.splitlines()
+        assert [line.endswith("is being cancelled") for line in peeked[2:]] == [True, False]
+        said = (await verb(queue_server, "describe", "waiting")).stdout
+        assert re.search(r"^  being cancelled +yes$", said, re.MULTILINE)
+        assert (
+            "it is being cancelled, and answered CANCELLED when it is claimed; it is next in line; the gate: "
+        ) in said
+        said = (await verb(queue_server, "describe", "running")).stdout
+        assert "it is being cancelled; it is with owner-7, whose lease runs out" in said
+        await ended(queue, lease)
+        assert "cancelled" not in (await verb(queue_server, "describe", "running")).stdout
+        with queue_server.client() as client:
+            client.set("request-cancel:other", "token-of-other")
+        assert (await told(queue_server, "describe", "other"))["requests"][0]["being_cancelled"]
+
+
 async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
     asked = "submit", "{}", "--id", "mine", "--json"
     async with queues(queue_server.url, "owner", names=NAMES) as (queue,):

@@ -15,10 +15,11 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, ModelMarks, Submission
-from dispatcher.queue.keys import ACTIVE, Names
+from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis import marks, models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
+from dispatcher.queue.redis.steps import key_of
 from dispatcher.queue.requeue import accept_anew
 
 _BATCH = 1000
@@ -58,6 +59,36 @@ class RedisDesk:
         scripts = self.backend.scripts
         theirs = await scripts.attempt(lambda: scripts.client.get(ACTIVE + request_id))
         return bool(await producer.cancel(self.backend, request_id, request_token, theirs or ""))
+
+    async def being_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        """For each (request id, its token): does a marker say that it is to be cancelled? Reads only; a
+        marker that this user may not read counts as none, and so do those of llm-d's producers on a Cluster,
+        which lie on any of its nodes."""
+        scripts, names = self.backend.scripts, self.names
+        keys = [
+            key_of(key)
+            for request_id, token in requests
+            for key in (
+                names.cancel(request_id, token[:MAX_TOKEN_BYTES]),
+                *(() if scripts.is_cluster else (CANCEL + request_id,)),
+            )
+        ]
+        markers: list[bytes | Exception | None] = []
+        for batch in in_steps(keys, len, _BATCH):
+
+            async def read(batch: Sequence[bytes] = batch) -> list[bytes | Exception | None]:
+                pipe = scripts.client.pipeline(transaction=False)
+                for key in batch:
+                    pipe.get(key)
+                found: list[bytes | Exception | None] = await pipe.execute(raise_on_error=False)
+                return found
+
+            markers += await scripts.attempt(read)
+        each = len(keys) // len(requests) if requests else 0
+        return [
+            token != "" and key_of(token) in markers[each * at : each * (at + 1)]
+            for at, (_, token) in enumerate(requests)
+        ]
 
     async def pause(self, by: str, why: str) -> None:
         """Stop all claims until `resume`; what is leased goes on."""
