@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from dispatcher.cli import app
 from dispatcher.core.request import encode_member, parse
-from dispatcher.core.result import answered
+from dispatcher.core.result import ErrorCode, answered, decode_result, failed
 from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues
@@ -169,6 +169,87 @@ async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
         asking = asyncio.create_task(asyncio.to_thread(apart, queue_server, "result", "slow", "--wait"))
         await ended(queue, *await taken(queue))
         assert (await asking).stdout == '{"text": "hello"}\n'
+
+
+async def failed_and_requeued(queue: OwnerAndDesk, name: str, *, token: str) -> bytes:
+    """One that died, with its result under its id, and was accepted anew; that result."""
+    own = NAMES.answers(name)
+    deadline = LATER
+    member = encode_member(name, b'{"prompt": "hi"}', deadline, token=token, results=own)
+    await queue.submit([Submission(member, float(deadline), name, token, deadline)])
+    (lease,) = await taken(queue)
+    result = failed(name, ErrorCode.RETRIES_EXHAUSTED, "no answer", token=token)
+    await queue.bury([Burial(Settlement(lease, result, own, name, token), "no answer")])
+    assert await queue.dead_requeue([lease.entry], LATER + 60) == 1
+    return result
+
+
+async def waited(queue_server: Server, folder: Path, name: str, then: Callable[[], Awaitable[Any]]) -> Said:
+    """What `result NAME --wait` says in the end, where this is done once it waits."""
+    out, err = folder / "out", folder / "err"
+    asked = "dispatcher", "result", name, "--wait", "--queue-url", queue_server.url
+    with (
+        out.open("wb") as stdout,
+        err.open("wb") as stderr,
+        warm(*asked, stdout=stdout, stderr=stderr) as waiting,
+    ):
+        await wait_until(lambda: "waiting: " in err.read_text(), STARTS_S)
+        assert out.read_text() == ""
+        await then()
+        await wait_until(lambda: waiting.poll() is not None, STARTS_S)
+    return Said(waiting.returncode or 0, out.read_text(), err.read_text())
+
+
+@pytest.mark.parametrize(
+    ("token", "same"), [("t", False), ("", False), ("t", True)], ids=["answered", "no-token", "fails-again"]
+)
+async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_result(
+    queue_server: Server, tmp_path: Path, token: str, same: bool
+) -> None:
+    """The one of before stays, and is shown as such to who does not wait."""
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        before = await failed_and_requeued(queue, "r-1", token=token)
+        shown = await verb(queue_server, "result", "r-1")
+        assert shown.returncode == 1
+        assert shown.stdout == decode_result(before).payload + "\n"
+        assert shown.stderr.startswith(
+            "of before: r-1 is in the queue again, it is pending; result r-1 --wait"
+        )
+        late = await verb(queue_server, "result", "r-1", "--wait", "50ms")
+        assert (late.returncode, late.stdout) == (1, "")
+        assert late.stderr == "r-1: no other result within 0.1 s\n"
+        described = (await verb(queue_server, "describe", "r-1")).stdout
+        assert "r-1: was answered before, no answer of the gateway, RETRIES_EXHAUSTED" in described
+
+        async def end() -> None:
+            (lease,) = await taken(queue)
+            assert "it is leased; result r-1 --wait" in (await verb(queue_server, "result", "r-1")).stderr
+            if same:
+                settlement = Settlement(lease, before, NAMES.answers("r-1"), "r-1", token)
+                await queue.bury([Burial(settlement, "no answer")])
+            else:
+                await ended(queue, lease)
+
+        said = await waited(queue_server, tmp_path, "r-1", end)
+        next_ = await verb(queue_server, "result", "r-1")
+    assert said.stdout == next_.stdout == (shown.stdout if same else '{"text": "hello"}\n')
+    assert "of before" not in next_.stderr
+    with queue_server.client() as client:
+        assert client.llen(NAMES.answers("r-1")) == 2, "nothing was taken"
+
+
+async def test_who_waits_for_a_next_result_that_somebody_else_takes_is_told(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await failed_and_requeued(queue, "r-1", token="t")
+
+        async def end() -> None:
+            await queue.settle([Settlement(lease, b"", "", "r-1", "t") for lease in await taken(queue)])
+
+        said = await waited(queue_server, tmp_path, "r-1", end)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr.endswith("there is no other result than that of before: somebody else took it\n")
 
 
 async def test_result_with_the_time_before_the_id_is_told_the_order(queue_server: Server) -> None:
