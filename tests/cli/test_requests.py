@@ -22,6 +22,7 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
+from dispatcher.core.outcome import Bury, Failed, RetryPolicy, after
 from dispatcher.core.request import encode_member, parse
 from dispatcher.core.result import ErrorCode, answered, decode_result, failed
 from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
@@ -480,6 +481,42 @@ async def test_where_none_of_the_dead_is_meant_it_says_so(queue_server: Server, 
     ):
         done = await verb(queue_server, "dead", act, *named, *yes)
         assert (done.stdout, done.stderr) == ("", f"{NAMES.queue}: {words}\n")
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+async def test_a_dead_request_is_told_with_as_many_tries_as_its_reason_says(
+    queue_server: Server, tries: int
+) -> None:
+    """The last try is one of them; what merely looks like such a reason is none."""
+    policy = RetryPolicy(max_attempts=tries)
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "r-1")
+        (lease,) = await taken(queue)
+        for _ in range(tries - 1):
+            await queue.release([Release(lease, attempt=True, last_try="the gateway answered 500")])
+            (lease,) = await taken(queue)
+        verdict = after(
+            Failed("the gateway answered 500", 500),
+            attempts=lease.attempts,
+            refusals=0,
+            deadline=LATER,
+            now=0.0,
+            policy=policy,
+            rand=0.5,
+        )
+        assert isinstance(verdict, Bury)
+        await queue.bury([Burial(Settlement(lease, b"", ""), verdict.message)])
+        await submitted(queue, "waits")
+        (lease,) = await taken(queue)
+        await queue.release([Release(lease, attempt=True, last_try=verdict.message.replace(str(tries), "9"))])
+        (page,) = await queue.dead_newest(9)
+    assert page.attempts == tries
+    assert f"after {tries} attempt" in page.reason
+    assert (await told(queue_server, "dead", "show", "r-1"))["attempts"] == tries
+    assert (await told(queue_server, "describe", "r-1"))["requests"][0]["attempts"] == tries
+    assert f" {tries} failed\n" in (await verb(queue_server, "describe", "r-1")).stdout
+    assert f" {tries} failed " in (await verb(queue_server, "list", "--state", "dead")).stdout
+    assert " 1 failed\n" in (await verb(queue_server, "describe", "waits")).stdout
 
 
 async def buried(queue: OwnerAndDesk, *ids: str) -> None:
