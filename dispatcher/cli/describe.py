@@ -9,7 +9,10 @@ import typer
 
 from dispatcher.cli.screen import answer, complain, say
 from dispatcher.cli.sought import (
+    alive,
+    answers,
     answers_anywhere,
+    being_cancelled,
     by_id,
     details,
     gate_of,
@@ -17,6 +20,7 @@ from dispatcher.cli.sought import (
     shown_result,
     turn_of,
     why,
+    why_not_cancelled,
 )
 from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.core.result import decode_result
@@ -50,16 +54,22 @@ def describe(request_id: Id, where: QueueOptions, json_output: Json = False) -> 
 
 
 async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[str, Any]:
+    came = await answers_anywhere(desk, request_id)
     found, looked_at = await by_id(desk, request_id)
+    again = alive(found)
+    if not again:  # it may have ended between both looks
+        came = (await answers(desk, request_id) or came) if came else await answers_anywhere(desk, request_id)
     gate = await gate_of(target, desk) if found else ""
     now, requests, lines = time.time(), [], []
-    for one, read in found:
+    for (one, read), cancelled in zip(found, await being_cancelled(desk, found), strict=True):
         ahead = await desk.ahead(one)
         sentence = why(one, read, ahead, gate, now, await turn_of(desk, one, read))
-        requests.append({**shown(one, read, ahead), "why": sentence})
-        rows = details(one, read, ahead, sentence)
+        sentence = why_not_cancelled(one, sentence) if cancelled else sentence
+        requests.append({**shown(one, read, ahead, cancelled=cancelled), "why": sentence})
+        rows = details(one, read, ahead, sentence, cancelled=cancelled)
         lines.append([request_id, *(f"  {name:<17} {value}" for name, value in rows)])
-    results = [decode_result(each) for each in await answers_anywhere(desk, request_id)]
+    results = [decode_result(each) for each in came]
+    how, ready = ("was answered before", "that") if again else ("answered", "the")
     for result in results:
         status = (
             f"status {result.status_code}" if result.status_code is not None else "no answer of the gateway"
@@ -67,8 +77,8 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[s
         error = f", {result.error_code}: {result.error_message or ''}" if result.error_code else ""
         lines.append(
             [
-                f"{request_id}: answered, {status}{error}".rstrip(": "),
-                f"  the result lies ready: batch-dispatcher result {request_id}",
+                f"{request_id}: {how}, {status}{error}".rstrip(": "),
+                f"  {ready} result lies ready: batch-dispatcher result {request_id}",
             ]
         )
     return {

@@ -11,6 +11,7 @@ import typer
 
 from dispatcher.cli.screen import answer, complain, say, table, warn
 from dispatcher.cli.sought import (
+    being_cancelled,
     deadline_of,
     gate_of,
     labelled,
@@ -106,16 +107,15 @@ def list(  # noqa: A001 - the verb's name
 
     async def act(desk: RedisDesk) -> tuple[Any, int, str]:
         found, total = await read(desk)
-        return found, total, "" if found else await unserved(desk)
+        return await _with_marks(desk, found), total, "" if found else await unserved(desk)
 
-    found, total, nobody = ask(target, act)
-    rows = [(one, parse(one.member)) for one in found]
+    rows, total, nobody = ask(target, act)
     if json_output:
-        answer([shown(*row) for row in rows])
+        answer([shown(one, read, cancelled=cancelled) for one, read, cancelled in rows])
         return
     now = time.time()
     if rows:
-        say(*table(["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_row(*row, now) for row in rows]))
+        say(*table(["ID", "STATE", "DEADLINE", "TRIES", "NOTE"], [_row(now, *row) for row in rows]))
     else:
         complain(f"{target.names.queue}: none", fg=None)
         if nobody:  # where the pool's name is wrong, none is no answer
@@ -124,13 +124,22 @@ def list(  # noqa: A001 - the verb's name
         complain(f"{len(rows):,} of {total:,}; --most shows more", fg=None)
 
 
-def _row(one: FoundRequest, read: Request | Rejection, now: float) -> Sequence[str]:
+async def _with_marks(
+    desk: RedisDesk, found: Sequence[FoundRequest]
+) -> Sequence[tuple[FoundRequest, Request | Rejection, bool]]:
+    """Each with what it says, and whether it is being cancelled."""
+    rows = [(one, parse(one.member)) for one in found]
+    marked = await being_cancelled(desk, rows)
+    return [(*row, cancelled) for row, cancelled in zip(rows, marked, strict=True)]
+
+
+def _row(now: float, one: FoundRequest, read: Request | Rejection, cancelled: bool) -> Sequence[str]:
     return [
         read.id or "(unreadable)",
         str(one.state),
         deadline_of(read, now),
         tries_of(one),
-        note_of(one, now, read.sequence),
+        note_of(one, now, read.sequence, cancelled=cancelled),
     ]
 
 
@@ -171,26 +180,26 @@ def peek(most: Most = 10, *, where: QueueOptions, json_output: Json = False) -> 
     target = find(where)
 
     async def act(desk: RedisDesk) -> tuple[Any, int, str]:
-        return await _first(desk, _GO, most), (await desk.counts()).pending, await gate_of(target, desk)
+        rows = await _with_marks(desk, await _first(desk, _GO, most))
+        return rows, (await desk.counts()).pending, await gate_of(target, desk)
 
-    found, total, gate = ask(target, act)
-    rows = [(one, parse(one.member)) for one in found]
+    rows, total, gate = ask(target, act)
     if json_output:
-        told = [shown(one, read, at) for at, (one, read) in enumerate(rows)]
+        told = [shown(one, read, at, cancelled=cancelled) for at, (one, read, cancelled) in enumerate(rows)]
         answer({"gate": gate, "pending": total, "next": told})
         return
     now = time.time()
     say(f"{total:,} wait; the gate: {gate}")
     if rows:
-        lines = [[str(at), *_next(one, read, now)] for at, (one, read) in enumerate(rows, start=1)]
+        lines = [[str(at), *_next(now, *row)] for at, row in enumerate(rows, start=1)]
         say(*table(["PLACE", "ID", "PRIORITY", "DEADLINE", "NOTE"], lines))
 
 
-def _next(one: FoundRequest, read: Request | Rejection, now: float) -> Sequence[str]:
+def _next(now: float, one: FoundRequest, read: Request | Rejection, cancelled: bool) -> Sequence[str]:
     priority = shown(one, read)["priority"]
     return [
         read.id or "(unreadable)",
         "-" if priority is None else str(priority),
         deadline_of(read, now),
-        note_of(one, now, read.sequence),
+        note_of(one, now, read.sequence, cancelled=cancelled),
     ]

@@ -6,20 +6,35 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dispatcher.cli.describe import Id
-from dispatcher.cli.screen import complain, fail, remark, say, table
-from dispatcher.cli.sought import answers, answers_anywhere, by_id, progress, shown_result
+from dispatcher.cli.screen import complain, fail, remark, say, table, warn
+from dispatcher.cli.sought import (
+    again,
+    ahead_of_it,
+    alive,
+    answers,
+    answers_anywhere,
+    by_id,
+    gate_of,
+    shown_result,
+    under_way,
+    unserved,
+)
 from dispatcher.cli.target import Json, QueueOptions, QueueTarget, ask, find
 from dispatcher.core.duration import seconds_of, told
+from dispatcher.core.located import spellings
 from dispatcher.core.plain import plain
+from dispatcher.core.request import parse
 from dispatcher.core.result import PoppedResult, decode_result
 
 if TYPE_CHECKING:
+    from dispatcher.core.located import FoundRequest
     from dispatcher.queue.redis.desk import RedisDesk
 
 EXAMPLES = {
@@ -43,7 +58,8 @@ def result(
 ) -> None:
     """Print the result of a request that `submit` sent, or that lies in the queue's default list.
 
-    It stays there: results are kept for queue.result_ttl_s. Exit code 1: it is an error, or there is none.
+    It stays there: results are kept for queue.result_ttl_s. Where the request is in the queue again, --wait
+    waits for the next one. Exit code 1: it is an error, or there is none.
     """
     if within and not wait:
         raise fail("give a time only with --wait", 2)
@@ -59,6 +75,8 @@ def result(
         raise still_queued(request_id) from None
     if found is None:
         raise fail(why)
+    if why:
+        warn(why)
     print_result(found, json_output=json_output)
 
 
@@ -71,35 +89,49 @@ def _is_span(text: str) -> bool:
 
 
 class _EndedElsewhereError(Exception):
-    """It left the queue, and no result is found."""
+    """It left the queue, and no new result is found."""
 
 
 async def _result(
     target: QueueTarget, desk: RedisDesk, request_id: str, wait: bool, within_s: float | None
 ) -> tuple[PoppedResult | None, str]:
-    if found := await answers_anywhere(desk, request_id):
-        return decode_result(found[-1]), ""
-    there, looked_at = await by_id(desk, request_id)
+    """Its result, and what is to be said of that; or None, and why there is none."""
+    before = await answers_anywhere(desk, request_id)
+    if before:
+        there, looked_at = await again(desk, request_id, before), 0
+    else:
+        there, looked_at = await by_id(desk, request_id)
     none = f"{request_id}: no result under its id, and it is not in {target.names.queue}"
-    if not there:
-        if found := await answers_anywhere(desk, request_id):  # it ended between both looks
+    if not there:  # it may have ended between both looks
+        found = (
+            (await answers(desk, request_id) or before)
+            if before
+            else await answers_anywhere(desk, request_id)
+        )
+        if found:
             return decode_result(found[-1]), ""
         return None, f"{none} ({looked_at:,} requests looked at)"
     states = ", ".join(dict.fromkeys(str(one.state) for one, _ in there))
     lists = {read.results for _, read in there} - {"", desk.names.answers(request_id)}
-    if lists:
-        other = min(lists)
-        return None, f"{request_id} is {states}; its result goes to {other}: see results --list {other}"
+    elsewhere = f"its result goes to {min(lists)}: see results --list {min(lists)}" if lists else ""
+    if before and not wait:
+        then = elsewhere or f"result {request_id} --wait waits for the next, describe {request_id} says why"
+        return decode_result(
+            before[-1]
+        ), f"of before: {request_id} is in the queue again, it is {states}; {then}"
+    if elsewhere:
+        return None, f"{request_id} is {states}; {elsewhere}"
     if not wait:
-        return None, f"{request_id} has no result yet, it is {states}: describe {request_id} says why"
+        yet = "has no result yet, it" if alive(there) else "has no result under its id (any more), and"
+        return None, f"{request_id} {yet} is {states}: describe {request_id} says why"
     again_at = time.monotonic() + _AGAIN_S
 
     async def look() -> PoppedResult | None:
         nonlocal again_at
-        came = await answers(desk, request_id)
+        came = _newer(await answers(desk, request_id), before)
         if not came and time.monotonic() >= again_at:
-            gone = not (await by_id(desk, request_id))[0]
-            came = await answers_anywhere(desk, request_id)
+            gone = not alive((await by_id(desk, request_id))[0])
+            came = _newer(await answers_anywhere(desk, request_id), before)
             if gone and not came:
                 raise _EndedElsewhereError
             again_at = time.monotonic() + _AGAIN_S
@@ -108,8 +140,48 @@ async def _result(
     try:
         came = await awaited(target, desk, request_id, look, within_s)
     except _EndedElsewhereError:
-        return None, f"{none} any more: somebody else took its result"
-    return came, "" if came is not None else f"{request_id}: no result within {told(within_s or 0.0)}"
+        ended = f"{request_id} has ended, and there is no"
+        if before:
+            return None, f"{ended} other result than that of before: somebody else took it"
+        return None, f"{ended} result under its id: somebody else took it"
+    which = "other result" if before else "result"
+    return came, "" if came is not None else f"{request_id}: no {which} within {told(within_s or 0.0)}"
+
+
+def _newer(came: Sequence[bytes], before: Sequence[bytes]) -> Sequence[bytes]:
+    """Those that were not there before: two may be equal."""
+    left = Counter(before)
+    newer = []
+    for one in came:
+        if left[one]:
+            left[one] -= 1
+        else:
+            newer.append(one)
+    return newer
+
+
+async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
+    """What one waits for: that it runs, its next try, the gate's sentence, or where only the queue can be
+    asked, the place in line."""
+    there, sure = await _glimpse(desk, request_id)
+    if there is not None and (own := under_way(there)):
+        return own
+    if target.admin is not None or await desk.paused() is not None:
+        return await gate_of(target, desk)
+    if nobody := await unserved(desk):
+        return nobody
+    if there is None:
+        return "not in line" if sure else "in line, behind many of the same deadline"
+    ahead = await desk.ahead(there)
+    return f"{there.state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
+
+
+async def _glimpse(desk: RedisDesk, request_id: str) -> tuple[FoundRequest | None, bool]:
+    """Where it lies, and whether all places were looked at. Asked each second: two pages have to do."""
+    line = await desk.near(request_id)
+    claimed = await desk.search([spellings(request_id)], entries_only=True)
+    there = [one for one in (*claimed.found, *line.found) if parse(one.member).id == request_id]
+    return there[0] if there else None, not line.after
 
 
 async def awaited(

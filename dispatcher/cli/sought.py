@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -54,17 +55,23 @@ async def matching(
                 yield found, read
 
 
-async def by_id(desk: RedisDesk, request_id: str) -> tuple[list[tuple[FoundRequest, Read]], int]:
+async def by_id(
+    desk: RedisDesk, request_id: str, most: float = math.inf
+) -> tuple[list[tuple[FoundRequest, Read]], int]:
     """All in the queue that bear the id, and how many requests were read for that.
 
-    What our client submitted, is leased or dead is found at little cost, and then nobody looks further.
+    What our client submitted, is leased or dead is found at little cost, and then nobody looks further, nor
+    where `most` were read.
     """
     words, looked_at = [spellings(request_id)], 0
-    for look in (
+    looks = (
         lambda after: desk.near(request_id, after),
         lambda after: desk.search(words, after, entries_only=True),
         lambda after: desk.search(words, after),
-    ):
+    )
+    for number, look in enumerate(looks):
+        if number and looked_at >= most:
+            break
         found: dict[int | bytes, tuple[FoundRequest, Read]] = {}
         async for page in each(look):
             looked_at += page.looked_at
@@ -73,6 +80,8 @@ async def by_id(desk: RedisDesk, request_id: str) -> tuple[list[tuple[FoundReque
                     if one.entry:  # it was claimed since it was read as pending
                         found.pop(one.member, None)
                     found[one.entry or one.member] = one, read
+            if number and looked_at >= most:
+                break
         if found:
             return list(found.values()), looked_at
     return [], looked_at
@@ -99,6 +108,23 @@ async def answers_anywhere(desk: RedisDesk, request_id: str) -> list[bytes]:
     return found
 
 
+async def again(
+    desk: RedisDesk, request_id: str, results: Sequence[bytes]
+) -> list[tuple[FoundRequest, Read]]:
+    """Those of the id that are in the queue, and not dead, though these results lie there: they were accepted
+    anew, or submitted once more, and the results are of before.
+
+    Those with a token are found at little cost, wherever they lie; for others so many requests are read.
+    """
+    marked = all(decode_result(result).request_token for result in results)
+    there, _ = await by_id(desk, request_id, 0 if marked else RESULTS_MOST)
+    return alive(there)
+
+
+def alive(there: Sequence[tuple[FoundRequest, Read]]) -> list[tuple[FoundRequest, Read]]:
+    return [(found, read) for found, read in there if found.state is not Whereabouts.DEAD]
+
+
 def _id_of(result: bytes) -> str:
     try:
         return decode_result(result).id
@@ -106,7 +132,16 @@ def _id_of(result: bytes) -> str:
         return ""
 
 
-def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str, Any]:
+async def being_cancelled(desk: RedisDesk, rows: Sequence[tuple[FoundRequest, Read]]) -> Sequence[bool]:
+    """Which of them carry a mark to be cancelled, that no dispatcher has acted on yet. One look for all."""
+    return await desk.being_cancelled(
+        [("", "") if found.state is Whereabouts.DEAD else (read.id or "", read.token) for found, read in rows]
+    )
+
+
+def shown(
+    found: FoundRequest, read: Read, ahead: int | None = None, *, cancelled: bool = False
+) -> dict[str, Any]:
     """What is told of a request as JSON: the same fields always, null where there is nothing to say."""
     request = read if isinstance(read, Request) else None
     band = found.score // PRIORITY_STEP
@@ -135,6 +170,7 @@ def shown(found: FoundRequest, read: Read, ahead: int | None = None) -> dict[str
         "sequence": None if read.sequence is None else read.sequence.id,
         "awaits": found.awaits or None,
         "cancellable": bool(read.token) and found.state is not Whereabouts.DEAD,
+        "being_cancelled": cancelled,
         "bytes": size_of(found),
         "problem": read.message if isinstance(read, Rejection) else None,
     }
@@ -199,31 +235,7 @@ def sentence_of(gate: Mapping[str, Any]) -> str:
     return f"{reason}: {explanation}" if because == explanation else f"{reason}, nothing is sent: {because}"
 
 
-async def progress(target: QueueTarget, desk: RedisDesk, request_id: str) -> str:
-    """What one waits for: that it runs, its next try, the gate's sentence, or where only the queue can be
-    asked, the place in line."""
-    there, sure = await _glimpse(desk, request_id)
-    if there is not None and (own := _under_way(there)):
-        return own
-    if target.admin is not None or await desk.paused() is not None:
-        return await gate_of(target, desk)
-    if nobody := await unserved(desk):
-        return nobody
-    if there is None:
-        return "not in line" if sure else "in line, behind many of the same deadline"
-    ahead = await desk.ahead(there)
-    return f"{there.state}" + ("" if ahead is None else f", {ahead_of_it(ahead)}")
-
-
-async def _glimpse(desk: RedisDesk, request_id: str) -> tuple[FoundRequest | None, bool]:
-    """Where it lies, and whether all places were looked at. Asked each second: two pages have to do."""
-    line = await desk.near(request_id)
-    claimed = await desk.search([spellings(request_id)], entries_only=True)
-    there = [one for one in (*claimed.found, *line.found) if parse(one.member).id == request_id]
-    return there[0] if there else None, not line.after
-
-
-def _under_way(found: FoundRequest) -> str:
+def under_way(found: FoundRequest) -> str:
     """What is done with it now; empty where it stands in line, for then the gate holds it."""
     before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
     if before and (last := last_try_of(found)):
@@ -305,8 +317,16 @@ def deadline_of(read: Read, now: float) -> str:
     return until(read.deadline, now) if isinstance(read, Request) else "-"
 
 
-def note_of(found: FoundRequest, now: float, sequence: Turn | None = None) -> str:
+def why_not_cancelled(found: FoundRequest, because: str) -> str:
+    """Why one that is being cancelled is still there; `because`: of `why`."""
+    then = "" if found.state is Whereabouts.LEASED else ", and answered CANCELLED when it is claimed"
+    return f"it is being cancelled{then}; {because}"
+
+
+def note_of(found: FoundRequest, now: float, sequence: Turn | None = None, *, cancelled: bool = False) -> str:
     """What else there is to say of it in a table."""
+    if cancelled:
+        return ", ".join(filter(None, ("is being cancelled", note_of(found, now, sequence))))
     match found.state:
         case Whereabouts.LEASED:
             return f"at {found.owner}"
@@ -330,7 +350,9 @@ def tries_of(found: FoundRequest) -> str:
     return ", ".join(said) or ("-" if not found.deliveries else f"sent {found.deliveries} ×")
 
 
-def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -> list[tuple[str, str]]:
+def details(
+    found: FoundRequest, read: Read, ahead: int | None, sentence: str, *, cancelled: bool = False
+) -> list[tuple[str, str]]:
     """Name and value of what is told of one request."""
     now = time.time()
     rows = [("state", str(found.state))]
@@ -350,7 +372,10 @@ def details(found: FoundRequest, read: Read, ahead: int | None, sentence: str) -
     else:
         rows.append(("cannot be read", read.message))
     rows.append(("result goes to", read.results or "the queue's default list"))
-    rows.append(("can be cancelled", "yes" if read.token else "no: it carries no token"))
+    if cancelled:
+        rows.append(("being cancelled", "yes"))
+    else:
+        rows.append(("can be cancelled", "yes" if read.token else "no: it carries no token"))
     if found.state is Whereabouts.DEAD and found.at is not None:
         rows.append(("died", f"{time_of(found.at)}, {until(found.at, now)}"))
     rows.append(("bytes", f"{size_of(found):,}"))

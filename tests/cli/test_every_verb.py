@@ -100,7 +100,7 @@ REQUEST = {
         "endpoint",
         "results",
     ),
-    *("labels", "sequence", "cancellable", "bytes", "problem"),
+    *("labels", "sequence", "cancellable", "being_cancelled", "bytes", "problem"),
 }
 RESULT = {"id", "status_code", "error_code", "error_message", "payload", "payload_note", "model_version"}
 DEAD = {"entry", "id", "reason", "died_at", "deliveries", "attempts", "refusals"}

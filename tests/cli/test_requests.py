@@ -22,8 +22,9 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
+from dispatcher.core.outcome import Bury, Failed, RetryPolicy, after
 from dispatcher.core.request import encode_member, parse
-from dispatcher.core.result import answered
+from dispatcher.core.result import ErrorCode, answered, decode_result, failed
 from dispatcher.ports import Burial, Lease, Release, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues
@@ -171,6 +172,87 @@ async def test_result_waits_no_longer_than_it_may(queue_server: Server) -> None:
         assert (await asking).stdout == '{"text": "hello"}\n'
 
 
+async def failed_and_requeued(queue: OwnerAndDesk, name: str, *, token: str) -> bytes:
+    """One that died, with its result under its id, and was accepted anew; that result."""
+    own = NAMES.answers(name)
+    deadline = LATER
+    member = encode_member(name, b'{"prompt": "hi"}', deadline, token=token, results=own)
+    await queue.submit([Submission(member, float(deadline), name, token, deadline)])
+    (lease,) = await taken(queue)
+    result = failed(name, ErrorCode.RETRIES_EXHAUSTED, "no answer", token=token)
+    await queue.bury([Burial(Settlement(lease, result, own, name, token), "no answer")])
+    assert await queue.dead_requeue([lease.entry], LATER + 60) == 1
+    return result
+
+
+async def waited(queue_server: Server, folder: Path, name: str, then: Callable[[], Awaitable[Any]]) -> Said:
+    """What `result NAME --wait` says in the end, where this is done once it waits."""
+    out, err = folder / "out", folder / "err"
+    asked = "dispatcher", "result", name, "--wait", "--queue-url", queue_server.url
+    with (
+        out.open("wb") as stdout,
+        err.open("wb") as stderr,
+        warm(*asked, stdout=stdout, stderr=stderr) as waiting,
+    ):
+        await wait_until(lambda: "waiting: " in err.read_text(), STARTS_S)
+        assert out.read_text() == ""
+        await then()
+        await wait_until(lambda: waiting.poll() is not None, STARTS_S)
+    return Said(waiting.returncode or 0, out.read_text(), err.read_text())
+
+
+@pytest.mark.parametrize(
+    ("token", "same"), [("t", False), ("", False), ("t", True)], ids=["answered", "no-token", "fails-again"]
+)
+async def test_who_waits_for_a_request_that_was_accepted_anew_gets_its_next_result(
+    queue_server: Server, tmp_path: Path, token: str, same: bool
+) -> None:
+    """The one of before stays, and is shown as such to who does not wait."""
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        before = await failed_and_requeued(queue, "r-1", token=token)
+        shown = await verb(queue_server, "result", "r-1")
+        assert shown.returncode == 1
+        assert shown.stdout == decode_result(before).payload + "\n"
+        assert shown.stderr.startswith(
+            "of before: r-1 is in the queue again, it is pending; result r-1 --wait"
+        )
+        late = await verb(queue_server, "result", "r-1", "--wait", "50ms")
+        assert (late.returncode, late.stdout) == (1, "")
+        assert late.stderr == "r-1: no other result within 0.1 s\n"
+        described = (await verb(queue_server, "describe", "r-1")).stdout
+        assert "r-1: was answered before, no answer of the gateway, RETRIES_EXHAUSTED" in described
+
+        async def end() -> None:
+            (lease,) = await taken(queue)
+            assert "it is leased; result r-1 --wait" in (await verb(queue_server, "result", "r-1")).stderr
+            if same:
+                settlement = Settlement(lease, before, NAMES.answers("r-1"), "r-1", token)
+                await queue.bury([Burial(settlement, "no answer")])
+            else:
+                await ended(queue, lease)
+
+        said = await waited(queue_server, tmp_path, "r-1", end)
+        next_ = await verb(queue_server, "result", "r-1")
+    assert said.stdout == next_.stdout == (shown.stdout if same else '{"text": "hello"}\n')
+    assert "of before" not in next_.stderr
+    with queue_server.client() as client:
+        assert client.llen(NAMES.answers("r-1")) == 2, "nothing was taken"
+
+
+async def test_who_waits_for_a_next_result_that_somebody_else_takes_is_told(
+    queue_server: Server, tmp_path: Path
+) -> None:
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await failed_and_requeued(queue, "r-1", token="t")
+
+        async def end() -> None:
+            await queue.settle([Settlement(lease, b"", "", "r-1", "t") for lease in await taken(queue)])
+
+        said = await waited(queue_server, tmp_path, "r-1", end)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert said.stderr.endswith("there is no other result than that of before: somebody else took it\n")
+
+
 async def test_result_with_the_time_before_the_id_is_told_the_order(queue_server: Server) -> None:
     said = await verb(queue_server, "result", "--wait", "30s", "r-1")
     assert said.returncode == 2
@@ -209,6 +291,40 @@ async def test_cancel_says_where_nobody_is_there_to_do_it(queue_server: Server) 
             )
         await queue.sweep()
         assert (await verb(queue_server, "cancel", "other")).stderr == ""
+
+
+async def test_a_request_that_is_being_cancelled_is_shown_as_such_until_it_is_answered(
+    queue_server: Server,
+) -> None:
+    async with queues(queue_server.url, "owner-7", names=NAMES) as (queue,):
+        await submitted(queue, "running", "waiting", "other")
+        with queue_server.client() as client:
+            client.set("request-cancel:other", "the-token-of-another")
+        (lease,) = await taken(queue, 1)
+        assert (await verb(queue_server, "cancel", "running", "waiting")).returncode == 0
+        listed = {line.split()[0]: line for line in (await verb(queue_server, "list")).stdout.splitlines()}
+        assert listed["running"].endswith("is being cancelled, at owner-7")
+        assert listed["waiting"].endswith("is being cancelled")
+        assert "cancelled" not in listed["other"]
+        assert {one["id"]: one["being_cancelled"] for one in await told(queue_server, "list")} == {
+            "running": True,
+            "waiting": True,
+            "other": False,
+        }
+        peeked = (await verb(queue_server, "peek")).stdout.splitlines()
+        assert [line.endswith("is being cancelled") for line in peeked[2:]] == [True, False]
+        said = (await verb(queue_server, "describe", "waiting")).stdout
+        assert re.search(r"^  being cancelled +yes$", said, re.MULTILINE)
+        assert (
+            "it is being cancelled, and answered CANCELLED when it is claimed; it is next in line; the gate: "
+        ) in said
+        said = (await verb(queue_server, "describe", "running")).stdout
+        assert "it is being cancelled; it is with owner-7, whose lease runs out" in said
+        await ended(queue, lease)
+        assert "cancelled" not in (await verb(queue_server, "describe", "running")).stdout
+        with queue_server.client() as client:
+            client.set("request-cancel:other", "token-of-other")
+        assert (await told(queue_server, "describe", "other"))["requests"][0]["being_cancelled"]
 
 
 async def test_with_json_how_it_goes_is_a_note_and_no_error(queue_server: Server) -> None:
@@ -365,6 +481,42 @@ async def test_where_none_of_the_dead_is_meant_it_says_so(queue_server: Server, 
     ):
         done = await verb(queue_server, "dead", act, *named, *yes)
         assert (done.stdout, done.stderr) == ("", f"{NAMES.queue}: {words}\n")
+
+
+@pytest.mark.parametrize("tries", [1, 2])
+async def test_a_dead_request_is_told_with_as_many_tries_as_its_reason_says(
+    queue_server: Server, tries: int
+) -> None:
+    """The last try is one of them; what merely looks like such a reason is none."""
+    policy = RetryPolicy(max_attempts=tries)
+    async with queues(queue_server.url, "owner", names=NAMES) as (queue,):
+        await submitted(queue, "r-1")
+        (lease,) = await taken(queue)
+        for _ in range(tries - 1):
+            await queue.release([Release(lease, attempt=True, last_try="the gateway answered 500")])
+            (lease,) = await taken(queue)
+        verdict = after(
+            Failed("the gateway answered 500", 500),
+            attempts=lease.attempts,
+            refusals=0,
+            deadline=LATER,
+            now=0.0,
+            policy=policy,
+            rand=0.5,
+        )
+        assert isinstance(verdict, Bury)
+        await queue.bury([Burial(Settlement(lease, b"", ""), verdict.message)])
+        await submitted(queue, "waits")
+        (lease,) = await taken(queue)
+        await queue.release([Release(lease, attempt=True, last_try=verdict.message.replace(str(tries), "9"))])
+        (page,) = await queue.dead_newest(9)
+    assert page.attempts == tries
+    assert f"after {tries} attempt" in page.reason
+    assert (await told(queue_server, "dead", "show", "r-1"))["attempts"] == tries
+    assert (await told(queue_server, "describe", "r-1"))["requests"][0]["attempts"] == tries
+    assert f" {tries} failed\n" in (await verb(queue_server, "describe", "r-1")).stdout
+    assert f" {tries} failed " in (await verb(queue_server, "list", "--state", "dead")).stdout
+    assert " 1 failed\n" in (await verb(queue_server, "describe", "waits")).stdout
 
 
 async def buried(queue: OwnerAndDesk, *ids: str) -> None:

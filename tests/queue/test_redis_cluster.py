@@ -91,7 +91,8 @@ async def test_a_request_goes_all_the_way_and_leaves_nothing(
     (elsewhere,) = apart(cluster, 1)
     await queue.submit([submission(f"r-{number}", token="t") for number in range(4)])
     assert await queue.cancel("r-3")
-    assert await queue.cancelled([(f"r-{number}", "t") for number in range(4)]) == [False] * 3 + [True]
+    asked = [(f"r-{number}", "t") for number in range(4)]
+    assert await queue.cancelled(asked) == await queue.being_cancelled(asked) == [False] * 3 + [True]
     line = await queue.line(1.0, 1.0)
     assert (line.pending, line.settled, len(line.heads)) == (4, 0, 1)
     leases = (await claim(queue)).leases

@@ -38,7 +38,7 @@ from dispatcher.queue.redis.survey import survey
 from dispatcher.telemetry.events import Event, diverted
 from tests.batchfiles import line
 from tests.queue.made import OwnerAndDesk, answer, claim, member, permit, queues, submission
-from tests.queue.roles import ROLES, commands, grant, url_of
+from tests.queue.roles import ROLES, commands, grant, rules, url_of
 from tests.queue.servers import Server
 from tests.support import wait_until
 
@@ -302,6 +302,19 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         assert await desk.take_result(QWEN.results, oldest)
     await desk.aclose()
     await client.aclose()
+
+
+async def test_a_mark_that_may_not_be_read_hides_no_other(any_server: Server, admin: redis.Redis) -> None:
+    """`list` and `describe` go on without it."""
+    blind = [rule for rule in rules("operator") if rule != "~request-cancel:*"]
+    admin.execute_command("ACL", "SETUSER", "operator", *blind)
+    desk = RedisDesk(connect(url_of(any_server, "operator")), QWEN)
+    await desk.submit([submission(f"r-{at}", NEVER + at, token="t") for at in range(3)])
+    admin.set(QWEN.cancel("r-1", "t"), "t")
+    admin.set("request-cancel:r-2", "t")
+    asked = [(f"r-{at}", "t") for at in range(3)]
+    assert await desk.being_cancelled(asked) == [False, True, False]
+    await desk.aclose()
 
 
 async def test_an_operators_rights_suffice_for_a_batch_file_that_is_broken_off(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -15,13 +17,16 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, ModelMarks, Submission
-from dispatcher.queue.keys import ACTIVE, Names
+from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis import marks, models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
+from dispatcher.queue.redis.steps import key_of
 from dispatcher.queue.requeue import accept_anew
 
 _BATCH = 1000
+_USED_UP = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
+"""How core.outcome begins the reason of a request whose attempts are used up."""
 
 
 class RedisDesk:
@@ -58,6 +63,36 @@ class RedisDesk:
         scripts = self.backend.scripts
         theirs = await scripts.attempt(lambda: scripts.client.get(ACTIVE + request_id))
         return bool(await producer.cancel(self.backend, request_id, request_token, theirs or ""))
+
+    async def being_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
+        """For each (request id, its token): does a marker say that it is to be cancelled? Reads only; a
+        marker that this user may not read counts as none, and so do those of llm-d's producers on a Cluster,
+        which lie on any of its nodes."""
+        scripts, names = self.backend.scripts, self.names
+        keys = [
+            key_of(key)
+            for request_id, token in requests
+            for key in (
+                names.cancel(request_id, token[:MAX_TOKEN_BYTES]),
+                *(() if scripts.is_cluster else (CANCEL + request_id,)),
+            )
+        ]
+        markers: list[bytes | Exception | None] = []
+        for batch in in_steps(keys, len, _BATCH):
+
+            async def read(batch: Sequence[bytes] = batch) -> list[bytes | Exception | None]:
+                pipe = scripts.client.pipeline(transaction=False)
+                for key in batch:
+                    pipe.get(key)
+                found: list[bytes | Exception | None] = await pipe.execute(raise_on_error=False)
+                return found
+
+            markers += await scripts.attempt(read)
+        each = len(keys) // len(requests) if requests else 0
+        return [
+            token != "" and key_of(token) in markers[each * at : each * (at + 1)]
+            for at, (_, token) in enumerate(requests)
+        ]
 
     async def pause(self, by: str, why: str) -> None:
         """Stop all claims until `resume`; what is leased goes on."""
@@ -110,17 +145,17 @@ class RedisDesk:
 
     async def lying(self, state: Whereabouts, most: int, after: str = "", *, whole: bool = False) -> Looked:
         """A page of those that lie there, in their order."""
-        return await search.lying(self.backend, state, most, after, whole=whole)
+        return _counted(await search.lying(self.backend, state, most, after, whole=whole))
 
     async def near(self, request_id: str, after: str = "") -> Looked:
         """A page of those that may bear this id, where looking costs little."""
-        return await search.near(self.backend, request_id, after)
+        return _counted(await search.near(self.backend, request_id, after))
 
     async def search(
         self, words: Words, after: str = "", *, entries_only: bool = False, whole: bool = False
     ) -> Looked:
         """A page of a walk over all requests, or over those that were claimed at least once."""
-        return await search.walk(self.backend, words, after, entries_only=entries_only, whole=whole)
+        return _counted(await search.walk(self.backend, words, after, entries_only=entries_only, whole=whole))
 
     async def ahead(self, found: FoundRequest) -> int | None:
         """How many lie before it in line; None where it does not wait there (any more)."""
@@ -231,11 +266,13 @@ class RedisDesk:
 
     async def dead_list(self, most: int, after: int = 0) -> Sequence[Dead]:
         """The dead with an entry above `after`, by entry; at most 1 MB of members (one at least)."""
-        return await steps.dead_after(self.backend, after, most)
+        found = await steps.dead_after(self.backend, after, most)
+        return [replace(one, attempts=_attempts(one.attempts, one.reason)) for one in found]
 
     async def dead_newest(self, most: int) -> Sequence[Dead]:
         """Those with the highest entries, the highest first; at most 1 MB of members (one at least)."""
-        return await steps.dead_newest(self.backend, most)
+        found = await steps.dead_newest(self.backend, most)
+        return [replace(one, attempts=_attempts(one.attempts, one.reason)) for one in found]
 
     async def dead_requeue(self, entries: Sequence[int], deadline: int) -> int:
         """Accept them anew with this deadline (in the member and in the score, the priority kept).
@@ -261,3 +298,18 @@ class RedisDesk:
         for at in range(0, len(entries), _BATCH):
             gone += await steps.purge(self.backend, entries[at : at + _BATCH])
         return gone
+
+
+def _attempts(counted: int, reason: str) -> int:
+    """All tries of a dead request that failed. The queue counts a try when it is given back for another one;
+    the last, after which it died, stands in the reason alone."""
+    said = _USED_UP.match(reason)
+    return counted if said is None else max(counted, int(said[1]))
+
+
+def _counted(page: Looked) -> Looked:
+    found = [
+        replace(one, attempts=_attempts(one.attempts, one.reason)) if one.state is Whereabouts.DEAD else one
+        for one in page.found
+    ]
+    return replace(page, found=found)
