@@ -15,8 +15,9 @@ none, nothing is sure of them: they may have drained since the newest count.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -62,9 +63,11 @@ class LoadLedger:
     """Units that this process has at the gateway."""
     _live: dict[Hashable, tuple[float, int]] = field(default_factory=dict)
     """When each was sent, and its units."""
-    _ends: list[float] = field(default_factory=list)
-    """When answered requests ended, ascending; `_starts` has when each was sent, and its units."""
-    _starts: list[tuple[float, int]] = field(default_factory=list)
+    _ends: array[float] = field(default_factory=lambda: array("d"))
+    """When answered requests ended, ascending; `_starts` has when each was sent, `_units` what it weighed.
+    Arrays, for at thousands of requests a second they are most of what grows."""
+    _starts: array[float] = field(default_factory=lambda: array("d"))
+    _units: array[int] = field(default_factory=lambda: array("q"))
     _others: list[_LeaseCount] = field(default_factory=list)
 
     def sent(self, key: Hashable, at: float, units: int = 1) -> None:
@@ -79,15 +82,20 @@ class LoadLedger:
         sent = self._live.pop(key, None)
         if sent is None:
             return None
-        self.own -= sent[1]
-        at = max(at, sent[0])
+        start, units = sent
+        self.own -= units
+        took_s = at - start
+        if took_s < 0:
+            took_s, at = 0.0, start
         ends = self._ends
-        place = bisect_right(ends, at)  # the tail, but for answers told out of order
+        # The tail, but for answers told out of order.
+        place = len(ends) if not ends or at >= ends[-1] else bisect_right(ends, at)
         ends.insert(place, at)
-        self._starts.insert(place, sent)
-        if len(ends) > 1024 and ends[len(ends) // 2] < at - self.horizon_s:
+        self._starts.insert(place, start)
+        self._units.insert(place, units)
+        if len(ends) > 1024 and ends[len(ends) // 4] < at - self.horizon_s:
             self._forget(at)
-        return at - sent[0]
+        return took_s
 
     def counted(self, at: float, others: int, young: int) -> None:
         """Other owners held `others` units, of which `young` may not have been sent yet."""
@@ -127,7 +135,7 @@ class LoadLedger:
         starts: list[tuple[float, int]] = []
         ends: list[tuple[float, int]] = []
         held = 0
-        for (start, units), end in zip(self._starts[first:], self._ends[first:], strict=True):
+        for start, units, end in self._ended_from(first):
             begins, stops = start + delta_s, end - delta_s
             if begins > b or begins >= stops:
                 continue
@@ -159,7 +167,7 @@ class LoadLedger:
         starts: list[tuple[float, int]] = []
         ends: list[tuple[float, int]] = []
         held = 0
-        for (start, units), end in zip(self._starts[first:], self._ends[first:], strict=True):
+        for start, units, end in self._ended_from(first):
             if start > b:
                 continue
             if start <= a:
@@ -192,7 +200,10 @@ class LoadLedger:
         bracketed = counts[0].at <= a and b <= counts[-1].at
         return min(c.surely for c in seen) if bracketed else 0, max(c.maybe for c in seen)
 
+    def _ended_from(self, first: int) -> Iterator[tuple[float, int, float]]:
+        return zip(self._starts[first:], self._units[first:], self._ends[first:], strict=True)
+
     def _forget(self, now: float) -> None:
         old = bisect_left(self._ends, now - self.horizon_s)
-        del self._ends[:old]
-        del self._starts[:old]
+        for of_all in (self._ends, self._starts, self._units):
+            del of_all[:old]
