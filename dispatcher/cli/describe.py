@@ -10,7 +10,6 @@ import typer
 from dispatcher.cli.screen import answer, complain, say
 from dispatcher.cli.sought import (
     alive,
-    answers,
     answers_anywhere,
     being_cancelled,
     by_id,
@@ -58,7 +57,7 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[s
     found, looked_at = await by_id(desk, request_id)
     again = alive(found)
     if not again:  # it may have ended between both looks
-        came = (await answers(desk, request_id) or came) if came else await answers_anywhere(desk, request_id)
+        came = await answers_anywhere(desk, request_id, came)
     gate = await gate_of(target, desk) if found else ""
     now, requests, lines = time.time(), [], []
     for (one, read), cancelled in zip(found, await being_cancelled(desk, found), strict=True):

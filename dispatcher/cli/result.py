@@ -103,12 +103,7 @@ async def _result(
         there, looked_at = await by_id(desk, request_id)
     none = f"{request_id}: no result under its id, and it is not in {target.names.queue}"
     if not there:  # it may have ended between both looks
-        found = (
-            (await answers(desk, request_id) or before)
-            if before
-            else await answers_anywhere(desk, request_id)
-        )
-        if found:
+        if found := await answers_anywhere(desk, request_id, before):
             return decode_result(found[-1]), ""
         return None, f"{none} ({looked_at:,} requests looked at)"
     states = ", ".join(dict.fromkeys(str(one.state) for one, _ in there))
@@ -116,9 +111,8 @@ async def _result(
     elsewhere = f"its result goes to {min(lists)}: see results --list {min(lists)}" if lists else ""
     if before and not wait:
         then = elsewhere or f"result {request_id} --wait waits for the next, describe {request_id} says why"
-        return decode_result(
-            before[-1]
-        ), f"of before: {request_id} is in the queue again, it is {states}; {then}"
+        said = f"of before: {request_id} is in the queue again, it is {states}; {then}"
+        return decode_result(before[-1]), said
     if elsewhere:
         return None, f"{request_id} is {states}; {elsewhere}"
     if not wait:

@@ -93,9 +93,10 @@ async def answers(desk: RedisDesk, request_id: str) -> list[bytes]:
     return [result for result in found if _id_of(result) == request_id]
 
 
-async def answers_anywhere(desk: RedisDesk, request_id: str) -> list[bytes]:
-    """Those, else what of the queue's default list bears the id, as far as that is looked through."""
-    if found := await answers(desk, request_id):
+async def answers_anywhere(desk: RedisDesk, request_id: str, known: Sequence[bytes] = ()) -> list[bytes]:
+    """Those, else the `known` ones of a look before, else what of the queue's default list bears the id, as
+    far as that is looked through."""
+    if found := await answers(desk, request_id) or [*known]:
         return found
     words, at = spellings(request_id), 0
     while at < RESULTS_MOST and (page := await desk.read_results(desk.names.results, _PAGE, at)):

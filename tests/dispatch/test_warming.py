@@ -615,6 +615,12 @@ class Hung:
         self.task = asyncio.create_task(self.dispatcher.run())
         self.dispatcher.models.heard([Listing("a", loop.time(), ("qwen-v1",))])
 
+    async def hang(self, *, notices: bool = True) -> None:
+        """With one call sent, until its right has lapsed."""
+        await asyncio.sleep(2)
+        assert len(self.calls) == 1
+        self.lose(31, notices=notices)
+
     def lose(self, seconds: float, *, notices: bool) -> None:
         """So much time has passed for the queue. `notices`: by the owner's clock as well."""
         self.board.warming = {name: until - seconds for name, until in self.board.warming.items()}
@@ -633,9 +639,7 @@ def test_owner_that_hung_until_another_took_over_begins_nothing_more(notices: bo
 
     async def scene_of(scene: Scene) -> None:
         hung = Hung(scene, slow, given)
-        await asyncio.sleep(2)
-        assert len(hung.calls) == 1
-        hung.lose(31, notices=notices)
+        await hung.hang(notices=notices)
         told(scene, a="qwen-v1")
         await asyncio.sleep(60)
         assert len(hung.calls) == (1 if notices else 2)
@@ -680,9 +684,7 @@ def test_owner_whose_right_lapsed_and_nobody_took_it_goes_on_with_it_anew() -> N
 
     async def scene_of(scene: Scene) -> None:
         hung = Hung(scene, slow, given)
-        await asyncio.sleep(2)
-        assert len(hung.calls) == 1
-        hung.lose(31, notices=True)
+        await hung.hang()
         await asyncio.sleep(3)
         assert len(hung.calls) == 2
         assert not await scene.queue.warming("qwen-v1", "a")
@@ -701,9 +703,7 @@ def test_owner_that_hung_while_another_warmed_it_up_sends_nothing_more() -> None
 
     async def scene_of(scene: Scene) -> None:
         hung = Hung(scene, slow, given)
-        await asyncio.sleep(2)
-        assert len(hung.calls) == 1
-        hung.lose(31, notices=True)
+        await hung.hang()
         assert await scene.queue.warming("qwen-v1", "a")
         await scene.queue.warmed("qwen-v1", "a")
         await asyncio.sleep(20)
