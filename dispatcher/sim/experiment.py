@@ -137,6 +137,9 @@ class _Experiment:
             pods=setting.pods,
             pods_at=setting.pods_at,
             lets_in=setting.lets_in,
+            full_at=setting.full_at,
+            look_s=setting.look_s,
+            look_phase_s=setting.look_phase_s,
             outages=setting.outages,
             step_s=setting.steps_s,
             on_pods=self._pods_changed,
@@ -148,6 +151,7 @@ class _Experiment:
             world,
             send_s=send_s,
             answer_s=answer_s,
+            admit_s=setting.admit_s,
             on_realtime=self._answered,
             on_change=self._fill if name is Name.ALL_KNOWING else None,
         )

@@ -48,8 +48,8 @@ class Exporter:
     """The EPP's metrics pages, and what the dispatcher's own reader makes of them."""
 
     use: Signals
-    slots_per_pod: float
-    """As the configuration has it: per_endpoint."""
+    policy: Policy
+    """What the configuration says of the capacity."""
     picker_per_pod: float
     """maxConcurrency of the picker."""
     detector: Detector = Detector.CONCURRENCY
@@ -61,6 +61,8 @@ class Exporter:
     """A sample is dated so much later than it was taken."""
     shows_running: bool = True
     """The page has the requests that the picker sent and saw no answer of, which is always of now."""
+    shows_server_queues: bool = True
+    """The page has the queue of each model server, as the picker last read it."""
     pickers: int = 1
     """Active replicas, each with an even share of the requests."""
     _flushed: PoolState | None = None
@@ -74,7 +76,7 @@ class Exporter:
         """What a scrape at `state.at` comes to."""
         views = [self.view(state, number) for number in range(self.pickers)]
         self._lessons.learn(views)
-        found = judge(views, self.use, Policy(per_endpoint=self.slots_per_pod), "simulated", self._lessons)
+        found = judge(views, self.use, self.policy, "simulated", self._lessons)
         # The world began at 0, and so did its averages.
         begun = [replace(reading, opened_at=max(0.0, reading.opened_at)) for reading in found.readings]
         return replace(found, readings=tuple(begun))
@@ -113,7 +115,7 @@ class Exporter:
             return sent / (self.picker_per_pod * state.pods)
         if self.detector is Detector.TOKENS:
             return sent * REQUEST_TOKENS / (POD_TOKENS * state.pods)
-        return max(state.inside / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
+        return max(state.inside_seen / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
 
     def _kv(self, state: PoolState) -> float:
         return self.kv_full * state.running / state.slots if state.slots else 1.0

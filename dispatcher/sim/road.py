@@ -43,8 +43,10 @@ class Road:
     """Takes requests to the world, and answers back. It drives the world: nobody else advances it into the
     future, and its `on_start`, `on_finish` and `on_gone` are taken. Ask for `now` before you look at it.
 
-    `on_realtime`: a realtime request was answered; told some time after it was, in the order in which they
-    were. `on_change`: the world has changed by itself, told at once.
+    `admit_s`: the gateway takes this long to admit each batch request, one after the other, so that a burst
+    is spread out; 0: it admits all that arrive together at once. `on_realtime`: a realtime request was
+    answered; told some time after it was, in the order in which they were. `on_change`: the world has
+    changed by itself, told at once.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Road:
         *,
         send_s: float = SEND_S,
         answer_s: float = ANSWER_S,
+        admit_s: float = 0.0,
         on_realtime: Callable[[Job], None] = lambda job: None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
@@ -64,7 +67,9 @@ class Road:
         """Batch requests by how they ended at the pool; those whose sender left are in none."""
         self.tokens = 0
         """Of batch requests that were answered."""
-        self._send_s, self._answer_s = send_s, answer_s
+        self._send_s, self._answer_s, self._admit_s = send_s, answer_s, admit_s
+        self._admitted_at = -inf
+        """When the gateway is done with the newest request that it was given."""
         self.round_trip_s = send_s + answer_s
         self._on_realtime, self._on_change = on_realtime, on_change
         self._loop = asyncio.get_running_loop()
@@ -103,6 +108,16 @@ class Road:
             self._wind()
 
     def _arrive(self, jobs: list[Job]) -> None:
+        if not self._admit_s:
+            self._admit(jobs)
+            return
+        now = self._loop.time()
+        for job in jobs:
+            self._admitted_at = max(now, self._admitted_at) + self._admit_s
+            self._loop.call_at(self._admitted_at, self._admit, [job])
+        jobs.clear()
+
+    def _admit(self, jobs: list[Job]) -> None:
         self.travelling -= sum([job.grain for job in jobs])
         self.world.advance(self._loop.time())
         for job in jobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import ceil, inf
@@ -42,6 +42,8 @@ class Setting:
 
     slots: int = 64
     """As the configuration says."""
+    capacity_set: bool = True
+    """The configuration names the capacity; otherwise the dispatcher has to find it."""
     true_slots: int | None = None
     """As the pool has them; None: the configuration is right."""
     slots_at: Sequence[tuple[float, int]] = ()
@@ -61,8 +63,12 @@ class Setting:
     """The picker renews its averages this often; 0: they are always fresh."""
     flush_phase_s: float | None = None
     """When it does so for the first time; None: by the seed."""
+    look_s: float = 0.5
+    """The picker reads the metrics of its model servers this often; 0: it sees every change at once."""
     shows_running: bool = True
     """The picker shows what it sent and saw no answer of."""
+    shows_server_queues: bool = True
+    """The picker shows the queue of each model server, as of when it last read the servers' metrics."""
     detector: Detector = Detector.UTILIZATION
     signals: Signals = Signals.AUTO
     pickers: int = 1
@@ -76,6 +82,8 @@ class Setting:
     batch: Batch = field(default_factory=Batch)
     travel_s: float | None = None
     """What requests travel, and answers; None: 2 ms and 3 ms."""
+    admit_s: float = 0.0
+    """The gateway takes this long to admit each batch request, one after the other."""
     queue_limit: int | None = None
     pods: int = 1
     pods_at: Sequence[tuple[float, int]] = ()
@@ -139,7 +147,7 @@ class Setting:
         aged = self.scrape_s + self.lag_s > 2.0
         return Budgeting(
             reserve=self.reserve,
-            per_endpoint=self.slots / self.pods,
+            per_endpoint=self.slots / self.pods if self.capacity_set else None,
             max_age_s=self.max_age_s if self.max_age_s is not None else 60.0 if aged else 10.0,
         )
 
@@ -153,13 +161,14 @@ class Setting:
         """The picker's page."""
         return Exporter(
             self.signals,
-            slots_per_pod=self.slots / self.pods,
+            policy=self.budgeting,
             picker_per_pod=self._believed / self.pods,
             detector=self.detector if self.flow_control else Detector.NONE,
             kv_full=self.kv_full,
             flush_s=self.flush_s,
             stamp_s=self.stamp_s,
             shows_running=self.shows_running,
+            shows_server_queues=self.shows_server_queues,
             pickers=self.pickers,
         )
 
@@ -167,14 +176,24 @@ class Setting:
     def _believed(self) -> int:
         return self.real_slots if self.picker_slots is None else self.picker_slots
 
+    @property
+    def full_at(self) -> Callable[[int], float] | None:
+        """Requests waiting in so many pods at which the utilization detector calls the pool full; None where
+        the picker does not decide by that."""
+        by_queues = self.flow_control and self.detector is Detector.UTILIZATION and self.order is Order.AUTO
+        return (lambda pods: WAITING_AT_FULL * pods) if by_queues else None
+
+    @property
+    def look_phase_s(self) -> float:
+        """When the picker first reads the metrics of its model servers."""
+        return random.Random(f"{self.seed}/look").random() * self.look_s
+
     def lets_in(self, slots: int, pods: int) -> float:
         """How many requests the picker lets into the pods: the rest wait in it."""
         if self.order is Order.REALTIME_FIRST:
             return slots
         if self.order is Order.FIRST_COME or not self.flow_control:
             return inf
-        if self.detector is Detector.UTILIZATION:
-            return slots + WAITING_AT_FULL * pods
         if self.detector is Detector.TOKENS:
             return POD_TOKENS * pods * self.pickers / REQUEST_TOKENS
         # Each replica counts what it sent itself.

@@ -105,6 +105,8 @@ class PoolState:
     inside: int = 0
     """Of those that wait, how many do so in the pods."""
     pods: int = 1
+    inside_seen: int = 0
+    """Requests that waited in the pods when the picker last read the pods' metrics."""
 
     @property
     def running(self) -> int:
@@ -152,11 +154,15 @@ class World:
     `realtime`: (arrival time, job), ascending. `slots_at`: (time, slots) changes of capacity; what runs on
     slots that go away runs on to its end. `pods_at`: (time, pods), each with as many slots as the others.
     `lets_in`: (slots, pods) → how many requests the picker lets into the pods; without it as many as run at
-    once. `queue_limit`: so many may wait before the pods, or in them where all are let in. `outages`: (from,
-    until) in which the gateway accepts nobody; at its start it drops every connection, and the pool stops
-    what was running for them. `step_s`: batch requests end in the middle of stretches of that length, nearest
-    to when they would, so that many do so at once; 0: each for itself. `on_start`: a batch request has got a
-    slot, and leaves it at that time unless it is gone before.
+    once. `full_at`: pods → the number of requests waiting in the pods from which on the picker holds
+    everybody back; below it the picker lets everybody in, whatever `lets_in` says. `look_s`: the picker
+    reads the metrics of the pods this often, for the first time at `look_phase_s`, and acts on what it read
+    until it reads them again, so that a burst passes before the pods are seen to be full; 0: it sees every
+    change at once. `queue_limit`: so many may wait before the pods, or in them where all are let in.
+    `outages`: (from, until) in which the gateway accepts nobody; at its start it drops every connection,
+    and the pool stops what was running for them. `step_s`: batch requests end in the middle of stretches of
+    that length, nearest to when they would, so that many do so at once; 0: each for itself. `on_start`: a
+    batch request has got a slot, and leaves it at that time unless it is gone before.
     """
 
     def __init__(
@@ -170,6 +176,9 @@ class World:
         pods: int = 1,
         pods_at: Sequence[tuple[float, int]] = (),
         lets_in: Callable[[int, int], float] = lambda slots, pods: slots,
+        full_at: Callable[[int], float] | None = None,
+        look_s: float = 0.0,
+        look_phase_s: float = 0.0,
         outages: Sequence[tuple[float, float]] = (),
         step_s: float = 0.0,
         on_start: Callable[[Job, float], None] = lambda job, ends_at: None,
@@ -190,6 +199,11 @@ class World:
         self.on_start, self.on_finish, self.on_gone = on_start, on_finish, on_gone
         self._on_pods = on_pods
         self._lets_in = lets_in
+        self._full_at = full_at
+        self._look_s, self._look_phase_s = look_s, look_phase_s
+        self._looks_at = inf
+        """When the picker next reads the metrics of the pods; infinite while that would change nothing."""
+        self._inside_seen = 0
         self._realtime = iter(realtime)
         self._next_realtime = next(self._realtime, None)
         self._changes: list[tuple[float, Callable[[], None]]] = [
@@ -240,6 +254,7 @@ class World:
             batch_waiting=self._inside[True] + self._outside[True],
             inside=self._waiting_inside,
             pods=len(self._pods),
+            inside_seen=self._inside_seen if self._look_s else self._waiting_inside,
         )
 
     def next_event_at(self) -> float:
@@ -249,7 +264,7 @@ class World:
             at = self._next_realtime[0]
         if self._changes and self._changes[-1][0] < at:
             at = self._changes[-1][0]
-        return at
+        return min(at, self._looks_at)
 
     def next_change_at(self) -> float:
         """When its slots, its pods or the gateway next change."""
@@ -269,11 +284,15 @@ class World:
                 at = realtime[0]
             if changes and changes[-1][0] < at:
                 at = changes[-1][0]
+            if self._looks_at < at:
+                at = self._looks_at
             if at > to:
                 break
             if at > self.now:
                 self._pass_time(at)
-            if changes and changes[-1][0] == at:
+            if self._looks_at == at:
+                self._look()
+            elif changes and changes[-1][0] == at:
                 changes.pop()[1]()
             elif ends and ends[0][0] == at:
                 self._finish(heapq.heappop(ends)[2])
@@ -313,7 +332,12 @@ class World:
         if pod is None:
             if self._waiting_outside >= self._queue_limit:
                 return Arrival.REFUSED
-        elif self._most_in == inf and pod.running >= pod.slots and self._waiting_inside >= self._queue_limit:
+        elif (
+            self._full_at is None
+            and self._most_in == inf
+            and pod.running >= pod.slots
+            and self._waiting_inside >= self._queue_limit
+        ):
             return Arrival.REFUSED  # nobody waits before the pods: they refuse themselves
         job.arrived_at = self.now
         self.in_system += job.grain
@@ -345,6 +369,24 @@ class World:
     def _waits_inside(self, pod: Pod, job: Job, by: int) -> None:
         pod.waiting += by
         self._inside[job.batch] += by
+        if self._look_s and self._looks_at == inf:
+            passed = floor((self.now - self._look_phase_s) / self._look_s)
+            self._looks_at = self._look_phase_s + (passed + 1) * self._look_s
+        elif not self._look_s:
+            self._open_or_hold()
+
+    def _look(self) -> None:
+        """The picker reads the metrics of the pods."""
+        self._inside_seen = self._waiting_inside
+        waits = self._inside_seen or self._waiting_outside
+        self._looks_at = self._looks_at + self._look_s if waits else inf
+        self._open_or_hold()
+        self._let_in()
+
+    def _open_or_hold(self) -> None:
+        if self._full_at is not None:
+            seen = self._inside_seen if self._look_s else self._waiting_inside
+            self._most_in = 0.0 if seen >= self._full_at(len(self._pods)) else inf
 
     def _waits_outside(self, job: Job) -> None:
         self._queue[job.batch].append(job)
@@ -449,6 +491,7 @@ class World:
             pod.slots = self.slots // pods + (number < self.slots % pods)
         self._room = self.slots * (1.0 - self._reserve)
         self._most_in = self._lets_in(self.slots, pods)
+        self._open_or_hold()
         for pod in self._pods:
             self._from_queue(pod)
         self._let_in()

@@ -121,6 +121,10 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         ),
     ] = False
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
+    look_s: Annotated[
+        float,
+        Meta(description="The picker reads the metrics of the model servers every so many seconds."),
+    ] = 0.5
     flush_s: Annotated[float, Meta(description="Seconds between two rewrites of the averages.")] = 5.0
     metrics_token: Annotated[
         str, Meta(description="The bearer token that /metrics asks for."), "none is asked for"
@@ -211,6 +215,7 @@ class LiveWorld:
             detector_name=config.detector_name,
             cold=config.cold,
             lag_s=config.lag_s,
+            look_s=config.look_s,
             flush_s=config.flush_s,
             kv_at_full=config.kv_at_full,
         )
@@ -259,6 +264,7 @@ class LiveWorld:
         self.control_url = f"http://{config.host}:{self._desk.port}"
         self._resize()
         self._spawn(self.epp.flush_averages())
+        self._spawn(self.epp.keep_looking(self._let_in))
         self._spawn(self.realtime.step(self._steps))
         if self._trace is not None:
             self._spawn(self.realtime.replay(self._trace, config.trace_from_s, config.trace_speed))
@@ -353,8 +359,13 @@ class LiveWorld:
         if self._config.flow_control and self._config.detector == "concurrency":
             slots = min(slots, self.epp.declared)  # the picker sends no more than it believes in
         self.gateway.endpoints = self.epp.endpoints > 0
-        self.pool.lets_in = self.epp.lets_in(slots)
+        self.pool.lets_in, self.pool.held_back = self.epp.lets_in, self.epp.holds_back
         self.pool.resize(slots)
+
+    def _let_in(self) -> None:
+        """The picker has read the metrics of its model servers, and lets requests in by what they show."""
+        if self.pool.lets_in != self.epp.lets_in:
+            self._resize()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(asyncio.create_task(coroutine))

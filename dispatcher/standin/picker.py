@@ -6,6 +6,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -70,6 +71,8 @@ class Picker:
     `declared`: how many requests it believes all endpoints take together (the concurrency detector's
     maxConcurrency × endpoints). It sends no more than that to the model servers and queues the rest itself;
     when it believes too much, the surplus waits in the model servers, where its queue does not show it.
+    The utilization detector decides by the metrics of the model servers instead, which the picker reads every
+    `look_s`: until they show the servers full, every request of a burst goes to them; from then on none does.
     `detector_name`: what its operator calls the detector. `cold`: it starts without averages and endpoints.
     `lag_s`: the page tells the state of so long ago. Averages are rewritten every `flush_s`.
     """
@@ -85,6 +88,7 @@ class Picker:
         detector_name: str = "",
         cold: bool = False,
         lag_s: float,
+        look_s: float,
         flush_s: float,
         kv_at_full: float,
     ) -> None:
@@ -96,7 +100,9 @@ class Picker:
         self._detector = detector
         self._detector_name = detector_name or f"{detector}-detector"
         self._cold = cold
-        self._flush_s = flush_s
+        self._look_s, self._flush_s = look_s, flush_s
+        self._servers: _Snapshot | None = None
+        """The model servers as their metrics were when they were last read."""
         self._kv_at_full = kv_at_full
         self._history: deque[_Snapshot] = deque()
         self._averages = (0.0, 0.0, 0.0)
@@ -107,13 +113,34 @@ class Picker:
         self.flushed_at: float | None = None
         """When the averages were last rewritten."""
 
-    def lets_in(self, slots: int) -> float:
-        """How many requests it sends to model servers that run so many; the others wait here."""
+    @property
+    def lets_in(self) -> float:
+        """How many requests may be in the model servers at once; the others wait here."""
         if not self._flow_control:
             return inf
         if self._detector == "concurrency":
             return self.declared
-        return slots + WAITING_AT_FULL * self.endpoints
+        servers = self._servers
+        return inf if servers is None or self._saturation(servers) < 1.0 else 0.0
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether it has a queue of its own."""
+        return self._flow_control
+
+    def look(self) -> None:
+        """Read the metrics of the model servers."""
+        self._servers = self._view()
+
+    async def keep_looking(self, on_look: Callable[[], None]) -> None:
+        """Read the metrics of the model servers every `look_s`, until cancelled."""
+        loop = asyncio.get_running_loop()
+        due = loop.time()
+        while True:
+            self.look()
+            on_look()
+            due = max(due + self._look_s, loop.time())
+            await asyncio.sleep(due - loop.time())
 
     def watch(self, pool: Pool) -> None:
         """Note the pool's state; called at each change of it."""
@@ -122,12 +149,9 @@ class Picker:
         now = time.monotonic()
         while len(self._history) > 1 and self._history[1].at <= now - self.lag_s:
             self._history.popleft()
-        in_system = pool.running + pool.waiting
-        sent = round(max(pool.running, min(in_system, self.lets_in(pool.slots))))
-        self._seen_flow = self._seen_flow or in_system > 0
-        self._history.append(
-            _Snapshot(now, pool.running, sent - pool.running, in_system - sent, self.endpoints, pool.slots)
-        )
+        inside, outside = pool.waiting_inside, pool.waiting - pool.waiting_inside
+        self._seen_flow = self._seen_flow or pool.running + pool.waiting > 0
+        self._history.append(_Snapshot(now, pool.running, inside, outside, self.endpoints, pool.slots))
 
     def answered(self, job: Job) -> None:
         """Note an answer's latencies. Realtime is streamed; what is not has its first token with its last."""
@@ -151,6 +175,7 @@ class Picker:
             await asyncio.sleep(due - loop.time())
 
     def flush(self) -> None:
+        self.look()
         view = self._view()
         self._cold = False
         self.flushed_at = time.monotonic()
@@ -164,6 +189,7 @@ class Picker:
     def page(self) -> bytes:
         """The page as text, under the newest names."""
         view = self._view()
+        servers = self._servers or view
         name = f'name="{self._name}"'
         running, waiting, kv = self._averages
         gauges = [
@@ -183,6 +209,13 @@ class Picker:
             ),
             ("request_running", "Number of running requests", 'model_name="m"', view.running + view.waiting),
         ]
+        queues = [
+            servers.waiting // servers.endpoints + (number < servers.waiting % servers.endpoints)
+            for number in range(servers.endpoints)
+        ]
+        for number, queue in enumerate(queues):
+            endpoint = f'{name},model_server_endpoint="server-{number}"'
+            gauges.append(("per_endpoint_queue_size", "Queue size of a model server", endpoint, queue))
         if self._flow_control:
             pool = f'inference_pool="{self._name}"'
             effective = f'{pool},stage="effective"'
@@ -191,7 +224,7 @@ class Picker:
                     "flow_control_pool_saturation",
                     "Saturation that gates dispatch",
                     effective,
-                    self._saturation(view),
+                    self._saturation(view if self._detector == "concurrency" else servers),
                 ),
             ]
             if self._detector == "utilization":  # the other one does not look at what the endpoints tell
@@ -202,14 +235,14 @@ class Picker:
             if self._seen_flow:  # the picker makes a flow's series with its first request
                 flow = f'fairness_id="default",model_name="m",priority="0",target_model_name="m",{pool}'
                 gauges.append(("flow_control_queue_size", "Requests held in the queue", flow, view.queued))
-        return (
-            "".join(
-                f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge\n"
-                f"llm_d_epp_{series}{{{labels}}} {value:.17g}\n"
-                for series, text, labels, value in sorted(gauges)
-            ).encode()
-            + self._latencies()
-        )
+        lines: list[str] = []
+        described = ""
+        for series, text, labels, value in sorted(gauges):
+            if series != described:
+                lines.append(f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge")
+                described = series
+            lines.append(f"llm_d_epp_{series}{{{labels}}} {value:.17g}")
+        return ("\n".join(lines) + "\n").encode() + self._latencies()
 
     def _latencies(self) -> bytes:
         lines: list[str] = []

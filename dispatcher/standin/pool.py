@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from math import inf, isnan, nan
+from math import isnan, nan
 from typing import Any
 
 from dispatcher.standin.model import slowdown
@@ -81,8 +81,9 @@ class Job:
 class Pool:
     """M slots, and two queues: in the pods, first come, first served; before them realtime goes before batch.
 
-    `lets_in`: the picker lets so many requests into the pods; None: as many as run at once. `queue_limit`: so
-    many may wait before the pods, or in them where all are let in.
+    `lets_in`: the picker lets so many requests into the pods; None: as many as run at once. `held_back`:
+    the picker has a queue of its own. `queue_limit`: so many may wait before the pods, or in them where the
+    picker has no queue.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Pool:
         self.slots = slots
         self.queue_limit = queue_limit
         self.lets_in: float | None = None
+        self.held_back = True
         self.levels = {"batch": Level(), "realtime": Level(), "all": Level()}
         """Requests in the pool, running or waiting."""
         self.busy = Level()
@@ -134,10 +136,10 @@ class Pool:
     def submit(self, job: Job) -> bool:
         """Take a request in; False: there is no slot and the queue is full."""
         kind = "batch" if job.batch else "realtime"
-        free = self.running < self.slots
         let_in = self._lets_in_one
+        free = self.running < self.slots and (let_in or self.lets_in is None)
         at_limit = self.queue_limit is not None and self._waiting_there >= self.queue_limit
-        if not free and at_limit and (not let_in or self.lets_in == inf):
+        if not free and at_limit and not (let_in and self.held_back):
             self.refused[kind] += 1
             return False
         now = job.arrived_at = time.monotonic()
@@ -218,11 +220,15 @@ class Pool:
         self._on_change()
 
     def _fill(self, now: float) -> None:
-        while self.running < self.slots and (queue := self._inside or self._next_outside):
+        while True:
+            while self._lets_in_one and (queue := self._next_outside):
+                self._inside.append(queue.popleft())
+            # Without a picker that decides, whoever waits outside starts straight away.
+            startable = self._inside or (self._next_outside if self.lets_in is None else None)
+            if not startable or self.running >= self.slots:
+                return
             self.queue.add(-1, now)
-            self._start(queue.popleft(), now)
-        while self._lets_in_one and (queue := self._next_outside):
-            self._inside.append(queue.popleft())
+            self._start(startable.popleft(), now)
 
     @property
     def _next_outside(self) -> deque[Job]:
@@ -235,7 +241,7 @@ class Pool:
     @property
     def _waiting_there(self) -> int:
         """Where the limit holds."""
-        return len(self._inside) if self.lets_in == inf else self.waiting - len(self._inside)
+        return self.waiting - len(self._inside) if self.held_back else len(self._inside)
 
 
 def _quantiles(values: deque[float]) -> dict[str, float | None]:

@@ -169,7 +169,9 @@ class Stage:
         )
         self.road = Road(self.world, send_s=setting.way_s, answer_s=setting.way_s)
         self.store = MemoryStore(self._loop.time, unix_origin=EPOCH, lease_s=setting.lease_s)
-        self._exporter = Exporter(Signals.SATURATION, slots_per_pod=setting.slots, picker_per_pod=true_slots)
+        self._exporter = Exporter(
+            Signals.SATURATION, policy=Policy(per_endpoint=setting.slots), picker_per_pod=true_slots
+        )
         self._frozen: list[Reading] = []
         self._made = 0
         self.replicas: list[Replica | None] = [None] * setting.replicas

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.budget import Reading, Reason, Signal
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.signals.verdict import Verdict
 from dispatcher.sim.experiment import Moment, Name, Run
 from dispatcher.sim.experiment import play as live
@@ -95,11 +95,13 @@ def test_all_knowing_fills_an_idle_pool_to_the_reserve_and_no_further() -> None:
 
 
 def exporter(**changes: Any) -> Exporter:
-    return Exporter(**{"use": Signals.SATURATION, "slots_per_pod": 16, "picker_per_pod": 16, **changes})
+    return Exporter(
+        **{"use": Signals.SATURATION, "policy": Policy(per_endpoint=16), "picker_per_pod": 16, **changes}
+    )
 
 
 def state(running: int, waiting: int, *, inside: int = 0, at: float = 10.0) -> PoolState:
-    return PoolState(at, 64, running, 0, 0, waiting, inside=inside, pods=4)
+    return PoolState(at, 64, running, 0, 0, waiting, inside=inside, pods=4, inside_seen=inside)
 
 
 def only(found: Verdict) -> Reading:
@@ -144,7 +146,7 @@ def test_what_the_picker_counts_itself_is_of_now_whatever_the_averages_say() -> 
 
 
 def test_wrong_configuration_shows_in_the_capacity() -> None:
-    wrong = exporter(slots_per_pod=48)
+    wrong = exporter(policy=Policy(per_endpoint=48))
     for number, running in enumerate((8, 16, 24, 40, 48, 56)):
         wrong.read(state(running, 0, at=2.0 * number))
     reading = only(wrong.read(state(64, 8)))

@@ -255,17 +255,29 @@ class TestPage:
     async def test_the_utilization_detector_is_a_pressure_score(
         self, http: aiohttp.ClientSession, post: Post
     ) -> None:
-        async with live(slots=2, detector="utilization", kv_at_full=0.08, seconds=30) as world:
+        async with live(slots=2, detector="utilization", kv_at_full=0.08, seconds=30, look_s=0.1) as world:
             await self._fill(world, post, 2)
-            full = await page(http, world)
-            more = [asyncio.create_task(post(world)) for _ in range(7)]
+
+            async def saturation_is(expected: float) -> None:
+                async def shown() -> bool:
+                    return (await page(http, world))["flow_control_pool_saturation"] == pytest.approx(
+                        expected
+                    )
+
+                await wait_until(shown)
+
+            await saturation_is(0.1)
+            burst = [asyncio.create_task(post(world)) for _ in range(7)]
             await wait_until(lambda: world.pool.waiting == 7)
+            assert world.pool.waiting_inside == 7, "all pass before the servers are seen to be full"
+            await saturation_is(7 / 5)
+            held_back = [asyncio.create_task(post(world)) for _ in range(2)]
+            await wait_until(lambda: world.pool.waiting == 9)
             crowded = await page(http, world)
-            for each in more:
+            for each in burst + held_back:
                 each.cancel()
-        assert full["flow_control_pool_saturation"] == pytest.approx(0.1)
-        assert crowded["flow_control_pool_saturation"] == 1.0
         assert crowded["flow_control_queue_size"] == 2
+        assert crowded["per_endpoint_queue_size"] == 7
 
     async def test_only_the_utilization_detector_tells_of_stale_endpoints_under_its_own_name(
         self, http: aiohttp.ClientSession
