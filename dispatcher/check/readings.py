@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dispatcher.check.finding import Finding, Findings
 from dispatcher.core.budget import Policy, Reading, Reason, assess
-from dispatcher.core.counting import ASSUMED, fitting
+from dispatcher.core.counting import fitting
 from dispatcher.core.poll import Unread
 from dispatcher.settings import Settings
 from dispatcher.signals.poller import Source
@@ -51,24 +51,25 @@ async def ask(
 
 
 def _per_endpoint(views: Sequence[View], wanted: float | None, verdict: Verdict) -> Findings:
-    """What one sample says of `budget.per_endpoint`: a hint, which a running dispatcher makes sure of."""
-    assumed, guess = verdict.per_endpoint or ASSUMED, verdict.per_endpoint_from
+    """How the capacity is known, by one sample: a hint, which a running dispatcher makes sure of."""
+    each, source = verdict.per_endpoint, verdict.per_endpoint_from
     name, hint = "budget.per_endpoint", "the model server's own limit on concurrent sequences"
     fits = {fitting(page) for view in views if (page := view.page) is not None and page.in_flight > 0}
     k = fits.pop() if len(fits) == 1 else None
     suggested = f"the picker's page suggests {k} requests per endpoint; not proven yet"
-    if k is not None and wanted is None:
-        until = "" if k == assumed else f", and {assumed:g} are assumed until it is"
-        return [Finding("ok", name, f"auto: {suggested}{until}")]
-    if k is not None and wanted != k:
-        return [Finding("warning", name, f"{wanted:g}, but {suggested}", f"{hint}; or auto")]
-    if wanted is None and guess == "unseen":
-        what = f"auto: {assumed:g} is assumed until the picker's page shows requests; not learned yet"
-        return [Finding("warning", name, what, hint)]
-    if wanted is None:
-        what = f"auto, and this page does not suggest what an endpoint runs: {assumed:g} is assumed"
-        return [Finding("warning", name, what, hint)]
-    return []
+    match source:
+        case "setting" if k is not None and wanted != k:
+            return [Finding("warning", name, f"{wanted:g}, but {suggested}", f"{hint}; or auto")]
+        case "server":
+            return [Finding("ok", name, f"auto: {each:g}, by the model servers' own pages")]
+        case "suggestion":
+            return [Finding("ok", name, f"auto: {suggested}")]
+        case "search":
+            what = f"auto: not known, so it is searched for, starting at {each:g} requests per endpoint"
+            hint = f"{hint}; `check --probe` measures what the pool runs at once"
+            return [Finding("warning", name, what, hint)]
+        case _:
+            return []
 
 
 def _series(part: str, view: View, now: float) -> Findings:

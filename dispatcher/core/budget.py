@@ -18,6 +18,8 @@ MOST_IN_FLIGHT = 1_000_000
 Redis."""
 
 
+SERVER_LAG_S = 0.5
+"""The picker's metrics of the model servers are at most this old."""
 PLAUSIBLE_MOST = 1e9
 """Requests. A capacity or a load beyond it is a mistake of what shows it: no pool has so many."""
 
@@ -29,6 +31,18 @@ class Signal(StrEnum):
     """The EPP's pool saturation and its queue."""
     REQUESTS = "requests"
     """Running and waiting requests, counted."""
+
+
+class Moment(StrEnum):
+    """The moment at which a reading counted running and waiting requests apart from each other."""
+
+    NOW = "now"
+    """Both at the time of the sample, in the same place."""
+    FLUSH = "flush"
+    """Both at the picker's last flush, which other samples show as well."""
+    MIXED = "mixed"
+    """The picker's own counters at the time of the sample, and the queues of the model servers up to
+    `SERVER_LAG_S` before."""
 
 
 class Reason(StrEnum):
@@ -82,7 +96,10 @@ class Policy:
     max_sys: float | None = None
     """Capacity in requests; None: ready endpoints × per_endpoint."""
     per_endpoint: float | None = None
-    """None: what the endpoint picker counts with, where its pages show that, else an assumption."""
+    """Requests that an endpoint runs at once. `None` if the pages of the picker or of the model servers have to
+    say it, or else the readings."""
+    initial_per_endpoint: float = 8.0
+    """Requests per endpoint with which the search for an unknown capacity starts."""
     max_in_flight: int | None = None
     """Hard cap on our requests, whatever the readings say."""
     overload_backoff: float = 0.7
@@ -125,11 +142,15 @@ class Reading:
     raw: Mapping[str, float] = field(default_factory=dict)
     """The values it was made of, by series, for people."""
     running: float | None = None
-    """Requests that ran at a moment of the sample, those apart that waited; None: not known apart."""
+    """Requests that ran in the model servers. `None` if they cannot be told from those that waited."""
     waiting: float = 0.0
-    """Requests that waited at that moment, in the picker or in the model servers."""
-    flushed: bool = False
-    """That moment was the last flush, which other samples show as well."""
+    """Requests that waited at the same moment, in the model servers and, unless that was a flush, in the
+    picker."""
+    counted: Moment = Moment.NOW
+    """The moment of `running` and `waiting`."""
+    capacity_known: bool = True
+    """`max_sys` is what a setting, the picker or the model servers say; otherwise the dispatcher starts there
+    and has to find the capacity."""
     good_s: float | None = None
     """A sample of this source may grow so old before it is not acted upon; None: the policy's max_age_s."""
 
@@ -152,8 +173,10 @@ class Budget:
     """H = floor(max_SYS × D), in requests; negative when the pool is over-full."""
     max_sys: float
     configured: float
-    """max_SYS by the configuration, the sample and the watch; `max_sys` is less where less was learned to
-    fit."""
+    """max_SYS by the configuration, the sample and the watch. `max_sys` is less where a known capacity proved
+    too large, and more or less where the capacity was not known (`known`)."""
+    known: bool = True
+    """`configured` is the capacity; otherwise it is where the search for it started."""
     fault: Reason | None = None
     """Why it must not be acted upon: NO_ENDPOINTS or IMPLAUSIBLE; None when it may."""
     because: str = ""
@@ -161,8 +184,8 @@ class Budget:
 
     @property
     def learned(self) -> bool:
-        """Less was learned to fit than the configuration says."""
-        return self.max_sys < self.configured
+        """Whether readings showed another capacity than the configured one."""
+        return self.max_sys != self.configured
 
 
 def whole(requests: float) -> int:
@@ -191,7 +214,7 @@ def assess(
         return _faulty(reading, policy, Reason.IMPLAUSIBLE, why)
     configured = max_sys if capacity is None else min(capacity, max_sys)
     fitting = configured if share is None else configured * share
-    if fitting < max_sys:
+    if fitting != max_sys:
         if fitting > 0:
             # A pressure score says how full the pool is whatever it is configured for.
             f_sys *= max_sys / (fitting if reading.exact else configured)
@@ -211,6 +234,7 @@ def assess(
         headroom=whole(max_sys * d),
         max_sys=max_sys,
         configured=configured,
+        known=reading.capacity_known,
     )
     if (d - policy.ceiling_d) * max_sys > SLACK:
         why = f"D {d:.3f} is above {policy.ceiling_d:.3f}, more room than an idle pool has"

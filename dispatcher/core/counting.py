@@ -29,19 +29,14 @@ FLUSH_S = 5.0
 FLUSH_LATE = 1.2
 """No flush comes later than this many times FLUSH_S after the one before."""
 
-ASSUMED = 100.0
-"""Requests per endpoint where nobody says how many: the picker's own default for maxConcurrency."""
-FIRST = 8.0
-"""The same before a page has shown any request: few, for the first page that does may show a k."""
+USUAL_MOST = 100.0
+"""The picker's own default for maxConcurrency. A larger k is not taken for the capacity: tokens in flight look
+like a count of requests while all requests have the same length. The capacity is searched for then."""
 
-Guess = Literal["picker", "suggestion", "unseen", "assumption"]
+Guess = Literal["picker", "suggestion", "search"]
 """Where the requests per endpoint come from while no setting says them: k is proven, or was; the pages so far
-suggest a k; no page has shown any request (FIRST); nothing can be known (ASSUMED)."""
+suggest a k; no page tells, so that the capacity has to be searched for."""
 
-LOST_S = 3 * FLUSH_S
-"""A k above ASSUMED that was contradicted so long ago, and not found again since, is no capacity either:
-tokens in flight look like that while all requests have the same length. Endpoints that come or go hide a k
-for a flush, and for the time to prove it again."""
 PAGES = 6
 FILLS = 4
 SPREAD = 3.0
@@ -82,40 +77,36 @@ class Count:
     _seen: tuple[PickerPage, ...] = ()
     _odd: bool = False
     """The newest page was off by more than a race explains."""
-    _loaded: bool = False
-    """A page has shown requests."""
     _doubted: bool = False
     """What looked like a k was contradicted."""
-    _lost_at: float | None = None
-    """Of when the first page was after `k` was contradicted."""
 
     @property
-    def per_endpoint(self) -> float:
-        """The best guess at what an endpoint runs at once; never above ASSUMED where k was never certain."""
+    def per_endpoint(self) -> float | None:
+        """What an endpoint runs at once by the picker's pages. `None` if they do not tell."""
         match self.guess:
             case "picker":
                 return float(self.last or 0)
             case "suggestion":
                 return float(self._candidate or 0)
-            case "unseen":
-                return FIRST
-            case "assumption":
-                return ASSUMED
+            case "search":
+                return None
 
     @property
     def guess(self) -> Guess:
         """Where `per_endpoint` comes from."""
-        if self.last is not None:
+        if self.last is not None and self.last <= USUAL_MOST:
             return "picker"
-        if not self._loaded:
-            return "unseen"
         # A pressure score may look like a count on one page, but then not on the next.
-        suggested = not self._doubted and self._candidate is not None and self._candidate <= ASSUMED
-        return "suggestion" if suggested else "assumption"
+        suggested = (
+            self.last is None
+            and not self._doubted
+            and self._candidate is not None
+            and self._candidate <= USUAL_MOST
+        )
+        return "suggestion" if suggested else "search"
 
     def unknowable(self) -> None:
-        """The picker shows no saturation, or says that it is no count: nothing is to be waited for."""
-        self._loaded = True
+        """The picker shows no saturation, or says that it is no count."""
         self._contradicted()
 
     def learn(self, pages: Sequence[PickerPage], at: float) -> None:
@@ -127,18 +118,7 @@ class Count:
             if not all(map(math.isfinite, (page.saturation, page.ready, page.in_flight))):
                 self._contradicted()
             elif page.in_flight > 0 or page.saturation > 0:  # idle is true of every k
-                self._loaded = True
                 self._learn(page, at)
-                self._forget(at)
-
-    def _forget(self, at: float) -> None:
-        """Let go of a capacity that was never one."""
-        if self.k is not None or self.last is None or self.last <= ASSUMED:
-            self._lost_at = None
-        elif self._lost_at is None:
-            self._lost_at = at
-        elif at - self._lost_at > LOST_S:
-            self.last = self._lost_at = None
 
     def _learn(self, page: PickerPage, at: float) -> None:
         believed = self.k if self.k is not None else self._candidate

@@ -16,8 +16,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
-from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
-from dispatcher.core.capacity import Capacity, Sight
+from dispatcher.core.budget import (
+    PLAUSIBLE_MOST,
+    SERVER_LAG_S,
+    Budget,
+    Moment,
+    Policy,
+    Reading,
+    Reason,
+    Signal,
+)
+from dispatcher.core.capacity import Capacity, Sight, Skew
 from dispatcher.core.held import Interval, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.refusals import HEARD_SLOP_S
@@ -27,6 +36,10 @@ from dispatcher.core.travel import MOST_S, Travel
 
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
+OTHERS_RECENTLY_S = 3.0
+"""A sample this old still shows how many of the requests that are not ours are not new."""
+NEWEST = 0.1
+"""Weight of the newest request in the mean time that ours take."""
 DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
 
@@ -51,10 +64,14 @@ class Tracking(Revised):
         self.tracks: dict[Signal, Track] = {signal: Track() for signal in signals}
         self.held = LoadLedger(horizon_s=_horizon(policy.max_age_s))
         self.losses = Losses()
-        self._learned = Capacity()
+        self.learned = Capacity()
         self._travel = Travel()
         self._capacity: float | None = None
         self._shared = SharedLimit()
+        self._others: tuple[float, float] | None = None
+        """When the picker's counters were read last, and how many requests that are not ours it had sent."""
+        self._took_s = 0.0
+        """How long our requests take, a mean in which the newest count most."""
         self._applied_at = float("-inf")
         """When the newest sample was taken, of any signal."""
 
@@ -98,6 +115,7 @@ class Tracking(Revised):
         out_s = self.held.answered(key, now)
         if out_s is not None:
             self._travel.exchanged(out_s)
+            self._took_s += NEWEST * (out_s - self._took_s) if self._took_s else out_s
         if opened_s is not None:
             self._travel.opened(opened_s)
 
@@ -112,7 +130,7 @@ class Tracking(Revised):
             reading = track.reading
             if reading is not None and counted_at < reading.closed_at <= now:
                 track.interval = self._ours_in(reading, reachable)
-                track.reassess(self.policy, self._learned.share)
+                track.reassess(self.policy, self.learned.share)
         if not self.losses.counted(now, lost, stray):  # a new beginning
             for track in self.tracks.values():
                 track.lost_before = lost
@@ -123,7 +141,7 @@ class Tracking(Revised):
 
     def refused(self, in_flight: int, *, known: bool, heard: bool) -> None:
         """Refused for lack of capacity (`Capacity.refused`)."""
-        self._learned.refused(in_flight, known=known, heard=heard)
+        self.learned.refused(in_flight, known=known, heard=heard)
 
     def apply_due(self, now: float, *, refused_at: float, reachable: bool) -> None:
         """Act on every sample whose window closed δ ago. `refused_at`: when the gateway last refused one;
@@ -244,7 +262,7 @@ class Tracking(Revised):
 
     def _reassess(self) -> None:
         for track in self.tracks.values():
-            track.reassess(self.policy, self._learned.share)
+            track.reassess(self.policy, self.learned.share)
 
     def _apply(self, track: Track, reading: Reading, ours_at: float, reachable: bool) -> None:
         lost_before = self.losses.lost_at(reading.opened_at)
@@ -260,7 +278,7 @@ class Tracking(Revised):
         if unseen and self._travel.explained(lambda delta_s: self._shows(reading, delta_s)):
             track.interval, unseen = self._ours_in(reading, reachable), False
         track.disbelieved = track.disbelieved + 1 if unseen else 0
-        track.reassess(self.policy, self._learned.share)
+        track.reassess(self.policy, self.learned.share)
 
     def _ours_in(self, reading: Reading, reachable: bool) -> Interval:
         """What of ours it contains; without a gateway nothing surely: what connects or hangs is not there."""
@@ -277,28 +295,50 @@ class Tracking(Revised):
         # A faulty reading keeps the gate shut: that nothing was refused meanwhile teaches nothing.
         if not tracks or len(tracks) < len(self.tracks):
             return
-        self._learned.reading(_sight(tracks), self.policy.overload_backoff)
+        self.learned.reading(
+            self._sight(tracks), reserve=self.policy.reserve, backoff=self.policy.overload_backoff
+        )
         self._reassess()
 
+    def _sight(self, tracks: list[Track]) -> Sight:
+        """What the newest sample shows of the whole pool, however many signals it was of."""
+        seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
+        apart = [r for r, _, _ in seen if _told_apart(r)]
+        newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
+        waiting = newest.waiting if apart else max(r.f_epp * r.max_sys for r, _, _ in seen)
+        # A pressure score counts nobody; what ran and waited does.
+        counted = [(r.load, hi) for r, hi, _ in seen if r.exact]
+        counted = counted or [((r.running or 0.0) + r.waiting, hi) for r, hi, _ in seen if _told_apart(r)]
+        counted = counted or [(r.load, hi) for r, hi, _ in seen]
+        return Sight(
+            at=newest.closed_at,
+            configured=min(budget.configured for _, _, budget in seen),
+            known=all(r.capacity_known for r, _, _ in seen),
+            running=newest.running if apart else None,
+            skew=self._skew(newest) if apart else None,
+            waiting=waiting,
+            waiting_now=newest.f_epp * newest.max_sys,
+            flushed=bool(apart) and newest.counted is Moment.FLUSH,
+            realtime=max(max(0.0, load - hi) for load, hi in counted),
+            took_s=self._took_s,
+        )
 
-def _sight(tracks: list[Track]) -> Sight:
-    """What the newest sample shows of the whole pool, however many signals it was of."""
-    seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
-    apart = [r for r, _, _ in seen if _told_apart(r)]
-    newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
-    waiting = newest.waiting if apart else max(r.f_epp * r.max_sys for r, _, _ in seen)
-    # A pressure score counts nobody; what ran and waited does.
-    counted = [(r.load, hi) for r, hi, _ in seen if r.exact]
-    counted = counted or [((r.running or 0.0) + r.waiting, hi) for r, hi, _ in seen if _told_apart(r)]
-    counted = counted or [(r.load, hi) for r, hi, _ in seen]
-    return Sight(
-        at=newest.closed_at,
-        configured=min(budget.configured for _, _, budget in seen),
-        running=newest.running if apart else None,
-        waiting=waiting,
-        flushed=bool(apart) and newest.flushed,
-        realtime=max(max(0.0, load - hi) for load, hi in counted),
-    )
+    def _skew(self, reading: Reading) -> Skew | None:
+        """How far the picker's own counters may have moved since the queues of the model servers were read.
+        `None` if all counts of the reading are of one moment."""
+        if reading.running is None or reading.counted is not Moment.MIXED:
+            return None
+        in_queues = reading.waiting - reading.f_epp * reading.max_sys
+        # Without δ: what is sought is how much more of ours there was at the end than at the beginning.
+        ours = self.held.between(reading.opened_at - SERVER_LAG_S, reading.closed_at, 0.0)
+        now, before = max(0.0, reading.running + in_queues - ours.hi), self._others
+        then = now
+        if before is None or reading.closed_at > before[0]:
+            self._others = reading.closed_at, now
+            if before is not None and reading.closed_at - before[0] <= OTHERS_RECENTLY_S:
+                then = before[1]
+        surely = max(0.0, min(reading.running, ours.lo + min(then, now) - in_queues))
+        return Skew(surely, ours.hi - ours.lo + abs(now - then))
 
 
 def _told_apart(reading: Reading) -> bool:

@@ -15,17 +15,17 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Protocol
 
 from dispatcher.core.budget import Policy, Reason, Signal
-from dispatcher.core.counting import Count, Guess
+from dispatcher.core.counting import Count
 from dispatcher.core.patience import Patience
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Growth, Histograms, Price, Shares, price
 from dispatcher.settings import SignalsSettings
 from dispatcher.settings import Source as SourceName
 from dispatcher.signals.series import View
-from dispatcher.signals.verdict import Lessons, Verdict, at_most, judge
+from dispatcher.signals.verdict import Lessons, PerEndpointFrom, Verdict, at_most, judge
 from dispatcher.telemetry.events import Event, emit
 
 RETURN_AFTER = 3
@@ -76,7 +76,7 @@ class SourcePoll(Poll):
     """What is known of the EPP's saturation detector, in words."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity was reckoned with; None: it came another way, or not at all."""
-    per_endpoint_from: Literal["setting"] | Guess | None = None
+    per_endpoint_from: PerEndpointFrom | None = None
     picker_k: int | None = None
     """The picker's maxConcurrency, where its pages show it."""
     price: Price = field(default_factory=Price)
@@ -339,7 +339,7 @@ class Poller:
         age_s = now - min(view.opened_at for view in seen)
         max_age_s = self._signals.max_age_for(name)
         if age_s > max_age_s:
-            why = f"the newest sample is {age_s:.1f} s old, more than {max_age_s:g} s"
+            why = f"the samples are {age_s:.1f} s old, more than {max_age_s:g} s"
             stale = Unread(Reason.STALE, why, "signals.max_age_s, where the scrape interval is that long")
             return replace(verdict, readings=(), unread=(stale,))
         if self._replicas is not None and len(seen) < len(self._replicas):

@@ -35,11 +35,20 @@ WINDOW_S = 10.0
 _VALUE, _AGE, _OWN = "dispatcher_value", "dispatcher_age", "dispatcher_own"
 _TOOK = "dispatcher_took"
 _FLOW_LABELS = "fairness_id, priority, model_name, target_model_name"
-_PER_FLOW = (Family.QUEUED, Family.IN_FLIGHT)
-"""A pool has as many of these as it has flows or models: only their sum travels."""
+_SERVER_LABELS = "model_server_endpoint, model_server_pod"
+_SUMMED = {
+    Family.QUEUED: _FLOW_LABELS,
+    Family.IN_FLIGHT: _FLOW_LABELS,
+    Family.SERVER_QUEUES: _SERVER_LABELS,
+}
+"""A pool has as many of these as it has flows, models or servers, told apart by these labels. Only their sum
+travels."""
+_SAME_SCRAPE_S = 1.0
+"""Samples of one target that are this much older than its newest one are of an earlier scrape: the series is no
+longer on the page."""
 _SERIES_LABELS = frozenset(
     {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE, _TOOK}
-    | {label.strip() for label in _FLOW_LABELS.split(",")}
+    | {label.strip() for labels in _SUMMED.values() for label in labels.split(",")}
 )
 """Labels that the EPP gives; all others are the scrape's and tell the replicas apart."""
 _ONE_EACH = ("cluster", "namespace", "job")
@@ -257,20 +266,29 @@ class _ScrapedReplica:
         return smallest(ages) if ages else math.nan
 
     def view(self, pool: str, asked_at: float, answered_at: float) -> View | Unread:
+        age_of = {_series(row): row.value for row in self.rows if _AGE in row.labels}
+        if not age_of or not all(math.isfinite(age) for age in age_of.values()):
+            return Unread(Reason.UNREADABLE, "the age of the samples is not known")
+        newest = min(age_of.values())
+        # Prometheus goes on to answer with series that left the page, where it does not notice that they did.
+        gone = {series for series, age in age_of.items() if age > newest + _SAME_SCRAPE_S}
+        ages = [age for series, age in age_of.items() if series not in gone]
         samples: list[Sample] = []
-        ages: list[float] = []
         for row in self.rows:
-            if _AGE in row.labels:
-                ages.append(row.value)
-            elif (family := _family(row)) is not None:
+            if (family := _family(row)) is not None and _series(row) not in gone:
                 # An aggregation has dropped the name; the family's newest one stands for it.
                 samples.append(Sample(row.name or family.value[0], row.labels, row.value))
-        if not ages or not all(math.isfinite(age) for age in ages):
-            return Unread(Reason.UNREADABLE, "the age of the samples is not known")
         # By the server's clock: below 0 is a rounding. No number, or less than 0, is no time that it took.
         took_s = max((row.value for row in self.rows if _TOOK in row.labels and row.value > 0), default=0.0)
         opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages) - took_s)
         return view(samples, pool, opened_at, closed_at)
+
+
+def _series(row: Sample) -> frozenset[tuple[str, str]]:
+    """What a value and its age have in common."""
+    family = row.labels.get(_VALUE) or row.labels.get(_AGE) or ""
+    labels = {name: value for name, value in row.labels.items() if name not in ("__name__", _VALUE, _AGE)}
+    return frozenset({**labels, _VALUE: family}.items())
 
 
 def _family(row: Sample) -> Family | None:
@@ -293,17 +311,26 @@ def pool_query(pool: str, namespace: str) -> str:
         selectors = [f"{name}{{{matchers}}}" for name in family.value]
         targets += selectors if family in (Family.READY, Family.SATURATION) else []
         values = " or ".join(selectors)
-        if family in _PER_FLOW:
-            values = " or ".join(f"sum without ({_FLOW_LABELS}) (clamp_min({each}, 0))" for each in selectors)
+        summed = _SUMMED.get(family)
+        if summed is not None:
+            alive = [_of_newest_scrape(each, here) for each in selectors]
+            values = " or ".join(f"sum without ({summed}) (clamp_min({each}, 0))" for each in alive)
         parts.append(f'label_replace({values}, "{_VALUE}", "{family.name}", "", "")')
         if label is not None:
-            without = f" without ({_FLOW_LABELS})" if family is Family.QUEUED else ""
-            wrap = f"max{without} " if without else ""
+            wrap = f"min without ({summed}) " if summed else ""
             ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
             parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
     took = f"scrape_duration_seconds{{{here}}} and on (job, instance) ({' or '.join(targets)})"
     parts.append(f'label_replace({took}, "{_TOOK}", "s", "", "")')
     return " or ".join(parts)
+
+
+def _of_newest_scrape(selector: str, here: str) -> str:
+    """The series of the selector without those that the newest scrape of their target did not show. `up` is
+    written with the time of each scrape; without it nothing is left out."""
+    target = "(job,instance,namespace)"  # without spaces: servers bound the length of the address
+    scraped = f"max by{target}(timestamp(up{{{here}}}))"
+    return f"({selector} unless timestamp({selector})<on{target}group_left {scraped}-{_SAME_SCRAPE_S:g})"
 
 
 def own_query(queries: Mapping[str, str]) -> str:

@@ -32,6 +32,7 @@ class Family(Enum):
     RUNNING = ("llm_d_epp_average_running_requests", "inference_pool_average_running_requests")
     WAITING = ("llm_d_epp_average_queue_size", "inference_pool_average_queue_size")
     KV_CACHE = ("llm_d_epp_average_kv_cache_utilization", "inference_pool_average_kv_cache_utilization")
+    SERVER_QUEUES = ("llm_d_epp_per_endpoint_queue_size", "inference_pool_per_pod_queue_size")
     READY = ("llm_d_epp_ready_endpoints", "inference_pool_ready_pods")
     IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
     STALE = ("llm_d_epp_flow_control_stale_endpoints",)
@@ -49,6 +50,7 @@ _POOL_LABEL = {
     Family.RUNNING: "name",
     Family.WAITING: "name",
     Family.KV_CACHE: "name",
+    Family.SERVER_QUEUES: "name",
     Family.READY: "name",
 }
 
@@ -73,6 +75,8 @@ class View:
     """The same, waiting in the model servers."""
     kv_cache: float | None = None
     """The same, the share of the KV cache in use."""
+    server_queued: float | None = None
+    """Requests that wait in all model servers together, as of when this replica last read their metrics."""
     ready: float | None = None
     in_flight: float | None = None
     """Requests that this replica sent to a model server and that are unanswered."""
@@ -80,6 +84,8 @@ class View:
     """The names of the utilization detectors that it runs."""
     capacity: float | None = None
     """max_SYS in requests, where the operator has an own query for it."""
+    per_endpoint: float | None = None
+    """Requests that a model server runs at once by its own page."""
     own: bool = False
     """The saturation is from the operator's own query."""
     of_now: bool = False
@@ -158,6 +164,7 @@ def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: floa
         running=value(Family.RUNNING),
         waiting=value(Family.WAITING),
         kv_cache=value(Family.KV_CACHE),
+        server_queued=value(Family.SERVER_QUEUES),
         ready=value(Family.READY),
         in_flight=value(Family.IN_FLIGHT),
         utilization=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())),
@@ -180,7 +187,7 @@ def _combine(family: Family, samples: Sequence[Sample]) -> float:
         # `effective` is what the EPP gates by; without it, the fuller stage is.
         effective = [sample.value for sample in samples if sample.labels.get("stage") == "effective"]
         return largest(effective or [sample.value for sample in samples])
-    if family in (Family.QUEUED, Family.IN_FLIGHT):
+    if family in (Family.QUEUED, Family.IN_FLIGHT, Family.SERVER_QUEUES):
         # A flow that was deleted and came back may be counted below zero for a while. Not max(): it would
         # make a zero of a NaN, and NaN must reach the limiter, which refuses it.
         return total(0.0 if sample.value < 0 else sample.value for sample in samples)

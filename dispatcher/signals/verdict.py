@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.budget import Moment, Policy, Reading, Reason, Signal
 from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside
 from dispatcher.core.poll import Unread
 from dispatcher.signals.series import Family, View, largest, smallest, total
+
+PerEndpointFrom = Literal["setting", "server"] | Guess
+"""Who says how many requests an endpoint runs at once; `server`: the model servers' own pages."""
 
 
 class Lessons:
@@ -51,7 +54,7 @@ class Verdict:
     """What is known of the picker's saturation detector, in words."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity was reckoned with; None: it came another way."""
-    per_endpoint_from: Literal["setting"] | Guess | None = None
+    per_endpoint_from: PerEndpointFrom | None = None
 
 
 def active(views: Sequence[View]) -> Sequence[View]:
@@ -85,7 +88,8 @@ def judge(
         lessons.learn(views)
     k, raw = lessons.count.k, _raw(views)
     views = active(views)
-    wanted = _wanted(views, use, k)
+    capacity_known = _capacity_known(views, policy, lessons.count)
+    wanted = _wanted(views, use, k, capacity_known)
     detector = _detector(views, k)
     ready = [each.ready for each in views if each.ready is not None]
     if ready and smallest(ready) <= 0:
@@ -96,7 +100,7 @@ def judge(
             f"the pool's pods; a picker that has just started shows none for {FLUSH_S:g} s",
         )
         return Verdict(wanted, (), (gone,), detector)
-    per_endpoint = lessons.count.per_endpoint if policy.per_endpoint is None else policy.per_endpoint
+    per_endpoint, per_endpoint_from = _per_endpoint(views, policy, lessons.count)
     capacity = _capacity(views, ready, policy.max_sys, per_endpoint)
     readings: list[Reading] = []
     unread: list[Unread] = []
@@ -107,13 +111,32 @@ def judge(
         if isinstance(made, Unread):
             unread.append(made)
         elif not isinstance(capacity, Unread):
-            readings.append(_reading(signal, views, capacity, made, source, raw))
+            reading = _reading(signal, views, capacity, made, source, raw, lessons.outside)
+            readings.append(replace(reading, capacity_known=capacity_known))
     counted = policy.max_sys is None and all(each.capacity is None for each in views)
     unique = tuple(dict.fromkeys(unread))
     if not counted:
         return Verdict(wanted, tuple(readings), unique, detector)
-    source_of_it = lessons.count.guess if policy.per_endpoint is None else "setting"
-    return Verdict(wanted, tuple(readings), unique, detector, per_endpoint, source_of_it)
+    return Verdict(wanted, tuple(readings), unique, detector, per_endpoint, per_endpoint_from)
+
+
+def _per_endpoint(views: Sequence[View], policy: Policy, count: Count) -> tuple[float, PerEndpointFrom]:
+    """Requests that an endpoint runs at once, or where the search for that starts, and who says so."""
+    if policy.per_endpoint is not None:
+        return policy.per_endpoint, "setting"
+    shown = [each.per_endpoint for each in views if each.per_endpoint is not None]
+    if shown and len(shown) == len(views):
+        return smallest(shown), "server"
+    if count.per_endpoint is not None:
+        return count.per_endpoint, count.guess
+    return policy.initial_per_endpoint, count.guess
+
+
+def _capacity_known(views: Sequence[View], policy: Policy, count: Count) -> bool:
+    """Whether a setting, a query, the model servers or the picker tell the capacity."""
+    if policy.max_sys is not None or all(each.capacity is not None for each in views):
+        return True
+    return _per_endpoint(views, policy, count)[1] != "search"
 
 
 def at_most(use: str) -> tuple[Signal, ...]:
@@ -122,10 +145,12 @@ def at_most(use: str) -> tuple[Signal, ...]:
     return both if use in ("auto", "both") else (Signal(use),)
 
 
-def _wanted(views: Sequence[View], use: str, k: int | None) -> tuple[Signal, ...]:
+def _wanted(views: Sequence[View], use: str, k: int | None, capacity_known: bool) -> tuple[Signal, ...]:
     unknown = k is None and not any(each.own or each.utilization for each in views)
-    if use == "saturation" and unknown and len(views) > 1:
-        # Of several counts the fullest is but a part. Where requests cannot be counted the setting stands.
+    own = any(each.own for each in views)
+    if use == "saturation" and ((unknown and len(views) > 1) or not (capacity_known or own)):
+        # Of several counts the fullest is but a part, and where the capacity is not known only a count of
+        # requests bounds what is sent. Where requests cannot be counted the setting stands.
         return at_most(use if isinstance(_requests(views, 1.0, Outside()), Unread) else "both")
     if use != "auto":
         return at_most(use)
@@ -196,11 +221,17 @@ def _load(
 
 
 def _reading(
-    signal: Signal, views: Sequence[View], max_sys: float, load: _Load, source: str, raw: Mapping[str, float]
+    signal: Signal,
+    views: Sequence[View],
+    max_sys: float,
+    load: _Load,
+    source: str,
+    raw: Mapping[str, float],
+    outside: Outside,
 ) -> Reading:
     # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
     queued = total(each.queued for each in views if each.queued is not None)
-    running, waiting, flushed = _apart(views, queued)
+    running, waiting, counted = _apart(views, queued, outside)
     return Reading(
         signal=signal,
         opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.flushed else 0.0),
@@ -213,29 +244,35 @@ def _reading(
         exact=load.exact,
         running=running,
         waiting=waiting,
-        flushed=flushed,
+        counted=counted,
     )
 
 
-def _apart(views: Sequence[View], queued: float) -> tuple[float | None, float, bool]:
-    """What ran while so many waited, both of one moment: the last flush (whether it is that is told, too), or
-    now, by what the picker sent and what waits in it. Where somebody waits by both the smaller counts. None:
-    not known apart."""
+def _apart(views: Sequence[View], queued: float, outside: Outside) -> tuple[float | None, float, Moment]:
+    """Requests that ran, requests that waited, and the moment of both.
+
+    What waits in a model server was sent as well, so that what the picker sent says what ran only where the
+    queues of the servers are known. The averages are of one moment, but of up to FLUSH_S ago. `None` where
+    running and waiting requests cannot be told apart.
+    """
     if any(each.own for each in views):
-        return None, queued, False  # of the operator's own quantities nothing is known
-    found: list[tuple[float, float, bool]] = []
-    flushed = [
+        return None, queued, Moment.NOW  # of the operator's own quantities nothing is known
+    averages = [
         (each.running * each.ready, each.waiting * each.ready)
         for each in views
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]
-    if len(flushed) == len(views):
-        found.append((*max(flushed), not all(each.of_now for each in views)))
+    known = len(averages) == len(views)
+    if known and all(each.of_now for each in views):
+        return (*max(averages), Moment.NOW)
     sent = [each.in_flight for each in views if each.in_flight is not None]
-    if queued > 0 and len(sent) == len(views):
-        found.append((total(sent), queued, False))
-    crowded = [each for each in found if each[1] > 0]
-    return min(crowded or found, default=(None, queued, False))
+    server_queues = [each.server_queued for each in views if each.server_queued is not None]
+    if len(sent) == len(server_queues) == len(views):
+        in_queues = largest(server_queues)
+        return max(0.0, total(sent) + outside.requests - in_queues), in_queues + queued, Moment.MIXED
+    if known:
+        return (*max(averages), Moment.FLUSH)
+    return None, queued, Moment.NOW
 
 
 def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load | Unread:

@@ -49,6 +49,8 @@ class Moment:
     state: PoolState
     limit: int | None
     closed: Reason | None
+    capacity: float | None = None
+    """What the policy takes for the pool's capacity, in requests."""
 
 
 @dataclass(slots=True)
@@ -281,7 +283,7 @@ class _Experiment:
     def _keep(self, at: float, every_s: float) -> None:
         self._road.now()
         limit, closed = self._policy.shown(self._loop.time())
-        self._run.moments.append(Moment(self._road.world.observe(), limit, closed))
+        self._run.moments.append(Moment(self._road.world.observe(), limit, closed, self._policy.capacity_seen()))
         if closed is not None:
             self._run.closed_s[closed.value] = self._run.closed_s.get(closed.value, 0.0) + every_s
         self._loop.call_at(at + every_s, self._keep, at + every_s, every_s)

@@ -174,6 +174,10 @@ class Law(Policy):
         allowance = self._replicas[0].dispatcher.allowance()
         return allowance.limit, allowance.reason if allowance.reason.closed else None
 
+    def capacity_seen(self) -> float | None:
+        budget = self._replicas[0].dispatcher.allowance().budget
+        return None if budget is None else budget.max_sys
+
     def _replica(self) -> Replica:
         owner = f"dispatcher-{next(self._names)}"
         return Replica(

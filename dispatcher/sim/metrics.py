@@ -25,8 +25,22 @@ class Detector(StrEnum):
     """Requests in the pods ÷ what it takes them for: a true count."""
     TOKENS = "tokens"
     """The same of tokens, by its other mode: a count of something else."""
+    COMPOSITE = "composite"
+    """The larger of the first two."""
     NONE = "none"
     """Flow control is off: the picker holds nobody back and shows no saturation."""
+    SERVERS = "servers"
+    """There is no picker: the pages of the model servers themselves are read."""
+
+    @property
+    def flow_control(self) -> bool:
+        """Whether the picker has a queue and shows its saturation."""
+        return self not in (Detector.NONE, Detector.SERVERS)
+
+    @property
+    def by_queues(self) -> bool:
+        """Whether the queues of the model servers decide if the picker holds requests back."""
+        return self in (Detector.UTILIZATION, Detector.COMPOSITE)
 
 
 class Signals(StrEnum):
@@ -83,8 +97,10 @@ class Exporter:
 
     def view(self, state: PoolState, number: int = 0) -> View:
         """The page of a replica of the picker, scraped at `state.at`."""
+        if self.detector is Detector.SERVERS:
+            return self._servers(state)
         seen = self._flushed if self.flush_s and self._flushed is not None else state
-        flow_control = self.detector is not Detector.NONE
+        flow_control = self.detector.flow_control
         sent = self._share(state.running + self._inside(state), number)
         at = state.at + self.stamp_s
         return View(
@@ -95,14 +111,28 @@ class Exporter:
             running=seen.running / max(1, seen.pods),
             waiting=self._inside(seen) / max(1, seen.pods),
             kv_cache=self._kv(seen),
+            server_queued=float(state.inside_seen) if self.shows_server_queues else None,
             ready=state.pods,
             in_flight=sent if self.shows_running else None,
-            utilization=frozenset({"default"} if self.detector is Detector.UTILIZATION else ()),
+            utilization=frozenset({"default"} if self.detector.by_queues else ()),
+        )
+
+    def _servers(self, state: PoolState) -> View:
+        """The pages of all model servers together."""
+        at, pods = state.at + self.stamp_s, max(1, state.pods)
+        return View(
+            at,
+            at,
+            running=state.running / pods,
+            waiting=state.waiting / pods,
+            kv_cache=self._kv(state),
+            ready=state.pods,
+            of_now=True,
         )
 
     def _inside(self, state: PoolState) -> int:
         """Requests that wait in the pods: without flow control all, in whatever order."""
-        return state.waiting if self.detector is Detector.NONE else state.inside
+        return state.inside if self.detector.flow_control else state.waiting
 
     def _share(self, requests: int, number: int) -> int:
         """What of them is this replica's."""
@@ -115,7 +145,10 @@ class Exporter:
             return sent / (self.picker_per_pod * state.pods)
         if self.detector is Detector.TOKENS:
             return sent * REQUEST_TOKENS / (POD_TOKENS * state.pods)
-        return max(state.inside_seen / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
+        pressure = max(state.inside_seen / state.pods / WAITING_AT_FULL, self._kv(state) / KV_AT_FULL)
+        if self.detector is Detector.COMPOSITE:
+            return max(pressure, sent / (self.picker_per_pod * state.pods))
+        return pressure
 
     def _kv(self, state: PoolState) -> float:
         return self.kv_full * state.running / state.slots if state.slots else 1.0

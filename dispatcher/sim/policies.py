@@ -77,6 +77,10 @@ class Policy:
         """The limit on what may be out, if the policy has one, and why it is closed, if it is."""
         return None, None
 
+    def capacity_seen(self) -> float | None:
+        """What the policy takes for the pool's capacity now, in requests."""
+        return None
+
     def _target(self, now: float) -> int:
         """How many may be out."""
         return 0

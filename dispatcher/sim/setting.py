@@ -124,7 +124,7 @@ class Setting:
     @property
     def flow_control(self) -> bool:
         """Whether requests wait in the picker; where only requests are counted it has none."""
-        return self.detector is not Detector.NONE and self.signals is not Signals.REQUESTS
+        return self.detector.flow_control and self.signals is not Signals.REQUESTS
 
     @property
     def pressure_score_alone(self) -> bool:
@@ -163,7 +163,7 @@ class Setting:
             self.signals,
             policy=self.budgeting,
             picker_per_pod=self._believed / self.pods,
-            detector=self.detector if self.flow_control else Detector.NONE,
+            detector=self.detector if self.flow_control or self.detector is Detector.SERVERS else Detector.NONE,
             kv_full=self.kv_full,
             flush_s=self.flush_s,
             stamp_s=self.stamp_s,
@@ -180,7 +180,7 @@ class Setting:
     def full_at(self) -> Callable[[int], float] | None:
         """Requests waiting in so many pods at which the utilization detector calls the pool full; None where
         the picker does not decide by that."""
-        by_queues = self.flow_control and self.detector is Detector.UTILIZATION and self.order is Order.AUTO
+        by_queues = self.flow_control and self.detector.by_queues and self.order is Order.AUTO
         return (lambda pods: WAITING_AT_FULL * pods) if by_queues else None
 
     @property

@@ -98,7 +98,7 @@ class BudgetStatus:
     """What the others say it is; more than `max_sys` where less fitted."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
-    per_endpoint_from: Literal["setting", "picker", "suggestion", "unseen", "assumption"] | None = None
+    per_endpoint_from: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
     picker_max_concurrency: int | None = None
     """As the picker's pages show it; None: they do not."""
     reserve_problem: str | None = None
