@@ -33,18 +33,6 @@ class Signal(StrEnum):
     """Running and waiting requests, counted."""
 
 
-class Moment(StrEnum):
-    """The moment at which a reading counted running and waiting requests apart from each other."""
-
-    NOW = "now"
-    """Both at the time of the sample, in the same place."""
-    FLUSH = "flush"
-    """Both at the picker's last flush, which other samples show as well."""
-    MIXED = "mixed"
-    """The picker's own counters at the time of the sample, and the queues of the model servers up to
-    `SERVER_LAG_S` before."""
-
-
 class Reason(StrEnum):
     """Why the limit is what it is; the first that holds is shown (declared in that order)."""
 
@@ -96,8 +84,8 @@ class Policy:
     max_sys: float | None = None
     """Capacity in requests; None: ready endpoints × per_endpoint."""
     per_endpoint: float | None = None
-    """Requests that an endpoint runs at once. `None` if the pages of the picker or of the model servers have to
-    say it, or else the readings."""
+    """Requests that an endpoint runs at once. `None` if the pages of the picker or of the model servers have
+    to say it, or else the readings."""
     initial_per_endpoint: float = 8.0
     """Requests per endpoint with which the search for an unknown capacity starts."""
     max_in_flight: int | None = None
@@ -142,12 +130,16 @@ class Reading:
     raw: Mapping[str, float] = field(default_factory=dict)
     """The values it was made of, by series, for people."""
     running: float | None = None
-    """Requests that ran in the model servers. `None` if they cannot be told from those that waited."""
+    """Requests that run in the model servers at the moment of the sample. `None` if nobody shows them apart
+    from those that wait."""
     waiting: float = 0.0
-    """Requests that waited at the same moment, in the model servers and, unless that was a flush, in the
-    picker."""
-    counted: Moment = Moment.NOW
-    """The moment of `running` and `waiting`."""
+    """Requests that wait at that moment, in the picker or in the model servers."""
+    exact_counts: bool = True
+    """These two were counted together. Otherwise `running` is what the picker sent by now less what waited in
+    the model servers up to SERVER_LAG_S before."""
+    averages: tuple[float, float] | None = None
+    """Requests that ran and that waited in the model servers at the picker's last flush. `None` if the picker
+    does not show both."""
     capacity_known: bool = True
     """`max_sys` is what a setting, the picker or the model servers say; otherwise the dispatcher starts there
     and has to find the capacity."""

@@ -30,8 +30,8 @@ FLUSH_LATE = 1.2
 """No flush comes later than this many times FLUSH_S after the one before."""
 
 USUAL_MOST = 100.0
-"""The picker's own default for maxConcurrency. A larger k is not taken for the capacity: tokens in flight look
-like a count of requests while all requests have the same length. The capacity is searched for then."""
+"""The picker's own default for maxConcurrency. A larger k is not taken for the capacity: tokens in flight
+look like a count of requests while all requests have the same length. The capacity is searched for then."""
 
 Guess = Literal["picker", "suggestion", "search"]
 """Where the requests per endpoint come from while no setting says them: k is proven, or was; the pages so far

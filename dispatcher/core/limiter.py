@@ -31,6 +31,7 @@ from collections.abc import Hashable, Iterable
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal
+from dispatcher.core.capacity import Capacity
 from dispatcher.core.gate import Failure, Gate
 from dispatcher.core.poll import Poll
 from dispatcher.core.tracking import Tracking
@@ -187,6 +188,11 @@ class Limiter:
         """All that the limit can be, by what the newest readings say of the pool; None: not known."""
         most = self._tracking.policy.most
         return min((most(budget.max_sys) for budget in self.budgets), default=None)
+
+    @property
+    def learned(self) -> Capacity:
+        """What readings showed of the pool's capacity."""
+        return self._tracking.learned
 
     @property
     def others(self) -> int:

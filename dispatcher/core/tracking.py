@@ -20,13 +20,12 @@ from dispatcher.core.budget import (
     PLAUSIBLE_MOST,
     SERVER_LAG_S,
     Budget,
-    Moment,
     Policy,
     Reading,
     Reason,
     Signal,
 )
-from dispatcher.core.capacity import Capacity, Sight, Skew
+from dispatcher.core.capacity import ONE_WAITS, Capacity, Count, Sight
 from dispatcher.core.held import Interval, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.refusals import HEARD_SLOP_S
@@ -36,6 +35,8 @@ from dispatcher.core.travel import MOST_S, Travel
 
 WINDOW_MOST_S = 10.0
 """No reading's window is longer than this (averages are flushed every 5 s)."""
+STEADY = 0.05
+"""Counts of different moments fit together if they changed by no more than this share between them."""
 OTHERS_RECENTLY_S = 3.0
 """A sample this old still shows how many of the requests that are not ours are not new."""
 NEWEST = 0.1
@@ -305,29 +306,33 @@ class Tracking(Revised):
         seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
         apart = [r for r, _, _ in seen if _told_apart(r)]
         newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
-        waiting = newest.waiting if apart else max(r.f_epp * r.max_sys for r, _, _ in seen)
         # A pressure score counts nobody; what ran and waited does.
         counted = [(r.load, hi) for r, hi, _ in seen if r.exact]
-        counted = counted or [((r.running or 0.0) + r.waiting, hi) for r, hi, _ in seen if _told_apart(r)]
+        counted = counted or [(_counted(r), hi) for r, hi, _ in seen if _told_apart(r)]
         counted = counted or [(r.load, hi) for r, hi, _ in seen]
+        averages = newest.averages if apart else None
         return Sight(
             at=newest.closed_at,
             configured=min(budget.configured for _, _, budget in seen),
             known=all(r.capacity_known for r, _, _ in seen),
-            running=newest.running if apart else None,
-            skew=self._skew(newest) if apart else None,
-            waiting=waiting,
-            waiting_now=newest.f_epp * newest.max_sys,
-            flushed=bool(apart) and newest.counted is Moment.FLUSH,
             realtime=max(max(0.0, load - hi) for load, hi in counted),
+            now=self._count(newest) if apart else None,
+            averages=None if averages is None else Count(*averages, averages[0]),
+            waiting=newest.f_epp * newest.max_sys,
             took_s=self._took_s,
         )
 
-    def _skew(self, reading: Reading) -> Skew | None:
-        """How far the picker's own counters may have moved since the queues of the model servers were read.
-        `None` if all counts of the reading are of one moment."""
-        if reading.running is None or reading.counted is not Moment.MIXED:
+    def _count(self, reading: Reading) -> Count | None:
+        """What ran and what waited at the moment of the sample.
+
+        The queues of the model servers may be those of up to SERVER_LAG_S ago, so that requests which came
+        since then and wait look as if they ran. Of ours only those certainly ran that were there all that time,
+        and of the others as many as were there at the sample before as well.
+        """
+        if reading.running is None:
             return None
+        if reading.exact_counts:
+            return Count(reading.running, reading.waiting, reading.running)
         in_queues = reading.waiting - reading.f_epp * reading.max_sys
         # Without δ: what is sought is how much more of ours there was at the end than at the beginning.
         ours = self.held.between(reading.opened_at - SERVER_LAG_S, reading.closed_at, 0.0)
@@ -338,13 +343,28 @@ class Tracking(Revised):
             if before is not None and reading.closed_at - before[0] <= OTHERS_RECENTLY_S:
                 then = before[1]
         surely = max(0.0, min(reading.running, ours.lo + min(then, now) - in_queues))
-        return Skew(surely, ours.hi - ours.lo + abs(now - then))
+        moved = ours.hi - ours.lo + abs(now - then)
+        steady = moved <= max(2.0, STEADY * (reading.running + reading.waiting))
+        in_picker = in_queues < ONE_WAITS <= reading.waiting
+        return Count(
+            reading.running, reading.waiting, surely, steady=steady, exact=False, in_picker=in_picker
+        )
+
+
+def _counted(reading: Reading) -> float:
+    """All requests in the pool, by a reading that tells what runs from what waits."""
+    running, waiting = (
+        (reading.averages or (0.0, 0.0)) if reading.running is None else (reading.running, reading.waiting)
+    )
+    return running + waiting
 
 
 def _told_apart(reading: Reading) -> bool:
     """Whether it tells what runs from what waits, in numbers that a pool may have."""
-    running, waiting = reading.running, reading.waiting
-    return running is not None and 0 <= running <= PLAUSIBLE_MOST and 0 <= waiting <= PLAUSIBLE_MOST
+    counts = [*(reading.averages or ())]
+    if reading.running is not None:
+        counts += [reading.running, reading.waiting]
+    return bool(counts) and all(0 <= each <= PLAUSIBLE_MOST for each in counts)
 
 
 def _horizon(oldest_s: float) -> float:

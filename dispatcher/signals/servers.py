@@ -1,12 +1,13 @@
 """Model servers themselves, where there is neither an endpoint picker nor Prometheus: one page per server.
 
 Each page has how many requests run there and wait there, as of now. Nothing waits before the servers that
-anybody could see, so F_SYS is all that runs and waits, and F_EPP is 0. No page tells how many requests a
-server runs at once: that is `budget.per_endpoint`.
+anybody could see, so F_SYS is all that runs and waits, and F_EPP is 0. Few servers show how many requests
+they run at once. Unless all do, `budget.per_endpoint` says it, or the dispatcher searches for it.
 """
 
 from __future__ import annotations
 
+import math
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,19 +21,26 @@ from dispatcher.signals.series import View, largest, total
 
 
 class ModelServer(Enum):
-    """The gauges of one kind of model server: running, waiting, share of the KV cache in use, by all their
-    names, the newest first."""
+    """The gauges of one kind of model server: running, waiting, share of the KV cache in use, limit on the
+    requests that run at once. Each has all its names, the newest first, or none if no server shows it."""
 
     VLLM = (
         ("vllm:num_requests_running",),
         ("vllm:num_requests_waiting",),
         ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        ("vllm:max_num_seqs",),  # not in vLLM 0.11; custom builds and newer versions may show it
     )
-    SGLANG = (("sglang:num_running_reqs",), ("sglang:num_queue_reqs",), ("sglang:token_usage",))
+    SGLANG = (
+        ("sglang:num_running_reqs",),
+        ("sglang:num_queue_reqs",),
+        ("sglang:token_usage",),
+        ("sglang:max_running_requests_under_SLO",),
+    )
     TENSORRT_LLM = (
         ("trtllm_num_requests_running",),
         ("trtllm_num_requests_waiting",),
         ("trtllm_kv_cache_utilization",),
+        (),
     )
 
 
@@ -50,6 +58,8 @@ class _ServerPage:
     running: float
     waiting: float
     kv_cache: float | None
+    limit: float | None
+    """Requests that the server runs at once. `None` if its page does not show a usable number."""
 
 
 class ServersSource:
@@ -90,7 +100,7 @@ class ServersSource:
 
 def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float) -> _ServerPage | Unread:
     for kind in ModelServer:
-        running, waiting, kv_cache = (_of(page.samples, names) for names in kind.value)
+        running, waiting, kv_cache, limits = (_of(page.samples, names) for names in kind.value)
         if not running and not waiting:
             continue
         if not running or not waiting:
@@ -98,7 +108,8 @@ def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float
             return unread(target, f"{missing} is not there", "a model server that shows both")
         swapped = _of(page.samples, (_SWAPPED,)) if kind is ModelServer.VLLM else []
         used = largest(kv_cache) if kv_cache else None
-        return _ServerPage(opened_at, closed_at, total(running), total([*waiting, *swapped]), used)
+        queued = total([*waiting, *swapped])
+        return _ServerPage(opened_at, closed_at, total(running), queued, used, _limit(limits))
     return unread(
         target,
         "none of the series of vLLM, SGLang or TensorRT-LLM is there",
@@ -119,6 +130,13 @@ def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
     return []
 
 
+def _limit(limits: Sequence[float]) -> float | None:
+    """The sum of the limits of a server's engines. `None` if one is no positive number, or none is shown."""
+    if not limits or not all(math.isfinite(limit) and limit > 0 for limit in limits):
+        return None
+    return total(limits)
+
+
 def _together(servers: Sequence[_ServerPage]) -> View:
     count = len(servers)
     running, waiting = total(each.running for each in servers), total(each.waiting for each in servers)
@@ -126,6 +144,11 @@ def _together(servers: Sequence[_ServerPage]) -> View:
     raw = {"servers": float(count), "running": running, "waiting": waiting}
     if used:
         raw["kv_cache_most"] = largest(used)
+    limits = [each.limit for each in servers if each.limit is not None]
+    # One server that does not show its limit may run any number of requests.
+    limit = total(limits) if len(limits) == count else None
+    if limit is not None:
+        raw["limit"] = limit
     return View(
         min(each.opened_at for each in servers),
         max(each.closed_at for each in servers),
@@ -133,6 +156,7 @@ def _together(servers: Sequence[_ServerPage]) -> View:
         waiting=waiting / count,
         kv_cache=total(used) / len(used) if used else None,
         ready=float(count),
+        per_endpoint=None if limit is None else limit / count,
         of_now=True,
         raw=raw,
     )

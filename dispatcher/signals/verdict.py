@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from dispatcher.core.budget import Moment, Policy, Reading, Reason, Signal
+from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside
 from dispatcher.core.poll import Unread
 from dispatcher.signals.series import Family, View, largest, smallest, total
@@ -231,7 +231,7 @@ def _reading(
 ) -> Reading:
     # The EPP makes a flow's series with its first request and deletes it when idle: none means none waits.
     queued = total(each.queued for each in views if each.queued is not None)
-    running, waiting, counted = _apart(views, queued, outside)
+    apart = _apart(views, queued, outside)
     return Reading(
         signal=signal,
         opened_at=min(each.opened_at for each in views) - (FLUSH_S if load.flushed else 0.0),
@@ -242,37 +242,46 @@ def _reading(
         source=source,
         raw=raw,
         exact=load.exact,
-        running=running,
-        waiting=waiting,
-        counted=counted,
+        running=apart.running,
+        waiting=apart.waiting,
+        exact_counts=apart.exact,
+        averages=apart.averages,
     )
 
 
-def _apart(views: Sequence[View], queued: float, outside: Outside) -> tuple[float | None, float, Moment]:
-    """Requests that ran, requests that waited, and the moment of both.
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """Running and waiting requests, as `Reading` has them."""
 
-    What waits in a model server was sent as well, so that what the picker sent says what ran only where the
-    queues of the servers are known. The averages are of one moment, but of up to FLUSH_S ago. `None` where
-    running and waiting requests cannot be told apart.
+    running: float | None
+    waiting: float
+    exact: bool = True
+    averages: tuple[float, float] | None = None
+
+
+def _apart(views: Sequence[View], queued: float, outside: Outside) -> _Apart:
+    """Tell requests that run from those that wait.
+
+    What waits in a model server was sent as well, so that what the picker sent says what runs only where the
+    queues of the servers are known. The averages are of one moment, but of up to FLUSH_S ago.
     """
     if any(each.own for each in views):
-        return None, queued, Moment.NOW  # of the operator's own quantities nothing is known
-    averages = [
+        return _Apart(None, queued)  # of the operator's own quantities nothing is known
+    flushed = [
         (each.running * each.ready, each.waiting * each.ready)
         for each in views
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]
-    known = len(averages) == len(views)
-    if known and all(each.of_now for each in views):
-        return (*max(averages), Moment.NOW)
-    sent = [each.in_flight for each in views if each.in_flight is not None]
+    averages = max(flushed) if len(flushed) == len(views) else None
+    if averages is not None and all(each.of_now for each in views):
+        return _Apart(*averages)
+    sent = _sent(views)
     server_queues = [each.server_queued for each in views if each.server_queued is not None]
-    if len(sent) == len(server_queues) == len(views):
+    if sent and len(server_queues) == len(views):
         in_queues = largest(server_queues)
-        return max(0.0, total(sent) + outside.requests - in_queues), in_queues + queued, Moment.MIXED
-    if known:
-        return (*max(averages), Moment.FLUSH)
-    return None, queued, Moment.NOW
+        running = max(0.0, total(sent) + outside.requests - in_queues)
+        return _Apart(running, in_queues + queued, exact=False, averages=averages)
+    return _Apart(None, queued, averages=averages)
 
 
 def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load | Unread:

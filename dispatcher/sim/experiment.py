@@ -283,7 +283,9 @@ class _Experiment:
     def _keep(self, at: float, every_s: float) -> None:
         self._road.now()
         limit, closed = self._policy.shown(self._loop.time())
-        self._run.moments.append(Moment(self._road.world.observe(), limit, closed, self._policy.capacity_seen()))
+        self._run.moments.append(
+            Moment(self._road.world.observe(), limit, closed, self._policy.capacity_seen())
+        )
         if closed is not None:
             self._run.closed_s[closed.value] = self._run.closed_s.get(closed.value, 0.0) + every_s
         self._loop.call_at(at + every_s, self._keep, at + every_s, every_s)

@@ -111,7 +111,7 @@ class Exporter:
             running=seen.running / max(1, seen.pods),
             waiting=self._inside(seen) / max(1, seen.pods),
             kv_cache=self._kv(seen),
-            server_queued=float(state.inside_seen) if self.shows_server_queues else None,
+            server_queued=self._seen_inside(state) if self.shows_server_queues else None,
             ready=state.pods,
             in_flight=sent if self.shows_running else None,
             utilization=frozenset({"default"} if self.detector.by_queues else ()),
@@ -133,6 +133,11 @@ class Exporter:
     def _inside(self, state: PoolState) -> int:
         """Requests that wait in the pods: without flow control all, in whatever order."""
         return state.inside if self.detector.flow_control else state.waiting
+
+    def _seen_inside(self, state: PoolState) -> float:
+        """The same, as the picker last read it."""
+        outside = 0 if self.detector.flow_control else state.waiting - state.inside
+        return float(state.inside_seen + outside)
 
     def _share(self, requests: int, number: int) -> int:
         """What of them is this replica's."""

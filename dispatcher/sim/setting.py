@@ -163,7 +163,9 @@ class Setting:
             self.signals,
             policy=self.budgeting,
             picker_per_pod=self._believed / self.pods,
-            detector=self.detector if self.flow_control or self.detector is Detector.SERVERS else Detector.NONE,
+            detector=self.detector
+            if self.flow_control or self.detector is Detector.SERVERS
+            else Detector.NONE,
             kv_full=self.kv_full,
             flush_s=self.flush_s,
             stamp_s=self.stamp_s,

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core import counting
-from dispatcher.core.counting import ASSUMED, FILLS, FIRST, FLUSH_S, PAGES, Outside, PickerPage, fitting
+from dispatcher.core.counting import FILLS, FLUSH_S, PAGES, USUAL_MOST, Outside, PickerPage, fitting
 
 FULL = list(range(0, 48, 5))
 
@@ -76,7 +76,7 @@ def test_the_pages_of_a_counting_detector_show_its_k(
     for fill in (*fills, 501, 520):
         count.learn([page(fill, k, ready)])
     assert count.k == k
-    assert count.per_endpoint == k
+    assert count.per_endpoint == (k if k <= USUAL_MOST else None)
 
 
 @given(seed=st.integers(), equal=st.booleans())
@@ -137,7 +137,7 @@ def test_endpoints_that_came_since_the_last_flush_make_no_other_k(every_s: float
             pages.append(PickerPage(requests / (16 * pods), shown, requests))
         count.learn(pages, at)
         assert count.k in (None, 16)
-        assert count.per_endpoint in (16, FIRST)
+        assert count.per_endpoint in (16, None)
     assert count.k == 16
 
 
@@ -174,59 +174,69 @@ def tokens(requests: int, each: float) -> PickerPage:
     return PickerPage(requests * each / 3e6, 3, requests)
 
 
-def test_tokens_in_flight_are_no_capacity_however_alike_requests_were() -> None:
-    """As long as all have 500 tokens, they look like 2,000 requests per endpoint."""
-    count, at = Count(), 0.0
+def test_tokens_in_flight_are_never_taken_for_the_capacity() -> None:
+    """While all requests have 500 tokens, a detector that counts tokens shows 2,000 requests per endpoint."""
+    count = Count()
     for fill in FULL:
-        count.learn([tokens(fill, 500)], at := at + 2.0)
-    before = count.k
-    count.learn([tokens(20, 517.3)], at := at + 2.0)
-    assert (before, count.k) == (2000, None)
-    while count.per_endpoint == 2000:
-        count.learn([tokens(20 + int(at) % 7, 400 + at)], at := at + 1.0)
-        assert at < 60
-    assert (count.per_endpoint, count.guess) == (ASSUMED, "assumption")
+        count.learn([tokens(fill, 500)])
+        assert (count.per_endpoint, count.guess) == (None, "search")
+    assert count.k == 2000
+    count.learn([tokens(20, 517.3)])
+    assert (count.k, count.per_endpoint, count.guess) == (None, None, "search")
 
 
-def test_a_large_capacity_outlives_endpoints_that_come() -> None:
-    count, at = Count(), 0.0
+@pytest.mark.parametrize(("k", "per_endpoint"), [(100, 100.0), (101, None), (256, None)])
+def test_only_a_k_up_to_the_usual_most_is_taken_for_the_capacity(k: int, per_endpoint: float | None) -> None:
+    """A larger k still proves that the saturation counts requests."""
+    count = Count()
     for fill in FULL:
-        count.learn([page(fill, k=256)], at := at + 2.0)
-    before = count.k
-    for fill in (20, 25, 30):  # ready endpoints follow at the flush: 4 count already, 3 are shown
-        count.learn([PickerPage(fill / (4 * 256), 3, fill)], at := at + 2.0)
-    assert (before, count.k) == (256, None)
+        count.learn([page(fill, k)])
+        assert count.per_endpoint in (None, per_endpoint)
+    assert (count.k, count.per_endpoint) == (k, per_endpoint)
+    assert count.guess == ("search" if per_endpoint is None else "picker")
+
+
+def test_a_large_k_is_proven_again_after_endpoints_came() -> None:
+    """The ready endpoints follow at the next flush: 4 endpoints count already while 3 are shown."""
+    count = taught([page(fill, k=256) for fill in FULL])
+    assert count.k == 256
+    for fill in (20, 25, 30):
+        count.learn([PickerPage(fill / (4 * 256), 3, fill)])
+    assert count.k is None
     for fill in FULL:
-        count.learn([page(fill, k=256, ready=4)], at := at + 2.0)
-        assert count.per_endpoint == 256
+        count.learn([page(fill, k=256, ready=4)])
+        assert (count.per_endpoint, count.guess) == (None, "search")
     assert count.k == 256
 
 
 def test_a_score_that_fits_a_k_now_and_then_does_not_move_the_capacity_each_time() -> None:
     """Queues of 2 of 5 and 3 of 5 give round numbers that look like counts."""
     count = taught([page(20, k=32), PickerPage(0.123456, 3, 20)])
-    assumed = set()
     for each in [page(20, k=7), page(20, k=9), PickerPage(0.123456, 3, 20), page(20, k=8)]:
         count.learn([each])
-        assumed.add(count.per_endpoint)
-    assert assumed == {ASSUMED}
+        assert (count.per_endpoint, count.guess) == (None, "search")
 
 
-def test_what_is_assumed_before_anything_is_known() -> None:
-    def guessed(count: Count) -> tuple[float, str]:
+def test_the_capacity_is_searched_for_until_a_page_suggests_one() -> None:
+    def guessed(count: Count) -> tuple[float | None, str]:
         return count.per_endpoint, count.guess
 
+    search = (None, "search")
     count = Count()
-    assert guessed(count) == (FIRST, "unseen"), "no page with requests was seen"
+    assert guessed(count) == search, "no page was seen"
     count.learn([page(0)])
-    assert guessed(count) == (FIRST, "unseen")
+    assert guessed(count) == search, "an idle page fits every k"
     count.learn([page(5)])
-    assert guessed(count) == (16, "suggestion"), "one page shows it"
-    assert guessed(taught([page(5, k=3000)])) == (ASSUMED, "assumption"), "but proves nothing"
-    assert guessed(taught([PickerPage(0.123456, 3, 20)])) == (ASSUMED, "assumption")
-    count = Count()
+    assert guessed(count) == (16, "suggestion"), "one page with requests shows it"
+    count.learn([PickerPage(0.123456, 3, 20)])
+    assert guessed(count) == search, "the next page contradicts it"
+    assert guessed(taught([page(5, k=100)])) == (100, "suggestion")
+    assert guessed(taught([page(5, k=101)])) == search, "a k above the usual most may be of tokens"
+    assert guessed(taught([page(5, k=3000)])) == search
+    assert guessed(taught([PickerPage(0.123456, 3, 20)])) == search
+    count = taught([page(5)])
     count.unknowable()
-    assert guessed(count) == (ASSUMED, "assumption")
+    assert guessed(count) == search, "the picker says that its saturation is no count"
 
 
 def test_every_replica_must_agree() -> None:
@@ -241,7 +251,8 @@ def test_no_page_raises(pages: list[tuple[float, float, float]]) -> None:
     count = Count()
     for each in pages:
         count.learn([PickerPage(*each)])
-        assert count.per_endpoint > 0
+        assert count.per_endpoint is None or 0 < count.per_endpoint <= USUAL_MOST
+        assert (count.per_endpoint is None) == (count.guess == "search")
 
 
 def test_one_page_that_fits() -> None:

@@ -469,7 +469,9 @@ class EveryEvent(RuleBasedStateMachine):
         now=TIMES,
         running=st.none() | ANY_FLOAT,
         waiting=ANY_FLOAT,
-        flushed=st.booleans(),
+        exact_counts=st.booleans(),
+        averages=st.none() | st.tuples(ANY_FLOAT, ANY_FLOAT),
+        known=st.booleans(),
     )
     def any_reading(
         self,
@@ -483,7 +485,9 @@ class EveryEvent(RuleBasedStateMachine):
         now: float,
         running: float | None,
         waiting: float,
-        flushed: bool,
+        exact_counts: bool,
+        averages: tuple[float, float] | None,
+        known: bool,
     ) -> None:
         reading = Reading(
             signal,
@@ -495,7 +499,9 @@ class EveryEvent(RuleBasedStateMachine):
             exact,
             running=running,
             waiting=waiting,
-            flushed=flushed,
+            exact_counts=exact_counts,
+            averages=averages,
+            capacity_known=known,
         )
         self.limiter.reading(reading, now)
         self.latest = max(self.latest, now)

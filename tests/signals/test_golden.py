@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.poll import Unread
 from dispatcher.signals.exposition import Page
 from dispatcher.signals.series import NAMES, View, view
 from dispatcher.signals.verdict import Lessons, Verdict, judge
@@ -226,14 +228,64 @@ def test_a_utilization_detector_ends_what_was_learned() -> None:
 
 
 @pytest.mark.parametrize("page", ["router-newest-flow-control-off", "router-newest-flow-control-on"])
-def test_where_no_count_can_be_learned_the_pickers_default_is_assumed(page: str) -> None:
-    assert {reading.max_sys for reading in read(page, policy=Policy()).readings} == {400}
+@pytest.mark.parametrize(("policy", "max_sys"), [(Policy(), 32), (Policy(initial_per_endpoint=3), 12)])
+def test_a_capacity_that_nobody_names_is_searched_for(page: str, policy: Policy, max_sys: float) -> None:
+    verdict = read(page, policy=policy)
+    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (policy.initial_per_endpoint, "search")
+    assert {(each.max_sys, each.capacity_known) for each in verdict.readings} == {(max_sys, False)}
 
 
-def test_before_any_request_was_seen_little_is_assumed() -> None:
-    """The first page that shows one may show what an endpoint takes: until then a burst would be a guess."""
+def test_before_any_request_was_seen_the_capacity_is_not_known() -> None:
+    """The first page with a request may show what an endpoint runs at once."""
     idle = filled(0, running=0.0, waiting=0.0)
-    assert {reading.max_sys for reading in judge([idle], "auto", Policy(), "epp").readings} == {32}
+    verdict = judge([idle], "auto", Policy(), "epp")
+    assert verdict.per_endpoint_from == "search"
+    assert {(each.max_sys, each.capacity_known) for each in verdict.readings} == {(32, False)}
+
+
+@pytest.mark.parametrize(
+    ("policy", "learned", "said_by"),
+    [
+        (Policy(per_endpoint=100), (), "setting"),
+        (Policy(max_sys=400), (), None),
+        (Policy(), (140,), "suggestion"),
+        (Policy(), KNOWN, "picker"),
+    ],
+)
+def test_a_capacity_that_somebody_names_is_known(
+    policy: Policy, learned: tuple[int, ...], said_by: str | None
+) -> None:
+    verdict = judge([filled(140)], "both", policy, "epp", taught(*learned, 140))
+    assert verdict.per_endpoint_from == said_by
+    assert {(each.max_sys, each.capacity_known) for each in verdict.readings} == {(400, True)}
+
+
+def test_a_k_above_the_picker_s_default_is_not_taken_for_the_capacity() -> None:
+    """The saturation is proven to be a count all the same, so that it is exact."""
+    lessons = Lessons()
+    for number, each in enumerate((*KNOWN, 140)):
+        view = replace(filled(each, closed_at=CLOSED_AT + 2 * number), saturation=each / 1024)
+        lessons.learn([view])
+    assert lessons.count.k == 256
+    verdict = judge([view], "auto", Policy(), "epp", lessons)
+    (reading,) = verdict.readings
+    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
+    assert (reading.max_sys, reading.capacity_known) == (32, False)
+    assert (reading.exact, reading.f_sys * reading.max_sys) == (True, pytest.approx(140))
+
+
+def test_saturation_alone_is_not_enough_while_the_capacity_is_not_known() -> None:
+    """A share of an unknown capacity bounds nothing, so requests are counted as well where possible."""
+    page = replace(filled(140), utilization=frozenset({"default"}))
+    unknown = judge([page], "saturation", Policy(), "epp")
+    assert unknown.signals == (SATURATION, REQUESTS)
+    assert [reading.signal for reading in unknown.readings] == [SATURATION, REQUESTS]
+    assert judge([page], "saturation", POLICY, "epp").signals == (SATURATION,)
+    blind = replace(page, in_flight=None, running=None)
+    uncounted = judge([blind], "saturation", Policy(), "epp")
+    assert (uncounted.signals, uncounted.unread) == ((SATURATION,), ())
+    own = replace(page, own=True)
+    assert judge([own], "saturation", Policy(), "prometheus").signals == (SATURATION,)
 
 
 @pytest.mark.parametrize("use", ["saturation", "both"])
@@ -336,42 +388,114 @@ def test_another_pools_page_is_refused() -> None:
     assert made.hint == "pool.name"
 
 
-def apart(*views: View) -> tuple[float | None, float, bool]:
-    """What ran while so many waited, and whether that was at the last flush."""
+Counts = tuple[float | None, float, bool, tuple[float, float] | None]
+
+
+def apart(*views: View) -> Counts:
+    """What ran, what waited, whether both were counted together, and both at the picker's last flush."""
     use = "requests" if views[0].running is not None else "saturation"
     (reading,) = judge(views, use, Policy(max_sys=400), "epp").readings
-    return reading.running, reading.waiting, reading.flushed
+    return reading.running, reading.waiting, reading.exact_counts, reading.averages
 
 
 PAGE = View(OPENED_AT, CLOSED_AT, running=12, waiting=2.5, ready=4, queued=0, in_flight=70)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "counts"),
     [
-        ({}, (48, 10, True)),
-        ({"waiting": 0}, (48, 0, True)),
-        # What waits in the picker now waits beside what it sent by now, not beside an average of before.
-        ({"waiting": 0, "queued": 6}, (70, 6, False)),
-        ({"queued": 6}, (48, 10, True)),
-        ({"running": 30, "queued": 6}, (70, 6, False)),
-        ({"running": None, "saturation": 0.5}, (None, 0, False)),
-        ({"running": None, "saturation": 0.5, "queued": 6}, (70, 6, False)),
+        # Nobody shows how many of those that were sent wait in the model servers.
+        ({}, (None, 0, True, (48, 10))),
+        ({"waiting": 0, "queued": 6}, (None, 6, True, (48, 0))),
+        ({"running": None, "saturation": 0.5}, (None, 0, True, None)),
+        ({"running": None, "saturation": 0.5, "queued": 6}, (None, 6, True, None)),
+        # What the picker sent and what does not wait in the servers runs.
+        ({"server_queued": 0}, (70, 0, False, (48, 10))),
+        ({"server_queued": 9}, (61, 9, False, (48, 10))),
+        ({"server_queued": 9, "queued": 6}, (61, 15, False, (48, 10))),
+        ({"server_queued": 9, "running": None, "saturation": 0.5}, (61, 9, False, None)),
+        # The queues may be of before the requests left them and were answered.
+        ({"server_queued": 75}, (0, 75, False, (48, 10))),
+        # Without its count of requests in flight the queues alone do not say what runs.
+        ({"server_queued": 9, "in_flight": None}, (None, 0, True, (48, 10))),
+        # A model server's own page shows both as of now.
+        ({"of_now": True, "in_flight": None}, (48, 10, True, None)),
     ],
 )
-def test_what_runs_and_what_waits_are_of_one_moment(
-    changes: dict[str, float | None], told: tuple[float | None, float, bool]
-) -> None:
-    assert apart(replace(PAGE, **changes)) == told  # type: ignore[arg-type]
+def test_running_requests_are_told_apart_from_waiting_ones(changes: dict[str, Any], counts: Counts) -> None:
+    assert apart(replace(PAGE, **changes)) == counts
 
 
 def test_replicas_of_the_picker_see_one_pool_and_have_queues_of_their_own() -> None:
-    assert apart(PAGE, replace(PAGE, running=11)) == (48, 10, True)
+    """Each counts what it sent and what waits in it; the model servers and their queues are the same ones."""
+    assert apart(PAGE, replace(PAGE, running=11)) == (None, 0, True, (48, 10))
     waits = replace(PAGE, waiting=0, queued=3)
-    assert apart(waits, waits) == (140, 6, False)
+    assert apart(waits, waits) == (None, 6, True, (48, 0))
+    shown = replace(waits, server_queued=9)
+    assert apart(shown, replace(shown, server_queued=11)) == (140 - 11, 11 + 6, False, (48, 0))
+    unsent = replace(shown, in_flight=None)
+    assert apart(shown, unsent) == (70 - 9, 9 + 6, False, (48, 0)), (
+        "the series is made with the first request"
+    )
+    assert apart(shown, waits) == (None, 6, True, (48, 0)), "one replica does not show the queues"
+
+
+def test_requests_that_came_past_the_picker_run_as_well() -> None:
+    lessons = Lessons()
+    for number, running in enumerate((25, 26, 27)):  # 4 × 2.5 more wait at each flush
+        view = replace(PAGE, running=running, server_queued=9, closed_at=CLOSED_AT + 5 * number)
+        lessons.learn([view])
+    assert lessons.outside.requests == 4 * 26 + 10 - 70
+    (reading,) = judge([view], "requests", POLICY, "epp", lessons).readings
+    assert reading.running == 70 + lessons.outside.requests - 9
+
+
+SERVER_QUEUES = {
+    "newest": "llm_d_epp_per_endpoint_queue_size{model_server_endpoint",
+    "older": "inference_pool_per_pod_queue_size{model_server_pod",
+}
+
+
+def with_server_queues(name: str, *queues: str | float) -> View | Unread:
+    """A golden page whose model servers have these queues under one of the names of the series."""
+    lines = [
+        line for line in golden("router-newest-flow-control-off").splitlines() if "_queue_size{m" not in line
+    ]
+    lines += [f'{SERVER_QUEUES[name]}="pod-{at}",name="qwen"}} {queue}' for at, queue in enumerate(queues)]
+    page = Page(NAMES)
+    page.feed("\n".join([*lines, ""]).encode())
+    return view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+
+
+@pytest.mark.parametrize("name", SERVER_QUEUES)
+@pytest.mark.parametrize(
+    ("queues", "queued"), [((), None), ((0,), 0), ((7, 2.5, 4), 13.5), ((7, -3, 4), 11), ((-3,), 0)]
+)
+def test_queues_of_the_model_servers_add_up(
+    name: str, queues: tuple[float, ...], queued: float | None
+) -> None:
+    made = with_server_queues(name, *queues)
+    assert isinstance(made, View)
+    assert made.server_queued == queued
+    shown = {series: value for series, value in made.raw.items() if "queue_size" in series}
+    assert shown.get(SERVER_QUEUES[name].partition("{")[0]) == queued
+
+
+def test_of_two_names_of_one_series_the_newer_counts() -> None:
+    """The page shows 1.5 for a server under the newer name, and 99 for each of two under the older one."""
+    (made,) = seen("router-0.9-flow-control-on")
+    assert made.server_queued == 1.5
+
+
+@pytest.mark.parametrize("queue", ["NaN", "+Inf"])
+def test_a_queue_that_is_no_finite_number_is_not_hidden(queue: str) -> None:
+    made = with_server_queues("newest", 3, queue)
+    assert isinstance(made, View)
+    assert made.server_queued is not None
+    assert not math.isfinite(made.server_queued)
 
 
 def test_nothing_is_told_apart_where_the_operator_asks_for_quantities_of_his_own() -> None:
     own = replace(PAGE, own=True, saturation=0.5, capacity=1e6)
-    (reading,) = judge([own], "saturation", POLICY, "prometheus").readings
-    assert reading.running is None
+    (reading,) = judge([replace(own, server_queued=9)], "saturation", POLICY, "prometheus").readings
+    assert (reading.running, reading.averages) == (None, None)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import random
+import re
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -84,11 +85,13 @@ def healthy(age_s: float = 0.0, **changes: Any) -> View:
 
 
 @contextlib.asynccontextmanager
-async def polling(*sources: Source, **signals: Any) -> AsyncIterator[tuple[Poller, list[SourcePoll]]]:
+async def polling(
+    *sources: Source, policy: Policy | None = None, **signals: Any
+) -> AsyncIterator[tuple[Poller, list[SourcePoll]]]:
     """A poller at work, and everything it has told."""
     told: list[SourcePoll] = []
     settings = SignalsSettings.model_validate({"interval_s": INTERVAL_S, **signals})
-    poller = Poller(sources, settings, Policy(), told.append, jitter=random.Random(1))
+    poller = Poller(sources, settings, policy or Policy(), told.append, jitter=random.Random(1))
     running = asyncio.create_task(poller.run())
     try:
         yield poller, told
@@ -187,6 +190,7 @@ async def test_an_old_sample_is_stale() -> None:
         poll = await later(told, lambda poll: bool(poll.unread))()
         assert poll.readings == ()
         assert poll.unread[0].reason is Reason.STALE
+        assert re.fullmatch(r"the samples are 1\d\.\d s old, more than 10 s", poll.unread[0].why)
         assert "signals.max_age_s" in poll.unread[0].hint
 
 
@@ -513,8 +517,9 @@ async def test_after_a_new_configuration_nothing_stands_that_was_read_before() -
 
 async def test_a_real_scrape_opens_the_limiter() -> None:
     """The table above proves nothing unless a good page does allow something."""
-    limiter = Limiter(Policy(), (Signal.SATURATION, Signal.REQUESTS))
-    async with fake_epp() as epp, polling(epp_source(epp.url)) as (_, told):
+    policy = Policy(per_endpoint=100)
+    limiter = Limiter(policy, (Signal.SATURATION, Signal.REQUESTS))
+    async with fake_epp() as epp, polling(epp_source(epp.url), policy=policy) as (_, told):
         await wait_until(lambda: told)
     limiter.poll(told[0], told[0].at)
     # D = 1 − (0.4 + 12/400 + 0.05) = 0.52 of 400

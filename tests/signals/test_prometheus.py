@@ -34,6 +34,7 @@ from tests.signals.fakes import (
     row,
     vector,
 )
+from tests.signals.goldens import POLICY
 from tests.support import free_port, wait_until
 
 
@@ -82,7 +83,7 @@ async def test_a_reading_is_dated_by_the_age_that_the_server_reckons(prometheus:
     (view,) = await views(prometheus.url)
     after = loop.time()
     assert before - 7.5 <= view.opened_at <= view.closed_at <= after - 7.5
-    saturation, requests = judge([view], "both", Policy(), "prometheus").readings
+    saturation, requests = judge([view], "both", POLICY, "prometheus").readings
     assert (saturation.f_sys, saturation.f_epp, saturation.max_sys) == (0.4, 12 / 400, 400)
     assert requests.signal is Signal.REQUESTS
     assert requests.f_sys == pytest.approx(127 / 400)
@@ -113,11 +114,58 @@ async def test_each_replica_s_scrape_took_its_own_time(prometheus: FakePrometheu
     assert slow.closed_at - fast.closed_at == pytest.approx(2.9, abs=0.05)
 
 
-async def test_series_of_different_age_make_a_wider_window(prometheus: FakePrometheus) -> None:
+async def test_samples_of_nearly_one_age_make_a_wider_window(prometheus: FakePrometheus) -> None:
     prometheus.show({"READY": 4.0}, age_s=1)
-    prometheus.show({"SATURATION": 0.5}, age_s=9)
+    prometheus.show({"SATURATION": 0.5}, age_s=1.9)
+    loop = asyncio.get_running_loop()
+    before = loop.time()
     (view,) = await views(prometheus.url)
-    assert view.closed_at - view.opened_at >= 8
+    after = loop.time()
+    assert before - 1.9 <= view.opened_at <= after - 1.9
+    assert before - 1 <= view.closed_at <= after - 1
+    assert (view.saturation, view.ready) == (0.5, 4)
+
+
+async def test_a_series_of_an_earlier_scrape_is_absent(prometheus: FakePrometheus) -> None:
+    """Prometheus goes on to answer with a series that left the page without a staleness mark."""
+    prometheus.show({"READY": 4.0, "RUNNING": 30.25, "WAITING": 1.5}, age_s=1)
+    prometheus.show({"SATURATION": 0.5, "QUEUED": 12.0, "SERVER_QUEUES": 9.0}, age_s=82)
+    loop = asyncio.get_running_loop()
+    before = loop.time()
+    (view,) = await views(prometheus.url)
+    assert before - 1 <= view.opened_at <= view.closed_at <= loop.time() - 1
+    assert (view.saturation, view.queued, view.server_queued) == (None, None, None)
+    assert (view.ready, view.running, view.waiting) == (4, 30.25, 1.5)
+    verdict = judge([view], "auto", POLICY, "prometheus")
+    assert ([reading.signal for reading in verdict.readings], verdict.unread) == ([Signal.REQUESTS], ())
+
+
+async def test_each_replica_has_a_newest_scrape_of_its_own(prometheus: FakePrometheus) -> None:
+    """One is scraped some time after the other, so that its samples are not of an earlier scrape."""
+    prometheus.show(GOOD, age_s=1)
+    prometheus.show(GOOD | {"QUEUED": 3.0}, age_s=14, instance="10.0.0.2:9090")
+    newer, older = await views(prometheus.url)
+    assert (newer.queued, older.queued) == (12, 3)
+    assert newer.opened_at - older.opened_at == pytest.approx(13, abs=0.05)
+
+
+async def test_a_target_that_is_no_longer_scraped_keeps_its_values_and_its_age(
+    prometheus: FakePrometheus,
+) -> None:
+    prometheus.show(GOOD, age_s=82)
+    before = asyncio.get_running_loop().time()
+    (view,) = await views(prometheus.url)
+    assert view.closed_at <= asyncio.get_running_loop().time() - 82
+    assert view.opened_at >= before - 82
+    assert (view.saturation, view.queued, view.ready) == (0.4, 12, 4)
+
+
+async def test_queues_of_the_model_servers_are_told_apart_from_what_runs(prometheus: FakePrometheus) -> None:
+    prometheus.show(GOOD | {"SERVER_QUEUES": 9.0, "IN_FLIGHT": 120.0})
+    (view,) = await views(prometheus.url)
+    assert view.server_queued == 9
+    (reading,) = judge([view], "requests", POLICY, "prometheus").readings
+    assert (reading.running, reading.waiting, reading.exact_counts) == (120 - 9, 9 + 12, False)
 
 
 async def test_everything_is_asked_in_one_query(prometheus: FakePrometheus) -> None:
@@ -176,7 +224,7 @@ async def test_replicas_are_told_apart_by_their_instance(prometheus: FakePrometh
     prometheus.show(GOOD, instance="10.0.0.1:9090", pod="epp-a")
     prometheus.show(GOOD | {"SATURATION": 0.7, "QUEUED": 3}, age_s=3, instance="10.0.0.2:9090", pod="epp-b")
     both = await views(prometheus.url)
-    saturation, requests = judge(both, "both", Policy(), "prometheus").readings
+    saturation, requests = judge(both, "both", POLICY, "prometheus").readings
     assert (saturation.f_sys, saturation.f_epp) == (0.7, 15 / 400)
     assert requests.f_sys == pytest.approx(127 / 400)
     assert requests.f_epp == 15 / 400

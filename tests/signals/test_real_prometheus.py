@@ -23,9 +23,10 @@ from dispatcher.core.budget import Policy, Reason, Signal
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.price import Histograms, quantile
 from dispatcher.settings import SignalsSettings
-from dispatcher.signals.poller import Poller
-from dispatcher.signals.prometheus import PrometheusSource
-from dispatcher.signals.series import View
+from dispatcher.signals.exposition import Page
+from dispatcher.signals.poller import Poller, SourcePoll
+from dispatcher.signals.prometheus import PrometheusSource, pool_query
+from dispatcher.signals.series import NAMES, View, view
 from dispatcher.signals.session import PrometheusAddress
 from dispatcher.signals.verdict import judge
 from tests.signals.fakes import PAGES, FakeEpp, fake_epp, golden, serving
@@ -74,13 +75,18 @@ class Server:
     async def scrapes(self, namespace: str = "default") -> list[Scrape]:
         """Those that a query shows now, oldest first. The clocks are this machine's, like ours."""
         query = f'scrape_duration_seconds{{namespace="{namespace}"}}[10m]'
+        found = await self.rows(query)
+        unix = time.time() - asyncio.get_running_loop().time()
+        return [Scrape(at - unix, float(took)) for series in found for at, took in series["values"]]
+
+    async def rows(self, query: str) -> list[dict[str, Any]]:
+        """The samples that an instant query gives now."""
         async with (
             aiohttp.ClientSession() as http,
             http.get(f"{self.url}/api/v1/query", params={"query": query}) as answer,
         ):
-            found = (await answer.json())["data"]["result"]
-        unix = time.time() - asyncio.get_running_loop().time()
-        return [Scrape(at - unix, float(took)) for series in found for at, took in series["values"]]
+            rows: list[dict[str, Any]] = (await answer.json())["data"]["result"]
+            return rows
 
     def source(
         self, namespace: str = "default", max_age_s: float = 60, *, marked: bool = False, **queries: str
@@ -232,7 +238,7 @@ async def test_a_prometheus_that_stops_scraping_goes_stale(server: Server) -> No
             (before,) = await seen(source)
             kept = (await server.scrapes())[-1]
             assert before.opened_at - CLOCK_S <= kept.at <= before.closed_at + CLOCK_S
-            told: list[Poll] = []
+            told: list[SourcePoll] = []
             settings = SignalsSettings.model_validate(
                 {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 2}
             )
@@ -243,7 +249,12 @@ async def test_a_prometheus_that_stops_scraping_goes_stale(server: Server) -> No
                 polling.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await polling
-            assert told[-1].unread[0].reason is Reason.STALE
+            (stale,) = told[-1].unread
+            assert stale.reason is Reason.STALE
+            # The age is that of the last scrape, whole or in tenths.
+            said = re.fullmatch(r"the samples are (\d+\.\d) s old, more than 2 s", stale.why)
+            assert said is not None, stale.why
+            assert float(said[1]) == pytest.approx(told[-1].at - kept.at, abs=0.2)
 
 
 async def test_a_restart_and_a_reload_are_survived(server: Server) -> None:
@@ -285,13 +296,136 @@ async def test_both_ways_to_the_series_give_the_same_reading(server: Server) -> 
         async with server.up():
             for number, (name, expected) in enumerate(GOLDEN.items()):
                 source = server.source(f"ns-{number}")
-                verdict = judge(await seen(source), "auto", POLICY, "prometheus")
+                views = await seen(source)
+                verdict = judge(views, "auto", POLICY, "prometheus")
                 await source.close()
+                assert [view.server_queued for view in views] == [scraped(name).server_queued], name
                 got = {reading.signal: (reading.f_sys, reading.f_epp) for reading in verdict.readings}
                 wanted = {Signal.SATURATION: expected.saturation, Signal.REQUESTS: expected.requests}
                 for signal_, terms in wanted.items():
                     assert (signal_ in got) == (terms is not None), name
                     assert terms is None or got[signal_] == pytest.approx(terms), name
+
+
+def scraped(name: str) -> View:
+    """What a direct scrape makes of a golden page."""
+    page = Page(NAMES)
+    page.feed(golden(name).encode())
+    made = view(page.close(), "qwen", 0.0, 0.0)
+    assert isinstance(made, View)
+    return made
+
+
+async def test_of_the_queues_of_the_model_servers_only_the_sum_travels(server: Server) -> None:
+    """A pool may have hundreds of servers. A negative queue counts as empty, before the sum is made."""
+    newest, older = (
+        "".join(f'{series}="pod-{at}",name="qwen"}} {queue}\n' for at, queue in enumerate((7, -3, 2.5, 4)))
+        for series in (
+            "llm_d_epp_per_endpoint_queue_size{model_server_endpoint",
+            "inference_pool_per_pod_queue_size{model_server_pod",
+        )
+    )
+    async with fake_epp() as first, fake_epp() as second:
+        base = "".join(
+            f"{line}\n"
+            for line in golden("router-newest-flow-control-off").splitlines()
+            if "per_endpoint_queue_size" not in line
+        )
+        first.page, second.page = base + newest, base + older
+        server.configure(job(first.port, 1, "first") + job(second.port, 1, "second", namespace="elsewhere"))
+        async with server.up():
+            for namespace in ("default", "elsewhere"):
+                source = server.source(namespace)
+                (view,) = await seen(source)
+                await source.close()
+                assert view.server_queued == 13.5
+                rows = await server.rows(pool_query("qwen", namespace))
+                sums = [row for row in rows if row["metric"].get("dispatcher_value") == "SERVER_QUEUES"]
+                assert [float(row["value"][1]) for row in sums] == [13.5]
+
+
+OLD_S = 82.0
+
+
+def left_behind(*series: str) -> str:
+    """These series of a page, with the time of a scrape long ago: Prometheus keeps such samples in its answers
+    for five minutes and writes no staleness mark for them."""
+    at_ms = round((time.time() - OLD_S) * 1000)
+    return "".join(f"{each} {at_ms}\n" for each in series)
+
+
+def without_family(page: str, *names: str) -> str:
+    return "".join(line for line in page.splitlines(keepends=True) if not line.startswith(names))
+
+
+async def fresh_poll(server: Server, epp: FakeEpp) -> tuple[View, SourcePoll]:
+    """The view, and what the poller publishes of it, once a whole scrape is there; both dated by that scrape."""
+    source = server.source()
+    await wait_until(lambda: len(epp.asked_at) >= 2, 30)
+    newest = (await wait_until(server.scrapes, 30, every_s=0.1))[-1]
+    (view,) = await seen(source)
+    assert view.opened_at >= newest.at - CLOCK_S, "nothing is older than the newest scrape"
+    told: list[SourcePoll] = []
+    settings = SignalsSettings.model_validate(
+        {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 20}
+    )
+    polling = asyncio.create_task(Poller([source], settings, POLICY, told.append).run())
+    try:
+        await wait_until(lambda: told, 10)
+    finally:
+        polling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await polling
+    return view, told[0]
+
+
+async def test_flows_that_left_the_page_neither_age_a_reading_nor_count(server: Server) -> None:
+    """After a restart of the picker Prometheus may go on to show flows that the new process does not have."""
+    async with fake_epp() as epp:
+        epp.page = golden("router-newest-flow-control-on")
+        (fresh,) = (scraped("router-newest-flow-control-on"),)
+        epp.page += left_behind(
+            'llm_d_epp_flow_control_queue_size{fairness_id="batch",inference_pool="qwen",priority="-1",'
+            'model_name="qwen",target_model_name="qwen"} 500',
+            'llm_d_epp_request_running{model_name="qwen",target_model_name="gone",priority="-1"} 300',
+            'llm_d_epp_per_endpoint_queue_size{model_server_endpoint="gone",name="qwen"} 70',
+        )
+        server.configure(job(epp.port, 1))
+        async with server.up():
+            # They are in the answers of Prometheus, with their age.
+            old = 'timestamp({__name__=~"llm_d_epp_.+",priority="-1"})'
+
+            async def kept() -> bool:
+                return len(await server.rows(old)) == 2
+
+            await wait_until(kept, 30, every_s=0.1)
+            view, poll = await fresh_poll(server, epp)
+    assert (view.queued, view.in_flight) == (fresh.queued, fresh.in_flight)
+    assert view.server_queued == fresh.server_queued
+    assert poll.unread == ()
+    assert {reading.signal for reading in poll.readings} == {Signal.SATURATION, Signal.REQUESTS}
+    for reading in poll.readings:
+        assert poll.at - reading.opened_at < OLD_S / 2
+
+
+async def test_a_family_that_left_the_page_is_absent(server: Server) -> None:
+    """Flow control was turned off: what its saturation and its queues were no longer counts."""
+    async with fake_epp() as epp:
+        epp.page = golden("router-newest-flow-control-off") + left_behind(
+            'llm_d_epp_flow_control_pool_saturation{inference_pool="qwen",stage="effective"} 1.7',
+            'llm_d_epp_flow_control_queue_size{fairness_id="a",inference_pool="qwen",priority="0"} 500',
+        )
+        server.configure(job(epp.port, 1))
+        async with server.up():
+
+            async def kept() -> bool:
+                return len(await server.rows('{__name__=~"llm_d_epp_flow_control_.+"}')) == 2
+
+            await wait_until(kept, 30, every_s=0.1)
+            view, poll = await fresh_poll(server, epp)
+    assert (view.saturation, view.queued) == (None, None)
+    assert (poll.signals, poll.unread) == ((Signal.REQUESTS,), ())
+    assert [reading.f_epp for reading in poll.readings] == [0]
 
 
 async def test_replicas_and_a_pool_of_the_same_name(server: Server) -> None:
@@ -313,7 +447,7 @@ async def test_replicas_and_a_pool_of_the_same_name(server: Server) -> None:
 
             views = await wait_until(pair, 30, every_s=0.1)
             assert views is not None
-            (reading,) = judge(views, "saturation", Policy(), "prometheus").readings
+            (reading,) = judge(views, "saturation", POLICY, "prometheus").readings
             assert (reading.f_sys, reading.f_epp) == (0.55, 15 / 400)
             await source.close()
         server.configure(both + job(two.port, 1, name="again"))

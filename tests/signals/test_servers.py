@@ -94,13 +94,75 @@ async def test_servers_add_up_and_nothing_is_taken_for_older_than_the_pages() ->
     assert (reading.opened_at, reading.closed_at) == (view.opened_at, view.closed_at)
     assert reading.running == pytest.approx(34)
     assert reading.waiting == pytest.approx(7)
-    assert not reading.flushed
+    assert (reading.exact_counts, reading.averages) == (True, None)
     assert reading.raw == {"servers": 3, "running": 34, "waiting": 7, "kv_cache_most": 0.97}
 
 
-async def test_without_per_endpoint_it_is_an_assumption_that_check_tells() -> None:
+async def test_a_capacity_that_no_page_shows_is_searched_for() -> None:
     verdict = judge([await view_of(VLLM)], "auto", Policy(), "vllm")
-    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (100, "assumption")
+    (reading,) = verdict.readings
+    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
+    assert (reading.max_sys, reading.capacity_known) == (8, False)
+
+
+def limited(*limits: str | float) -> str:
+    """A page of vLLM with the limit of each of its engines."""
+    lines = [
+        f'vllm:max_num_seqs{{engine="{number}",model_name="m"}} {limit}'
+        for number, limit in enumerate(limits)
+    ]
+    return VLLM + "\n".join([*lines, ""])
+
+
+SGLANG = (PAGES / "sglang.txt").read_text()
+SGLANG_LIMITED = SGLANG + "".join(
+    f'sglang:max_running_requests_under_SLO{{model_name="m",pp_rank="0",tp_rank="{rank}"}} 48.0\n'
+    for rank in (0, 1)
+)
+
+
+async def test_limits_that_all_servers_show_are_the_capacity() -> None:
+    """The limits of engines add up, and of the ranks of one engine the first counts, as for what runs."""
+    view = await view_of(limited(128, 64), SGLANG_LIMITED)
+    assert view.per_endpoint == pytest.approx((128 + 64 + 48) / 2)
+    assert view.raw == {"servers": 2, "running": 26, "waiting": 3, "kv_cache_most": 0.41, "limit": 240}
+    verdict = judge([view], "auto", Policy(), "vllm")
+    (reading,) = verdict.readings
+    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (120, "server")
+    assert (reading.max_sys, reading.capacity_known) == (240, True)
+    assert reading.f_sys == pytest.approx((26 + 3) / 240)
+
+
+@pytest.mark.parametrize(
+    ("policy", "source", "max_sys"),
+    [(Policy(per_endpoint=32), "setting", 64), (Policy(max_sys=50), None, 50)],
+)
+async def test_a_setting_wins_over_the_limits_that_the_servers_show(
+    policy: Policy, source: str | None, max_sys: float
+) -> None:
+    verdict = judge([await view_of(limited(128, 64), SGLANG_LIMITED)], "auto", policy, "vllm")
+    (reading,) = verdict.readings
+    assert verdict.per_endpoint_from == source
+    assert (reading.max_sys, reading.capacity_known) == (max_sys, True)
+
+
+@pytest.mark.parametrize(
+    "other", [VLLM, SGLANG, limited(0), limited(-1), limited("NaN"), limited("+Inf"), limited(64, "NaN")]
+)
+async def test_limits_do_not_count_unless_every_server_shows_a_positive_number(other: str) -> None:
+    view = await view_of(limited(128), other)
+    assert view.per_endpoint is None
+    assert "limit" not in view.raw
+    assert judge([view], "auto", Policy(), "vllm").per_endpoint_from == "search"
+
+
+async def test_check_tells_that_the_servers_show_their_limit() -> None:
+    async with servers(limited(128), SGLANG_LIMITED) as urls:
+        read = settings(f"{{vllm: {{urls: {list(urls)}}}}}")
+        assert isinstance(read, Settings)
+        findings = await ask(read, sources(read))
+    told = [(finding.level, finding.what) for finding in findings if finding.where == "budget.per_endpoint"]
+    assert told == [("ok", "auto: 88, by the model servers' own pages")]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +256,9 @@ async def test_check_tells_what_the_servers_show_and_asks_for_their_limit() -> N
     assert shown.startswith("servers 2, running 26, waiting 3, kv_cache_most 0.41, ")
     warned = [(finding.where, finding.what) for finding in findings if finding.level == "warning"]
     assert warned == [
-        ("budget.per_endpoint", "auto, and this page does not suggest what an endpoint runs: 100 is assumed")
+        (
+            "budget.per_endpoint",
+            "auto: not known, so it is searched for, starting at 8 requests per endpoint",
+        )
     ]
     assert not any(finding.level == "failed" for finding in findings)

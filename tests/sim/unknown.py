@@ -15,7 +15,7 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,8 +41,9 @@ Figures = Mapping[str, float]
 def realtime(slots: int, level: float, seconds: float, seed: int = 0) -> Trace:
     """Requests that arrive at random and would take `level` of the slots of a full pool.
 
-    Those that would have come before and would still run in the pool without batch work are there at the start,
-    with what is left of their work: whoever looks at random finds a long request more often than a short one.
+    Those that would have come before and would still run in the pool without batch work are there at the
+    start, with what is left of their work: whoever looks at random finds a long request more often than a
+    short one.
     """
     draws, at, arrivals = random.Random(f"{seed}/realtime"), 0.0, list[Arrived]()
     for _ in range(round(slots * (level / 2) / (1 - level / 2))):
