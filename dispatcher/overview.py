@@ -154,8 +154,10 @@ def _fitted(budget: show.BudgetStatus, settings: Settings) -> list[str]:
             return [f"{fitted} budget.per_endpoint says {each:g}: lower it."]
         case "picker":
             return [f"{fitted} the endpoint picker counts with {each:g}: lower its maxConcurrency."]
+        case "server":
+            return [f"{fitted} the model servers' own pages say {each:g}."]
         case _:
-            return [f"{fitted} {each:g} are assumed: set budget.per_endpoint."]
+            return []
 
 
 def _budget(
@@ -167,7 +169,7 @@ def _budget(
     little: str | None,
 ) -> show.BudgetStatus:
     budget = allowance.budget
-    max_sys, max_sys_by = _max_sys(budget, limiter.readings, settings, watched)
+    max_sys, max_sys_by = _max_sys(budget, limiter, settings, poll, watched)
     believed = budget is not None and budget.fault is None
     per_endpoint, per_endpoint_from = (poll.per_endpoint, poll.per_endpoint_from) if poll else (None, None)
     if per_endpoint is None and max_sys_by in ("setting", "learned") and settings.budget.max_sys is None:
@@ -182,7 +184,8 @@ def _budget(
         headroom=budget.headroom if budget and believed else None,
         max_sys=max_sys,
         max_sys_by=max_sys_by,
-        configured_max_sys=budget.configured if budget and max_sys is not None else None,
+        max_sys_confirmed=limiter.learned.confirmed if max_sys_by == "learned" else 0,
+        configured_max_sys=budget.configured if budget and budget.known and max_sys is not None else None,
         per_endpoint=per_endpoint,
         per_endpoint_from=per_endpoint_from,
         picker_max_concurrency=poll.picker_k if poll else None,
@@ -204,24 +207,32 @@ def _terms(budget: Budget) -> show.Terms:
 
 
 def _max_sys(
-    budget: Budget | None, readings: list[Reading], settings: Settings, watched: Endpoints
+    budget: Budget | None,
+    limiter: Limiter,
+    settings: Settings,
+    poll: SourcePoll | None,
+    watched: Endpoints,
 ) -> tuple[float | None, str | None]:
-    """The capacity that counts, and whose word it is."""
+    """The capacity that counts, and how it is known."""
     if budget is None:
         return None, None
     if budget.fault is Reason.NO_ENDPOINTS and watched.ready == 0:
         return 0.0, "watch"
     if budget.learned:
         return budget.max_sys, "learned"
+    if not budget.known:
+        return budget.max_sys, "search" if limiter.learned.ceiling is None else "learned"
     setting = settings.budget.max_sys
     if setting is not None and budget.max_sys >= setting:
         return budget.max_sys, "setting"
-    reading = next(each for each in readings if each.signal is budget.signal)
+    reading = next(each for each in limiter.readings if each.signal is budget.signal)
     if budget.max_sys < reading.max_sys:
         return budget.max_sys, "watch"
     if "queries.capacity" in reading.raw:
         return budget.max_sys, "query"
-    return budget.max_sys, "picker" if settings.budget.per_endpoint is None else "setting"
+    if settings.budget.per_endpoint is not None:
+        return budget.max_sys, "setting"
+    return budget.max_sys, "server" if poll and poll.per_endpoint_from == "server" else "picker"
 
 
 def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> show.SignalsStatus:

@@ -50,8 +50,8 @@ def polled(per_endpoint: float, source: Any) -> SourcePoll:
         ),
         (
             {},
-            polled(100, "assumption"),
-            "7 an endpoint fitted where 100 are assumed: set budget.per_endpoint.",
+            polled(250, "server"),
+            "17.5 an endpoint fitted where the model servers' own pages say 250.",
         ),
         ({"max_sys": 500}, None, "35 fitted where budget.max_sys says 500: lower it."),
     ],

@@ -45,6 +45,7 @@ def test_minimal_file_has_the_documented_defaults() -> None:
         "upper": None,
         "max_sys": None,
         "per_endpoint": None,
+        "initial_per_endpoint": 8.0,
         "max_in_flight": None,
         "overload_backoff": 0.7,
     }

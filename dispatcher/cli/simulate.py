@@ -181,6 +181,13 @@ def simulate(
             min=0.0, max=1.0, help="KV cache in use with every slot taken, for the utilization detector."
         ),
     ] = 0.1,
+    capacity_unset: Annotated[
+        bool,
+        typer.Option(
+            "--capacity-unset",
+            help="The configuration does not name the capacity: the dispatcher has to find it.",
+        ),
+    ] = False,
     true_slots: Annotated[
         int | None, typer.Option(min=1, help="What the pool really takes, where the configuration is wrong.")
     ] = None,
@@ -263,6 +270,7 @@ def simulate(
     played_s = _seconds(seconds, played.seconds)
     setting = Setting(
         slots=slots,
+        capacity_set=not capacity_unset,
         true_slots=true_slots,
         slots_at=[(at, _whole("--slots-at", value)) for at, value in _pairs("--slots-at", slots_at)],
         picker_slots=picker_slots,

@@ -115,8 +115,10 @@ def _capacity(gate: dict[str, Any]) -> str:
     """Whose word the capacity is, and what the watch knows; empty: nothing of it, or an older dispatcher."""
     by, ready, unsure_s = (gate.get(name) for name in ("max_sys_by", "watch_endpoints", "watch_unsure_s"))
     told = [f"the capacity is {gate['max_sys']:.5g} by {_whose_word(gate)}"] if by is not None else []
-    if by == "learned":
+    if by == "learned" and gate.get("configured_max_sys") is not None:
         told[0] += f", {gate['configured_max_sys']:g} are configured"
+    elif by == "learned":
+        told[0] += f" (measured {_times(gate.get('max_sys_confirmed', 1))})"
     watch = "which" if by == "watch" else "the Kubernetes watch"
     if ready is not None:
         ago = "" if unsure_s is None else f" {unsure_s:.0f} s ago"
@@ -131,8 +133,6 @@ def _whose_word(gate: dict[str, Any]) -> str:
     by, each = gate["max_sys_by"], gate.get("per_endpoint")
     if by == "setting":
         return CAPACITIES[by] if each is None else f"budget.per_endpoint, {each:g}, × ready endpoints"
-    if by == "picker" and gate.get("per_endpoint_from") in ("unseen", "assumption"):
-        return "an assumption"
     return CAPACITIES.get(by, str(by))
 
 
@@ -150,17 +150,20 @@ def _per_endpoint(gate: dict[str, Any]) -> str:
             return f"An endpoint is taken to run {each:g} requests, as the endpoint picker counts."
         case "suggestion":
             return f"The picker's page suggests {each:g} requests per endpoint; not proven yet."
-        case "unseen":
+        case "server":
+            return f"An endpoint is taken to run {each:g} requests, as the model servers' pages say."
+        case "search" if gate["max_sys_by"] == "search":
             return (
-                f"An endpoint is assumed to run {each:g} requests until the picker's page shows some; "
-                "not learned yet."
-            )
-        case "assumption":
-            return (
-                f"An endpoint is assumed to run {each:g} requests: set budget.per_endpoint to what it does."
+                f"Nobody names the capacity: the search started at {each:g} requests per endpoint, and the "
+                "estimate grows while requests run and nobody waits. Set budget.per_endpoint, or measure it "
+                "with `batch-dispatcher check --probe`."
             )
         case _:
             return ""
+
+
+def _times(count: int) -> str:
+    return "once" if count <= 1 else f"{count} times"
 
 
 # An older dispatcher may answer: what it does not tell is left out.

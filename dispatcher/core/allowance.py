@@ -34,6 +34,7 @@ def explain(allowance: Allowance, in_flight: int) -> str:
     budget = allowance.budget
     if budget is not None and budget.fault is None:
         fits = f", which fitted where {budget.configured:g} are configured" if budget.learned else ""
+        fits = fits if budget.known else ", as far as the search for the capacity has come"
         terms = (
             f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
             f"reserve {budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:.5g} requests{fits}, "

@@ -176,8 +176,8 @@ class Budget:
 
     @property
     def learned(self) -> bool:
-        """Whether readings showed another capacity than the configured one."""
-        return self.max_sys != self.configured
+        """Whether readings showed that less fits than the known capacity."""
+        return self.known and self.max_sys < self.configured
 
 
 def whole(requests: float) -> int:

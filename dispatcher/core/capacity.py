@@ -21,9 +21,10 @@ or somebody waiting, that explains the refusal. Otherwise FITTED of what was the
 less than what ran lately with nobody waiting, and no less than β of the estimate: a request may be refused
 however much room there is.
 
-Bounds, with `beat` for the time between two readings that show something new (FLUSH_S for averages): a growing
-estimate lets at most GROWTH times the true capacity run, or one request more than it. It reaches m times what
-runs in ln(m) / ln(GROWTH) + 2 beats. A ceiling that is too low delays that by its hold and CLIMBS beats.
+Bounds, with `beat` for the time between two readings that show something new (FLUSH_S for averages): a
+growing estimate lets at most GROWTH times the true capacity run, or one request more than it. It reaches m
+times what runs in ln(m) / ln(GROWTH) + 2 beats. A ceiling that is too low delays that by its hold and CLIMBS
+beats.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ LONGEST_ROW = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
-    """Requests that ran while others waited."""
+class PoolCounts:
+    """Requests that ran, and those that waited meanwhile."""
 
     running: float
     waiting: float
@@ -109,9 +110,9 @@ class Sight:
     """Whether `configured` is the capacity; otherwise it is only where the search starts."""
     realtime: float
     """Requests in the pool, running or waiting, that are not ours."""
-    now: Count | None = None
+    now: PoolCounts | None = None
     """Counts of the sample's moment. `None` if running and waiting requests cannot be told apart then."""
-    averages: Count | None = None
+    averages: PoolCounts | None = None
     """The picker's averages, which are of its last flush, and which other samples show as well."""
     waiting: float = 0.0
     """Requests that are known to wait at the sample's moment, in the picker at least."""
@@ -150,7 +151,7 @@ class Capacity:
     """When how much ran with nobody waiting, lately."""
     _crowds: list[tuple[float, float]] = field(default_factory=list)
     """For each reading in a row with a crowd: what ran, and how many waited as a share of that."""
-    _flush: tuple[float, Count] | None = None
+    _flush: tuple[float, PoolCounts] | None = None
     """The averages of the newest flush, and when they were seen first."""
     _realtime: float | None = None
     """Requests that are not ours, as the newest reading showed them."""
@@ -233,7 +234,7 @@ class Capacity:
             self._crowds.clear()
         self._known, self._configured = sight.known, sight.configured
 
-    def _new_averages(self, sight: Sight) -> Count | None:
+    def _new_averages(self, sight: Sight) -> PoolCounts | None:
         """The averages of a flush that no sample has shown before. All samples of a flush are one witness."""
         if sight.averages is None:
             return None
@@ -243,7 +244,7 @@ class Capacity:
         self._flush = sight.at, sight.averages
         return sight.averages
 
-    def _shows_crowd(self, count: Count, sight: Sight, *, refused: bool) -> bool:
+    def _shows_crowd(self, count: PoolCounts, sight: Sight, *, refused: bool) -> bool:
         """Whether so many wait that they show what the pool runs at once. If they have shown it often enough,
         that is the ceiling."""
         sure = refused or self.share is not None or not sight.known
@@ -260,7 +261,7 @@ class Capacity:
             self._measured(max(ran for ran, _ in self._crowds[-ROW:]))
         return True
 
-    def _somebody_waits(self, sight: Sight, count: Count | None) -> bool:
+    def _somebody_waits(self, sight: Sight, count: PoolCounts | None) -> bool:
         """Whether anybody waits now. It may be too few to show the capacity, but then nothing grows."""
         running, waiting = (0.0, 0.0) if count is None else (count.running, count.waiting)
         if max(waiting, sight.waiting) < max(ONE_WAITS, FEW * running):
@@ -275,7 +276,7 @@ class Capacity:
         return True
 
     @staticmethod
-    def _surely(sight: Sight, now: Count | None, flush: Count | None) -> float | None:
+    def _surely(sight: Sight, now: PoolCounts | None, flush: PoolCounts | None) -> float | None:
         """What certainly ran with nobody waiting. `None` if running requests are not known apart."""
         shown = [
             each.surely_running for each in (now, flush) if each is not None and each.waiting < ONE_WAITS
@@ -352,6 +353,6 @@ class Capacity:
 
 
 def _probed(ceiling: float, by: float, sight: Sight, reserve: float) -> float:
-    """The estimate that lets the ceiling be exceeded by this share of it, and by one whole request at least."""
+    """The estimate that lets the ceiling be exceeded by this share of it, and by a whole request at least."""
     requests = ceiling * sight.configured
     return max(requests * (1.0 + by), math.ceil(requests - SLACK) + 1) / sight.configured / (1.0 - reserve)

@@ -25,7 +25,7 @@ from dispatcher.core.budget import (
     Reason,
     Signal,
 )
-from dispatcher.core.capacity import ONE_WAITS, Capacity, Count, Sight
+from dispatcher.core.capacity import ONE_WAITS, Capacity, PoolCounts, Sight
 from dispatcher.core.held import Interval, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.refusals import HEARD_SLOP_S
@@ -39,8 +39,6 @@ STEADY = 0.05
 """Counts of different moments fit together if they changed by no more than this share between them."""
 OTHERS_RECENTLY_S = 3.0
 """A sample this old still shows how many of the requests that are not ours are not new."""
-NEWEST = 0.1
-"""Weight of the newest request in the mean time that ours take."""
 DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
 
@@ -71,8 +69,6 @@ class Tracking(Revised):
         self._shared = SharedLimit()
         self._others: tuple[float, float] | None = None
         """When the picker's counters were read last, and how many requests that are not ours it had sent."""
-        self._took_s = 0.0
-        """How long our requests take, a mean in which the newest count most."""
         self._applied_at = float("-inf")
         """When the newest sample was taken, of any signal."""
 
@@ -116,7 +112,6 @@ class Tracking(Revised):
         out_s = self.held.answered(key, now)
         if out_s is not None:
             self._travel.exchanged(out_s)
-            self._took_s += NEWEST * (out_s - self._took_s) if self._took_s else out_s
         if opened_s is not None:
             self._travel.opened(opened_s)
 
@@ -317,22 +312,22 @@ class Tracking(Revised):
             known=all(r.capacity_known for r, _, _ in seen),
             realtime=max(max(0.0, load - hi) for load, hi in counted),
             now=self._count(newest) if apart else None,
-            averages=None if averages is None else Count(*averages, averages[0]),
+            averages=None if averages is None else PoolCounts(*averages, averages[0]),
             waiting=newest.f_epp * newest.max_sys,
-            took_s=self._took_s,
+            took_s=self._travel.mean_s,
         )
 
-    def _count(self, reading: Reading) -> Count | None:
+    def _count(self, reading: Reading) -> PoolCounts | None:
         """What ran and what waited at the moment of the sample.
 
         The queues of the model servers may be those of up to SERVER_LAG_S ago, so that requests which came
-        since then and wait look as if they ran. Of ours only those certainly ran that were there all that time,
-        and of the others as many as were there at the sample before as well.
+        since then and wait look as if they ran. Of ours only those certainly ran that were there all that
+        time, and of the others as many as were there at the sample before as well.
         """
         if reading.running is None:
             return None
         if reading.exact_counts:
-            return Count(reading.running, reading.waiting, reading.running)
+            return PoolCounts(reading.running, reading.waiting, reading.running)
         in_queues = reading.waiting - reading.f_epp * reading.max_sys
         # Without δ: what is sought is how much more of ours there was at the end than at the beginning.
         ours = self.held.between(reading.opened_at - SERVER_LAG_S, reading.closed_at, 0.0)
@@ -346,7 +341,7 @@ class Tracking(Revised):
         moved = ours.hi - ours.lo + abs(now - then)
         steady = moved <= max(2.0, STEADY * (reading.running + reading.waiting))
         in_picker = in_queues < ONE_WAITS <= reading.waiting
-        return Count(
+        return PoolCounts(
             reading.running, reading.waiting, surely, steady=steady, exact=False, in_picker=in_picker
         )
 

@@ -145,15 +145,15 @@ class BudgetSettings(Section):
         None,
         gt=0,
         description="Requests that one endpoint runs at once: the model server's limit. `auto`: the EPP's "
-        "`maxConcurrency` or the model server's own limit where their pages show it; otherwise it is searched "
-        "for, starting at `initial_per_endpoint`.",
+        "`maxConcurrency` or the model server's own limit where their pages show it; otherwise it is "
+        "searched for, starting at `initial_per_endpoint`.",
     )
     initial_per_endpoint: float = Field(
         8,
         gt=0,
         le=1000,
-        description="Where the capacity is not known: requests per endpoint with which the search for it starts. "
-        "The estimate grows only while readings show that nobody waits.",
+        description="Where nobody names the capacity: requests per endpoint with which the search for it "
+        "starts. The estimate grows only while readings show that nobody waits.",
     )
     max_in_flight: int | None = Field(
         None, ge=1, description="Hard cap on our requests in flight, whatever the readings say."

@@ -162,6 +162,8 @@ class Poller:
         """The picker's k that was told of last."""
         self._compared: tuple[int, float | None] | None = None
         """The picker's k and the setting beside it, as they were compared last."""
+        self._searching = False
+        """The last verdict that told had no capacity from anybody."""
         self._changed = asyncio.Event()
 
     def reconfigure(self, sources: Sequence[Source], signals: SignalsSettings, policy: Policy) -> None:
@@ -363,6 +365,10 @@ class Poller:
             )
         self._say(verdict)
         self._compare()
+        searching = verdict.per_endpoint_from == "search"
+        if searching and not self._searching:
+            emit(Event.CAPACITY_SEARCH, per_endpoint=verdict.per_endpoint)
+        self._searching = searching or (self._searching and verdict.per_endpoint_from is None)
         good_s = self._signals.max_age_for(name)
         self._on_poll(
             SourcePoll(

@@ -43,9 +43,9 @@ _SUMMED = {
 }
 """A pool has as many of these as it has flows, models or servers, told apart by these labels. Only their sum
 travels."""
-_SAME_SCRAPE_S = 1.0
-"""Samples of one target that are this much older than its newest one are of an earlier scrape: the series is no
-longer on the page."""
+_GONE_SHARE = 0.5
+"""A series that is older than the newest one of its target by more than this share of the largest age that is
+acted upon has left the page: a source that is late shows all of its series late."""
 _SERIES_LABELS = frozenset(
     {"__name__", "inference_pool", "name", "stage", "detector", _VALUE, _AGE, _TOOK}
     | {label.strip() for labels in _SUMMED.values() for label in labels.split(",")}
@@ -81,7 +81,7 @@ class PrometheusSource:
         given = {name: query for name, query in (queries or {}).items() if query.strip()}
         self._own = {name: query for name, query in given.items() if name not in latency.OWN_QUERIES}
         self._own_query = own_query(self._own)
-        self._query = pool_query(pool, namespace)
+        self._query = pool_query(pool, namespace, max_age_s)
         # Nobody sees the age of a sample within a query; Prometheus before 2.43 ignores the option.
         self._own_options = {"lookback_delta": str(math.ceil(max_age_s))}
         # Not in the thread of blocking calls: two threads that import parts of one package see it unfinished.
@@ -158,7 +158,7 @@ class PrometheusSource:
         for replica in self._replicas(rows):
             if isinstance(replica, Unread):
                 return replica
-            seen = replica.view(self._pool, asked_at, answered_at)
+            seen = replica.view(self._pool, asked_at, answered_at, _GONE_SHARE * self._max_age_s)
             if isinstance(seen, Unread):
                 return self._unread(seen.why, seen.hint)
             views.append(seen)
@@ -265,19 +265,20 @@ class _ScrapedReplica:
         ages = [row.value for row in self.rows if _AGE in row.labels]
         return smallest(ages) if ages else math.nan
 
-    def view(self, pool: str, asked_at: float, answered_at: float) -> View | Unread:
+    def view(self, pool: str, asked_at: float, answered_at: float, gone_after_s: float) -> View | Unread:
         age_of = {_series(row): row.value for row in self.rows if _AGE in row.labels}
         if not age_of or not all(math.isfinite(age) for age in age_of.values()):
             return Unread(Reason.UNREADABLE, "the age of the samples is not known")
         newest = min(age_of.values())
         # Prometheus goes on to answer with series that left the page, where it does not notice that they did.
-        gone = {series for series, age in age_of.items() if age > newest + _SAME_SCRAPE_S}
+        gone = {series for series, age in age_of.items() if age > newest + gone_after_s}
         ages = [age for series, age in age_of.items() if series not in gone]
-        samples: list[Sample] = []
-        for row in self.rows:
-            if (family := _family(row)) is not None and _series(row) not in gone:
-                # An aggregation has dropped the name; the family's newest one stands for it.
-                samples.append(Sample(row.name or family.value[0], row.labels, row.value))
+        samples = [
+            # An aggregation has dropped the name; the family's newest one stands for it.
+            Sample(row.name or family.value[0], row.labels, row.value)
+            for row in self.rows
+            if (family := _family(row)) is not None and _series(row) not in gone
+        ]
         # By the server's clock: below 0 is a rounding. No number, or less than 0, is no time that it took.
         took_s = max((row.value for row in self.rows if _TOOK in row.labels and row.value > 0), default=0.0)
         opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages) - took_s)
@@ -296,7 +297,7 @@ def _family(row: Sample) -> Family | None:
     return Family.__members__.get(row.labels.get(_VALUE, ""))
 
 
-def pool_query(pool: str, namespace: str) -> str:
+def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
     """One PromQL query for every series of a pool, for the age of each, and for how long each scrape took.
 
     Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages; and
@@ -313,10 +314,10 @@ def pool_query(pool: str, namespace: str) -> str:
         values = " or ".join(selectors)
         summed = _SUMMED.get(family)
         if summed is not None:
-            alive = [_of_newest_scrape(each, here) for each in selectors]
+            alive = [_recent(each, max_age_s) for each in selectors]
             values = " or ".join(f"sum without ({summed}) (clamp_min({each}, 0))" for each in alive)
         parts.append(f'label_replace({values}, "{_VALUE}", "{family.name}", "", "")')
-        if label is not None:
+        if label is not None and family is not Family.SERVER_QUEUES:  # as old as the pool's other series
             wrap = f"min without ({summed}) " if summed else ""
             ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
             parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
@@ -325,12 +326,11 @@ def pool_query(pool: str, namespace: str) -> str:
     return " or ".join(parts)
 
 
-def _of_newest_scrape(selector: str, here: str) -> str:
-    """The series of the selector without those that the newest scrape of their target did not show. `up` is
-    written with the time of each scrape; without it nothing is left out."""
-    target = "(job,instance,namespace)"  # without spaces: servers bound the length of the address
-    scraped = f"max by{target}(timestamp(up{{{here}}}))"
-    return f"({selector} unless timestamp({selector})<on{target}group_left {scraped}-{_SAME_SCRAPE_S:g})"
+def _recent(selector: str, max_age_s: float) -> str:
+    """The series of the selector that are young enough to be acted upon. Prometheus may answer with those of
+    flows and servers that are gone for as long as its lookback. Without spaces: servers bound the length of
+    an address."""
+    return f"({selector} and time()-timestamp({selector})<{max_age_s:g})"
 
 
 def own_query(queries: Mapping[str, str]) -> str:

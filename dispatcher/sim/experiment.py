@@ -265,7 +265,9 @@ class _Experiment:
         self._loop.call_at(next_at - 1e-6, self._flush, next_at)
 
     def _pods_changed(self, pods: int) -> None:
-        self._loop.call_soon(self._capacity, pods * self._setting.slots / self._setting.pods)
+        budgeting = self._setting.budgeting
+        each = budgeting.initial_per_endpoint if budgeting.per_endpoint is None else budgeting.per_endpoint
+        self._loop.call_soon(self._capacity, pods * each)
 
     def _capacity(self, slots: float) -> None:
         self._policy.capacity(slots, self._loop.time())

@@ -98,7 +98,7 @@ class Road:
         else:
             jobs = [job]
             self._arriving = now, jobs
-            self._loop.call_at(now + self._send_s, self._arrive, jobs)
+            self._loop.call_at(now + self._send_s, self._queue_up if self._admit_s else self._arrive, jobs)
 
     def leave(self, job: Job) -> None:
         """The sender closes the connection: the request stops, wherever it is. Nothing if it has ended."""
@@ -107,17 +107,15 @@ class Road:
             job.gone = True
             self._wind()
 
-    def _arrive(self, jobs: list[Job]) -> None:
-        if not self._admit_s:
-            self._admit(jobs)
-            return
+    def _queue_up(self, jobs: list[Job]) -> None:
+        """The gateway admits one request after the other."""
         now = self._loop.time()
         for job in jobs:
             self._admitted_at = max(now, self._admitted_at) + self._admit_s
-            self._loop.call_at(self._admitted_at, self._admit, [job])
+            self._loop.call_at(self._admitted_at, self._arrive, [job])
         jobs.clear()
 
-    def _admit(self, jobs: list[Job]) -> None:
+    def _arrive(self, jobs: list[Job]) -> None:
         self.travelling -= sum([job.grain for job in jobs])
         self.world.advance(self._loop.time())
         for job in jobs:

@@ -264,7 +264,7 @@ class World:
             at = self._next_realtime[0]
         if self._changes and self._changes[-1][0] < at:
             at = self._changes[-1][0]
-        return min(at, self._looks_at)
+        return self._looks_at if self._looks_at < at else at  # noqa: FURB136 -- a call less for each event
 
     def next_change_at(self) -> float:
         """When its slots, its pods or the gateway next change."""

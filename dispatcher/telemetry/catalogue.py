@@ -227,7 +227,7 @@ CONFIGURED_MAX_SYS = _gauge(
     "The same as the configuration, the endpoint picker or the watch say; more where less was learned to fit",
 )
 MAX_SYS_BY = _states(
-    "max_sys_by", lambda s: s.budget.max_sys_by, "1 for whose word max_sys is", by=tuple(CAPACITIES)
+    "max_sys_by", lambda s: s.budget.max_sys_by, "1 for how max_sys is known", by=tuple(CAPACITIES)
 )
 PER_ENDPOINT = _gauge(
     "per_endpoint",

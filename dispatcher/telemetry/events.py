@@ -26,6 +26,11 @@ class Event(Enum):
     )
     SIGNALS_READABLE = ("signals-readable", logging.INFO, "The signals can be read again")
     CAPACITY_LEARNED = ("capacity-learned", logging.INFO, "The picker's pages show its maxConcurrency")
+    CAPACITY_SEARCH = (
+        "capacity-search",
+        logging.INFO,
+        "Nobody names the capacity: the dispatcher searches for it",
+    )
     CAPACITY_DIFFERS = (
         "capacity-differs",
         logging.WARNING,

@@ -13,14 +13,17 @@ from typing import Any, Literal, get_args
 from dispatcher.settings import Source
 
 CAPACITIES: Mapping[str, str] = {
-    "learned": "what fitted",
+    "learned": "what ran while requests waited",
+    "search": "the search so far",
     "watch": "the Kubernetes watch",
     "picker": "the endpoint picker",
+    "server": "the model servers",
     "setting": "budget.max_sys",
     "query": "signals.prometheus.queries.capacity",
 }
-"""Whose word the capacity is, as people are told it. Learned: where that is less than all the others say; the
-watch: where it lowers what the others say; a setting: `budget.per_endpoint` × the ready endpoints too."""
+"""How the capacity is known, as people read it. `learned`: readings showed it, and it is less than what the
+others say or nobody else says anything; `search`: nobody says it and readings have not shown it yet; `watch`:
+it lowers what the others say; `setting`: also `budget.per_endpoint` × the ready endpoints."""
 SOURCES = get_args(Source)
 TABLE_MOST = 32
 """Models behind paths that have series of their own; /status has them all."""
@@ -93,14 +96,16 @@ class BudgetStatus:
     headroom: int | None = None
     max_sys: float | None = None
     max_sys_by: str | None = None
-    """Whose word `max_sys` is: one of CAPACITIES."""
+    """How `max_sys` is known: one of CAPACITIES."""
     configured_max_sys: float | None = None
-    """What the others say it is; more than `max_sys` where less fitted."""
+    """What the others say it is; more than `max_sys` where less fitted. `None` if nobody says it."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
     per_endpoint_from: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
     picker_max_concurrency: int | None = None
     """As the picker's pages show it; None: they do not."""
+    max_sys_confirmed: int = 0
+    """How often the learned capacity was measured in a row; 0 if nothing is learned."""
     reserve_problem: str | None = None
     """Why the reserve is little for requests as long as ours; None: it is not, or nobody is there to wait."""
     terms: Sequence[Terms] = ()

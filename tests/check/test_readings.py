@@ -11,8 +11,7 @@ import trustme
 
 from dispatcher.check.finding import Finding
 from dispatcher.check.readings import ask
-from dispatcher.settings import Settings
-from dispatcher.settings.model import BudgetSettings
+from dispatcher.settings import BudgetSettings, Settings
 from dispatcher.signals.sources import sources
 from tests.signals.fakes import GOOD, FakeEpp, fake_epp, fake_prometheus, golden
 from tests.support import free_port
@@ -22,6 +21,10 @@ def settings(**signals: Any) -> Settings:
     return Settings.model_validate(
         {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}, "signals": signals}
     )
+
+
+def of_known_capacity(**signals: Any) -> Settings:
+    return settings(**signals).model_copy(update={"budget": BudgetSettings(per_endpoint=100)})
 
 
 async def probe(settings: Settings, epp_addresses: tuple[str, ...] | None = None) -> list[Finding]:
@@ -52,8 +55,8 @@ async def findings_of(epp: FakeEpp, **signals: Any) -> list[Finding]:
 
 async def test_a_probe_tells_series_values_and_the_budget_that_follows() -> None:
     async with fake_epp() as epp:
-        found = await findings_of(epp)
-    assert {finding.level for finding in found} == {"ok", "warning"}
+        found = await probe(of_known_capacity(epp={"urls": [epp.url]}))
+    assert {finding.level for finding in found} == {"ok"}
     assert "1 replica" in find(found, "signals.epp").what
     assert find(found, "signals.epp llm_d_epp_flow_control_queue_size").what.startswith("12, 0.0 s old")
     # D = 1 − (0.4 + 12/400 + 0.05)
@@ -105,11 +108,12 @@ async def test_whose_latencies_can_be_shown_is_told(page: str, told: str) -> Non
     assert (found.level, found.what) == ("ok", told)
 
 
-async def test_an_assumed_capacity_is_doubtful() -> None:
+async def test_capacity_that_nobody_names_is_a_warning_with_what_to_do() -> None:
     async with fake_epp() as epp:
         told = find(await findings_of(epp), "budget.per_endpoint")
     assert told.level == "warning"
-    assert "100 is assumed" in told.what
+    assert told.what == "auto: not known, so it is searched for, starting at 8 requests per endpoint"
+    assert "check --probe" in told.hint
 
 
 async def test_what_is_missing_is_named_with_what_mends_it() -> None:

@@ -16,7 +16,7 @@ from dispatcher.core.capacity import (
     HOLD_S,
     LATELY_S,
     Capacity,
-    Count,
+    PoolCounts,
     Sight,
 )
 from dispatcher.core.counting import FLUSH_S
@@ -55,7 +55,7 @@ class Pool:
         self.at += self.every_s
         count = None
         if running is not None:
-            count = Count(
+            count = PoolCounts(
                 running,
                 waiting,
                 running if surely is None else surely,
@@ -69,7 +69,7 @@ class Pool:
             known=self.known,
             realtime=realtime,
             now=count,
-            averages=None if averages is None else Count(*averages, averages[0]),
+            averages=None if averages is None else PoolCounts(*averages, averages[0]),
             waiting=waiting if count is None else 0.0,
             took_s=took_s,
         )

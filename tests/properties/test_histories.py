@@ -15,7 +15,7 @@ from random import Random
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.capacity import GROWTH_LIVE
+from dispatcher.core.capacity import BEAT_MOST_S, GROWTH_LIVE
 from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.travel import MOST_S
@@ -89,9 +89,10 @@ class History:
 
     @property
     def most_readings(self) -> int:
-        """The bound: the growth from one request to all slots. The smallest steps add one request each."""
+        """The bound: the longest first hold, and the growth from one request to all slots. The smallest steps
+        add one request each."""
         growth = math.log(self.slots) / math.log(GROWTH_LIVE) + 1.0 / (GROWTH_LIVE - 1.0)
-        return MOST_READINGS + math.ceil(growth)
+        return MOST_READINGS + math.ceil(BEAT_MOST_S + growth)
 
     # What may happen.
 

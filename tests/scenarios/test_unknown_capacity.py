@@ -1,4 +1,5 @@
-"""A dispatcher that is not told what the pool runs at once, in front of pickers that do not tell it either."""
+"""A dispatcher that is not told what the pool runs at once, in front of pickers that do not tell it
+either."""
 
 from __future__ import annotations
 
@@ -29,9 +30,8 @@ def test_realtime_barely_notices_a_dispatcher_that_was_not_told_the_capacity(
 ) -> None:
     """It once started with 285 requests on 48 slots and kept that up, and realtime waited for seconds.
 
-    The stand-in reproduces that with the dispatcher of commit 71b41bd: 292 requests at most with the utilization
-    detector and 289 without flow control.
-    """
+    The stand-in reproduces that with the dispatcher of commit 71b41bd: 292 requests at most with the
+    utilization detector and 289 without flow control."""
     world = stage.world(
         slots=SLOTS,
         endpoints=SERVERS,

@@ -262,16 +262,20 @@ def test_a_capacity_that_somebody_names_is_known(
 
 def test_a_k_above_the_picker_s_default_is_not_taken_for_the_capacity() -> None:
     """The saturation is proven to be a count all the same, so that it is exact."""
+    pages = [
+        replace(filled(each, closed_at=CLOSED_AT + 2 * number), saturation=each / 1024)
+        for number, each in enumerate((*KNOWN, 140))
+    ]
     lessons = Lessons()
-    for number, each in enumerate((*KNOWN, 140)):
-        view = replace(filled(each, closed_at=CLOSED_AT + 2 * number), saturation=each / 1024)
-        lessons.learn([view])
+    for each in pages:
+        lessons.learn([each])
     assert lessons.count.k == 256
-    verdict = judge([view], "auto", Policy(), "epp", lessons)
+    verdict = judge(pages[-1:], "auto", Policy(), "epp", lessons)
     (reading,) = verdict.readings
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (8, "search")
     assert (reading.max_sys, reading.capacity_known) == (32, False)
-    assert (reading.exact, reading.f_sys * reading.max_sys) == (True, pytest.approx(140))
+    assert reading.exact
+    assert reading.f_sys * reading.max_sys == pytest.approx(140)
 
 
 def test_saturation_alone_is_not_enough_while_the_capacity_is_not_known() -> None:
@@ -441,12 +445,15 @@ def test_replicas_of_the_picker_see_one_pool_and_have_queues_of_their_own() -> N
 
 
 def test_requests_that_came_past_the_picker_run_as_well() -> None:
+    pages = [
+        replace(PAGE, running=running, server_queued=9, closed_at=CLOSED_AT + 5 * number)
+        for number, running in enumerate((25, 26, 27))  # 4 × 2.5 more wait at each flush
+    ]
     lessons = Lessons()
-    for number, running in enumerate((25, 26, 27)):  # 4 × 2.5 more wait at each flush
-        view = replace(PAGE, running=running, server_queued=9, closed_at=CLOSED_AT + 5 * number)
-        lessons.learn([view])
+    for each in pages:
+        lessons.learn([each])
     assert lessons.outside.requests == 4 * 26 + 10 - 70
-    (reading,) = judge([view], "requests", POLICY, "epp", lessons).readings
+    (reading,) = judge(pages[-1:], "requests", POLICY, "epp", lessons).readings
     assert reading.running == 70 + lessons.outside.requests - 9
 
 

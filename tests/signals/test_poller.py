@@ -257,7 +257,7 @@ async def test_the_log_tells_changes_only() -> None:
     """A number that moves within a sentence is no change."""
     epp = Scripted("epp", FAILED)
     with capture_logs() as logs:
-        async with polling(epp) as (_, told):
+        async with polling(epp, policy=Policy(per_endpoint=100)) as (_, told):
             await wait_until(lambda: len(told) >= 5)
             epp.answer = replace(FAILED, why="broken 2.5")
             count = len(told)

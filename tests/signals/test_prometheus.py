@@ -128,8 +128,10 @@ async def test_samples_of_nearly_one_age_make_a_wider_window(prometheus: FakePro
 
 async def test_a_series_of_an_earlier_scrape_is_absent(prometheus: FakePrometheus) -> None:
     """Prometheus goes on to answer with a series that left the page without a staleness mark."""
-    prometheus.show({"READY": 4.0, "RUNNING": 30.25, "WAITING": 1.5}, age_s=1)
-    prometheus.show({"SATURATION": 0.5, "QUEUED": 12.0, "SERVER_QUEUES": 9.0}, age_s=82)
+    # A value and its age have the same labels.
+    pool: dict[str, Any] = {"name": "qwen", "inference_pool": "qwen"}
+    prometheus.show({"READY": 4.0, "RUNNING": 30.25, "WAITING": 1.5}, age_s=1, **pool)
+    prometheus.show({"SATURATION": 0.5, "QUEUED": 12.0, "SERVER_QUEUES": 9.0}, age_s=82, **pool)
     loop = asyncio.get_running_loop()
     before = loop.time()
     (view,) = await views(prometheus.url)
@@ -173,7 +175,7 @@ async def test_everything_is_asked_in_one_query(prometheus: FakePrometheus) -> N
     await views(prometheus.url + "/prom/")
     (request,) = prometheus.requests
     assert request.path == "/prom/api/v1/query"
-    assert request.query["query"] == pool_query("qwen", "default")
+    assert request.query["query"] == pool_query("qwen", "default", 60)
     assert float(request.query["timeout"]) == fakes.PATIENT_S
     assert len(str(request.url)) < 8000  # what proxies in front commonly take
 

@@ -339,7 +339,7 @@ async def test_of_the_queues_of_the_model_servers_only_the_sum_travels(server: S
                 (view,) = await seen(source)
                 await source.close()
                 assert view.server_queued == 13.5
-                rows = await server.rows(pool_query("qwen", namespace))
+                rows = await server.rows(pool_query("qwen", namespace, 60))
                 sums = [row for row in rows if row["metric"].get("dispatcher_value") == "SERVER_QUEUES"]
                 assert [float(row["value"][1]) for row in sums] == [13.5]
 
@@ -348,27 +348,26 @@ OLD_S = 82.0
 
 
 def left_behind(*series: str) -> str:
-    """These series of a page, with the time of a scrape long ago: Prometheus keeps such samples in its answers
-    for five minutes and writes no staleness mark for them."""
+    """Lines of a page for these series with the time of a scrape long ago. Prometheus keeps such samples in
+    its answers for five minutes and writes no staleness marks for them."""
     at_ms = round((time.time() - OLD_S) * 1000)
     return "".join(f"{each} {at_ms}\n" for each in series)
 
 
-def without_family(page: str, *names: str) -> str:
-    return "".join(line for line in page.splitlines(keepends=True) if not line.startswith(names))
+async def fresh_poll(server: Server, old: str, count: int) -> tuple[View, SourcePoll]:
+    """What the source shows and the poller publishes while Prometheus still answers with `count` old series.
 
-
-async def fresh_poll(server: Server, epp: FakeEpp) -> tuple[View, SourcePoll]:
-    """The view, and what the poller publishes of it, once a whole scrape is there; both dated by that scrape."""
+    `old`: the query for them. Everything that is shown has to be of the newest scrapes.
+    """
     source = server.source()
-    await wait_until(lambda: len(epp.asked_at) >= 2, 30)
-    newest = (await wait_until(server.scrapes, 30, every_s=0.1))[-1]
-    (view,) = await seen(source)
-    assert view.opened_at >= newest.at - CLOCK_S, "nothing is older than the newest scrape"
+    await seen(source)
+    ages = [float(row["value"][1]) for row in await server.rows(f"time() - timestamp({old})")]
+    assert [age > OLD_S for age in ages] == [True] * count
+    newest = (await server.scrapes())[-1]
+    (shown,) = await seen(source)
+    assert newest.at - shown.opened_at < OLD_S / 2
     told: list[SourcePoll] = []
-    settings = SignalsSettings.model_validate(
-        {"source": "prometheus", "prometheus": {"url": server.url}, "max_age_s": 20}
-    )
+    settings = SignalsSettings.model_validate({"source": "prometheus", "prometheus": {"url": server.url}})
     polling = asyncio.create_task(Poller([source], settings, POLICY, told.append).run())
     try:
         await wait_until(lambda: told, 10)
@@ -376,40 +375,34 @@ async def fresh_poll(server: Server, epp: FakeEpp) -> tuple[View, SourcePoll]:
         polling.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await polling
-    return view, told[0]
+    for reading in told[0].readings:
+        assert newest.at - reading.opened_at < OLD_S / 2
+    return shown, told[0]
 
 
 async def test_flows_that_left_the_page_neither_age_a_reading_nor_count(server: Server) -> None:
     """After a restart of the picker Prometheus may go on to show flows that the new process does not have."""
+    labels = 'priority="-1",model_name="gone",target_model_name="gone"'
     async with fake_epp() as epp:
-        epp.page = golden("router-newest-flow-control-on")
-        (fresh,) = (scraped("router-newest-flow-control-on"),)
         epp.page += left_behind(
-            'llm_d_epp_flow_control_queue_size{fairness_id="batch",inference_pool="qwen",priority="-1",'
-            'model_name="qwen",target_model_name="qwen"} 500',
-            'llm_d_epp_request_running{model_name="qwen",target_model_name="gone",priority="-1"} 300',
-            'llm_d_epp_per_endpoint_queue_size{model_server_endpoint="gone",name="qwen"} 70',
+            f'llm_d_epp_flow_control_queue_size{{inference_pool="qwen",fairness_id="batch",{labels}}} 500',
+            f"llm_d_epp_request_running{{{labels}}} 300",
+            'llm_d_epp_per_endpoint_queue_size{name="qwen",model_server_endpoint="gone"} 70',
         )
         server.configure(job(epp.port, 1))
         async with server.up():
-            # They are in the answers of Prometheus, with their age.
-            old = 'timestamp({__name__=~"llm_d_epp_.+",priority="-1"})'
-
-            async def kept() -> bool:
-                return len(await server.rows(old)) == 2
-
-            await wait_until(kept, 30, every_s=0.1)
-            view, poll = await fresh_poll(server, epp)
-    assert (view.queued, view.in_flight) == (fresh.queued, fresh.in_flight)
-    assert view.server_queued == fresh.server_queued
+            old = '{__name__=~"llm_d_epp_(flow_control_queue_size|request_running)",model_name="gone"}'
+            shown, poll = await fresh_poll(server, old, 2)
+    expected = scraped("router-newest-flow-control-on")
+    assert (shown.queued, shown.in_flight, shown.server_queued) == (12, 120, 1.5)
+    assert (shown.queued, shown.in_flight) == (expected.queued, expected.in_flight)
     assert poll.unread == ()
-    assert {reading.signal for reading in poll.readings} == {Signal.SATURATION, Signal.REQUESTS}
-    for reading in poll.readings:
-        assert poll.at - reading.opened_at < OLD_S / 2
+    assert [reading.signal for reading in poll.readings] == [Signal.SATURATION, Signal.REQUESTS]
+    assert {reading.f_epp for reading in poll.readings} == {12 / 400}
 
 
 async def test_a_family_that_left_the_page_is_absent(server: Server) -> None:
-    """Flow control was turned off: what its saturation and its queues were no longer counts."""
+    """Flow control was turned off: what the saturation and the queues were then no longer counts."""
     async with fake_epp() as epp:
         epp.page = golden("router-newest-flow-control-off") + left_behind(
             'llm_d_epp_flow_control_pool_saturation{inference_pool="qwen",stage="effective"} 1.7',
@@ -417,13 +410,8 @@ async def test_a_family_that_left_the_page_is_absent(server: Server) -> None:
         )
         server.configure(job(epp.port, 1))
         async with server.up():
-
-            async def kept() -> bool:
-                return len(await server.rows('{__name__=~"llm_d_epp_flow_control_.+"}')) == 2
-
-            await wait_until(kept, 30, every_s=0.1)
-            view, poll = await fresh_poll(server, epp)
-    assert (view.saturation, view.queued) == (None, None)
+            shown, poll = await fresh_poll(server, '{__name__=~"llm_d_epp_flow_control_.+"}', 2)
+    assert (shown.saturation, shown.queued) == (None, None)
     assert (poll.signals, poll.unread) == ((Signal.REQUESTS,), ())
     assert [reading.f_epp for reading in poll.readings] == [0]
 

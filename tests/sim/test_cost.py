@@ -10,10 +10,10 @@ from dispatcher.sim.setting import STEP_S, Setting
 from dispatcher.standin import shapes
 from dispatcher.standin.trace import BUNDLED, load
 
-CALLS_MOST = 635
+CALLS_MOST = 640
 """Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
 
-STEPPED_MOST = 415
+STEPPED_MOST = 420
 """The same in steps, in which turns are shared."""
 
 GRAINED_MOST = 205

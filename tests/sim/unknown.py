@@ -120,7 +120,7 @@ POOLS = [
     Pool(
         f"{slots} slots, realtime {level}, {batch} batch, {seen}", slots, PODS[slots], share,
         {**how, "batch": LONG if batch == "long" else SHORT},
-        *((300.0, (0,)) if slots == 4000 else ()),
+        *((240.0, (0,)) if slots >= 512 else ()),
     )
     for slots, (level, share), batch, (seen, how) in itertools.product(
         PODS, LEVELS.items(), ("short", "long"), SEEN.items()

@@ -76,6 +76,14 @@ CHAPTERS: Mapping[str, Sequence[World]] = {
         World("chat, 64 become 48 halfway", "--slots-at 450:48"),
         World("chat, 64 become 48, a count", f"--slots-at 0:48 {COUNTED}"),
     ],
+    "A pool whose capacity nobody names": [
+        *at_each_age("chat, 3 pods", "--capacity-unset --slots 63 --pods 3"),
+        *at_each_age("bursts, 3 pods", "--capacity-unset --trace bursts --slots 63 --pods 3"),
+        World("chat, 3 pods, no flow control", "--capacity-unset --slots 63 --pods 3 --detector none"),
+        World("chat, 3 pods, a count", f"--capacity-unset --slots 63 --pods 3 {COUNTED}"),
+        World("chat, 3 pods, model servers alone", "--capacity-unset --slots 63 --pods 3 --detector servers"),
+        World("2,000 tokens, 3 pods", "--capacity-unset --slots 63 --pods 3 --batch-tokens 2000"),
+    ],
     "Long requests": [
         *at_each_age("2,000 tokens", "--batch-tokens 2000"),
         World("2,000 tokens, no flow control, 15 s", f"{AGES['15 s']} --batch-tokens 2000 --detector none"),

@@ -30,9 +30,11 @@ const OPEN = [
   "open"
 ];
 const BY = {
-  "learned": "what fitted",
+  "learned": "what ran while requests waited",
+  "search": "the search so far",
   "watch": "the Kubernetes watch",
   "picker": "the endpoint picker",
+  "server": "the model servers",
   "setting": "budget.max_sys",
   "query": "signals.prometheus.queries.capacity"
 };
@@ -324,9 +326,8 @@ const partsOf = (one) => {
 };
 
 function whose() { // as `batch-dispatcher status` says it
-  const { max_sys_by: by, per_endpoint: each, per_endpoint_from: from } = status;
+  const { max_sys_by: by, per_endpoint: each } = status;
   if (by === "setting") return known(each) ? `budget.per_endpoint, ${count(each)}, × ready endpoints` : BY.setting;
-  if (by === "picker" && (from === "unseen" || from === "assumption")) return "an assumption";
   return BY[by] || by;
 }
 function ended() {
@@ -338,8 +339,8 @@ function each() {
   const { per_endpoint: runs, per_endpoint_from: from, picker_max_concurrency: k } = status;
   if (from === "setting" && known(k) && k !== runs) return `budget.per_endpoint is ${count(runs)}, the endpoint picker counts with ${k}: one of them is wrong.`;
   if (from === "suggestion") return `The picker's page suggests ${count(runs)} requests per endpoint; not proven yet.`;
-  if (from === "unseen") return `An endpoint is assumed to run ${count(runs)} requests until the picker's page shows some; not learned yet.`;
-  if (from === "assumption") return `An endpoint is assumed to run ${count(runs)} requests: set budget.per_endpoint to what it does.`;
+  if (from === "server") return `An endpoint is taken to run ${count(runs)} requests, as the model servers' pages say.`;
+  if (status.max_sys_by === "search") return `Nobody names the capacity: the search started at ${count(runs)} requests per endpoint, and the estimate grows while requests run and nobody waits.`;
   return "";
 }
 
