@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from dispatcher.check import settings as of_settings
 from dispatcher.check.connections import connections
 from dispatcher.check.finding import Finding
 from dispatcher.cli.running import address_of, running
-from dispatcher.cli.screen import answer, complain, say
+from dispatcher.cli.screen import answer, complain, remark, say
 from dispatcher.cli.target import Config, Json, config_path
 from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
@@ -27,6 +28,7 @@ EXAMPLES = {
         "batch-dispatcher check",
         "batch-dispatcher check --offline     # validate only",
         "batch-dispatcher check --strict && batch-dispatcher run",
+        "batch-dispatcher check --probe --probe-model qwen   # measure what the pool runs at once",
     ]
 }
 
@@ -42,22 +44,50 @@ def check(
     everything: Annotated[
         bool, typer.Option("--all", help="Show the settings left at their defaults too.")
     ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe", help="Send real requests, to measure what the pool runs at once. For a quiet hour."
+        ),
+    ] = False,
+    probe_model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Model that the requests of --probe ask for. Default: the only one in the settings.",
+        ),
+    ] = "",
+    probe_seconds: Annotated[
+        float, typer.Option(min=10, max=300, metavar="SECONDS", help="--probe ends after so long.")
+    ] = 60.0,
+    probe_most: Annotated[
+        int, typer.Option(min=1, metavar="N", help="--probe never has more requests in flight.")
+    ] = 256,
     json_output: Json = False,
 ) -> None:
     """Validate a configuration, print what it sets, then try every connection and say what each found.
 
-    Secrets are masked, what the environment set is marked. Nothing is sent to a model and nothing taken from
-    the queue. The last line is the verdict.
+    Secrets are masked, what the environment set is marked. Nothing is taken from the queue, and without
+    --probe nothing is sent to a model. The last line is the verdict.
+
+    With --probe real requests are sent through the gateway, more and more at once, until some have to wait:
+    that is what the pool runs at once, for budget.per_endpoint. It sends nothing while a dispatcher runs on
+    this configuration or others use the pool, and all its requests are cancelled at its end.
 
     Exit code 2: the configuration is wrong; 1: a file that it names cannot be read, or, with --strict, a
     connection failed. Without --strict a connection that fails is told but does not fail the check: a
     configuration is often checked where its servers cannot be reached.
     """
+    if probe and offline:
+        raise typer.BadParameter(
+            "--probe sends requests, and --offline tries no connection: give one of them"
+        )
     path = config_path(config)
     found = load(path, os.environ)
     if isinstance(found, list):
         _refuse(found, json_output)
         raise typer.Exit(2)
+    model = _model_to_probe(found, probe_model) if probe else ""
     if not json_output:
         _show(found, "the environment alone" if path is None else str(path), everything=everything)
     told: list[Finding] = []
@@ -71,10 +101,9 @@ def check(
         tell(finding)
     if not offline:
         asyncio.run(connections(found, tell))
-        if (address := address_of(found.admin)) is not None:
-            status, _ = asyncio.run(running(address))
-            for finding in of_settings.of_running(status):
-                tell(finding)
+        dispatcher_runs = _ask_running(found, tell)
+        if probe:
+            tell(_probed(found, model, probe_seconds, probe_most, dispatcher_runs=dispatcher_runs))
     failed = [finding.where for finding in told if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith(of_settings.FILE_ENDINGS) for where in failed)
     if json_output:
@@ -84,6 +113,41 @@ def check(
         _conclude(told, ok=ok, offline=offline)
     if not ok:
         raise typer.Exit(1)
+
+
+def _ask_running(settings: Settings, tell: Callable[[Finding], None]) -> bool:
+    """Report what a dispatcher that runs on this configuration has seen. Return whether there is one."""
+    address = address_of(settings.admin)
+    if address is None:
+        return False
+    status, _ = asyncio.run(running(address))
+    for finding in of_settings.of_running(status):
+        tell(finding)
+    return status is not None
+
+
+def _model_to_probe(settings: Settings, named: str) -> str:
+    """Return the model that the requests of --probe ask for."""
+    # The name of a family (`match`) is one that producers use; servers know its versions alone.
+    known = [model.name for model in settings.models if not model.match]
+    if named or (len(known) == len(settings.models) == 1):
+        return named or known[0]
+    raise typer.BadParameter(
+        "--probe needs --probe-model NAME, for the settings do not name exactly one model"
+    )
+
+
+def _probed(settings: Settings, model: str, seconds: float, most: int, *, dispatcher_runs: bool) -> Finding:
+    """Return what the probe measured, or why it sent nothing."""
+    from dispatcher.check.probe import WHERE, ProbePlan, measure  # the gateway's client is slow to import
+
+    if dispatcher_runs:
+        what = (
+            "a dispatcher runs on this configuration, and the two would measure each other: nothing was sent"
+        )
+        return Finding("warning", WHERE, what, "stop the dispatcher for the time of the probe")
+    remark(f"--probe: sending real requests to the model {model} for up to {seconds:g} s")
+    return asyncio.run(measure(settings, ProbePlan(model, seconds, most)))
 
 
 def _show(settings: Settings, source: str, *, everything: bool) -> None:

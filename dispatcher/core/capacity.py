@@ -40,7 +40,7 @@ GROWTH = 1.24
 """Factor by which more requests may run than ran with nobody waiting."""
 GROWTH_LIVE, LIVE_S = 1.16, 2.0
 """The same where a beat takes LIVE_S at the most: there are more steps then, and they are smaller."""
-GROWTH_CAREFUL, LONG_S = 1.05, 10.0
+GROWTH_CAREFUL, LONG_S = 1.02, 10.0
 """The same for requests that are not ours, while ours take longer than LONG_S or none has been answered yet:
 realtime that fills most of a pool leaves little room, and what is sent too much holds its slots for as
 long."""
@@ -326,8 +326,10 @@ class Capacity:
     def _hold_or_probe(self, sight: Sight, surely: float | None, ceiling: float, reserve: float) -> None:
         """Nothing disproves the ceiling."""
         if self._probing and self.share is not None:
-            if surely is None:  # no reading can show what runs: that nobody waits has to do as proof
-                self._take(sight, self.share * GROWTH)
+            # Endpoints that came or went, or another reserve, may ask for more than the probe began with.
+            share = max(self.share, _probed(ceiling, PROBE * 2.0**self._climbs, sight, reserve))
+            # Where no reading can show what runs, that nobody waits has to do as proof.
+            self._take(sight, share * GROWTH if surely is None else share)
         elif sight.at - self._quiet_since >= self.hold_s:
             self._probing = True
             self._take(sight, _probed(ceiling, PROBE, sight, reserve))

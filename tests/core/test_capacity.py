@@ -462,3 +462,15 @@ def test_nothing_that_readings_show_makes_a_known_capacity_larger_or_the_estimat
         assert found is None or found > 0
         assert not known or found is None or found < configured
         assert known or found is not None
+
+
+def test_probe_goes_on_when_the_pool_shrinks_meanwhile() -> None:
+    """The probe that was right for 25 slots let no whole request more than the ceiling run on 20."""
+    pool = Pool(25)
+    pool.learned(15.8)
+    pool.calm(12, running=15)
+    pool.configured = 20
+    for _ in range(30):
+        running = math.floor(pool.estimate * (1 - RESERVE) + 1e-6)
+        pool.sees(running, realtime=0)
+    assert pool.capacity.share is None

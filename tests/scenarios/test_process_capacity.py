@@ -65,11 +65,11 @@ def test_the_pickers_number_is_learned_and_compared(
 def test_what_is_not_proven_is_said_as_check_says_it(stage: Stage) -> None:
     world = stage.world(slots=32, endpoints=2, seconds=3600)
     one = stage.dispatcher(merged(stage.settings(world, max_sys=None), {"signals": {"interval_s": 0.2}}))
-    status = one.wait_for(per_endpoint_from="unseen", max_sys=16, max_sys_by="picker")
-    assert status["per_endpoint"] == 8
-    told = "An endpoint is assumed to run 8 requests until the picker's page shows some; not learned yet."
-    assert "The capacity is 16 by an assumption" in said(one)
-    assert told in said(one)
+    status = one.wait_for(per_endpoint_from="search", max_sys=16, max_sys_by="search")
+    assert (status["per_endpoint"], status["configured_max_sys"]) == (8, None)
+    assert [event["per_endpoint"] for event in one.events("capacity-search")] == [8]
+    assert "The capacity is 16 by the search so far" in said(one)
+    assert "Nobody names the capacity: the search started at 8 requests per endpoint" in said(one)
     stage.producer.submit(1)
     assert one.wait_for(per_endpoint_from="suggestion")["per_endpoint"] == 16
     told = "the picker's page suggests 16 requests per endpoint; not proven yet"

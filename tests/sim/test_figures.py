@@ -65,7 +65,7 @@ def above_all_knowing(row: Row) -> float:
     return row.over_less_all_knowing
 
 
-@by_age((0.97, 1.5), (0.96, 3.5), (0.92, 6.0))
+@by_age((0.97, 1.5), (0.96, 3.5), (0.90, 6.0))
 def test_law_harvests_nearly_everything_and_keeps_the_reserve(
     age: tuple[float, float], promised: tuple[float, float]
 ) -> None:

@@ -1,0 +1,227 @@
+"""`check --probe`: when it sends, when it stops, what it reports. The processes are in tests/scenarios."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dispatcher.check.probe import LOOK_S, READINGS, PoolSample, Ramp, Stop, counts_of, payload_for
+from dispatcher.core.budget import Reading, Signal
+from tests.warm import warm_run
+
+MOST = 100
+
+
+def sample(at: float, **more: Any) -> PoolSample:
+    """A reading of an empty pool with two endpoints whose capacity nobody names."""
+    plain: dict[str, Any] = {
+        "present": 0.0,
+        "running": 0.0,
+        "waiting": 0.0,
+        "ours": 0,
+        "endpoints": 2.0,
+        "per_endpoint": 8.0,
+        "per_endpoint_from": "search",
+    }
+    return PoolSample(at=at, **plain | more)
+
+
+def ours(at: float, count: int, **more: Any) -> PoolSample:
+    """A reading of a pool in which `count` requests run, all of them the probe's."""
+    return sample(at, **{"present": float(count), "running": float(count), "ours": count} | more)
+
+
+@pytest.fixture
+def ramp() -> Ramp:
+    """A ramp that has watched a quiet pool and has begun to send."""
+    made = Ramp(MOST)
+    made.observe(sample(0.0))
+    made.observe(sample(LOOK_S))
+    made.sent = 1
+    assert made.may_send
+    return made
+
+
+def test_probe_watches_the_pool_before_it_sends() -> None:
+    ramp = Ramp(MOST)
+    ramp.observe(sample(0.0))
+    ramp.observe(sample(LOOK_S - 1.0))
+    assert (ramp.may_send, ramp.stopped) == (False, None)
+    ramp.observe(sample(LOOK_S))
+    assert (ramp.may_send, ramp.stopped) == (True, None)
+
+
+@pytest.mark.parametrize(
+    ("pool", "quiet"),
+    [
+        ({"present": 8.0, "running": 8.0}, True),
+        ({"present": 9.0, "running": 9.0}, False),
+        ({"present": 1.0, "running": 0.0, "waiting": 1.0}, False),
+    ],
+)
+def test_nothing_is_sent_unless_the_hour_is_quiet(pool: dict[str, float], quiet: bool) -> None:
+    ramp = Ramp(MOST)
+    ramp.observe(sample(0.0, **pool))
+    ramp.observe(sample(LOOK_S, **pool))
+    assert ramp.may_send is quiet
+    if not quiet:
+        assert ramp.stopped is Stop.NOT_QUIET
+        found = ramp.finding()
+        assert (found.level, found.where) == ("warning", "budget.per_endpoint")
+        assert "not a quiet hour" in found.what
+        assert "nothing was sent" in found.what
+
+
+def test_traffic_that_comes_during_the_ramp_ends_it(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 36, present=48.0, running=48.0))
+    assert ramp.stopped is None, "12 of 48 are a quarter"
+    ramp.observe(ours(8.0, 36, present=49.0, running=49.0))
+    assert ramp.stopped is Stop.NOT_QUIET
+    assert "nothing more was sent" in ramp.finding().what
+
+
+def test_requests_of_the_probe_may_wait(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 40, running=32.0, waiting=8.0))
+    assert ramp.stopped is None
+
+
+def test_ceiling_is_reported_once_it_has_lasted(ramp: Ramp) -> None:
+    for at in range(READINGS):
+        assert ramp.stopped is None
+        ramp.observe(ours(7.0 + at, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
+    assert (ramp.stopped, ramp.may_send) == (Stop.CEILING, False)
+    found = ramp.finding()
+    assert found.level == "ok"
+    assert found.what == (
+        "the pool ran 33 requests at once on 2 endpoints while others waited: set budget.per_endpoint to 16"
+    )
+
+
+def test_ceiling_that_moves_has_to_last_anew(ramp: Ramp) -> None:
+    for at, ceiling in enumerate((20.0, 20.0, 30.0, 30.0)):
+        ramp.observe(ours(7.0 + at, 38, running=ceiling, waiting=5.0, ceiling=ceiling, confirmed=1))
+    assert ramp.stopped is None
+    ramp.observe(ours(11.0, 38, running=30.0, waiting=5.0, ceiling=30.0, confirmed=1))
+    assert ramp.stopped is Stop.CEILING
+
+
+def test_ceiling_that_the_limiter_confirmed_is_reported_at_once(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 33, ceiling=32.0, confirmed=2))
+    assert ramp.stopped is Stop.CEILING
+
+
+def test_pool_that_runs_less_than_one_request_per_endpoint_has_its_total_reported(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 3, running=1.0, waiting=2.0, ceiling=1.0, confirmed=2))
+    assert ramp.finding().what.endswith("set budget.max_sys to 1")
+
+
+def test_reaching_the_bound_reports_how_many_ran_at_least(ramp: Ramp) -> None:
+    for at in range(READINGS):
+        assert ramp.stopped is None
+        ramp.observe(ours(7.0 + at, MOST))
+    assert ramp.stopped is Stop.BOUND
+    assert ramp.finding().what == (
+        "at least 100 requests ran at once with nobody waiting (the bound of --probe-most was reached)"
+    )
+
+
+def test_requests_count_as_running_only_if_two_readings_in_a_row_show_them(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 30))
+    ramp.observe(ours(8.0, 60))
+    ramp.observe(ours(9.0, 60, running=30.0, waiting=30.0))
+    ramp.stop(Stop.TIME)
+    found = ramp.finding()
+    assert (found.level, found.hint) == ("warning", "--probe-seconds")
+    assert "at least 30 requests ran at once with nobody waiting" in found.what
+
+
+def test_a_ceiling_that_was_not_confirmed_in_time_is_not_recommended(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
+    ramp.stop(Stop.TIME)
+    found = ramp.finding()
+    assert found.level == "warning"
+    assert "33 requests ran at once while others waited" in found.what
+    assert "set budget" not in found.what
+
+
+def test_time_that_is_over_before_any_request_says_why() -> None:
+    ramp = Ramp(MOST)
+    ramp.stop(Stop.TIME, "no reading yet of requests")
+    assert ramp.finding().what == (
+        "the time was over before the pool could be judged: no reading yet of requests; nothing was sent"
+    )
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"per_endpoint_from": "picker", "per_endpoint": 16.0}, "the endpoint picker counts with 16"),
+        ({"per_endpoint_from": "server", "per_endpoint": 16.0}, "the model servers' own pages name 16"),
+        ({"per_endpoint_from": None, "capacity_known": True}, "a query in the settings tells the capacity"),
+    ],
+)
+def test_capacity_that_somebody_names_is_not_measured(named: dict[str, Any], words: str) -> None:
+    ramp = Ramp(MOST)
+    ramp.observe(sample(0.0, **named))
+    assert ramp.stopped is Stop.NAMED
+    found = ramp.finding()
+    assert (found.level, found.what.startswith(words)) == ("ok", True)
+    assert "nothing was sent" in found.what
+
+
+def test_nothing_is_sent_where_requests_cannot_be_counted() -> None:
+    ramp = Ramp(MOST)
+    ramp.observe(sample(0.0, present=None, running=None))
+    assert (ramp.stopped, ramp.finding().level) == (Stop.UNCOUNTED, "warning")
+
+
+@pytest.mark.parametrize(
+    ("why", "level"), [(Stop.REFUSED, "warning"), (Stop.CLOSED, "failed"), (Stop.FAILED, "failed")]
+)
+def test_reason_that_ended_the_probe_is_reported_and_later_ones_are_not(
+    ramp: Ramp, why: Stop, level: str
+) -> None:
+    ramp.stop(why, "the first reason")
+    ramp.stop(Stop.TIME)
+    found = ramp.finding()
+    assert (found.level, ramp.may_send) == (level, False)
+    assert "the first reason" in found.what
+
+
+def test_requests_are_counted_by_what_the_reading_shows() -> None:
+    exact = Reading(Signal.REQUESTS, 0.0, 0.0, f_sys=0.5, f_epp=0.1, max_sys=20.0, running=10.0, waiting=2.0)
+    assert counts_of(exact) == (12.0, 10.0, 2.0)
+    averages = Reading(Signal.REQUESTS, 0.0, 0.0, 0.6, 0.0, 20.0, averages=(9.0, 3.0))
+    assert counts_of(averages) == (12.0, 9.0, 3.0)
+    score = Reading(Signal.SATURATION, 0.0, 0.0, 0.5, 0.0, 20.0, exact=False)
+    assert counts_of(score) == (None, None, 0.0)
+
+
+def test_request_has_the_form_of_the_default_path() -> None:
+    plain = {"model": "m", "prompt": "capacity probe", "max_tokens": 64}
+    assert json.loads(payload_for("/v1/completions", "m")) == plain
+    chat = json.loads(payload_for("/v1/chat/completions", "m"))
+    assert chat["messages"] == [{"role": "user", "content": "capacity probe"}]
+    assert "prompt" not in chat
+
+
+@pytest.mark.parametrize(
+    ("options", "models", "words"),
+    [
+        (("--offline", "--probe-model", "m"), "", "--offline tries no connection"),
+        ((), "", "--probe-model NAME"),
+        ((), "models: [{name: a}, {name: b}]\n", "--probe-model NAME"),
+        (("--probe-model", "m", "--probe-seconds", "9"), "", "10"),
+    ],
+)
+def test_wrong_use_of_the_probe_exits_2(
+    tmp_path: Path, options: tuple[str, ...], models: str, words: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("gateway: {url: http://gw}\n" + models)
+    done = warm_run("check", "--config", config, "--probe", "--json", *options)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert words in json.loads(done.stderr)["error"]
