@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,10 @@ from dispatcher.settings import Problem, Settings, load
 from dispatcher.settings.effective import as_json as settings_as_json
 from dispatcher.settings.effective import lines, set_by_hand
 
+if TYPE_CHECKING:
+    from dispatcher.check.probe import ProbePlan
+
+PROBE_LEAST_S, PROBE_MOST_S = 10.0, 300.0
 _COLOURS = {"ok": typer.colors.GREEN, "warning": typer.colors.YELLOW, "failed": typer.colors.RED}
 
 EXAMPLES = {
@@ -58,7 +62,7 @@ def check(
         ),
     ] = "",
     probe_seconds: Annotated[
-        float, typer.Option(min=10, max=300, metavar="SECONDS", help="--probe ends after so long.")
+        float, typer.Option(metavar="N", help="--probe ends after so many seconds, 10 to 300.")
     ] = 60.0,
     probe_most: Annotated[
         int, typer.Option(min=1, metavar="N", help="--probe never has more requests in flight.")
@@ -87,7 +91,7 @@ def check(
     if isinstance(found, list):
         _refuse(found, json_output)
         raise typer.Exit(2)
-    model = _model_to_probe(found, probe_model) if probe else ""
+    plan = _probe_plan(found, probe_model, probe_seconds, probe_most) if probe else None
     if not json_output:
         _show(found, "the environment alone" if path is None else str(path), everything=everything)
     told: list[Finding] = []
@@ -102,8 +106,8 @@ def check(
     if not offline:
         asyncio.run(connections(found, tell))
         dispatcher_runs = _ask_running(found, tell)
-        if probe:
-            tell(_probed(found, model, probe_seconds, probe_most, dispatcher_runs=dispatcher_runs))
+        if plan is not None:
+            tell(_probed(found, plan, dispatcher_runs=dispatcher_runs))
     failed = [finding.where for finding in told if finding.level == "failed"]
     ok = not failed if strict else not any(where.endswith(of_settings.FILE_ENDINGS) for where in failed)
     if json_output:
@@ -126,28 +130,32 @@ def _ask_running(settings: Settings, tell: Callable[[Finding], None]) -> bool:
     return status is not None
 
 
-def _model_to_probe(settings: Settings, named: str) -> str:
-    """Return the model that the requests of --probe ask for."""
-    # The name of a family (`match`) is one that producers use; servers know its versions alone.
+def _probe_plan(settings: Settings, named: str, seconds: float, most: int) -> ProbePlan:
+    """Return what --probe is to do. Raises BadParameter if the options do not say that."""
+    from dispatcher.check.probe import ProbePlan  # the gateway's client is slow to import
+
+    if not PROBE_LEAST_S <= seconds <= PROBE_MOST_S:
+        raise typer.BadParameter(f"--probe-seconds must be from {PROBE_LEAST_S:g} to {PROBE_MOST_S:g}")
+    # The name of a family (`match`) is one that producers use; servers know only its versions.
     known = [model.name for model in settings.models if not model.match]
-    if named or (len(known) == len(settings.models) == 1):
-        return named or known[0]
-    raise typer.BadParameter(
-        "--probe needs --probe-model NAME, for the settings do not name exactly one model"
-    )
+    if not named and not (len(known) == len(settings.models) == 1):
+        what = "--probe needs --probe-model NAME, because the settings do not name exactly one model"
+        raise typer.BadParameter(what)
+    return ProbePlan(named or known[0], seconds, most)
 
 
-def _probed(settings: Settings, model: str, seconds: float, most: int, *, dispatcher_runs: bool) -> Finding:
+def _probed(settings: Settings, plan: ProbePlan, *, dispatcher_runs: bool) -> Finding:
     """Return what the probe measured, or why it sent nothing."""
-    from dispatcher.check.probe import WHERE, ProbePlan, measure  # the gateway's client is slow to import
+    from dispatcher.check.probe import measure
+    from dispatcher.check.ramp import WHERE
 
     if dispatcher_runs:
         what = (
             "a dispatcher runs on this configuration, and the two would measure each other: nothing was sent"
         )
         return Finding("warning", WHERE, what, "stop the dispatcher for the time of the probe")
-    remark(f"--probe: sending real requests to the model {model} for up to {seconds:g} s")
-    return asyncio.run(measure(settings, ProbePlan(model, seconds, most)))
+    remark(f"--probe: sending real requests to the model {plan.model} for up to {plan.seconds:g} s")
+    return asyncio.run(measure(settings, plan))
 
 
 def _show(settings: Settings, source: str, *, everything: bool) -> None:

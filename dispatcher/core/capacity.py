@@ -40,10 +40,10 @@ GROWTH = 1.24
 """Factor by which more requests may run than ran with nobody waiting."""
 GROWTH_LIVE, LIVE_S = 1.16, 2.0
 """The same where a beat takes LIVE_S at the most: there are more steps then, and they are smaller."""
-GROWTH_CAREFUL, LONG_S = 1.02, 10.0
-"""The same for requests that are not ours, while ours take longer than LONG_S or none has been answered yet:
-realtime that fills most of a pool leaves little room, and what is sent too much holds its slots for as
-long."""
+GROWTH_REALTIME, GROWTH_CAREFUL, LONG_S = 1.1, 1.02, 10.0
+"""The same for requests that are not ours, for realtime that fills most of a pool leaves little room:
+usually, and while ours take longer than LONG_S or none has been answered yet. What is sent too much then
+holds its slots for as long."""
 PROBE, CLIMBS = 0.04, 3
 """Share of the ceiling by which the first probe exceeds it (one request at least); each further one that
 follows a success exceeds it by twice as much, and after CLIMBS successes the ceiling is dropped."""
@@ -319,8 +319,8 @@ class Capacity:
         if surely is not None and surely > 0:
             realtime = min(surely, sight.realtime * one)
             growth = GROWTH_LIVE if self._beat_s <= LIVE_S else GROWTH
-            careful = not 0.0 < self._took_s < LONG_S
-            may_run = growth * (surely - realtime) + (GROWTH_CAREFUL if careful else growth) * realtime
+            others = GROWTH_REALTIME if 0.0 < self._took_s < LONG_S else GROWTH_CAREFUL
+            may_run = growth * (surely - realtime) + others * realtime
             self._take(sight, max(share, max(may_run, surely + one) / (1.0 - reserve)))
 
     def _hold_or_probe(self, sight: Sight, surely: float | None, ceiling: float, reserve: float) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dispatcher.check.probe import LOOK_S, READINGS, PoolSample, Ramp, Stop, counts_of, payload_for
+from dispatcher.check.probe import payload_for
+from dispatcher.check.ramp import LOOK_S, READINGS, SUGGESTED_S, PoolSample, ProbeEnd, Ramp, counts_of
 from dispatcher.core.budget import Reading, Signal
 from tests.warm import warm_run
 
@@ -68,7 +69,7 @@ def test_nothing_is_sent_unless_the_hour_is_quiet(pool: dict[str, float], quiet:
     ramp.observe(sample(LOOK_S, **pool))
     assert ramp.may_send is quiet
     if not quiet:
-        assert ramp.stopped is Stop.NOT_QUIET
+        assert ramp.stopped is ProbeEnd.NOT_QUIET
         found = ramp.finding()
         assert (found.level, found.where) == ("warning", "budget.per_endpoint")
         assert "not a quiet hour" in found.what
@@ -77,9 +78,9 @@ def test_nothing_is_sent_unless_the_hour_is_quiet(pool: dict[str, float], quiet:
 
 def test_traffic_that_comes_during_the_ramp_ends_it(ramp: Ramp) -> None:
     ramp.observe(ours(7.0, 36, present=48.0, running=48.0))
-    assert ramp.stopped is None, "12 of 48 are a quarter"
+    assert ramp.may_send, "12 of 48 are a quarter"
     ramp.observe(ours(8.0, 36, present=49.0, running=49.0))
-    assert ramp.stopped is Stop.NOT_QUIET
+    assert ramp.stopped is ProbeEnd.NOT_QUIET
     assert "nothing more was sent" in ramp.finding().what
 
 
@@ -92,7 +93,7 @@ def test_ceiling_is_reported_once_it_has_lasted(ramp: Ramp) -> None:
     for at in range(READINGS):
         assert ramp.stopped is None
         ramp.observe(ours(7.0 + at, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
-    assert (ramp.stopped, ramp.may_send) == (Stop.CEILING, False)
+    assert (ramp.stopped, ramp.may_send) == (ProbeEnd.CEILING, False)
     found = ramp.finding()
     assert found.level == "ok"
     assert found.what == (
@@ -105,12 +106,12 @@ def test_ceiling_that_moves_has_to_last_anew(ramp: Ramp) -> None:
         ramp.observe(ours(7.0 + at, 38, running=ceiling, waiting=5.0, ceiling=ceiling, confirmed=1))
     assert ramp.stopped is None
     ramp.observe(ours(11.0, 38, running=30.0, waiting=5.0, ceiling=30.0, confirmed=1))
-    assert ramp.stopped is Stop.CEILING
+    assert ramp.stopped is ProbeEnd.CEILING
 
 
 def test_ceiling_that_the_limiter_confirmed_is_reported_at_once(ramp: Ramp) -> None:
     ramp.observe(ours(7.0, 33, ceiling=32.0, confirmed=2))
-    assert ramp.stopped is Stop.CEILING
+    assert ramp.stopped is ProbeEnd.CEILING
 
 
 def test_pool_that_runs_less_than_one_request_per_endpoint_has_its_total_reported(ramp: Ramp) -> None:
@@ -122,7 +123,7 @@ def test_reaching_the_bound_reports_how_many_ran_at_least(ramp: Ramp) -> None:
     for at in range(READINGS):
         assert ramp.stopped is None
         ramp.observe(ours(7.0 + at, MOST))
-    assert ramp.stopped is Stop.BOUND
+    assert ramp.stopped is ProbeEnd.BOUND
     assert ramp.finding().what == (
         "at least 100 requests ran at once with nobody waiting (the bound of --probe-most was reached)"
     )
@@ -132,7 +133,7 @@ def test_requests_count_as_running_only_if_two_readings_in_a_row_show_them(ramp:
     ramp.observe(ours(7.0, 30))
     ramp.observe(ours(8.0, 60))
     ramp.observe(ours(9.0, 60, running=30.0, waiting=30.0))
-    ramp.stop(Stop.TIME)
+    ramp.stop(ProbeEnd.TIME)
     found = ramp.finding()
     assert (found.level, found.hint) == ("warning", "--probe-seconds")
     assert "at least 30 requests ran at once with nobody waiting" in found.what
@@ -140,7 +141,7 @@ def test_requests_count_as_running_only_if_two_readings_in_a_row_show_them(ramp:
 
 def test_a_ceiling_that_was_not_confirmed_in_time_is_not_recommended(ramp: Ramp) -> None:
     ramp.observe(ours(7.0, 38, running=33.0, waiting=5.0, ceiling=33.0, confirmed=1))
-    ramp.stop(Stop.TIME)
+    ramp.stop(ProbeEnd.TIME)
     found = ramp.finding()
     assert found.level == "warning"
     assert "33 requests ran at once while others waited" in found.what
@@ -149,7 +150,7 @@ def test_a_ceiling_that_was_not_confirmed_in_time_is_not_recommended(ramp: Ramp)
 
 def test_time_that_is_over_before_any_request_says_why() -> None:
     ramp = Ramp(MOST)
-    ramp.stop(Stop.TIME, "no reading yet of requests")
+    ramp.stop(ProbeEnd.TIME, "no reading yet of requests")
     assert ramp.finding().what == (
         "the time was over before the pool could be judged: no reading yet of requests; nothing was sent"
     )
@@ -166,26 +167,38 @@ def test_time_that_is_over_before_any_request_says_why() -> None:
 def test_capacity_that_somebody_names_is_not_measured(named: dict[str, Any], words: str) -> None:
     ramp = Ramp(MOST)
     ramp.observe(sample(0.0, **named))
-    assert ramp.stopped is Stop.NAMED
+    assert ramp.stopped is ProbeEnd.NAMED
     found = ramp.finding()
     assert (found.level, found.what.startswith(words)) == ("ok", True)
     assert "nothing was sent" in found.what
 
 
+def test_number_that_the_pickers_pages_suggest_counts_once_it_has_lasted(ramp: Ramp) -> None:
+    ramp.observe(ours(7.0, 20, per_endpoint_from="suggestion", per_endpoint=100.0))
+    ramp.observe(ours(8.0, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    ramp.observe(ours(7.5 + SUGGESTED_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    assert ramp.may_send
+    ramp.observe(ours(8.0 + SUGGESTED_S, 20, per_endpoint_from="suggestion", per_endpoint=16.0))
+    found = ramp.finding()
+    assert found.level == "ok"
+    assert found.what.startswith("the endpoint picker's pages suggest 16 requests per endpoint")
+
+
 def test_nothing_is_sent_where_requests_cannot_be_counted() -> None:
     ramp = Ramp(MOST)
     ramp.observe(sample(0.0, present=None, running=None))
-    assert (ramp.stopped, ramp.finding().level) == (Stop.UNCOUNTED, "warning")
+    assert (ramp.stopped, ramp.finding().level) == (ProbeEnd.UNCOUNTED, "warning")
 
 
 @pytest.mark.parametrize(
-    ("why", "level"), [(Stop.REFUSED, "warning"), (Stop.CLOSED, "failed"), (Stop.FAILED, "failed")]
+    ("why", "level"),
+    [(ProbeEnd.REFUSED, "warning"), (ProbeEnd.CLOSED, "failed"), (ProbeEnd.FAILED, "failed")],
 )
 def test_reason_that_ended_the_probe_is_reported_and_later_ones_are_not(
-    ramp: Ramp, why: Stop, level: str
+    ramp: Ramp, why: ProbeEnd, level: str
 ) -> None:
     ramp.stop(why, "the first reason")
-    ramp.stop(Stop.TIME)
+    ramp.stop(ProbeEnd.TIME)
     found = ramp.finding()
     assert (found.level, ramp.may_send) == (level, False)
     assert "the first reason" in found.what
@@ -214,7 +227,7 @@ def test_request_has_the_form_of_the_default_path() -> None:
         (("--offline", "--probe-model", "m"), "", "--offline tries no connection"),
         ((), "", "--probe-model NAME"),
         ((), "models: [{name: a}, {name: b}]\n", "--probe-model NAME"),
-        (("--probe-model", "m", "--probe-seconds", "9"), "", "10"),
+        (("--probe-model", "m", "--probe-seconds", "9"), "", "--probe-seconds must be from 10 to 300"),
     ],
 )
 def test_wrong_use_of_the_probe_exits_2(

@@ -825,3 +825,27 @@ def test_one_poll_tells_all_there_is() -> None:
     assert limiter.allowance(2.9).limit == 22
     closed = limiter.allowance(3.1)
     assert (closed.reason, closed.because) == (Reason.UNREADABLE, "no answer (look at: signals.epp)")
+
+
+def test_reopening_after_a_long_closure_lets_no_more_be_sent_than_was_proven() -> None:
+    """Where nobody names the capacity, a gate that reopened once let 285 requests go at once."""
+    limiter = Limiter(Policy(reserve=0.0), (Signal.REQUESTS,))
+
+    def read(at: float, running: int) -> None:
+        shown = Reading(
+            Signal.REQUESTS, at, at, running / 24, 0.0, 24.0, running=float(running), capacity_known=False
+        )
+        limiter.reading(shown, at)
+
+    read(0.0, 0)
+    for key in range(24):
+        limiter.sent(key, 1.0)
+    read(2.0, 24)
+    proven = limiter.allowance(3.0).limit
+    assert 24 < proven <= 1.25 * 24
+    for key in range(24):
+        limiter.answered(key, 4.0)
+    limiter.reading_failed(Reason.UNREADABLE, "gone", 5.0)
+    assert limiter.allowance(300.0).limit == 0
+    read(301.0, 0)
+    assert limiter.allowance(302.0).limit <= proven

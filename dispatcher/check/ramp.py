@@ -1,0 +1,252 @@
+"""When `check --probe` sends requests, when it stops and what it reports. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from dispatcher.check.finding import Finding, Level
+from dispatcher.core.budget import Reading, whole
+from dispatcher.core.capacity import ONE_WAITS, SAME
+from dispatcher.signals.verdict import PerEndpointFrom
+
+WHERE = "budget.per_endpoint"
+LOOK_S = 6.0
+"""Seconds of readings before the first request. They include a rewrite of the picker's averages (FLUSH_S),
+which are the only place where requests that bypass the picker show."""
+QUIET_SHARE, QUIET_MOST = 0.25, 8.0
+"""The hour is not quiet if requests of others exceed both: this share of what runs, and this number."""
+SUGGESTED_S = 10.0
+"""Seconds for which the picker's pages have to suggest the same number, until it is reported. The proof needs
+different loads, which a ramp that this number bounds may never reach."""
+READINGS = 3
+"""Readings in a row that a ceiling, or a full load without anybody waiting, has to last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSample:
+    """What one reading of the pool shows."""
+
+    at: float
+    present: float | None
+    """Requests in the pool, running or waiting. `None` if the signals do not count them."""
+    running: float | None
+    """Requests that run. `None` if they cannot be told from those that wait."""
+    waiting: float
+    ours: int
+    """The most requests of the probe that the reading may contain."""
+    ceiling: float | None = None
+    """Requests that ran while others waited, as the limiter learned it."""
+    confirmed: int = 0
+    """How often in a row the limiter measured that ceiling."""
+    endpoints: float | None = None
+    per_endpoint: float | None = None
+    """Requests per endpoint that the reading was made with."""
+    per_endpoint_from: PerEndpointFrom | None = None
+    capacity_known: bool = False
+
+
+class ProbeEnd(Enum):
+    """Why the probe ended."""
+
+    CEILING = auto()
+    """Requests waited while others ran, and the number that ran is certain."""
+    BOUND = auto()
+    """As many requests as allowed ran, and nobody waited."""
+    TIME = auto()
+    REFUSED = auto()
+    """The gateway refused a request as overloaded."""
+    NOT_QUIET = auto()
+    NAMED = auto()
+    """The picker or the model servers name the capacity, so that nothing has to be measured."""
+    UNCOUNTED = auto()
+    """The signals do not count requests, so that nobody can tell whether the hour is quiet."""
+    CLOSED = auto()
+    """The signals cannot be read, or the limiter closed the gate for another reason."""
+    FAILED = auto()
+    """A request of the probe failed."""
+
+
+class Ramp:
+    """Decides when the probe may send, when it ends and what it reports. It has no clock and does no I/O.
+
+    `most`: requests of the probe that are in flight at most; `bound`: the option or setting that says so.
+    `look_s`: how long to watch the pool before the first request.
+    """
+
+    def __init__(self, most: int, *, bound: str = "--probe-most", look_s: float = LOOK_S) -> None:
+        self.most = most
+        self.may_send = False
+        """The pool was quiet for long enough, and the probe has not ended."""
+        self.stopped: ProbeEnd | None = None
+        self.sent = 0
+        """Requests that the probe has sent, which the report mentions."""
+        self._bound = bound
+        self._look_s = look_s
+        self._why = ""
+        self._began_at: float | None = None
+        self._ran = 0.0
+        """The most requests that ran in two readings in a row in which nobody waited."""
+        self._ran_before: float | None = None
+        """What ran in the previous reading, if nobody waited then."""
+        self._full = 0
+        """Readings in a row with `most` requests of the probe in flight and nobody waiting."""
+        self._ceiling: float | None = None
+        self._held = 0
+        """Readings in a row that left the ceiling about the same."""
+        self._endpoints: float | None = None
+        self._suggested: tuple[float, float | None] | None = None
+        """When the picker's pages began to suggest a number of requests per endpoint, and which one."""
+
+    def stop(self, why: ProbeEnd, detail: str = "") -> None:
+        """End the probe. Only the first reason counts."""
+        if self.stopped is None:
+            self.stopped, self._why, self.may_send = why, detail, False
+
+    def observe(self, sample: PoolSample) -> None:
+        """Take in a new reading. It may start the sending, or end the probe."""
+        if sample.endpoints is not None:
+            self._endpoints = sample.endpoints
+        if (named := self._named_by(sample)) is not None:
+            self.stop(ProbeEnd.NAMED, named)
+        elif sample.present is None:
+            self.stop(ProbeEnd.UNCOUNTED)
+        elif (why := self._not_quiet(sample, sample.present)) is not None:
+            self.stop(ProbeEnd.NOT_QUIET, why)
+        if self.stopped is not None:
+            return
+        if self._began_at is None:
+            self._began_at = sample.at
+        self.may_send = self.may_send or sample.at - self._began_at >= self._look_s
+        self._note_what_ran(sample)
+        self._follow_ceiling(sample)
+
+    def _named_by(self, sample: PoolSample) -> str | None:
+        """Who names the capacity. `None` if nobody does."""
+        suggested, self._suggested = self._suggested, None
+        match sample.per_endpoint_from:
+            case "picker":
+                return f"the endpoint picker counts with {sample.per_endpoint:g} requests per endpoint"
+            case "server":
+                return f"the model servers' own pages name {sample.per_endpoint:g} requests per endpoint"
+            case "suggestion":
+                if suggested is None or suggested[1] != sample.per_endpoint:
+                    suggested = sample.at, sample.per_endpoint
+                self._suggested = suggested
+                if sample.at - suggested[0] < SUGGESTED_S:
+                    return None
+                return f"the endpoint picker's pages suggest {sample.per_endpoint:g} requests per endpoint"
+            case None if sample.capacity_known:
+                return "a query in the settings tells the capacity"
+            case _:
+                return None
+
+    def _not_quiet(self, sample: PoolSample, present: float) -> str | None:
+        """Why this is not a quiet hour. `None` if it is one."""
+        if self.sent == 0 and sample.waiting >= ONE_WAITS:
+            return f"{_requests(sample.waiting)} of others wait"
+        others = max(0.0, present - sample.ours)
+        runs = present if sample.running is None else sample.running
+        if others > QUIET_MOST and others > QUIET_SHARE * runs:
+            return f"{_requests(others)} in the pool {'is' if round(others) == 1 else 'are'} not the probe's"
+        return None
+
+    def _note_what_ran(self, sample: PoolSample) -> None:
+        """Keep the largest number that ran with nobody waiting.
+
+        The queues of the model servers may be those of up to SERVER_LAG_S before, so that requests which have
+        just come look as if they ran. What two readings in a row show did run.
+        """
+        ran = sample.present if sample.running is None else sample.running
+        if ran is None or sample.waiting >= ONE_WAITS:
+            self._ran_before, self._full = None, 0
+            return
+        if self._ran_before is not None:
+            self._ran = max(self._ran, min(ran, self._ran_before))
+        self._ran_before = ran
+        self._full = self._full + 1 if sample.ours >= self.most else 0
+        if self._full >= READINGS:
+            self.stop(ProbeEnd.BOUND)
+
+    def _follow_ceiling(self, sample: PoolSample) -> None:
+        """End the probe if the limiter's ceiling was confirmed, or stayed the same for READINGS readings."""
+        before, self._ceiling = self._ceiling, sample.ceiling
+        if sample.ceiling is None:
+            self._held = 0
+            return
+        same = before is not None and abs(sample.ceiling - before) <= SAME * before
+        self._held = self._held + 1 if same else 1
+        if sample.confirmed > 1 or self._held >= READINGS:
+            self.stop(ProbeEnd.CEILING)
+
+    def finding(self) -> Finding:
+        """What the probe reports."""
+        level, what, hint = self._report()
+        return Finding(level, WHERE, what, hint)
+
+    def _report(self) -> tuple[Level, str, str]:
+        at_least = f"at least {_requests(whole(self._ran))} ran at once with nobody waiting"
+        match self.stopped:
+            case ProbeEnd.CEILING:
+                return "ok", self._measured(), ""
+            case ProbeEnd.BOUND:
+                return "ok", f"{at_least} (the bound of {self._bound} was reached)", ""
+            case ProbeEnd.NAMED:
+                return "ok", f"{self._why}, so nothing has to be measured; {self._sent_in_words()}", ""
+            case ProbeEnd.REFUSED:
+                return "warning", f"{self._why}, so the probe stopped; {at_least}", ""
+            case ProbeEnd.NOT_QUIET:
+                what = f"this is not a quiet hour: {self._why}; {self._sent_in_words()}"
+                return "warning", what, "an hour with less traffic"
+            case ProbeEnd.UNCOUNTED:
+                what = "the signals do not count requests, so nobody can tell whether this is a quiet hour"
+                return "warning", f"{what}; {self._sent_in_words()}", "signals.use"
+            case ProbeEnd.CLOSED | ProbeEnd.FAILED:
+                return "failed", f"the probe stopped: {self._why}; {self._sent_in_words()}", ""
+            case _:
+                return "warning", self._time_is_over(at_least), "--probe-seconds"
+
+    def _measured(self) -> str:
+        count = whole(self._ceiling or 0.0)
+        endpoints = round(self._endpoints or 0.0)
+        if endpoints < 1 or count < endpoints:
+            return (
+                f"the pool ran {_requests(count)} at once while others waited: set budget.max_sys to {count}"
+            )
+        on = f"{endpoints} endpoint{'' if endpoints == 1 else 's'}"
+        return (
+            f"the pool ran {_requests(count)} at once on {on} while others waited: "
+            f"set budget.per_endpoint to {count // endpoints}"
+        )
+
+    def _time_is_over(self, at_least: str) -> str:
+        if self._ceiling is not None:
+            ran = _requests(whole(self._ceiling))
+            return (
+                f"the time was over before a measurement was confirmed: {ran} ran at once while others waited"
+            )
+        if self.sent == 0:
+            why = f": {self._why}" if self._why else ""
+            return f"the time was over before the pool could be judged{why}; {_NOTHING}"
+        return f"the time was over before anybody had to wait: {at_least}"
+
+    def _sent_in_words(self) -> str:
+        return "nothing more was sent" if self.sent else _NOTHING
+
+
+_NOTHING = "nothing was sent"
+
+
+def _requests(count: float) -> str:
+    return "1 request" if round(count) == 1 else f"{count:.0f} requests"
+
+
+def counts_of(reading: Reading) -> tuple[float | None, float | None, float]:
+    """Requests in the pool, those that run and those that wait, as far as a reading counts them."""
+    running, waiting = reading.running, reading.waiting
+    if running is None and reading.averages is not None:
+        running, waiting = reading.averages[0], max(waiting, reading.averages[1])
+    waiting = max(waiting, reading.f_epp * reading.max_sys)
+    if reading.exact:
+        return reading.load, running, waiting
+    return None if running is None else running + waiting, running, waiting
