@@ -41,6 +41,8 @@ def test_it_is_shown_whose_word_the_capacity_is(stage: Stage, cluster: Cluster) 
     assert {name: value for name, value in metrics.items() if name.startswith("max_sys_by")} == {
         "max_sys_by{watch}": 0,
         "max_sys_by{picker}": 0,
+        "max_sys_by{server}": 0,
+        "max_sys_by{search}": 0,
         "max_sys_by{setting}": 1,
         "max_sys_by{query}": 0,
         "max_sys_by{learned}": 0,
