@@ -849,3 +849,53 @@ def test_reopening_after_a_long_closure_lets_no_more_be_sent_than_was_proven() -
     assert limiter.allowance(300.0).limit == 0
     read(301.0, 0)
     assert limiter.allowance(302.0).limit <= proven
+
+
+def mixed(at: float, sent: int, in_servers: int = 0, in_picker: int = 0) -> Reading:
+    """What a picker shows of 8 endpoints whose capacity nobody names: its own counters as of now, and the
+    queues of the model servers as of up to half a second before."""
+    return Reading(
+        Signal.REQUESTS,
+        at,
+        at,
+        sent / 64,
+        in_picker / 64,
+        64.0,
+        running=float(sent - in_servers),
+        waiting=float(in_servers + in_picker),
+        exact_counts=False,
+        capacity_known=False,
+    )
+
+
+def estimate(limiter: Limiter, reading: Reading) -> float:
+    """The capacity in requests after that reading."""
+    limiter.reading(reading, reading.closed_at)
+    budget = limiter.allowance(reading.closed_at + 0.25).budget
+    assert budget is not None
+    return budget.max_sys
+
+
+def test_requests_that_were_just_sent_may_wait_unseen_and_prove_no_room() -> None:
+    limiter = Limiter(Policy(reserve=0.0), (Signal.REQUESTS,))
+    assert estimate(limiter, mixed(0.0, 0)) == 64
+    for key in range(64):
+        limiter.sent(key, 0.8)
+    assert estimate(limiter, mixed(1.0, 64)) == 64, "they came after the servers' queues were read"
+    assert estimate(limiter, mixed(2.0, 64)) > 64
+
+
+def test_requests_of_others_that_were_not_there_at_the_sample_before_prove_no_room() -> None:
+    limiter = Limiter(Policy(reserve=0.0), (Signal.REQUESTS,))
+    assert estimate(limiter, mixed(0.0, 20)) == 64
+    assert estimate(limiter, mixed(1.0, 90)) == 64
+    assert estimate(limiter, mixed(2.0, 90)) > 90
+
+
+def test_queues_of_the_model_servers_and_of_the_picker_stop_the_growth() -> None:
+    for waiting in ({"in_servers": 5}, {"in_picker": 5}):
+        limiter = Limiter(Policy(reserve=0.0), (Signal.REQUESTS,))
+        estimate(limiter, mixed(0.0, 80))
+        before = estimate(limiter, mixed(1.0, 80))
+        assert before > 80
+        assert estimate(limiter, mixed(2.0, 90, **waiting)) <= before
