@@ -50,7 +50,7 @@ _ANSWER_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class ProbePlan:
-    """What the operator chose for the probe."""
+    """Options of the probe, as the operator chose them."""
 
     model: str
     seconds: float = 60.0

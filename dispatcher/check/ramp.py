@@ -25,7 +25,7 @@ READINGS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSample:
-    """What one reading of the pool shows."""
+    """One reading of the pool, as far as the probe needs it."""
 
     at: float
     present: float | None
@@ -88,7 +88,7 @@ class Ramp:
         self._ran = 0.0
         """The most requests that ran in two readings in a row in which nobody waited."""
         self._ran_before: float | None = None
-        """What ran in the previous reading, if nobody waited then."""
+        """Requests that ran in the previous reading. `None` if somebody waited then."""
         self._full = 0
         """Readings in a row with `most` requests of the probe in flight and nobody waiting."""
         self._ceiling: float | None = None
@@ -122,7 +122,7 @@ class Ramp:
         self._follow_ceiling(sample)
 
     def _named_by(self, sample: PoolSample) -> str | None:
-        """Who names the capacity. `None` if nobody does."""
+        """Return a sentence that says who names the capacity. `None` if nobody does."""
         suggested, self._suggested = self._suggested, None
         match sample.per_endpoint_from:
             case "picker":
@@ -180,7 +180,7 @@ class Ramp:
             self.stop(ProbeEnd.CEILING)
 
     def finding(self) -> Finding:
-        """What the probe reports."""
+        """Return the report of the probe."""
         level, what, hint = self._report()
         return Finding(level, WHERE, what, hint)
 

@@ -127,7 +127,7 @@ class Capacity:
     share: float | None = None
     """The estimate. `None` if it is a known capacity and nothing else was learned."""
     ceiling: float | None = None
-    """What ran while others waited. `None` if that was not seen, or was disproved."""
+    """Requests that ran while others waited. `None` if that was not seen, or was disproved."""
     confirmed: int = 0
     """How often in a row the ceiling was measured, by probes that failed."""
     _known: bool | None = None
@@ -194,9 +194,8 @@ class Capacity:
             self._forget()
             return
         # Counts of different moments scatter, so that they show a crowd only where there are no averages.
-        witness = flush if flush is not None or sight.averages is not None else now
-        if now is not None and (now.exact or now.in_picker):
-            witness = now
+        fits = now is not None and (now.exact or now.in_picker or sight.averages is None)
+        witness = now if fits else flush
         if witness is not None and self._shows_crowd(witness, sight, refused=refused):
             return
         if self._somebody_waits(sight, now or flush):
@@ -277,7 +276,7 @@ class Capacity:
 
     @staticmethod
     def _surely(sight: Sight, now: PoolCounts | None, flush: PoolCounts | None) -> float | None:
-        """What certainly ran with nobody waiting. `None` if running requests are not known apart."""
+        """Return the requests that certainly ran. `None` if they cannot be told from waiting ones."""
         shown = [
             each.surely_running for each in (now, flush) if each is not None and each.waiting < ONE_WAITS
         ]

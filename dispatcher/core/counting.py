@@ -82,7 +82,7 @@ class Count:
 
     @property
     def per_endpoint(self) -> float | None:
-        """What an endpoint runs at once by the picker's pages. `None` if they do not tell."""
+        """Requests that an endpoint runs at once by the picker's pages. `None` if they do not tell."""
         match self.guess:
             case "picker":
                 return float(self.last or 0)

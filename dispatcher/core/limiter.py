@@ -191,7 +191,7 @@ class Limiter:
 
     @property
     def learned(self) -> Capacity:
-        """What readings showed of the pool's capacity."""
+        """The pool's capacity as readings showed it."""
         return self._tracking.learned
 
     @property

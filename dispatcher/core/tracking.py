@@ -297,7 +297,7 @@ class Tracking(Revised):
         self._reassess()
 
     def _sight(self, tracks: list[Track]) -> Sight:
-        """What the newest sample shows of the whole pool, however many signals it was of."""
+        """Return the newest sample's view of the whole pool, however many signals it was of."""
         seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
         apart = [r for r, _, _ in seen if _told_apart(r)]
         newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
@@ -318,7 +318,7 @@ class Tracking(Revised):
         )
 
     def _count(self, reading: Reading) -> PoolCounts | None:
-        """What ran and what waited at the moment of the sample.
+        """Return the requests that ran and that waited at the moment of the sample.
 
         The queues of the model servers may be those of up to SERVER_LAG_S ago, so that requests which came
         since then and wait look as if they ran. Of ours only those certainly ran that were there all that

@@ -163,7 +163,7 @@ class Poller:
         self._compared: tuple[int, float | None] | None = None
         """The picker's k and the setting beside it, as they were compared last."""
         self._searching = False
-        """The last verdict that told had no capacity from anybody."""
+        """Nobody named the capacity in the last verdict that could tell."""
         self._changed = asyncio.Event()
 
     def reconfigure(self, sources: Sequence[Source], signals: SignalsSettings, policy: Policy) -> None:

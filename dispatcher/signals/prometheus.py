@@ -286,7 +286,7 @@ class _ScrapedReplica:
 
 
 def _series(row: Sample) -> frozenset[tuple[str, str]]:
-    """What a value and its age have in common."""
+    """Return the labels that a value and its age have in common."""
     family = row.labels.get(_VALUE) or row.labels.get(_AGE) or ""
     labels = {name: value for name, value in row.labels.items() if name not in ("__name__", _VALUE, _AGE)}
     return frozenset({**labels, _VALUE: family}.items())

@@ -16,7 +16,7 @@ from dispatcher.core.poll import Unread
 from dispatcher.signals.series import Family, View, largest, smallest, total
 
 PerEndpointFrom = Literal["setting", "server"] | Guess
-"""Who says how many requests an endpoint runs at once; `server`: the model servers' own pages."""
+"""The source of the number of requests per endpoint; `server`: the model servers' own pages."""
 
 
 class Lessons:

@@ -50,7 +50,7 @@ class Moment:
     limit: int | None
     closed: Reason | None
     capacity: float | None = None
-    """What the policy takes for the pool's capacity, in requests."""
+    """Capacity of the pool in requests, as the policy estimates it."""
 
 
 @dataclass(slots=True)

@@ -63,7 +63,7 @@ class Exporter:
 
     use: Signals
     policy: Policy
-    """What the configuration says of the capacity."""
+    """The configured capacity."""
     picker_per_pod: float
     """maxConcurrency of the picker."""
     detector: Detector = Detector.CONCURRENCY

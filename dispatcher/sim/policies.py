@@ -78,7 +78,7 @@ class Policy:
         return None, None
 
     def capacity_seen(self) -> float | None:
-        """What the policy takes for the pool's capacity now, in requests."""
+        """Return the capacity of the pool in requests, as the policy estimates it now."""
         return None
 
     def _target(self, now: float) -> int:

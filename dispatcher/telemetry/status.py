@@ -98,7 +98,7 @@ class BudgetStatus:
     max_sys_by: str | None = None
     """How `max_sys` is known: one of CAPACITIES."""
     configured_max_sys: float | None = None
-    """What the others say it is; more than `max_sys` where less fitted. `None` if nobody says it."""
+    """The capacity that somebody names; more than `max_sys` where less fitted. `None` if nobody does."""
     per_endpoint: float | None = None
     """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
     per_endpoint_from: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
