@@ -38,10 +38,10 @@ from dispatcher.core.counting import FLUSH_S
 
 GROWTH = 1.24
 """Factor by which more requests may run than ran with nobody waiting."""
-GROWTH_LIVE, LIVE_S = 1.16, 2.0
+GROWTH_LIVE, LIVE_S = 1.17, 2.0
 """The same where a beat takes LIVE_S at the most: there are more steps then, and they are smaller."""
 GROWTH_REALTIME, GROWTH_CAREFUL, LONG_S = 1.1, 1.02, 10.0
-"""The same for requests that are not ours, for realtime that fills most of a pool leaves little room:
+"""GROWTH_LIVE for requests that are not ours, for realtime that fills most of a pool leaves little room:
 usually, and while ours take longer than LONG_S or none has been answered yet. What is sent too much then
 holds its slots for as long."""
 PROBE, CLIMBS = 0.04, 3
@@ -303,6 +303,10 @@ class Capacity:
         ceiling."""
         one = 1.0 / sight.configured
         share = 1.0 if self.share is None else self.share
+        if readings > 1 and sight.at <= self._quiet_since + self._beat_s:
+            # Somebody waited at the reading before. A picker that held requests back may just have sent them
+            # to model servers whose queues it has not read again.
+            return
         if self.ceiling is not None:
             above = surely is not None and surely >= self.ceiling + ONE_WAITS * one
             self._above = self._above + 1 if above else 0
@@ -317,8 +321,10 @@ class Capacity:
             self.ceiling, self._probing, self._climbs = None, False, 0
         if surely is not None and surely > 0:
             realtime = min(surely, sight.realtime * one)
-            growth = GROWTH_LIVE if self._beat_s <= LIVE_S else GROWTH
-            others = GROWTH_REALTIME if 0.0 < self._took_s < LONG_S else GROWTH_CAREFUL
+            growth = others = GROWTH
+            if self._beat_s <= LIVE_S:
+                growth = GROWTH_LIVE
+                others = GROWTH_REALTIME if 0.0 < self._took_s < LONG_S else GROWTH_CAREFUL
             may_run = growth * (surely - realtime) + others * realtime
             self._take(sight, max(share, max(may_run, surely + one) / (1.0 - reserve)))
 

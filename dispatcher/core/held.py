@@ -26,6 +26,8 @@ from dispatcher.core.travel import USUAL_S
 DELTA_S = USUAL_S
 """δ, unless our exchanges show another (`Travel`): no request takes longer between us and the gateway, either
 way."""
+HALF_LIFE_S = 60.0
+"""Age at which what was measured of the duration of requests counts half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,14 @@ class LoadLedger:
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _units: array[int] = field(default_factory=lambda: array("q"))
     _others: list[_LeaseCount] = field(default_factory=list)
+    _measured_at: float | None = None
+    """When `measure` was called last."""
+    _answers: int = 0
+    """Requests answered since then."""
+    _answered: float = 0.0
+    """Requests answered until then, and `_busy_s` the time that all requests spent at the gateway; older ones
+    count less (HALF_LIFE_S)."""
+    _busy_s: float = 0.0
 
     def sent(self, key: Hashable, at: float, units: int = 1) -> None:
         if key in self._live:
@@ -84,6 +94,7 @@ class LoadLedger:
             return None
         start, units = sent
         self.own -= units
+        self._answers += 1
         took_s = at - start
         if took_s < 0:
             took_s, at = 0.0, start
@@ -96,6 +107,25 @@ class LoadLedger:
         if len(ends) > 1024 and ends[len(ends) // 4] < at - self.horizon_s:
             self._forget(at)
         return took_s
+
+    def measure(self, at: float) -> None:
+        """Measure how long requests take, by how many are at the gateway now. Called with each reading."""
+        last, self._measured_at = self._measured_at, at
+        if last is None or at <= last or not (self._live or self._answers):
+            return
+        kept = 0.5 ** ((at - last) / HALF_LIFE_S)
+        self._busy_s = kept * self._busy_s + len(self._live) * (at - last)
+        self._answered = kept * self._answered + self._answers
+        self._answers = 0
+
+    @property
+    def mean_s(self) -> float:
+        """How long a request of this process takes, on average. 0 until one was answered.
+
+        By Little's law: the number of requests in flight over the number answered each second. The mean of
+        those answered would be too short as long as the long ones are still in flight.
+        """
+        return self._busy_s / self._answered if self._answered else 0.0
 
     def counted(self, at: float, others: int, young: int) -> None:
         """Other owners held `others` units, of which `young` may not have been sent yet."""

@@ -85,6 +85,7 @@ class Tracking(Revised):
         if reading.good_s is not None:
             self.held.horizon_s = max(self.held.horizon_s, _horizon(reading.good_s))
         self._travel.reckon()
+        self.held.measure(now)
         track.hand_in(reading, now)
         return True
 
@@ -314,7 +315,7 @@ class Tracking(Revised):
             now=self._count(newest) if apart else None,
             averages=None if averages is None else PoolCounts(*averages, averages[0]),
             waiting=newest.f_epp * newest.max_sys,
-            took_s=self._travel.mean_s,
+            took_s=self.held.mean_s,
         )
 
     def _count(self, reading: Reading) -> PoolCounts | None:

@@ -28,8 +28,6 @@ EXCHANGES = 64
 """Of so many exchanges, the newest, the shorter ones count: the first quarter."""
 EACH_WAY, EACH_WAY_MOST = 0.25, 0.45
 """Of a short exchange: the most that openings make of one way, and what no way takes."""
-NEWEST = 0.1
-"""Weight of the newest exchange in their mean."""
 STEP = 1.25
 FORGOTTEN = 0.99
 """With each reading, of what readings showed."""
@@ -43,8 +41,6 @@ class Travel:
     _openings: deque[float] = field(default_factory=lambda: deque(maxlen=2 * OPENINGS))
     _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _shown: float = 0.0
-    mean_s: float = 0.0
-    """How long an exchange takes, a mean in which the newest count most; 0 before the first one."""
 
     def opened(self, seconds: float) -> None:
         """A connection to the gateway was opened, in so long."""
@@ -52,9 +48,7 @@ class Travel:
 
     def exchanged(self, seconds: float) -> None:
         """A request was sent and came back, in so long."""
-        seconds = max(0.0, seconds)
-        self._exchanges.append(seconds)
-        self.mean_s += NEWEST * (seconds - self.mean_s) if self.mean_s else seconds
+        self._exchanges.append(max(0.0, seconds))
 
     def reckon(self) -> None:
         """A reading is at hand: δ from what is known by now."""

@@ -339,6 +339,19 @@ def test_any_waiting_request_stops_the_growth_of_an_unknown_capacity() -> None:
     assert pool.sees(20, 0.6, realtime=0) == 20
 
 
+def test_counts_of_different_moments_prove_no_room_right_after_somebody_waited() -> None:
+    """A picker that held requests back may just have sent them to model servers it has not asked again."""
+    pool = Pool(8, known=False)
+    pool.sees(8, surely=8)
+    grown = pool.estimate
+    assert grown > 8
+    pool.sees(9, 2.0, surely=9)
+    pool.sees(12, surely=12)
+    assert pool.estimate == grown
+    pool.sees(12, surely=12)
+    assert pool.estimate > grown
+
+
 def test_crowd_shows_an_unknown_capacity() -> None:
     pool = unknown()
     pool.sees(50, realtime=0)

@@ -202,3 +202,43 @@ def test_memory_does_not_grow_with_the_work_done() -> None:
     interval = held.between(opened + 0.005, opened + 0.005)
     others = [n % 7 for n in range(50_000) if abs(n / 100 - opened - 0.005) < 0.0051]
     assert interval == Interval(46 + min(others), 50 + max(others), 46)
+
+
+def test_mean_duration_counts_requests_that_are_still_in_flight() -> None:
+    """A hundred requests of which ten end within the first seconds: those alone would show 2 s."""
+    held = LoadLedger(HORIZON_S)
+    held.measure(0.0)
+    assert held.mean_s == 0.0, "none was answered"
+    for key in range(100):
+        held.sent(key, 0.0)
+    for second in range(1, 5):
+        held.measure(float(second))
+    for key in range(10):
+        held.answered(key, 4.0)
+    held.measure(5.0)
+    assert held.mean_s > 40.0
+
+
+def test_mean_duration_is_that_of_a_steady_load_and_follows_a_change() -> None:
+    held, at = LoadLedger(HORIZON_S), 0.0
+    for took_s in (4.0, 12.0):
+        for _ in range(600):
+            at += 1.0
+            held.sent(at, at)
+            held.answered(at - took_s, at)
+            held.measure(at)
+        assert abs(held.mean_s - took_s) <= 1.0
+
+
+def test_mean_duration_is_kept_while_nothing_is_sent() -> None:
+    held = LoadLedger(HORIZON_S)
+    held.measure(0.0)
+    held.sent("a", 0.0)
+    held.measure(3.0)
+    held.answered("a", 3.0)
+    held.measure(4.0)
+    before = held.mean_s
+    held.measure(1e9)
+    held.measure(1e9)
+    held.measure(5.0)
+    assert held.mean_s == before > 0.0

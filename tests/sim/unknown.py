@@ -120,14 +120,20 @@ POOLS = [
     Pool(
         f"{slots} slots, realtime {level}, {batch} batch, {seen}", slots, PODS[slots], share,
         {**how, "batch": LONG if batch == "long" else SHORT},
-        *((600.0 if slots == 512 else 120.0, (0,)) if slots >= 512 else ()),
+        seeds=(0, 1, 2) if slots < 512 else (0,),
     )
     for slots, (level, share), batch, (seen, how) in itertools.product(
         PODS, LEVELS.items(), ("short", "long"), SEEN.items()
     )
 ] + [
-    Pool(f"48 slots, realtime {level}, short batch, {name}", 48, 3, LEVELS[level], how)
-    for (name, how), level in itertools.product(DETECTORS.items(), ("50 %", "bursts"))
+    Pool(
+        f"{slots} slots, realtime {level}, {batch} batch, {name}", slots, PODS[slots], LEVELS[level],
+        {**how, "batch": LONG if batch == "long" else SHORT}, seeds=(0,),
+    )
+    for (name, how), slots, level, batch in itertools.product(
+        DETECTORS.items(), PODS, LEVELS, ("short", "long")
+    )
+    if slots < 512 or (slots == 512 and level in ("50 %", "bursts")) or (level, batch) == ("50 %", "long")
 ]  # fmt: skip
 
 COLUMNS = {
