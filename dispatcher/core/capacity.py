@@ -38,12 +38,13 @@ from dispatcher.core.counting import FLUSH_S
 
 GROWTH = 1.24
 """Factor by which more requests may run than ran with nobody waiting."""
-GROWTH_LIVE, LIVE_S = 1.17, 2.0
+GROWTH_LIVE, LIVE_S = 1.16, 2.0
 """The same where a beat takes LIVE_S at the most: there are more steps then, and they are smaller."""
-GROWTH_REALTIME, GROWTH_CAREFUL, LONG_S = 1.1, 1.02, 10.0
-"""GROWTH_LIVE for requests that are not ours, for realtime that fills most of a pool leaves little room:
-usually, and while ours take longer than LONG_S or none has been answered yet. What is sent too much then
-holds its slots for as long."""
+GROWTH_REALTIME = 1.1
+"""The same for requests that are not ours: realtime that fills most of a pool leaves little room."""
+GROWTH_CAREFUL, LONG_S = 1.04, 10.0
+"""GROWTH_REALTIME where a beat takes LIVE_S at the most and ours take longer than LONG_S, or none has been
+answered yet: what is sent too much then holds its slots for as long."""
 PROBE, CLIMBS = 0.04, 3
 """Share of the ceiling by which the first probe exceeds it (one request at least); each further one that
 follows a success exceeds it by twice as much, and after CLIMBS successes the ceiling is dropped."""
@@ -209,8 +210,7 @@ class Capacity:
             self._quiet_since = sight.at
             self._measured(min(share, max(fitted / sight.configured, self._lately, backoff * share)))
         elif self.share is not None:
-            certain = flush is not None or (now is not None and now.exact)
-            self._nobody_waits(sight, surely, reserve, readings=1 if certain else 2)
+            self._nobody_waits(sight, surely, witness, reserve)
 
     @property
     def hold_s(self) -> float:
@@ -274,15 +274,14 @@ class Capacity:
             self.ceiling = None if self.ceiling is None else ran
         return True
 
-    @staticmethod
-    def _surely(sight: Sight, now: PoolCounts | None, flush: PoolCounts | None) -> float | None:
-        """Return the requests that certainly ran. `None` if they cannot be told from waiting ones."""
-        shown = [
-            each.surely_running for each in (now, flush) if each is not None and each.waiting < ONE_WAITS
-        ]
-        if shown:
-            return max(shown) / sight.configured
-        return None if now is None else now.surely_running / sight.configured
+    def _surely(self, sight: Sight, *counts: PoolCounts | None) -> float | None:
+        """Return the most requests that certainly ran by these counts. `None` if there are no counts."""
+        shown = [each for each in counts if each is not None]
+        # After a reading in which somebody waited, a picker that held requests back may just have sent them
+        # to model servers whose queues it has not read again: only counts of one moment prove anything then.
+        waited = sight.at <= self._quiet_since + self._beat_s
+        proofs = [each.surely_running for each in shown if each.exact or not waited]
+        return max(proofs, default=0.0) / sight.configured if shown else None
 
     def _measured(self, share: float) -> None:
         """The pool showed what it runs at once."""
@@ -298,21 +297,21 @@ class Capacity:
         self.share = self.ceiling = share
         self._probing, self._climbs, self._above = False, 0, 0
 
-    def _nobody_waits(self, sight: Sight, surely: float | None, reserve: float, *, readings: int) -> None:
-        """Let the estimate grow as far as what ran proves room. `readings`: so many in a row disprove a
-        ceiling."""
+    def _nobody_waits(
+        self, sight: Sight, surely: float | None, witness: PoolCounts | None, reserve: float
+    ) -> None:
+        """Let the estimate grow as far as what ran proves room. `witness`: the count that may disprove a
+        ceiling; one of different moments does so in two readings in a row."""
         one = 1.0 / sight.configured
         share = 1.0 if self.share is None else self.share
-        if readings > 1 and sight.at <= self._quiet_since + self._beat_s:
-            # Somebody waited at the reading before. A picker that held requests back may just have sent them
-            # to model servers whose queues it has not read again.
-            return
         if self.ceiling is not None:
-            above = surely is not None and surely >= self.ceiling + ONE_WAITS * one
-            self._above = self._above + 1 if above else 0
-            if surely is None or self._above < readings:
+            proof = self._surely(sight, witness)
+            if proof is not None:
+                self._above = self._above + 1 if proof >= self.ceiling + ONE_WAITS * one else 0
+            if witness is None or proof is None or self._above < (1 if witness.exact else 2):
                 self._hold_or_probe(sight, surely, self.ceiling, reserve)
                 return
+            surely = proof
             self._climbs, self._above, self.confirmed = self._climbs + 1, 0, 0
             if self._climbs < CLIMBS:
                 self.ceiling, self._probing = surely, True
@@ -321,7 +320,7 @@ class Capacity:
             self.ceiling, self._probing, self._climbs = None, False, 0
         if surely is not None and surely > 0:
             realtime = min(surely, sight.realtime * one)
-            growth = others = GROWTH
+            growth, others = GROWTH, GROWTH_REALTIME
             if self._beat_s <= LIVE_S:
                 growth = GROWTH_LIVE
                 others = GROWTH_REALTIME if 0.0 < self._took_s < LONG_S else GROWTH_CAREFUL

@@ -289,6 +289,24 @@ def test_counts_of_different_moments_disprove_a_ceiling_only_twice_in_a_row() ->
     assert pool.capacity.ceiling == pytest.approx(103 / 2000)
 
 
+def test_counts_of_different_moments_disprove_no_ceiling_beside_averages() -> None:
+    """Averages are of one moment. What the picker sent since it read its servers only looks as if it ran."""
+    pool = Pool(2000).learned(100)
+    pool.calm(11, running=99)
+    for _ in range(5):
+        pool.sees(120, surely=110, averages=(99.0, 0.0))
+    assert pool.capacity.ceiling == pytest.approx(100 / 2000)
+    pool.sees(120, surely=110, averages=(103.0, 0.0))
+    assert pool.capacity.ceiling == pytest.approx(103 / 2000)
+
+
+def test_few_waiting_requests_in_averages_are_no_reason_to_grow_without_proof() -> None:
+    pool = Pool(2000).learned(512)
+    pool.calm(11, running=500)
+    before = pool.estimate
+    assert pool.sees(None, averages=(512.0, 4.0)) == pytest.approx(before)
+
+
 def test_estimate_does_not_grow_while_anybody_waits() -> None:
     pool = Pool().learned(40)
     assert [pool.sees(40, 1) for _ in range(50)] == [pytest.approx(40)] * 50
