@@ -120,6 +120,7 @@ POOLS = [
     Pool(
         f"{slots} slots, realtime {level}, {batch} batch, {seen}", slots, PODS[slots], share,
         {**how, "batch": LONG if batch == "long" else SHORT},
+        seconds=300.0 if slots == 4000 and batch == "short" else 600.0,
         seeds=(0, 1, 2) if slots < 512 else (0,),
     )
     for slots, (level, share), batch, (seen, how) in itertools.product(
@@ -128,7 +129,8 @@ POOLS = [
 ] + [
     Pool(
         f"{slots} slots, realtime {level}, {batch} batch, {name}", slots, PODS[slots], LEVELS[level],
-        {**how, "batch": LONG if batch == "long" else SHORT}, seeds=(0,),
+        {**how, "batch": LONG if batch == "long" else SHORT},
+        seconds=600.0 if how.get("scrape_s", 0.0) > 5.0 else 300.0, seeds=(0,),
     )
     for (name, how), slots, level, batch in itertools.product(
         DETECTORS.items(), PODS, LEVELS, ("short", "long")
