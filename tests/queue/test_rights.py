@@ -496,7 +496,7 @@ async def all_ended(queue: RedisQueue) -> bool:
 @pytest.mark.parametrize(
     ("rules", "sentence"),
     [
-        (["-hdel", "-mget", "-time"], "+mget, +hdel, +time"),
+        (["-hdel", "-getrange", "-time"], "+getrange, +hdel, +time"),
         (
             ["resetkeys", "~batch:{qwen}:requests*"],
             "~batch:{qwen}:results, ~request-active:*, ~request-cancel:*",

@@ -40,16 +40,16 @@ from dispatcher.ports import (
     Weighed,
 )
 from dispatcher.queue.constants import BAD_LIST, DONE, LOST, PINS_MOST, RECALL_MOST, STUCK, TOO_LARGE
-from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
+from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import marks, sequences, steps
+from dispatcher.queue.redis import markers, marks, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.destinations import Destinations
 from dispatcher.queue.redis.models import awaited, recall
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import UNSERVED, Overdue
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
-from dispatcher.queue.redis.steps import OwnerTerms, Write, key_of
+from dispatcher.queue.redis.steps import OwnerTerms, Write
 from dispatcher.queue.redis.wake import WakeUps
 from dispatcher.queue.redis.writer import Step, Writer
 from dispatcher.telemetry.events import Event, emit
@@ -307,24 +307,11 @@ class RedisQueue:
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts
-        keys = [
-            key_of(key)
-            for request_id, token in requests
-            for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
-        ]
-        if not keys:
-            return []
-
-        async def read() -> Sequence[bytes | None]:
-            if scripts.is_cluster:
-                return list(await scripts.client.mget_nonatomic(keys))
-            return list(await scripts.client.mget(keys))
-
-        markers = await scripts.attempt(read)
-        return [
-            token != "" and key_of(token) in markers[2 * at : 2 * at + 2]
-            for at, (_, token) in enumerate(requests)
-        ]
+        own = await markers.cancelled(self.backend, requests, foreign="" if scripts.is_cluster else "must")
+        if not scripts.is_cluster:
+            return own
+        theirs = await markers.cancelled_elsewhere(scripts, requests)
+        return [by_own or by_theirs for by_own, by_theirs in zip(own, theirs, strict=True)]
 
     async def sweep(self) -> Swept:
         reclaimed = due = turns = revoked = 0

@@ -51,6 +51,7 @@ _FRAGMENTS = {
     "submit": (*_DESK, "markers"),
     "requeue": (*_DESK, "markers"),
     "cancel": (*_DESK, "markers"),
+    "cancelled": (*_DESK, "markers"),
     "peek": (*_DESK, "line"),
     "look": (*_DESK, "markers"),
     "ahead": _DESK,

@@ -1,0 +1,114 @@
+"""What somebody else wrote is read with a bound, however large it is."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+import redis
+
+from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
+from tests.queue.servers import Server
+
+LARGE = b"x" * (4 << 20)
+FEW_BYTES = 64 * 1024
+"""What a look at a few requests may bring over the network."""
+
+
+@pytest.fixture
+async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDesk]:
+    async with queues(any_server.url, "a") as (one,):
+        yield one
+
+
+@pytest.fixture
+def admin(any_server: Server) -> redis.Redis:
+    return any_server.client()
+
+
+class Sent:
+    """How many bytes the server sent since this was made."""
+
+    def __init__(self, admin: redis.Redis) -> None:
+        self._admin = admin
+        self._before = self._total()
+
+    def _total(self) -> int:
+        return int(self._admin.info("stats")["total_net_output_bytes"])
+
+    @property
+    def bytes(self) -> int:
+        return self._total() - self._before
+
+
+@pytest.mark.parametrize("marker", [NAMES.cancel("x", "t"), "request-cancel:x"])
+async def test_large_cancel_marker_is_compared_inside_the_server(
+    queue: OwnerAndDesk, admin: redis.Redis, marker: str
+) -> None:
+    asked = [("x", "t")] * 32 + [("y", "u")]
+    admin.set(marker, LARGE)
+    admin.set(NAMES.cancel("y", "u"), "u")
+    sent = Sent(admin)
+    assert await queue.cancelled(asked) == [False] * 32 + [True]
+    assert await queue.being_cancelled(asked) == [False] * 32 + [True]
+    assert sent.bytes < FEW_BYTES
+
+
+async def test_marker_that_begins_with_the_token_cancels_nothing(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    admin.set(NAMES.cancel("x", "t"), "tt")
+    admin.set("request-cancel:x", "t ")
+    assert await queue.cancelled([("x", "t"), ("x", "")]) == [False, False]
+    admin.set("request-cancel:x", "t")
+    assert await queue.cancelled([("x", "t"), ("x", "")]) == [True, False]
+
+
+async def test_marker_of_another_type_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    admin.lpush("request-cancel:x", "t")
+    admin.lpush(NAMES.cancel("x", "t"), "t")
+    assert await queue.cancelled([("x", "t")]) == [False]
+
+
+async def test_large_markers_of_a_finished_request_are_not_read_whole(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    """They stay, for they are not of this request; the copy that a GET makes in the server is never made."""
+    admin.zadd(NAMES.queue, {member("x", token="t"): 1})
+    (lease,) = (await claim(queue)).leases
+    for key in ("request-active:x", "request-cancel:x"):
+        admin.set(key, LARGE)
+    admin.config_resetstat()
+    assert await queue.settle([answer(lease, token="t")]) != [None]
+    stats = admin.info("commandstats")
+    assert admin.strlen("request-active:x") == admin.strlen("request-cancel:x") == len(LARGE)
+    assert "cmdstat_mget" not in stats
+    assert stats["cmdstat_get"]["calls"] == 1, "of the reply to a call that is repeated"
+
+
+async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    """`cancel` by id takes the token that a producer of llm-d has left there."""
+    admin.set("request-active:x", LARGE)
+    sent = Sent(admin)
+    assert not await queue.cancel("x")
+    assert sent.bytes < FEW_BYTES
+    assert admin.keys(f"{NAMES.prefix}:cancel:*") == []
+
+
+async def test_so_many_tokens_under_one_id_that_each_submission_would_be_slow_count_as_none(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    admin.set(NAMES.active("x"), LARGE)
+    assert not await queue.cancel("x")
+    sent = Sent(admin)
+    page = await queue.near("x")
+    assert (list(page.found), page.after) == ([], "")
+    assert sent.bytes < FEW_BYTES
+
+
+async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    admin.set(NAMES.paused, LARGE)
+    sent = Sent(admin)
+    told = await queue.paused()
+    assert told == ("", "x" * FEW_BYTES)
+    assert sent.bytes < 2 * FEW_BYTES
