@@ -1,4 +1,4 @@
-"""The markers by which requests are cancelled. Producers write them, so whoever reads one bounds what it reads."""
+"""The markers by which requests are cancelled. Producers write them: each is read with a bound."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def cancelled_elsewhere(scripts: Scripts, requests: Sequence[tuple[str, st
 
 
 async def active_of(scripts: Scripts, request_id: str) -> bytes:
-    """Return the token that a producer of llm-d has left under the id; empty: none, or none that can be one."""
+    """Return the token that a producer of llm-d has left under the id; empty: none, or too long a one."""
 
     async def read() -> bytes:
         try:
