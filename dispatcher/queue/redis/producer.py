@@ -13,9 +13,9 @@ from typing import Any
 
 from dispatcher.core.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
-from dispatcher.queue.keys import MAX_TOKEN_BYTES, Names
+from dispatcher.queue.keys import BOX_KEPT, BOX_OWNER, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, WrongKeyError
 
 COLLECTED_MOST = 1000
 UNSERVED_AFTER_S = 30.0
@@ -76,11 +76,11 @@ class Box:
 
     @property
     def keep(self) -> str:
-        return f"{self.results}:kept"
+        return f"{self.results}:{BOX_KEPT}"
 
     @property
     def owner(self) -> str:
-        return f"{self.results}:owner"
+        return f"{self.results}:{BOX_OWNER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,10 @@ async def unserved_s(scripts: Scripts, names: Names) -> float | None:
 
 
 async def last_kept(scripts: Scripts, box: Box) -> int:
-    """The highest number in the keep; 0 where there is none."""
+    """The highest number in the keep; 0 where there is none. Raises WrongKeyError for a keep that is none."""
+    kind = (await scripts.attempt(lambda: scripts.client.type(box.keep))).decode()
+    if kind not in ("none", "hash"):
+        raise WrongKeyError(f"{box.keep} holds a {kind}, not a hash")
     return int(await scripts.attempt(lambda: scripts.client.hget(box.keep, "last")) or 0)
 
 
@@ -170,7 +173,7 @@ async def hand_over(scripts: Scripts, box: Box, me: str) -> None:
     """Let another client of the name take the results from now on."""
 
     async def delete() -> None:
-        if await scripts.client.get(box.owner) == me.encode():
+        if await scripts.client.getrange(box.owner, 0, len(me)) == me.encode():
             await scripts.client.delete(box.owner)
 
     await scripts.attempt(delete)

@@ -155,6 +155,10 @@ class OddReplyError(BrokenCallError, CallRefusedError):
     """Nobody foresaw what came in reply."""
 
 
+class WrongKeyError(QueueUnavailableError):
+    """Another program's key stands in the way: it does not pass by itself."""
+
+
 class ForbiddenError(CallRefusedError):
     """This user may not do that."""
 
@@ -253,7 +257,8 @@ def _told(error: Exception) -> QueueUnavailableError:
         return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")
     for code, meaning in _REFUSALS.items():
         if message.startswith(code) or f"{code} " in message:
-            return QueueUnavailableError(f"Redis {meaning}: {message}")
+            refused = WrongKeyError if code == "WRONGKEY" else QueueUnavailableError
+            return refused(f"Redis {meaning}: {message}")
     for kind, code in _KINDS.items():
         if isinstance(error, kind):
             return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
