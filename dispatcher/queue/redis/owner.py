@@ -72,7 +72,7 @@ class RedisQueue:
     `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
     them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
     `prover`: knows which owners have ended, so that nobody waits for their silence.
-    `result_ttl_s`: 0 keeps result lists for ever. `max_payload_bytes`: where a member is too long to have a
+    `result_ttl_s`: 0 keeps result lists for ever. `max_pending`: more may not be submitted; 0: no limit. `max_payload_bytes`: where a member is too long to have a
     smaller payload, its head alone is moved (core/oversize.py). A call takes a few seconds at most, retries
     included, but for large values.
     """
@@ -89,6 +89,7 @@ class RedisQueue:
         poll_s: float = 0.2,
         result_ttl_s: int = 604_800,
         dead_max: int = 100_000,
+        max_pending: int = 0,
         max_payload_bytes: int = 16 << 20,
         try_s: float = 3.0,
     ) -> None:
@@ -102,6 +103,7 @@ class RedisQueue:
         self._prover = prover
         self._ttl_s = result_ttl_s
         self._dead_max = dead_max
+        self._max_pending = max_pending
         self._outbox = Outbox(self.backend, result_ttl_s)
         self._destinations = Destinations(self.backend, self._outbox)
         self._writer = Writer(self.backend, self._destinations, self._outbox)
@@ -317,7 +319,7 @@ class RedisQueue:
         reclaimed = due = turns = revoked = 0
         gone: Sequence[str] = ()
         while True:
-            told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone)
+            told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone, max_pending=self._max_pending)
             reclaimed += told.reclaimed
             due += told.due
             turns += told.turns

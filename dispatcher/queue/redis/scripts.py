@@ -22,7 +22,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.sentinel import MasterNotFoundError
 
 from dispatcher.core.plain import shortened
-from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
+from dispatcher.core.submission import CallRefusedError, QueueFullError, QueueUnavailableError
 from dispatcher.peer import words
 from dispatcher.queue import constants
 from dispatcher.queue.keys import BOARD_KEYS, KEYS, MODEL_KEYS, SEQUENCE_KEYS
@@ -84,6 +84,7 @@ _REFUSALS = {
     "WRONGPASS": "does not accept this user and password",
     "NOPERM": "does not permit this user what the queue needs (docs/security.md, `batch-dispatcher check`)",
     "BUSY": "is busy with a script that does not end",
+    "QUEUEFULL": "has a queue that takes no more requests now",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
 _KINDS: dict[type[Exception], str] = {
@@ -157,6 +158,9 @@ class OddReplyError(BrokenCallError, CallRefusedError):
 
 class WrongKeyError(QueueUnavailableError):
     """Another program's key stands in the way: it does not pass by itself."""
+
+
+_ERRORS: Mapping[str, type[QueueUnavailableError]] = {"WRONGKEY": WrongKeyError, "QUEUEFULL": QueueFullError}
 
 
 class ForbiddenError(CallRefusedError):
@@ -257,8 +261,7 @@ def _told(error: Exception) -> QueueUnavailableError:
         return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")
     for code, meaning in _REFUSALS.items():
         if message.startswith(code) or f"{code} " in message:
-            refused = WrongKeyError if code == "WRONGKEY" else QueueUnavailableError
-            return refused(f"Redis {meaning}: {message}")
+            return _ERRORS.get(code, QueueUnavailableError)(f"Redis {meaning}: {message}")
     for kind, code in _KINDS.items():
         if isinstance(error, kind):
             return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")
