@@ -72,7 +72,12 @@ _SUFFIXES = tuple(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values())
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 BOX_KEPT, BOX_OWNER = "kept", "owner"
 """What stands behind the name of a client's result list in the names of its own two keys."""
-_OF_A_BOX = re.compile(rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})", re.DOTALL)
+_OF_GO_CLIENTS = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
+"""The same of llm-d's Go producer (`ReceiveResult`), behind whatever list it reads."""
+_OF_A_BOX = re.compile(
+    rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})|.*:(?:{'|'.join(_OF_GO_CLIENTS)})",
+    re.DOTALL,
+)
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(

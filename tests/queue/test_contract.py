@@ -228,6 +228,11 @@ OWN_OR_ANOTHERS = [
 
 
 OF_A_CLIENT = ["batch-results:{nightly}:owner", "batch-results:{nightly}:kept", "batch-results:0123:kept"]
+OF_A_CLIENT += [
+    "batch:{qwen}:results:result-claimed",
+    "{a}:result-claim-owners",
+    "a:{qwen}:result-claims-idx",
+]
 
 
 @pytest.mark.parametrize("name", [*OWN_OR_ANOTHERS, *OF_A_CLIENT])
