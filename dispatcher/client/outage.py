@@ -26,8 +26,8 @@ class Outage:
     """Of one client, for all of its calls.
 
     What will not pass by itself (a wrong password, a right that is missing, a reply that nobody foresaw,
-    another program's key under one of ours) is raised at once. The rest is borne for `retry_for_s`; None: until the call's own end, but `first_s` at most
-    where the queue was never reached.
+    another program's key under one of ours) is raised at once. The rest is borne for `retry_for_s`; None:
+    until the call's own end, but `first_s` at most where the queue was never reached.
     """
 
     def __init__(self, retry_for_s: float | None, place: str, *, first_s: float = FIRST_S) -> None:

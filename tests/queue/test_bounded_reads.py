@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import redis
 
+from dispatcher.queue.redis.outbox import posted
+from dispatcher.queue.redis.producer import Box, kept
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import Server
 
@@ -112,3 +114,25 @@ async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.
     told = await queue.paused()
     assert told == ("", "x" * FEW_BYTES)
     assert sent.bytes < 2 * FEW_BYTES
+
+
+async def test_outbox_is_read_a_megabyte_at_once(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    sizes = [300_000] * 5 + [3 << 20, 10, 10]
+    made = {b"%d\n1\na" % at + b"x" * size: at for at, size in enumerate(sizes, 1)}
+    admin.zadd(NAMES.outbox, made)
+    pages, after = [], "-inf"
+    while page := await posted(queue.backend, after, 100):
+        pages.append(len(page))
+        after = "(" + page[-1].partition(b"\n")[0].decode()
+    assert pages == [3, 2, 1, 2]
+
+
+async def test_large_results_that_a_client_left_are_read_a_few_at_once(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    box = Box("batch-results:{nightly}")
+    admin.hset(box.keep, mapping={str(at): b"x" * 400_000 for at in range(40)})
+    admin.config_resetstat()
+    found = {number async for number, _ in kept(queue.backend.scripts, box)}
+    assert found == set(range(40))
+    assert admin.info("commandstats")["cmdstat_hscan"]["calls"] >= 4, "Valkey has seven in a bucket"

@@ -72,9 +72,9 @@ class RedisQueue:
     `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
     them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
     `prover`: knows which owners have ended, so that nobody waits for their silence.
-    `result_ttl_s`: 0 keeps result lists for ever. `max_pending`: more may not be submitted; 0: no limit. `max_payload_bytes`: where a member is too long to have a
-    smaller payload, its head alone is moved (core/oversize.py). A call takes a few seconds at most, retries
-    included, but for large values.
+    `result_ttl_s`: 0 keeps result lists for ever. `max_pending`: more may not be submitted; 0: no limit.
+    `max_payload_bytes`: where a member is too long to have a smaller payload, its head alone is moved
+    (core/oversize.py). A call takes a few seconds at most, retries included, but for large values.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, WrongKeyError
 
 COLLECTED_MOST = 1000
+_SCANNED_MOST = 100
 UNSERVED_AFTER_S = 30.0
 """A dispatcher sweeps its queue each few seconds: who has not for so long is gone, or cannot reach Redis."""
 KEEP_S = 604_800
@@ -152,10 +153,13 @@ async def last_kept(scripts: Scripts, box: Box) -> int:
 
 async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
     """All that is in the keep, some of it perhaps twice."""
-    cursor = 0
+    cursor, count = 0, 1
     while True:
-        scan = partial(scripts.client.hscan, box.keep, cursor, count=100)
-        cursor, found = await scripts.attempt(scan)
+        scan = partial(scripts.client.hscan, box.keep, cursor, count=count)
+        cursor, found = await scripts.attempt(scan, size=SCRIPT_BYTES)
+        # Nobody knows yet how large they are: about a megabyte at once.
+        size = sum(map(len, found.values()))
+        count = max(1, min(_SCANNED_MOST, 4 * count, SCRIPT_BYTES * max(1, len(found)) // (size + 1)))
         for name, result in found.items():
             if name.isdigit():
                 yield int(name), result

@@ -63,6 +63,7 @@ _FRAGMENTS = {
     "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),
+    "posted": (),
     "permits": (),
     "unfit": (),
 }

@@ -28,12 +28,7 @@ from dispatcher.ports import (
     Submission,
     Weighed,
 )
-from dispatcher.queue.constants import (
-    CLAIM_BYTES,
-    DONE,
-    LOST,
-    REPLY_TTL_S,
-)
+from dispatcher.queue.constants import CLAIM_BYTES, DONE, LOST, REPLY_TTL_S
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.models import awaits_of
