@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import redis
@@ -12,6 +14,32 @@ from dispatcher.queue.redis.producer import Box, kept
 from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
 from tests.queue.servers import Server
 
+ROOT = Path(__file__).parents[2]
+READS = {"GET", "MGET", "GETRANGE", "GETDEL", "GETEX", "HGET", "HMGET", "HGETALL", "HKEYS", "HVALS", "HSCAN"}
+READS |= {
+    "LRANGE",
+    "LINDEX",
+    "LPOP",
+    "RPOP",
+    "BLPOP",
+    "BRPOP",
+    "LMOVE",
+    "BLMOVE",
+    "SMEMBERS",
+    "SSCAN",
+    "SCAN",
+}
+READS |= {
+    "ZRANGE",
+    "ZRANGEBYSCORE",
+    "ZRANGEBYLEX",
+    "ZREVRANGE",
+    "ZSCAN",
+    "ZPOPMIN",
+    "ZPOPMAX",
+    "XRANGE",
+    "KEYS",
+}
 LARGE = b"x" * (4 << 20)
 FEW_BYTES = 64 * 1024
 """What a look at a few requests may bring over the network."""
@@ -26,6 +54,36 @@ async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDes
 @pytest.fixture
 def admin(any_server: Server) -> redis.Redis:
     return any_server.client()
+
+
+def reads_of_scripts() -> set[str]:
+    """`COMMAND what` of each call that returns what somebody wrote."""
+    found = set()
+    for script in (ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"):
+        text = re.sub(r"--.*", "", script.read_text(encoding="utf-8"))
+        for command, what in re.findall(r"call\('([A-Z]+)', ([A-Za-z_]+(?:\([^()]*\)|\[[^\]]*\])?)", text):
+            if command in READS:
+                found.add(f"{command} {what}")
+    return found
+
+
+def reads_of_modules() -> set[str]:
+    found = set()
+    for module in (ROOT / "dispatcher").rglob("*.py"):
+        if "standin" not in module.parts:
+            for command in re.findall(r"(?:client|pipe)\.(\w+)\(|\"(BLMOVE)\"", module.read_text("utf-8")):
+                name = "".join(command)
+                if name.removesuffix("_iter").upper() in READS:
+                    found.add(f"{module.name}: {name}")
+    return found
+
+
+def test_every_read_has_a_row_and_every_row_a_read() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    section = page.partition("\n## What is read of what others wrote\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!what|-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
+    told = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}
+    assert told == reads_of_scripts() | reads_of_modules()
 
 
 class Sent:
