@@ -71,7 +71,7 @@ def reads_of_modules() -> set[str]:
     found = set()
     for module in (ROOT / "dispatcher").rglob("*.py"):
         if "standin" not in module.parts:
-            for command in re.findall(r"(?:client|pipe)\.(\w+)\(|\"(BLMOVE)\"", module.read_text("utf-8")):
+            for command in re.findall(r"(?:client|pipe)\.(\w+)[(,]|\"(BLMOVE)\"", module.read_text("utf-8")):
                 name = "".join(command)
                 if name.removesuffix("_iter").upper() in READS:
                     found.add(f"{module.name}: {name}")
@@ -81,7 +81,7 @@ def reads_of_modules() -> set[str]:
 def test_every_read_has_a_row_and_every_row_a_read() -> None:
     page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     section = page.partition("\n## What is read of what others wrote\n")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (?!what|-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
+    rows = re.findall(r"^\| (?!what \||-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
     told = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}
     assert told == reads_of_scripts() | reads_of_modules()
 
