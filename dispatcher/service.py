@@ -424,6 +424,7 @@ async def open_queue(settings: Settings) -> AsyncIterator[tuple[RedisQueue, Redi
             poll_s=wanted.poll_s,
             result_ttl_s=round(wanted.result_ttl_s),
             dead_max=wanted.dead_max,
+            max_pending=wanted.max_pending,
             max_payload_bytes=wanted.max_payload_bytes,
         )
         stack.push_async_callback(queue.aclose)

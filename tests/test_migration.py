@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from dispatcher.core.request import Rejection, Request, parse
 from dispatcher.core.score import deadline_of_score
+from dispatcher.queue.keys import Names
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "migration.md").read_text()
@@ -55,3 +58,11 @@ def test_a_member_whose_payload_lies_elsewhere_is_refused_with_its_list(payload:
     refused = parse(json.dumps(member).encode())
     assert isinstance(refused, Rejection)
     assert (refused.code, refused.id, refused.results) == ("INVALID_REQUEST", "r-1", "result-list")
+
+
+def test_lists_of_the_coordinator_are_allowed_as_the_page_says_and_not_before() -> None:
+    queue = yaml.safe_load(re.findall(r"```yaml\n(queue:\n.*?)```", PAGE, re.DOTALL)[-1])["queue"]
+    mailbox = "results:req:acme:job-4217"
+    usual = Names("request-sortedset", "result-list")
+    assert usual.refused_list(mailbox) == "is not among queue.result_lists"
+    assert replace(usual, lists=tuple(queue["result_lists"])).refused_list(mailbox) is None

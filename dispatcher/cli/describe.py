@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ import typer
 
 from dispatcher.cli.screen import answer, complain, say
 from dispatcher.cli.sought import (
+    LOOKED_MOST,
     alive,
     answers_anywhere,
     being_cancelled,
@@ -28,16 +30,21 @@ if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
 
 EXAMPLES = {"describe": ["batch-dispatcher describe r-1", "batch-dispatcher describe r-1 --json"]}
+All = Annotated[bool, typer.Option("--all", help="Read all requests, however many there are.")]
 Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 
 
-def describe(request_id: Id, where: QueueOptions, json_output: Json = False) -> None:
+def describe(request_id: Id, where: QueueOptions, json_output: Json = False, everything: All = False) -> None:
     """Say where a request lies, its place in line, its tries, why it is not sent; or that it was answered.
 
-    Exit code 1: it is not in the queue, and no result is found under its id.
+    A request that our client submitted is found at once. For others 200,000 requests are read, unless --all
+    is given.
+
+    Exit code 1: it is not in the queue, as far as that was read, and no result is found under its id.
     """
     target = find(where)
-    told = ask(target, lambda desk: _look(target, desk, request_id))
+    most = math.inf if everything else LOOKED_MOST
+    told = ask(target, lambda desk: _look(target, desk, request_id, most))
     if json_output:
         answer({name: value for name, value in told.items() if name != "lines"})
     else:
@@ -45,16 +52,19 @@ def describe(request_id: Id, where: QueueOptions, json_output: Json = False) -> 
             say(*([""] if at else []), *lines)
     if not told["requests"] and not told["results"]:
         if not json_output:
+            seen = f"{told['looked_at']:,} requests looked at"
+            if not told["looked_at_all"]:
+                seen += ", and there are more: --all looks at all"
             complain(
-                f"{request_id}: not in {target.names.queue} ({told['looked_at']:,} requests looked at), and "
+                f"{request_id}: not in {target.names.queue} ({seen}), and "
                 "no result under its id; one that went to a list of its producer's is not looked for"
             )
         raise typer.Exit(1)
 
 
-async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[str, Any]:
+async def _look(target: QueueTarget, desk: RedisDesk, request_id: str, most: float) -> dict[str, Any]:
     came = await answers_anywhere(desk, request_id)
-    found, looked_at = await by_id(desk, request_id)
+    found, looked_at = await by_id(desk, request_id, most)
     again = alive(found)
     if not again:  # it may have ended between both looks
         came = await answers_anywhere(desk, request_id, came)
@@ -86,5 +96,6 @@ async def _look(target: QueueTarget, desk: RedisDesk, request_id: str) -> dict[s
         "requests": requests,
         "results": [shown_result(result) for result in results],
         "looked_at": looked_at,
+        "looked_at_all": bool(found) or looked_at < most,
         "lines": lines,
     }

@@ -12,7 +12,7 @@ from redis import exceptions as errors
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
-from dispatcher.queue.redis.scripts import BrokenCallError
+from dispatcher.queue.redis.scripts import BrokenCallError, WrongKeyError
 
 T = TypeVar("T")
 
@@ -25,9 +25,9 @@ _log = logging.getLogger("batch_dispatcher.client")
 class Outage:
     """Of one client, for all of its calls.
 
-    What will not pass by itself (a wrong password, a right that is missing, a reply that nobody foresaw) is
-    raised at once. The rest is borne for `retry_for_s`; None: until the call's own end, but `first_s` at most
-    where the queue was never reached.
+    What will not pass by itself (a wrong password, a right that is missing, a reply that nobody foresaw,
+    another program's key under one of ours) is raised at once. The rest is borne for `retry_for_s`; None:
+    until the call's own end, but `first_s` at most where the queue was never reached.
     """
 
     def __init__(self, retry_for_s: float | None, place: str, *, first_s: float = FIRST_S) -> None:
@@ -96,4 +96,6 @@ def away(error: QueueUnavailableError, place: str = "") -> QueueAwayError:
 
 
 def _lasting(error: QueueUnavailableError) -> bool:
-    return isinstance(error, CallRefusedError) or isinstance(error.__cause__, errors.AuthenticationError)
+    return isinstance(error, CallRefusedError | WrongKeyError) or isinstance(
+        error.__cause__, errors.AuthenticationError
+    )

@@ -21,6 +21,10 @@ class CallRefusedError(QueueUnavailableError):
     """This very call was refused, or its answer not understood. That others get through shows nothing."""
 
 
+class QueueFullError(QueueUnavailableError):
+    """As many requests wait as may (`queue.max_pending`); nothing of the call was taken."""
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request as a producer hands it in."""

@@ -17,11 +17,14 @@ import re
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 
 from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.wanted import VersionPolicy
 
+NAMINGS_MOST = 20_000
+"""Names of which it is remembered what a pattern makes of them."""
 _DIGITS = re.compile("([0-9]+)")
 _LITERAL = re.compile("[A-Za-z0-9_/:-]*")
 
@@ -174,16 +177,22 @@ class VersionNaming:
 
 def naming_of(name: str, terms: FamilyTerms) -> VersionNaming | None:
     """None: it is no version of this model. A name that is too long to be waited for is none."""
+    if terms.match is None and name != terms.name:
+        return None
+    return naming_by(name, terms.match)
+
+
+@lru_cache(maxsize=NAMINGS_MOST)
+def naming_by(name: str, match: re.Pattern[str] | None) -> VersionNaming | None:
+    """Read a name by a pattern, which costs 15 µs, once: each new name is asked for by several parts."""
     if not name or len(name.encode(errors="replace")) > MODEL_BYTES:
         return None
     label: str = name
-    if terms.match is not None:
-        found = terms.match.fullmatch(name)
+    if match is not None:
+        found = match.fullmatch(name)
         if found is None:
             return None
         label = found.groupdict().get("version") or name
-    elif name != terms.name:
-        return None
     parts = _DIGITS.split(label)  # text and digits in turns, so that like is compared with like
     natural = tuple(int(part) if at % 2 else part for at, part in enumerate(parts))
     return VersionNaming(name, label, words_of(name, label), (natural, label, name))

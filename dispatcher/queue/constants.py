@@ -44,6 +44,10 @@ DECIDED_MOST = 1000
 """Labels, and drains, that operators may set."""
 REPLY_TTL_S = 60
 """How long a repetition of a call gets the same reply."""
+ACTIVE_BYTES = 65_536
+"""Of the tokens that can be cancelled under one id, packed: some thousand of them."""
+TOKENS_SOUGHT = 16
+"""Under one id: so many are sought by their tokens, of more all requests of their deadlines are read."""
 CANCEL_TTL_S = 604_800
 """How long a request is cancelled by whoever found it under `request-active:<id>`."""
 
@@ -53,6 +57,8 @@ list cannot be pushed to, so that INVALID_REQUEST goes to the default list. STUC
 the request stays as it is. TOO_LARGE, as no script says: the server took a TOO_LARGE result in its place."""
 
 LUA = {
+    "ACTIVE_BYTES": ACTIVE_BYTES,
+    "TOKENS_SOUGHT": TOKENS_SOUGHT,
     "SUSPECT_DEATHS": SUSPECT_DEATHS,
     "PREFIX_BYTES": PREFIX_BYTES,
     "HEAD_BYTES": HEAD_BYTES,

@@ -70,6 +70,14 @@ KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **MODEL_KEYS}
 """In the order in which every other script gets them."""
 _SUFFIXES = tuple(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
+BOX_KEPT, BOX_OWNER = "kept", "owner"
+"""What stands behind the name of a client's result list in the names of its own two keys."""
+_OF_GO_CLIENTS = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
+"""The same of llm-d's Go producer (`ReceiveResult`), behind whatever list it reads."""
+_OF_A_BOX = re.compile(
+    rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})|.*:(?:{'|'.join(_OF_GO_CLIENTS)})",
+    re.DOTALL,
+)
 _PASSING = ("reply", "posted", "active", "cancel")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
@@ -211,6 +219,8 @@ class Names:
             return f"is longer than {MAX_LIST_NAME_BYTES} bytes"
         if self.is_own(name) or name.startswith((ACTIVE, CANCEL)) or _OF_A_QUEUE.fullmatch(name):
             return "may be a key of a queue"
+        if _OF_A_BOX.fullmatch(name):
+            return "may be a key of a client"
         return None if any_fits(self._allowed, name) else "is not among queue.result_lists"
 
 

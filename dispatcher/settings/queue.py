@@ -83,6 +83,14 @@ class QueueSettings(Section):
     dead_max: int = Field(
         100_000, ge=1, description="Dead requests that are kept; the oldest go first, counted and logged."
     )
+    max_pending: int = Field(
+        0,
+        ge=0,
+        le=1_000_000_000,
+        description="Requests that may wait in the queue when our client, `submit` or any other program that "
+        "runs the queue's submit script adds more; they are refused until fewer wait. A program that calls "
+        "ZADD itself is not held to it. 0: no limit.",
+    )
 
     @field_validator("owner_timeout_s")
     @classmethod

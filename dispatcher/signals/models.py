@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import random
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit, urlunsplit
 
 from dispatcher.core.served import GATEWAY, Listing
+from dispatcher.core.versions import FamilyTerms, Membership
 from dispatcher.settings import SecretUrl, Settings, TlsSettings
 from dispatcher.settings.files import TokenFileError, looks, read_token
 from dispatcher.settings.serving import LIST_PATH
@@ -38,6 +39,8 @@ FOUND_WITHIN_S = 10.0
 """So long the Kubernetes watch may take to find the endpoints before the gateway is asked in their place."""
 GAP_S = 0.5
 """Between two rounds, however often the endpoints change."""
+_MATCHED_AT_ONCE = 256
+"""New names, before others have their turns: 4 ms."""
 _NOT_ASKED = "no model server was asked for its models yet"
 _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
 
@@ -94,6 +97,8 @@ class ModelWatch:
         """What the inquirer was made of: settings, and how its files looked."""
         self._tls: ssl.SSLContext | None = None
         self._known: _Known = _NOT_ASKED
+        self._matched: Set[str] = frozenset()
+        """Names of the round before."""
 
     def __repr__(self) -> str:
         return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
@@ -211,9 +216,24 @@ class ModelWatch:
 
         async with asyncio.TaskGroup() as tasks:
             asked = [tasks.create_task(ask(target)) for target in targets]
+        await self._match_new_names(task.result() for task in asked)
         tls = self._tls
         known: _Known = {target.endpoint: _access_to(target, tls) for target in targets}
         return _Round(tuple(task.result() for task in asked), _BY_GATEWAY if gateway else known)
+
+    async def _match_new_names(self, listings: Iterable[Listing]) -> None:
+        """Match new names against the patterns of the settings, a few at a time: a server may list 10,000 new
+        ones in each round, and whoever hears of the round does not let others have their turns."""
+        names = dict.fromkeys(name for each in listings for name in each.models or ())
+        before, self._matched = self._matched, names.keys()
+        families = [FamilyTerms(each.name, each.pattern) for each in self._settings.models if each.is_family]
+        if not families:
+            return
+        membership = Membership(families)
+        for at, name in enumerate(names.keys() - before):
+            membership.of(name)  # core.versions remembers what it finds
+            if at % _MATCHED_AT_ONCE == _MATCHED_AT_ONCE - 1:
+                await asyncio.sleep(0)
 
     # Whom to ask.
 

@@ -265,7 +265,7 @@ async def test_a_batch_takes_two_round_trips_however_large(queue: OwnerAndDesk, 
         # Commands that scripts call are counted too: what only a client sends is what crosses the network.
         assert scripts(client) == 2
     assert not stats.keys() & {"cmdstat_multi", "cmdstat_script"}
-    assert stats["cmdstat_mget"]["calls"] == BATCH, "of the script that settles, one for each"
+    assert stats["cmdstat_getrange"]["calls"] == 3 * BATCH, "of the script that settles, one for each marker"
 
 
 @pytest.mark.parametrize("size", [100, 300, 1_000, 10_000])

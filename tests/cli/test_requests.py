@@ -116,6 +116,7 @@ async def test_describe_says_where_a_request_lies_and_why_it_is_not_sent(queue_s
     assert "2 go before it; the gate: paused by ann: upgrade" in said["third"]
     (shown,) = (await told(queue_server, "describe", "third"))["requests"]
     assert (shown["state"], shown["place"], shown["cancellable"]) == ("pending", 3, True)
+    assert (await told(queue_server, "describe", "nobody", "--all"))["looked_at_all"]
     missing = await verb(queue_server, "describe", "nobody")
     assert (missing.returncode, missing.stdout) == (1, "")
     assert "nobody: not in batch:{default}:requests" in missing.stderr

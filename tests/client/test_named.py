@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 
 import pytest
 
-from dispatcher.client import BatchClient, Item, NameInUseError, NoResultError
+from dispatcher.client import BatchClient, Item, NameInUseError, NoResultError, QueueAwayError
 from dispatcher.queue.redis.producer import Box
 from tests.client.answering import POOL, Answering
 from tests.queue.servers import Server
@@ -120,3 +121,21 @@ async def test_a_keep_that_redis_lost_is_begun_anew(answering: Answering, one_re
             with one_redis.client() as raw:
                 raw.delete(NIGHTLY.keep)
         assert (await client.submit({"n": 3})).json() == {"n": 3}
+
+
+@pytest.mark.parametrize("key", [NIGHTLY.owner, NIGHTLY.keep])
+async def test_another_programs_key_in_its_place_is_said_and_waited_for_by_nobody(
+    answering: Answering, one_redis: Server, key: str
+) -> None:
+    """A result that was sent to that name made a list of it, before such names were refused."""
+    with one_redis.client() as raw:
+        raw.lpush(key, "result")
+        async with (
+            answering.always(),
+            BatchClient(one_redis.url, pool=POOL, name="nightly") as client,
+        ):
+            handle = await client.enqueue({"n": 1}, id="r-1")
+            with pytest.raises(QueueAwayError, match=rf"{re.escape(key)} holds a list, not a "):
+                await client.result(handle)
+            raw.delete(key)
+            assert (await client.result(handle)).json() == {"n": 1}

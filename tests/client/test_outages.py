@@ -161,3 +161,20 @@ async def test_records_of_calls_do_not_pile_up(one_redis: Server) -> None:
             await client.enqueue({"n": n})
         with one_redis.client() as raw:
             assert len(list(raw.scan_iter(f"{NAMES.prefix}:reply:*"))) == 1
+
+
+async def test_submission_to_a_full_queue_says_so_and_is_made_when_fewer_wait(one_redis: Server) -> None:
+    with one_redis.client() as raw:
+        raw.flushall()
+        raw.hset(NAMES.control, f"max_pending:{NAMES.queue}", 1)
+        raw.zadd(NAMES.queue, {"another's": 1})
+        async with BatchClient(one_redis.url, pool=POOL, retry_for=0) as client:
+            with pytest.raises(QueueAwayError, match=r"1 requests wait, and queue\.max_pending is 1"):
+                await client.enqueue({"n": 1})
+        async with BatchClient(one_redis.url, pool=POOL) as client:
+            waiting = asyncio.create_task(client.enqueue({"n": 2}))
+            await wait_until(lambda: client.trouble is not None, what="the client to notice")
+            assert raw.zcard(NAMES.queue) == 1
+            raw.delete(NAMES.queue)
+            await waiting
+            assert raw.zcard(NAMES.queue) == 1

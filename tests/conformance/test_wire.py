@@ -8,7 +8,8 @@ import pytest
 
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import decode_result
-from dispatcher.ports import Burial, QueueUnavailableError, Settled, Submission
+from dispatcher.core.submission import QueueFullError
+from dispatcher.ports import Burial, QueueUnavailableError, Release, Settled, Submission
 from tests.conformance.worlds import NOW, QUEUE, RESULTS, World, answer, claim, full_claim, member
 
 NASTY = {
@@ -260,3 +261,40 @@ async def test_hand_written_request_is_answered_as_the_contract_shows(world: Wor
     popped = await world.rpop()
     assert popped is not None
     assert json.loads(popped) == {"id": "r-1", "status_code": 200, "payload": "{}"}
+
+
+def submissions(count: int, first: int = 0) -> list[Submission]:
+    return [Submission(member(f"s-{at}"), NOW + 600) for at in range(first, first + count)]
+
+
+async def test_submission_past_what_may_be_pending_is_refused_whole_until_fewer_wait(world: World) -> None:
+    owner = world.owner(max_pending=5)
+    assert await world.desk.submit(submissions(6)) == 6, "no dispatcher has said how many may wait"
+    await owner.sweep()
+    with pytest.raises(QueueFullError, match=r"6 requests wait, and queue\.max_pending is 5"):
+        await world.desk.submit(submissions(1, 6))
+    leases = await claim(owner, 3)
+    with pytest.raises(QueueFullError, match="3 requests wait"):
+        await world.desk.submit(submissions(3, 6))
+    assert (await world.desk.counts()).pending == 3
+    assert await world.desk.submit(submissions(2, 6)) == 2
+    await owner.release([Release(leases[0], 600.0)])
+    with pytest.raises(QueueFullError, match="6 requests wait"):  # one of them is delayed
+        await world.desk.submit(submissions(1, 8))
+
+
+async def test_who_calls_zadd_is_not_held_to_what_may_be_pending_and_spoils_nothing(world: World) -> None:
+    owner = world.owner(max_pending=1)
+    await owner.sweep()
+    for at in range(3):
+        await world.zadd(NOW + 600, member(f"r-{at}"))
+    assert len(await claim(owner)) == 3
+    assert await world.desk.submit(submissions(1)) == 1
+
+
+async def test_limit_of_what_may_be_pending_goes_with_the_setting(world: World) -> None:
+    await world.owner("a", max_pending=1).sweep()
+    with pytest.raises(QueueFullError):
+        await world.desk.submit(submissions(2))
+    await world.owner("b").sweep()
+    assert await world.desk.submit(submissions(2)) == 2

@@ -98,7 +98,12 @@ class World(ABC):
 
     @abstractmethod
     def owner(
-        self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
+        self,
+        name: str = "owner-1",
+        *,
+        timeout_s: float = OWNER_TIMEOUT_S,
+        prover: Prover | None = None,
+        max_pending: int = 0,
     ) -> Queue:
         """A dispatcher's door; the same name twice is the same owner restarted."""
 
@@ -197,10 +202,17 @@ class MemoryWorld(World):
         return MemoryWorld(queue, pool=self.store.pool)
 
     def owner(
-        self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
+        self,
+        name: str = "owner-1",
+        *,
+        timeout_s: float = OWNER_TIMEOUT_S,
+        prover: Prover | None = None,
+        max_pending: int = 0,
     ) -> MemoryQueue:
         clock = asyncio.get_running_loop().time
-        return MemoryQueue(self.store, name, clock=clock, owner_timeout_s=timeout_s, prover=prover)
+        return MemoryQueue(
+            self.store, name, clock=clock, owner_timeout_s=timeout_s, prover=prover, max_pending=max_pending
+        )
 
     async def zadd(self, score: float, member: bytes) -> None:
         self.store.add(member, score)
@@ -300,10 +312,19 @@ class RedisWorld(World):
         return self._lines[-1]
 
     def owner(
-        self, name: str = "owner-1", *, timeout_s: float = OWNER_TIMEOUT_S, prover: Prover | None = None
+        self,
+        name: str = "owner-1",
+        *,
+        timeout_s: float = OWNER_TIMEOUT_S,
+        prover: Prover | None = None,
+        max_pending: int = 0,
     ) -> RedisQueue:
         client = connect(url_of(self._server, "dispatcher"))
-        options: dict[str, Any] = {"lease_s": LEASE_S, "owner_timeout_s": timeout_s}
+        options: dict[str, Any] = {
+            "lease_s": LEASE_S,
+            "owner_timeout_s": timeout_s,
+            "max_pending": max_pending,
+        }
         door = RedisQueue(client, self.names, name, **options, prover=prover)
         self._doors.append(door)
         return door

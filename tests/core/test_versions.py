@@ -18,6 +18,7 @@ from dispatcher.core.versions import (
     Transition,
     VersionSight,
     VersionState,
+    naming_by,
     naming_of,
 )
 from dispatcher.core.wanted import VersionPolicy
@@ -619,3 +620,12 @@ def test_membership_finds_what_a_pattern_matches_however_it_begins() -> None:
         expected = {each.name for each in families if naming_of(name, each) is not None}
         assert set(membership.of(name)) == expected, name
     assert membership.of("qwen-v1") != []
+
+
+def test_each_new_name_is_matched_once_however_many_ask() -> None:
+    some = terms(match=re.compile(r"once-(?P<version>\d+)"))
+    names = {f"once-{number}": frozenset({"a"}) for number in range(500)}
+    before = naming_by.cache_info().misses
+    assert all(Membership([some]).of(name) == [some.name] for name in names)
+    ModelFamily(some).look(VersionSight(names), 0.0)
+    assert naming_by.cache_info().misses - before == len(names)

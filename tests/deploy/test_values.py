@@ -107,7 +107,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
     config: dict[str, Any] = {
         "queue": {"url": "redis://redis/3", "name": "a{b}c", "results": "out", "lease_s": 20,
                   "owner_timeout_s": 4, "poll_s": 0.01, "max_payload_bytes": 1_000_000_000,
-                  "result_ttl_s": 0, "dead_max": 5, "result_lists": ["t:*"]},
+                  "result_ttl_s": 0, "dead_max": 5, "max_pending": 9, "result_lists": ["t:*"]},
         "signals": {
             "source": "auto", "interval_s": 0.25, "max_age_s": 0.5, "use": "both", "prometheus": prometheus,
             "epp": {"urls": ["http://a:9090/metrics"], "service": "picker", "port": 9191, "token_file": "/t",

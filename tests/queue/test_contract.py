@@ -227,7 +227,15 @@ OWN_OR_ANOTHERS = [
 ]
 
 
-@pytest.mark.parametrize("name", OWN_OR_ANOTHERS)
+OF_A_CLIENT = ["batch-results:{nightly}:owner", "batch-results:{nightly}:kept", "batch-results:0123:kept"]
+OF_A_CLIENT += [
+    "batch:{qwen}:results:result-claimed",
+    "{a}:result-claim-owners",
+    "a:{qwen}:result-claims-idx",
+]
+
+
+@pytest.mark.parametrize("name", [*OWN_OR_ANOTHERS, *OF_A_CLIENT])
 @pytest.mark.parametrize("lists", [None, ("*",)])
 def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple[str] | None) -> None:
     names = Names(QWEN.queue, QWEN.results, lists)
@@ -239,7 +247,7 @@ def test_no_queues_key_takes_results_whatever_is_allowed(name: Any, lists: tuple
     [
         (
             None,
-            ["batch-results:1", "batch:{qwen}:results:a", "t:{qwen}"],
+            ["batch-results:1", "batch-results:{nightly}", "batch:{qwen}:results:a", "t:{qwen}"],
             ["celery", "batch:{other}:results"],
         ),
         (("celery", "t:*"), ["celery", "t:1", "t:dead", "t:owners"], ["batch-results:1", "celery2", "at:1"]),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import redis.asyncio
 
+from dispatcher.cli.sought import by_id
 from dispatcher.core.located import Looked, Whereabouts, spellings
 from dispatcher.core.request import encode_member
-from dispatcher.ports import Submission
-from tests.queue.made import queues
+from dispatcher.ports import Release, Submission
+from tests.queue.made import claim, member, queues
 from tests.queue.servers import Server
 
 MANY = 100_000
@@ -34,7 +36,7 @@ async def test_no_call_blocks_for_long_while_a_hundred_thousand_wait(
         await client.config_resetstat()
         near = await queue.near("sought")
         assert ([each.member for each in near.found], near.after) == ([sought], "")
-        assert near.looked_at == 2, "those of the same deadline, and no other"
+        assert near.looked_at == 1, "the one that bears the token, and no other of its deadline"
 
         found, looked, after, words = 0, 0, "", [spellings("sought")]
         while True:
@@ -71,3 +73,57 @@ async def test_large_members_are_read_in_smaller_pages(
         assert seen == set(large)
         page = await queue.lying(Whereabouts.PENDING, 99)
         assert (len(page.found), page.after) == (2, "2")
+
+
+@pytest.mark.parametrize("returned", [False, True])
+async def test_request_of_our_client_is_found_among_many_of_one_deadline_by_its_token(
+    any_server: Server, client: redis.asyncio.Redis, returned: bool
+) -> None:
+    """Neighbours sort before and behind it, by capitals and bytes above ASCII too, which no locale mixes."""
+    odd = [b"A", b"{", b'{"internal":{"retry_count":0,"request_token":"T', "\u00e4".encode(), b"\xff", b"z"]
+    async with queues(any_server.url, "a") as (queue,):
+        made = {each + b"%d" % at: DEADLINE for at in range(1000) for each in odd}
+        sought = encode_member("sought", {"prompt": "hi"}, DEADLINE, token="t" * 48)
+        await queue.submit([Submission(sought, float(DEADLINE), "sought", "t" * 48, DEADLINE)])
+        if returned:
+            (lease,) = (await claim(queue)).leases
+            await queue.release([Release(lease, 0.0)])
+        await client.zadd(queue.names.queue, made)
+        near = await queue.near("sought")
+        assert [(each.member, each.entry > 0) for each in near.found] == [(sought, returned)]
+        assert (near.after, near.looked_at) == ("", 1)
+
+
+async def test_leased_request_is_found_before_all_of_its_deadline_are_read(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    async with queues(any_server.url, "a") as (queue,):
+        sought = encode_member("sought", {"prompt": "hi"}, DEADLINE, token="t")
+        await queue.submit([Submission(sought, float(DEADLINE), "sought", "t", DEADLINE)])
+        await claim(queue)
+        await client.zadd(queue.names.queue, {b"m%d" % at: DEADLINE for at in range(1000)})
+        near = await queue.near("sought")
+        assert ([each.member for each in near.found], near.after, near.looked_at) == ([sought], "", 1)
+
+
+async def test_token_that_stands_elsewhere_is_found_among_those_of_its_deadline(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    """A member of another form, that was copied or accepted anew."""
+    sought = member("sought", DEADLINE, token="t").replace(b'{"internal":{', b'{"internal":{"labels":{},')
+    async with queues(any_server.url, "a") as (queue,):
+        await queue.submit([Submission(sought, float(DEADLINE), "sought", "t", DEADLINE)])
+        await client.zadd(queue.names.queue, {b"m%d" % at: DEADLINE for at in range(10)})
+        near = await queue.near("sought")
+        assert ([each.member for each in near.found], near.looked_at) == ([sought], 11)
+
+
+async def test_request_that_no_index_leads_to_is_sought_among_so_many_and_no_more(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    async with queues(any_server.url, "a") as (queue,):
+        await client.zadd(queue.names.queue, {member(f"r-{at}"): at for at in range(5000)})
+        found, looked_at = await by_id(queue.desk, "nobody", 1000)
+        assert (found, 1000 <= looked_at < 1000 + 2 * PAGE) == ([], True)
+        found, looked_at = await by_id(queue.desk, "nobody")
+        assert (found, looked_at) == ([], 5000)

@@ -126,7 +126,7 @@ def test_every_other_script_that_writes_asks_before_it_does(script: str) -> None
     )
     assert not set(re.findall(r"call\('([A-Z]+)'", before)) & WRITES
     forget = {"HDEL"} if "forget(" in after else set()  # of common.lua
-    forget |= {"SET", "GET", "DEL"} if "mark(" in after else set()  # of markers.lua
+    forget |= {"SET", "GETRANGE", "DEL"} if "mark(" in after else set()  # of markers.lua
     needs = set(re.findall(r"call\('([A-Z]+)'", after)) - {"PUBLISH"}  # nobody misses a wake-up
     assert needs | forget == set(re.findall(r"'([A-Z]+)'", asked))
 
@@ -496,7 +496,7 @@ async def all_ended(queue: RedisQueue) -> bool:
 @pytest.mark.parametrize(
     ("rules", "sentence"),
     [
-        (["-hdel", "-mget", "-time"], "+mget, +hdel, +time"),
+        (["-hdel", "-getrange", "-time"], "+getrange, +hdel, +time"),
         (
             ["resetkeys", "~batch:{qwen}:requests*"],
             "~batch:{qwen}:results, ~request-active:*, ~request-cancel:*",

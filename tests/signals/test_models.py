@@ -15,6 +15,7 @@ from aiohttp import web
 
 from dispatcher.core.outcome import Delivered
 from dispatcher.core.served import Listing
+from dispatcher.core.versions import naming_by
 from dispatcher.forward import DirectServers
 from dispatcher.settings import Settings, parse
 from dispatcher.signals.capacity import ABSENT, Endpoints
@@ -427,3 +428,18 @@ async def test_servers_are_verified_by_what_they_are_asked_by(tmp_path: Path) ->
         known = access(rounds, server.address)
         await rounds.more()
         assert access(rounds, server.address).tls is known.tls, "kept while its files are what they were"
+
+
+async def test_others_have_their_turns_while_thousands_of_new_names_are_matched() -> None:
+    """Nor is a name matched again in the rounds that follow."""
+    names = tuple(f"turns-{number}" for number in range(2_000))
+    models = "models: [{name: turns, match: 'turns-(?P<version>.*)'}]\n"
+    most, last = 0, naming_by.cache_info().misses
+    before = last
+    async with model_server(*names) as server, watching(configured(urls(server), models=models)) as rounds:
+        while len(rounds.told) < 2:
+            most, last = max(most, naming_by.cache_info().misses - last), naming_by.cache_info().misses
+            await asyncio.sleep(0)
+        assert rounds.newest == {server.address: names}
+    assert 0 < most <= 256
+    assert naming_by.cache_info().misses - before == len(names)

@@ -8,7 +8,7 @@
 local list, keep, owner = KEYS[1], KEYS[2], KEYS[3]
 local me, seen, most, bytes = ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local call = redis.call
-need('TYPE', 'GET', 'SET', 'HGET', 'HSET', 'HDEL', 'RPOP', 'TTL', 'EXPIRE')
+need('TYPE', 'GETRANGE', 'SET', 'HGET', 'HSET', 'HDEL', 'RPOP', 'TTL', 'EXPIRE')
 for number, wanted in ipairs({'list', 'hash', 'string'}) do
   local found = call('TYPE', KEYS[number]).ok
   if found ~= 'none' and found ~= wanted then
@@ -16,8 +16,8 @@ for number, wanted in ipairs({'list', 'hash', 'string'}) do
   end
 end
 if me ~= '' then
-  local holder = call('GET', owner)
-  if holder and holder ~= me then return {holder} end
+  local holder = call('GETRANGE', owner, 0, 1023)
+  if holder ~= '' and holder ~= me then return {holder} end
 end
 
 -- The first write removes nothing from nowhere, so that what comes after is whole or not at all (common.lua).

@@ -1,7 +1,7 @@
 -- Look at requests where they lie, a page at a time.
 -- KEYS   own…
--- ARGV   how: "rank" (in the order of one set), "near" (whose scores tell a deadline under which the id is active, and
---        all leases), "entries" (all that were claimed once), "pending" (all that never were); the set's name, or the
+-- ARGV   how: "rank" (in the order of one set), "near" (the tokens that are active under the id, where they lie by their deadlines; all
+--        leases; and as long as not all of those tokens are found, all requests of those deadlines), "entries" (all that were claimed once), "pending" (all that never were); the set's name, or the
 --        id; where to begin (a rank, a range and a rank, a cursor: two arguments); most, bytes, bytes of the largest
 --        member that is told whole; then for each word how many spellings, and these: a member must hold one of each word
 -- Returns {next range (-1: at the end), next offset, looked at, bytes of these, 0, or 1: they are too many, ask for fewer,
@@ -93,8 +93,57 @@ if how == 'rank' then
 end
 
 if how == 'near' then
-  local seen, deadlines = {}, {}
-  for _, deadline in pairs(active(which)) do
+  -- Range 0: by their tokens, then all leases. Range 1 and up: the bands of equal deadlines, which may be long.
+  local tokens, count, seen, deadlines = active(which), 0, {}, {}
+  for _ in pairs(tokens) do count = count + 1 end
+
+  -- Whether this page tells a request for each token that is active under the id.
+  local function all_told()
+    for token in pairs(tokens) do
+      local found = false
+      for _, row in ipairs(rows) do found = found or string.find(row[4], token, 1, true) ~= nil end
+      if not found then return false end
+    end
+    return count > 0
+  end
+
+  -- By bytes, as Redis sorts: `<` goes by the locale.
+  local function is_before(one, text)
+    for at = 1, #text do
+      local mine, theirs = string.byte(one, at), string.byte(text, at)
+      if mine ~= theirs then return not mine or mine < theirs end
+    end
+    return false
+  end
+
+  -- Requests of one score lie in the order of their bytes, and a member begins with its token: as our client writes it
+  -- (core/request.py), or as the queue contract has it. So a million of one deadline need some twenty reads.
+  local function tell_beginning(key, letter, score, text)
+    local first = call('ZCOUNT', key, '-inf', '(' .. score)
+    local low, high = first, first + call('ZCOUNT', key, score, score)
+    local last = high
+    while low < high do
+      local middle = math.floor((low + high) / 2)
+      if is_before(call('ZRANGE', key, middle, middle)[1], text) then low = middle + 1 else high = middle end
+    end
+    local one = low < last and call('ZRANGE', key, low, low, 'WITHSCORES')
+    if one and string.sub(one[1], 1, #text) == text then tell_named(letter, one[1], one[2]) end
+  end
+
+  if range == 0 and offset == '0' and count <= TOKENS_SOUGHT then
+    for token, deadline in pairs(tokens) do
+      for priority = 0, PRIORITIES - 1 do
+        local score = string.format('%.0f', priority * PRIORITY_STEP + math.floor(deadline))
+        for _, place in ipairs(near) do
+          for _, start in ipairs({'{"internal":{"retry_count":0,', '{"internal":{'}) do
+            tell_beginning(place[1], place[2], score, start .. '"request_token":"' .. token .. '"')
+          end
+        end
+      end
+    end
+    if all_told() then return reply(-1, '0') end
+  end
+  for _, deadline in pairs(tokens) do
     deadline = math.floor(deadline)
     if not seen[deadline] then
       seen[deadline] = true
@@ -103,10 +152,16 @@ if how == 'near' then
   end
   table.sort(deadlines)
   local rank = tonumber(offset)
+  if range == 0 then
+    local came, ended = walk(LEASES, 'L', rank, call('ZCARD', LEASES) - 1)
+    if not ended then return reply(0, tostring(came)) end
+    if all_told() then return reply(-1, '0') end
+    range, rank = 1, 0
+  end
   local last = #deadlines * PRIORITIES * #near
-  while range < last do
-    local key, letter = unpack(near[range % #near + 1])
-    local band = math.floor(range / #near)
+  while range <= last do
+    local key, letter = unpack(near[(range - 1) % #near + 1])
+    local band = math.floor((range - 1) / #near)
     local low = (band % PRIORITIES) * PRIORITY_STEP + deadlines[math.floor(band / PRIORITIES) + 1]
     local from, to = string.format('%.0f', low), '(' .. string.format('%.0f', low + 1)
     local count = call('ZCOUNT', key, from, to)
@@ -117,8 +172,7 @@ if how == 'near' then
     end
     range, rank = range + 1, 0
   end
-  local came, ended = walk(LEASES, 'L', rank, call('ZCARD', LEASES) - 1)
-  return reply(ended and -1 or range, tostring(came))
+  return reply(-1, '0')
 end
 
 -- A cursor's page cannot be left half way: where it holds too much, the caller asks for fewer from the same one.

@@ -7,8 +7,20 @@ local OURS = string.sub(RETURNED, 1, -1 - #'returned')
 local function active_key(id) return OURS .. 'active:' .. id end
 local function cancel_key(id, token) return OURS .. 'cancel:' .. id .. ':' .. token end
 
-local function unpacked(packed) return packed and cmsgpack.unpack(packed) or {} end
-local function active(id) return unpacked(call('GET', active_key(id))) end
+-- Whoever writes a marker chooses its size, so no more of it is read than what proves that it is another value.
+-- Returns false for a key of another type, and where this user may not read it: the error is the second value.
+local function holds(key, value)
+  local found = redis.pcall('GETRANGE', key, 0, #value)
+  if type(found) == 'table' then return false, found end
+  return found == value
+end
+
+-- More than ACTIVE_BYTES of tokens count as none: each submission under the id would read all of them again.
+local function active(id)
+  local packed = call('GETRANGE', active_key(id), 0, ACTIVE_BYTES)
+  if packed == '' or #packed > ACTIVE_BYTES then return {} end
+  return cmsgpack.unpack(packed)
+end
 
 local function keep_active(id, tokens, now)
   local latest = 0
@@ -34,14 +46,11 @@ end
 local function forget_markers(item, foreign, now)
   local id, token = item.request, item.request_token
   if id == '' then return end
-  local theirs = {'request-active:' .. id, 'request-cancel:' .. id}
-  local found = foreign and redis.pcall('MGET', active_key(id), theirs[1], theirs[2]) or {err = ''}
-  if found.err then found = {call('GET', active_key(id))} end
-  for number = 1, 2 do
-    if found[number + 1] == token then redis.pcall('DEL', theirs[number]) end
+  for _, key in ipairs(foreign and {'request-active:' .. id, 'request-cancel:' .. id} or {}) do
+    if holds(key, token) then redis.pcall('DEL', key) end
   end
   call('DEL', cancel_key(id, token))
-  local tokens = unpacked(found[1])
+  local tokens = active(id)
   if tokens[token] then
     tokens[token] = nil
     keep_active(id, tokens, now)

@@ -68,24 +68,16 @@ do
     if #places == most then call('HSET', CONTROL, field, places[most])
     elseif from then call('HDEL', CONTROL, field) end
     if #places == 0 then return 0 end
-    local ids, items, own, theirs = {}, {}, {}, {}
+    local ids, back = {}, 0
     for number, place in ipairs(places) do ids[number] = tonumber(string.sub(place, -16)) end
     for number, packed in ipairs(call('HMGET', ENTRIES, unpack(ids))) do
       local state = packed and cmsgpack.unpack(packed)
       if state and state[AWAITS] and state[AWAITS][A_TOKEN] ~= '' then
         local _, request, token = unpack(state[AWAITS])
-        items[#items + 1] = {id = ids[number], state = state, token = token}
-        own[#own + 1], theirs[#theirs + 1] = cancel_key(request, token), 'request-cancel:' .. request
-      end
-    end
-    if #items == 0 then return 0 end
-    own = call('MGET', unpack(own))
-    theirs = foreign and redis.pcall('MGET', unpack(theirs)) or {}
-    local back = 0
-    for number, item in ipairs(items) do
-      if own[number] == item.token or theirs[number] == item.token then
-        models.call_back(item.id, item.state)
-        back = back + 1
+        if holds(cancel_key(request, token), token) or foreign and holds('request-cancel:' .. request, token) then
+          models.call_back(ids[number], state)
+          back = back + 1
+        end
       end
     end
     return back

@@ -3,11 +3,14 @@
 -- ARGV   ttl_s, marker_s, then number, result… in rising order
 -- Returns 1, or 0 where the key is no list, or the marker none
 -- Keeps: each number is pushed at most once, however often it is delivered, for it is checked and set here.
-need('TYPE', 'EXPIRE', 'GET', 'LPUSH', 'SET')
+need('TYPE', 'EXPIRE', 'GETRANGE', 'LPUSH', 'SET')
 local found = redis.call('TYPE', KEYS[1]).ok
 if found ~= 'none' and found ~= 'list' then return 0 end
-local newest = redis.pcall('GET', KEYS[2]) or '0' -- whoever may name the list may name a key like its marker
-if type(newest) == 'table' or not tonumber(newest) then return 0 end
+-- Whoever may name the list may name a key like its marker, of any type and size.
+local NUMBER_BYTES = 32
+local newest = redis.pcall('GETRANGE', KEYS[2], 0, NUMBER_BYTES)
+if newest == '' then newest = '0' end
+if type(newest) == 'table' or #newest > NUMBER_BYTES or not tonumber(newest) then return 0 end
 redis.call('EXPIRE', KEYS[2], ARGV[2]) -- cannot grow, so that a full node takes the rest whole, too
 for at = 3, #ARGV, 2 do
   if tonumber(ARGV[at]) > tonumber(newest) then

@@ -4,7 +4,7 @@
 -- Returns 1, or 0 where it is not among the dead
 -- Keeps: it leaves the dead exactly when it joins the line.
 local id = ARGV[1]
-need('ZSCORE', 'ZADD', 'ZREM', 'HDEL', 'GET', 'SET', 'DEL')
+need('ZSCORE', 'ZADD', 'ZREM', 'HDEL', 'GETRANGE', 'SET', 'DEL')
 if not call('ZSCORE', DEAD, id) then return 0 end
 call('ZADD', PENDING, ARGV[2], ARGV[3])
 call('ZREM', DEAD, id)

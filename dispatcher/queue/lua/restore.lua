@@ -6,7 +6,7 @@
 -- Returns how many are new
 -- Keeps: each is taken over once, however often it is handed in, also when it has ended here since.
 local COPIED = KEYS[OWN + 1]
-need('HSET', 'EXPIRE', 'ZADD', 'SET', 'GET', 'DEL')
+need('HSET', 'EXPIRE', 'ZADD', 'SET', 'GETRANGE', 'DEL')
 local now, added, fresh = clock(), 0, tonumber(call('HGET', CONTROL, 'next') or 0)
 for at = 3, #ARGV, 14 do
   if call('HSET', COPIED, ARGV[at], '') == 1 then

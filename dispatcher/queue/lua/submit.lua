@@ -2,13 +2,19 @@
 -- KEYS   own…, reply record, reply records of earlier calls that nobody will repeat…
 -- ARGV   reply_s, channel, number of requests, then score, member…, then of those that can be cancelled: id, token,
 --        deadline…
--- Returns how many were not pending already
+-- Returns how many were not pending already; the error QUEUEFULL where more would wait than queue.max_pending
 -- Keeps: all or none (a full Redis refuses the first ZADD); a repeated call adds nothing, even if a
 -- dispatcher took the request in between.
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return tonumber(recorded) end
-need('ZADD', 'SET', 'GET', 'DEL')
+-- Dispatchers tell queue.max_pending when they sweep. Whoever calls ZADD itself passes this by.
+local most, there = tonumber(call('HGET', CONTROL, 'max_pending:' .. PENDING) or 0), call('ZCARD', DELAYED)
+for _, set in ipairs(WAITING) do there = there + call('ZCARD', set) end
+if most > 0 and there + tonumber(ARGV[3]) > most then
+  error({err = 'QUEUEFULL ' .. there .. ' requests wait, and queue.max_pending is ' .. string.format('%.0f', most)})
+end
+need('ZADD', 'SET', 'GETRANGE', 'DEL')
 local added, chunk, last, now = 0, 2000, 3 + 2 * tonumber(ARGV[3]), clock()
 for at = 4, last, chunk do
   added = added + call('ZADD', PENDING, unpack(ARGV, at, math.min(at + chunk - 1, last)))

@@ -3,7 +3,8 @@
 -- A lease of another line that ran out lease_s ago is abandoned: nobody sweeps that line, or it would be gone. It counts
 -- as lost and keeps its request, which that line's next sweep takes back, if there ever is one.
 -- KEYS   own…
--- ARGV   owner, owner_timeout_s, lease_s, most of each kind, foreign (as in settle), then owners that are proven gone…
+-- ARGV   owner, owner_timeout_s, lease_s, most of each kind, foreign (as in settle), queue.max_pending (0: none), then owners
+--        that are proven gone…
 -- Returns {now, reclaimed, due, when the next is due or false, 1 if there is more to do, units lost so far,
 --         owners that hold leases, requests of sequences whose turn has come, cancelled ones that waited for their model}
 -- Keeps: a lease is reclaimed when its owner is proven gone, has not shown itself for its own owner_timeout_s, or
@@ -63,6 +64,8 @@ if now < line_swept - 1 then
   shift(LOOKS, now - line_swept, '-inf')
 end
 call('HSET', CONTROL, 'tick', text(now), 'beats_tick', text(now), line_tick, text(now))
+local max_pending = 'max_pending:' .. PENDING
+if ARGV[6] == '0' then call('HDEL', CONTROL, max_pending) else call('HSET', CONTROL, max_pending, ARGV[6]) end
 beat(me, now, timeout_s)
 
 -- The lease of that name as an item of `end_leases`; nil where its request is of another line.
@@ -101,7 +104,7 @@ end
 
 -- Who is gone: proven, or silent; of the silent, those without leases are forgotten.
 local gone, silent, any = {}, {}, false
-for number = 6, #ARGV do
+for number = 7, #ARGV do
   if ARGV[number] ~= me then gone[ARGV[number]], any = true, true end
 end
 if now >= (shared.beats_quiet_until or 0) then

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from dispatcher.core.submission import QueueFullError
 from dispatcher.ports import Dead, Submission
 from dispatcher.queue.constants import CANCEL_TTL_S
-from dispatcher.queue.memory.entries import Entry
+from dispatcher.queue.memory.entries import Entry, Place
 from dispatcher.queue.memory.state import Line
 from dispatcher.queue.requeue import accept_anew
 
@@ -15,6 +16,9 @@ from dispatcher.queue.requeue import accept_anew
 def submit(line: Line, submissions: Sequence[Submission]) -> int:
     pool = line.pool
     now = pool.unix_now()
+    there = line.waiting_count + line.count[Place.DELAYED]
+    if 0 < line.max_pending < there + len(submissions):
+        raise QueueFullError(f"{there} requests wait, and queue.max_pending is {line.max_pending}")
     new = 0
     for each in submissions:
         if each.request_id and each.request_token and each.deadline:

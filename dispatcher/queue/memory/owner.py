@@ -57,6 +57,7 @@ class MemoryQueue:
         poll_s: float = 0.2,
         owner_timeout_s: float = 5.0,
         prover: Prover | None = None,
+        max_pending: int = 0,
     ) -> None:
         self.store = store
         self.owner = owner
@@ -66,6 +67,7 @@ class MemoryQueue:
         self._poll_s = poll_s
         self._timeout_s = owner_timeout_s
         self._prover = prover
+        self._max_pending = max_pending
         self._woken = asyncio.Event()
         self._pool.wakers.append(self._woken)
 
@@ -193,6 +195,7 @@ class MemoryQueue:
 
     async def sweep(self) -> Swept:
         me = self._begin()
+        self._line.max_pending = self._max_pending
         reclaimed, due, due_at, turns, revoked = sweep(self._line, me, ())
         if gone := self._gone():
             more, _, due_at, again, _ = sweep(self._line, me, gone)

@@ -148,6 +148,8 @@ class Line:
         self.names = names
         self.dead_max = dead_max
         self.largest = max_payload_bytes + ENVELOPE_BYTES
+        self.max_pending = 0
+        """As a sweep told it last; 0: no limit."""
         self.dead_dropped = 0
         """The dead that went because there were more than dead_max."""
         self.pending: dict[bytes, Entry] = {}

@@ -17,14 +17,15 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, ModelMarks, Submission
-from dispatcher.queue.keys import ACTIVE, CANCEL, MAX_TOKEN_BYTES, Names
-from dispatcher.queue.redis import marks, models, producer, search, sequences, steps
+from dispatcher.queue.keys import Names
+from dispatcher.queue.redis import markers, marks, models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.scripts import Client, in_steps
-from dispatcher.queue.redis.steps import key_of
 from dispatcher.queue.requeue import accept_anew
 
 _BATCH = 1000
+_PAUSE_BYTES = 65_536
+"""Of who paused the queue and why."""
 _USED_UP = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
 """How core.outcome begins the reason of a request whose attempts are used up."""
 
@@ -60,39 +61,15 @@ class RedisDesk:
             return bool(await producer.cancel(self.backend, request_id, request_token, request_token))
         if request_token and await producer.cancel(self.backend, request_id, request_token, ""):
             return True
-        scripts = self.backend.scripts
-        theirs = await scripts.attempt(lambda: scripts.client.get(ACTIVE + request_id))
-        return bool(await producer.cancel(self.backend, request_id, request_token, theirs or ""))
+        theirs = await markers.active_of(self.backend.scripts, request_id)
+        return bool(await producer.cancel(self.backend, request_id, request_token, theirs))
 
     async def being_cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         """For each (request id, its token): does a marker say that it is to be cancelled? Reads only; a
         marker that this user may not read counts as none, and so do those of llm-d's producers on a Cluster,
         which lie on any of its nodes."""
-        scripts, names = self.backend.scripts, self.names
-        keys = [
-            key_of(key)
-            for request_id, token in requests
-            for key in (
-                names.cancel(request_id, token[:MAX_TOKEN_BYTES]),
-                *(() if scripts.is_cluster else (CANCEL + request_id,)),
-            )
-        ]
-        markers: list[bytes | Exception | None] = []
-        for batch in in_steps(keys, len, _BATCH):
-
-            async def read(batch: Sequence[bytes] = batch) -> list[bytes | Exception | None]:
-                pipe = scripts.client.pipeline(transaction=False)
-                for key in batch:
-                    pipe.get(key)
-                found: list[bytes | Exception | None] = await pipe.execute(raise_on_error=False)
-                return found
-
-            markers += await scripts.attempt(read)
-        each = len(keys) // len(requests) if requests else 0
-        return [
-            token != "" and key_of(token) in markers[each * at : each * (at + 1)]
-            for at, (_, token) in enumerate(requests)
-        ]
+        foreign: markers.Foreign = "" if self.backend.scripts.is_cluster else "may"
+        return await markers.cancelled(self.backend, requests, foreign=foreign)
 
     async def pause(self, by: str, why: str) -> None:
         """Stop all claims until `resume`; what is leased goes on."""
@@ -124,7 +101,9 @@ class RedisDesk:
         scripts = self.backend.scripts
 
         async def read() -> bytes | None:
-            found: bytes | None = await scripts.client.get(self.names.paused)
+            found: bytes = await scripts.client.getrange(self.names.paused, 0, _PAUSE_BYTES - 1)
+            if not found and not await scripts.client.exists(self.names.paused):
+                return None
             return found
 
         switch = await scripts.attempt(read)

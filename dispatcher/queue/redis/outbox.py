@@ -12,7 +12,7 @@ from dispatcher.core.result import decode_result, misdirected
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.queue.redis import steps
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import ForbiddenError
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, ForbiddenError
 from dispatcher.telemetry.events import Event, emit
 
 _MARKER_TTL_S = 604_800
@@ -71,14 +71,7 @@ class Outbox:
             emit(Event.RESULT_LIST_AWAY, list=shown, waiting=len(results), why=str(error))
 
     async def _read(self, after: str) -> Sequence[bytes]:
-        async def read() -> Sequence[bytes]:
-            client = self._scripts.client
-            found: Sequence[bytes] = await client.zrangebyscore(
-                self._names.outbox, after, "+inf", start=0, num=_MOST
-            )
-            return found
-
-        return await self._scripts.attempt(read)
+        return await posted(self._backend, after, _MOST)
 
     async def _deliver(self, name: bytes, results: Sequence[tuple[bytes, bytes, bytes]]) -> None:
         pushes = [(number, result) for number, result, _ in results]
@@ -116,6 +109,13 @@ class Outbox:
         own = b":posted:" + self._names.queue.encode().replace(b"{", b"").replace(b"}", b"") + suffix
         tagged = name if key_slot(name + b":") == key_slot(name) else b"{" + name + b"}"
         return tagged + own
+
+
+async def posted(backend: Backend, after: str, most: int) -> Sequence[bytes]:
+    """Read what waits in the outbox: at most a megabyte of it, or one element."""
+    args: list[Argument] = [after, most, SCRIPT_BYTES]
+    found: Sequence[bytes] = (await backend.scripts.run("posted", [backend.names.outbox], args)).value
+    return found
 
 
 def _parse(element: bytes) -> tuple[bytes, bytes, bytes]:

@@ -40,16 +40,16 @@ from dispatcher.ports import (
     Weighed,
 )
 from dispatcher.queue.constants import BAD_LIST, DONE, LOST, PINS_MOST, RECALL_MOST, STUCK, TOO_LARGE
-from dispatcher.queue.keys import CANCEL, MAX_TOKEN_BYTES, Names
+from dispatcher.queue.keys import Names
 from dispatcher.queue.owners import Prover
-from dispatcher.queue.redis import marks, sequences, steps
+from dispatcher.queue.redis import markers, marks, sequences, steps
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.destinations import Destinations
 from dispatcher.queue.redis.models import awaited, recall
 from dispatcher.queue.redis.outbox import Outbox
 from dispatcher.queue.redis.overdue import UNSERVED, Overdue
 from dispatcher.queue.redis.scripts import SCRIPT_ITEMS, BrokenCallError, Client, in_steps
-from dispatcher.queue.redis.steps import OwnerTerms, Write, key_of
+from dispatcher.queue.redis.steps import OwnerTerms, Write
 from dispatcher.queue.redis.wake import WakeUps
 from dispatcher.queue.redis.writer import Step, Writer
 from dispatcher.telemetry.events import Event, emit
@@ -72,9 +72,9 @@ class RedisQueue:
     `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
     them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
     `prover`: knows which owners have ended, so that nobody waits for their silence.
-    `result_ttl_s`: 0 keeps result lists for ever. `max_payload_bytes`: where a member is too long to have a
-    smaller payload, its head alone is moved (core/oversize.py). A call takes a few seconds at most, retries
-    included, but for large values.
+    `result_ttl_s`: 0 keeps result lists for ever. `max_pending`: more may not be submitted; 0: no limit.
+    `max_payload_bytes`: where a member is too long to have a smaller payload, its head alone is moved
+    (core/oversize.py). A call takes a few seconds at most, retries included, but for large values.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class RedisQueue:
         poll_s: float = 0.2,
         result_ttl_s: int = 604_800,
         dead_max: int = 100_000,
+        max_pending: int = 0,
         max_payload_bytes: int = 16 << 20,
         try_s: float = 3.0,
     ) -> None:
@@ -102,6 +103,7 @@ class RedisQueue:
         self._prover = prover
         self._ttl_s = result_ttl_s
         self._dead_max = dead_max
+        self._max_pending = max_pending
         self._outbox = Outbox(self.backend, result_ttl_s)
         self._destinations = Destinations(self.backend, self._outbox)
         self._writer = Writer(self.backend, self._destinations, self._outbox)
@@ -307,30 +309,17 @@ class RedisQueue:
 
     async def cancelled(self, requests: Sequence[tuple[str, str]]) -> Sequence[bool]:
         scripts = self.backend.scripts
-        keys = [
-            key_of(key)
-            for request_id, token in requests
-            for key in (CANCEL + request_id, self.names.cancel(request_id, token[:MAX_TOKEN_BYTES]))
-        ]
-        if not keys:
-            return []
-
-        async def read() -> Sequence[bytes | None]:
-            if scripts.is_cluster:
-                return list(await scripts.client.mget_nonatomic(keys))
-            return list(await scripts.client.mget(keys))
-
-        markers = await scripts.attempt(read)
-        return [
-            token != "" and key_of(token) in markers[2 * at : 2 * at + 2]
-            for at, (_, token) in enumerate(requests)
-        ]
+        own = await markers.cancelled(self.backend, requests, foreign="" if scripts.is_cluster else "must")
+        if not scripts.is_cluster:
+            return own
+        theirs = await markers.cancelled_elsewhere(scripts, requests)
+        return [by_own or by_theirs for by_own, by_theirs in zip(own, theirs, strict=True)]
 
     async def sweep(self) -> Swept:
         reclaimed = due = turns = revoked = 0
         gone: Sequence[str] = ()
         while True:
-            told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone)
+            told = await steps.sweep(self.backend, self._me, _SWEEP_MOST, gone, max_pending=self._max_pending)
             reclaimed += told.reclaimed
             due += told.due
             turns += told.turns

@@ -13,11 +13,12 @@ from typing import Any
 
 from dispatcher.core.submission import Submission
 from dispatcher.queue.constants import CANCEL_TTL_S, REPLY_TTL_S
-from dispatcher.queue.keys import MAX_TOKEN_BYTES, Names
+from dispatcher.queue.keys import BOX_KEPT, BOX_OWNER, MAX_TOKEN_BYTES, Names
 from dispatcher.queue.redis.backend import Backend
-from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts
+from dispatcher.queue.redis.scripts import SCRIPT_BYTES, Argument, Scripts, WrongKeyError
 
 COLLECTED_MOST = 1000
+_SCANNED_MOST = 100
 UNSERVED_AFTER_S = 30.0
 """A dispatcher sweeps its queue each few seconds: who has not for so long is gone, or cannot reach Redis."""
 KEEP_S = 604_800
@@ -76,11 +77,11 @@ class Box:
 
     @property
     def keep(self) -> str:
-        return f"{self.results}:kept"
+        return f"{self.results}:{BOX_KEPT}"
 
     @property
     def owner(self) -> str:
-        return f"{self.results}:owner"
+        return f"{self.results}:{BOX_OWNER}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +144,22 @@ async def unserved_s(scripts: Scripts, names: Names) -> float | None:
 
 
 async def last_kept(scripts: Scripts, box: Box) -> int:
-    """The highest number in the keep; 0 where there is none."""
+    """The highest number in the keep; 0 where there is none. Raises WrongKeyError for a keep that is none."""
+    kind = (await scripts.attempt(lambda: scripts.client.type(box.keep))).decode()
+    if kind not in ("none", "hash"):
+        raise WrongKeyError(f"{box.keep} holds a {kind}, not a hash")
     return int(await scripts.attempt(lambda: scripts.client.hget(box.keep, "last")) or 0)
 
 
 async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
     """All that is in the keep, some of it perhaps twice."""
-    cursor = 0
+    cursor, count = 0, 1
     while True:
-        scan = partial(scripts.client.hscan, box.keep, cursor, count=100)
-        cursor, found = await scripts.attempt(scan)
+        scan = partial(scripts.client.hscan, box.keep, cursor, count=count)
+        cursor, found = await scripts.attempt(scan, size=SCRIPT_BYTES)
+        # Nobody knows yet how large they are: about a megabyte at once.
+        size = sum(map(len, found.values()))
+        count = max(1, min(_SCANNED_MOST, 4 * count, SCRIPT_BYTES * max(1, len(found)) // (size + 1)))
         for name, result in found.items():
             if name.isdigit():
                 yield int(name), result
@@ -170,7 +177,7 @@ async def hand_over(scripts: Scripts, box: Box, me: str) -> None:
     """Let another client of the name take the results from now on."""
 
     async def delete() -> None:
-        if await scripts.client.get(box.owner) == me.encode():
+        if await scripts.client.getrange(box.owner, 0, len(me)) == me.encode():
             await scripts.client.delete(box.owner)
 
     await scripts.attempt(delete)

@@ -14,7 +14,7 @@ from dispatcher.queue.redis.scripts import Scripts
 from dispatcher.queue.redis.steps import permits
 
 _COMMANDS = (
-    *("type", "exists", "get", "mget", "set", "del", "expire", "lpush"),
+    *("type", "exists", "get", "getrange", "set", "del", "expire", "lpush"),
     *("hget", "hmget", "hset", "hdel", "hexists", "hkeys", "hincrby", "hstrlen"),
     *("zadd", "zrem", "zcard", "zcount", "zscore", "zrange", "zrangebyscore", "zrevrange"),
     *("zremrangebyrank", "zpopmin"),
@@ -64,8 +64,8 @@ def needed(names: Names) -> list[Right]:
         )
     ]
     results = [Right(command, names.results) for command in ("type", "lpush", "expire")]
-    active = [Right(command, f"{ACTIVE}*") for command in ("mget", "get", "del")]
-    cancel = [Right(command, f"{CANCEL}*") for command in ("mget", "get", "del")]
+    active = [Right(command, f"{ACTIVE}*") for command in ("getrange", "del")]
+    cancel = [Right(command, f"{CANCEL}*") for command in ("getrange", "del")]
     return [
         *own,
         *(Right(command, names.queue) for command in _COMMANDS),

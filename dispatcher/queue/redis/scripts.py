@@ -22,7 +22,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.sentinel import MasterNotFoundError
 
 from dispatcher.core.plain import shortened
-from dispatcher.core.submission import CallRefusedError, QueueUnavailableError
+from dispatcher.core.submission import CallRefusedError, QueueFullError, QueueUnavailableError
 from dispatcher.peer import words
 from dispatcher.queue import constants
 from dispatcher.queue.keys import BOARD_KEYS, KEYS, MODEL_KEYS, SEQUENCE_KEYS
@@ -51,6 +51,7 @@ _FRAGMENTS = {
     "submit": (*_DESK, "markers"),
     "requeue": (*_DESK, "markers"),
     "cancel": (*_DESK, "markers"),
+    "cancelled": (*_DESK, "markers"),
     "peek": (*_DESK, "line"),
     "look": (*_DESK, "markers"),
     "ahead": _DESK,
@@ -62,6 +63,7 @@ _FRAGMENTS = {
     "collect": ("need",),
     "push": ("need", "keep"),
     "forget": (),
+    "posted": (),
     "permits": (),
     "unfit": (),
 }
@@ -83,6 +85,7 @@ _REFUSALS = {
     "WRONGPASS": "does not accept this user and password",
     "NOPERM": "does not permit this user what the queue needs (docs/security.md, `batch-dispatcher check`)",
     "BUSY": "is busy with a script that does not end",
+    "QUEUEFULL": "has a queue that takes no more requests now",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
 _KINDS: dict[type[Exception], str] = {
@@ -152,6 +155,13 @@ class BrokenCallError(QueueUnavailableError):
 
 class OddReplyError(BrokenCallError, CallRefusedError):
     """Nobody foresaw what came in reply."""
+
+
+class WrongKeyError(QueueUnavailableError):
+    """Another program's key stands in the way: it does not pass by itself."""
+
+
+_ERRORS: Mapping[str, type[QueueUnavailableError]] = {"WRONGKEY": WrongKeyError, "QUEUEFULL": QueueFullError}
 
 
 class ForbiddenError(CallRefusedError):
@@ -252,7 +262,7 @@ def _told(error: Exception) -> QueueUnavailableError:
         return ForbiddenError(f"Redis {_REFUSALS['NOPERM']}: {message}")
     for code, meaning in _REFUSALS.items():
         if message.startswith(code) or f"{code} " in message:
-            return QueueUnavailableError(f"Redis {meaning}: {message}")
+            return _ERRORS.get(code, QueueUnavailableError)(f"Redis {meaning}: {message}")
     for kind, code in _KINDS.items():
         if isinstance(error, kind):
             return QueueUnavailableError(f"Redis {_REFUSALS[code]}: {message}")

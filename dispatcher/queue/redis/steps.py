@@ -28,12 +28,7 @@ from dispatcher.ports import (
     Submission,
     Weighed,
 )
-from dispatcher.queue.constants import (
-    CLAIM_BYTES,
-    DONE,
-    LOST,
-    REPLY_TTL_S,
-)
+from dispatcher.queue.constants import CLAIM_BYTES, DONE, LOST, REPLY_TTL_S
 from dispatcher.queue.keys import MAX_TOKEN_BYTES
 from dispatcher.queue.redis.backend import Backend
 from dispatcher.queue.redis.models import awaits_of
@@ -163,9 +158,11 @@ class SweepReply:
     """Requests that waited for their model, and were cancelled."""
 
 
-async def sweep(backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str]) -> SweepReply:
+async def sweep(
+    backend: Backend, me: OwnerTerms, most: int, gone: Sequence[str], *, max_pending: int
+) -> SweepReply:
     """`gone`: owners that are proven to have ended."""
-    reply = await backend.run("sweep", [*me.arguments, most, _foreign(backend), *gone])
+    reply = await backend.run("sweep", [*me.arguments, most, _foreign(backend), max_pending, *gone])
     now, reclaimed, due, next_due, more, lost, holders, turns, revoked = reply.value
     backend.saw(reply, now)
     return SweepReply(

@@ -1,0 +1,196 @@
+"""What somebody else wrote is read with a bound, however large it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from dispatcher.queue.redis.outbox import posted
+from dispatcher.queue.redis.producer import Box, kept
+from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, member, queues
+from tests.queue.servers import Server
+
+ROOT = Path(__file__).parents[2]
+READS = {"GET", "MGET", "GETRANGE", "GETDEL", "GETEX", "HGET", "HMGET", "HGETALL", "HKEYS", "HVALS", "HSCAN"}
+READS |= {
+    "LRANGE",
+    "LINDEX",
+    "LPOP",
+    "RPOP",
+    "BLPOP",
+    "BRPOP",
+    "LMOVE",
+    "BLMOVE",
+    "SMEMBERS",
+    "SSCAN",
+    "SCAN",
+}
+READS |= {
+    "ZRANGE",
+    "ZRANGEBYSCORE",
+    "ZRANGEBYLEX",
+    "ZREVRANGE",
+    "ZSCAN",
+    "ZPOPMIN",
+    "ZPOPMAX",
+    "XRANGE",
+    "KEYS",
+}
+LARGE = b"x" * (4 << 20)
+FEW_BYTES = 64 * 1024
+"""What a look at a few requests may bring over the network."""
+
+
+@pytest.fixture
+async def queue(any_server: Server, client: object) -> AsyncIterator[OwnerAndDesk]:
+    async with queues(any_server.url, "a") as (one,):
+        yield one
+
+
+@pytest.fixture
+def admin(any_server: Server) -> redis.Redis:
+    return any_server.client()
+
+
+def reads_of_scripts() -> set[str]:
+    """`COMMAND what` of each call that returns what somebody wrote."""
+    found = set()
+    for script in (ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"):
+        text = re.sub(r"--.*", "", script.read_text(encoding="utf-8"))
+        for command, what in re.findall(r"call\('([A-Z]+)', ([A-Za-z_]+(?:\([^()]*\)|\[[^\]]*\])?)", text):
+            if command in READS:
+                found.add(f"{command} {what}")
+    return found
+
+
+def reads_of_modules() -> set[str]:
+    found = set()
+    for module in (ROOT / "dispatcher").rglob("*.py"):
+        if "standin" not in module.parts:
+            for command in re.findall(r"(?:client|pipe)\.(\w+)[(,]|\"(BLMOVE)\"", module.read_text("utf-8")):
+                name = "".join(command)
+                if name.removesuffix("_iter").upper() in READS:
+                    found.add(f"{module.name}: {name}")
+    return found
+
+
+def test_every_read_has_a_row_and_every_row_a_read() -> None:
+    page = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
+    section = page.partition("\n## What is read of what others wrote\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!what \||-)[^|]+\| [^|]+\| ([^|]+) \|", section, re.MULTILINE)
+    told = {read for row in rows for read in re.findall(r"`([^`]+)`", row)}
+    assert told == reads_of_scripts() | reads_of_modules()
+
+
+class Sent:
+    """How many bytes the server sent since this was made."""
+
+    def __init__(self, admin: redis.Redis) -> None:
+        self._admin = admin
+        self._before = self._total()
+
+    def _total(self) -> int:
+        return int(self._admin.info("stats")["total_net_output_bytes"])
+
+    @property
+    def bytes(self) -> int:
+        return self._total() - self._before
+
+
+@pytest.mark.parametrize("marker", [NAMES.cancel("x", "t"), "request-cancel:x"])
+async def test_large_cancel_marker_is_compared_inside_the_server(
+    queue: OwnerAndDesk, admin: redis.Redis, marker: str
+) -> None:
+    asked = [("x", "t")] * 32 + [("y", "u")]
+    admin.set(marker, LARGE)
+    admin.set(NAMES.cancel("y", "u"), "u")
+    sent = Sent(admin)
+    assert await queue.cancelled(asked) == [False] * 32 + [True]
+    assert await queue.being_cancelled(asked) == [False] * 32 + [True]
+    assert sent.bytes < FEW_BYTES
+
+
+async def test_marker_that_begins_with_the_token_cancels_nothing(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    admin.set(NAMES.cancel("x", "t"), "tt")
+    admin.set("request-cancel:x", "t ")
+    assert await queue.cancelled([("x", "t"), ("x", "")]) == [False, False]
+    admin.set("request-cancel:x", "t")
+    assert await queue.cancelled([("x", "t"), ("x", "")]) == [True, False]
+
+
+async def test_marker_of_another_type_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    admin.lpush("request-cancel:x", "t")
+    admin.lpush(NAMES.cancel("x", "t"), "t")
+    assert await queue.cancelled([("x", "t")]) == [False]
+
+
+async def test_large_markers_of_a_finished_request_are_not_read_whole(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    """They stay, for they are not of this request; the copy that a GET makes in the server is never made."""
+    admin.zadd(NAMES.queue, {member("x", token="t"): 1})
+    (lease,) = (await claim(queue)).leases
+    for key in ("request-active:x", "request-cancel:x"):
+        admin.set(key, LARGE)
+    admin.config_resetstat()
+    assert await queue.settle([answer(lease, token="t")]) != [None]
+    stats = admin.info("commandstats")
+    assert admin.strlen("request-active:x") == admin.strlen("request-cancel:x") == len(LARGE)
+    assert "cmdstat_mget" not in stats
+    assert stats["cmdstat_get"]["calls"] == 1, "of the reply to a call that is repeated"
+
+
+async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    """`cancel` by id takes the token that a producer of llm-d has left there."""
+    admin.set("request-active:x", LARGE)
+    sent = Sent(admin)
+    assert not await queue.cancel("x")
+    assert sent.bytes < FEW_BYTES
+    assert admin.keys(f"{NAMES.prefix}:cancel:*") == []
+
+
+async def test_so_many_tokens_under_one_id_that_each_submission_would_be_slow_count_as_none(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    admin.set(NAMES.active("x"), LARGE)
+    assert not await queue.cancel("x")
+    sent = Sent(admin)
+    page = await queue.near("x")
+    assert (list(page.found), page.after) == ([], "")
+    assert sent.bytes < FEW_BYTES
+
+
+async def test_large_reason_of_a_pause_is_cut(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    admin.set(NAMES.paused, LARGE)
+    sent = Sent(admin)
+    told = await queue.paused()
+    assert told == ("", "x" * FEW_BYTES)
+    assert sent.bytes < 2 * FEW_BYTES
+
+
+async def test_outbox_is_read_a_megabyte_at_once(queue: OwnerAndDesk, admin: redis.Redis) -> None:
+    sizes = [300_000] * 5 + [3 << 20, 10, 10]
+    made = {b"%d\n1\na" % at + b"x" * size: at for at, size in enumerate(sizes, 1)}
+    admin.zadd(NAMES.outbox, made)
+    pages, after = [], "-inf"
+    while page := await posted(queue.backend, after, 100):
+        pages.append(len(page))
+        after = "(" + page[-1].partition(b"\n")[0].decode()
+    assert pages == [3, 2, 1, 2]
+
+
+async def test_large_results_that_a_client_left_are_read_a_few_at_once(
+    queue: OwnerAndDesk, admin: redis.Redis
+) -> None:
+    box = Box("batch-results:{nightly}")
+    admin.hset(box.keep, mapping={str(at): b"x" * 400_000 for at in range(40)})
+    admin.config_resetstat()
+    found = {number async for number, _ in kept(queue.backend.scripts, box)}
+    assert found == set(range(40))
+    assert admin.info("commandstats")["cmdstat_hscan"]["calls"] >= 4, "Valkey has seven in a bucket"
