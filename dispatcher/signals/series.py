@@ -73,6 +73,8 @@ class View:
     """Mean per ready endpoint, flushed every FLUSH_S."""
     waiting: float | None = None
     """The same, waiting in the model servers."""
+    deferred: float = 0.0
+    """The part of `waiting` that says nothing about how full the model servers are."""
     kv_cache: float | None = None
     """The same, the share of the KV cache in use."""
     server_queued: float | None = None

@@ -268,7 +268,7 @@ def _apart(views: Sequence[View], queued: float, outside: Outside) -> _Apart:
     if any(each.own for each in views):
         return _Apart(None, queued)  # of the operator's own quantities nothing is known
     flushed = [
-        (each.running * each.ready, each.waiting * each.ready)
+        (each.running * each.ready, (each.waiting - each.deferred) * each.ready)
         for each in views
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]
