@@ -33,6 +33,7 @@ from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity
 from dispatcher.core.gate import Failure, Gate
+from dispatcher.core.held import Interval
 from dispatcher.core.poll import Poll
 from dispatcher.core.tracking import Tracking
 
@@ -208,6 +209,12 @@ class Limiter:
     def readings(self) -> list[Reading]:
         """The newest reading of each signal."""
         return self._tracking.readings
+
+    @property
+    def ours(self) -> dict[Signal, Interval]:
+        """How many units of ours the newest reading of each signal may contain."""
+        tracks = self._tracking.tracks.items()
+        return {signal: track.interval for signal, track in tracks if track.reading is not None}
 
     @property
     def work(self) -> bool:

@@ -124,6 +124,10 @@ class SignalsStatus:
     reading_age_s: float | None
     detector: str | None = None
     """What is known of the picker's saturation detector."""
+    realtime: float | None = None
+    """Requests of the newest reading that cannot be ours, whatever was in flight when it was taken."""
+    realtime_waiting: float | None = None
+    """Those of them that wait in the picker."""
     signals_problem: str | None = None
     """Why they cannot be read; None while they can."""
     signals_failing_s: float | None = None
