@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from dispatcher.core.allowance import Allowance, explain
-from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Reason
+from dispatcher.core.budget import Budget, Reason
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
@@ -235,27 +235,9 @@ def _max_sys(
     return budget.max_sys, "server" if poll and poll.per_endpoint_from == "server" else "picker"
 
 
-def _not_ours(limiter: Limiter) -> tuple[float | None, float | None]:
-    """Requests of the newest reading that cannot be ours, and those of them that wait in the picker.
-
-    What was in flight when the sample was taken is not what is in flight now, so the most that may have been
-    ours in the sample's window is taken off. A signal that counts requests is asked if there is one.
-    """
-    readings = [each for each in limiter.readings if 0.0 <= each.load <= PLAUSIBLE_MOST]
-    known = [each for each in readings if each.exact] or readings
-    if not known:
-        return None, None
-    reading = max(known, key=lambda each: each.closed_at)
-    waits, ours = reading.f_epp * reading.max_sys, limiter.ours[reading.signal].hi
-    runs = reading.load - waits
-    if not reading.exact and reading.running is not None:  # a pressure score counts nobody
-        runs = reading.running + reading.waiting - waits
-    return max(0.0, runs - ours), min(waits, max(0.0, runs + waits - ours))
-
-
 def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.SignalsStatus:
     readings = limiter.readings
-    realtime, waiting = _not_ours(limiter)
+    realtime, waiting = limiter.not_ours
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None
