@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from dispatcher.core.allowance import Allowance, explain
-from dispatcher.core.budget import Budget, Reading, Reason
+from dispatcher.core.budget import Budget, Reason
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
@@ -42,7 +42,7 @@ def overview(
     """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
     with its pace; `recent`: how its last tries went."""
     allowance = limiter.allowance(now)
-    signals = _signals(limiter.readings, poll, now)
+    signals = _signals(limiter, poll, now)
     little = _little_reserve(allowance, limiter, settings, queue)
     budget = _budget(allowance, limiter, settings, poll, watched, little)
     failing = None if recent is None else _tries_failing(recent, limiter, now)
@@ -235,7 +235,9 @@ def _max_sys(
     return budget.max_sys, "server" if poll and poll.per_endpoint_from == "server" else "picker"
 
 
-def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> show.SignalsStatus:
+def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.SignalsStatus:
+    readings = limiter.readings
+    realtime, waiting = limiter.not_ours
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None
@@ -243,6 +245,8 @@ def _signals(readings: list[Reading], poll: SourcePoll | None, now: float) -> sh
         source=poll.source if poll else None,
         reading_age_s=now - max(r.closed_at for r in readings) if readings else None,
         detector=poll.detector if poll else None,
+        realtime=realtime,
+        realtime_waiting=waiting,
         signals_problem=str(unread) if unread else None,
         signals_failing_s=None if since is None else round(now - since, 3),
         signals_close_in_s=round(max(0.0, failing.closes_at - now), 3) if failing else None,

@@ -227,7 +227,7 @@ class Service:
     def _endpoints(self, endpoints: Endpoints) -> None:
         self._watched = endpoints
         self._tell_capacity(_now())
-        self.poller.discovered(endpoints.epp_addresses)
+        self.poller.discovered(endpoints.epp_addresses, endpoints.ready)
         self.model_watch.discovered(endpoints)
         self.dispatcher.poke()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
@@ -34,6 +37,47 @@ def status(
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": {"reserve": reserve}})
     queue = QueueView(shared=shared, outlook=Outlook(None, None, 0, 1.0, service_s))
     return status_of(limiter, 1.2, settings, queue=queue, running=ours)
+
+
+def load_of(*readings: Reading, sent: float, ended: float | None = None) -> tuple[float | None, float | None]:
+    """What is shown as realtime's at 2.0, with 30 of ours sent and ended at these times."""
+    limiter = Limiter(Policy(per_endpoint=64), [each.signal for each in readings])
+    for number in range(30):
+        limiter.sent(number, sent)
+    if ended is not None:
+        for number in range(30):
+            limiter.answered(number, ended)
+    for reading in readings:
+        limiter.reading(reading, reading.closed_at)
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    told = status_of(limiter, 2.0, settings).signals
+    return told.realtime, told.realtime_waiting
+
+
+def read(f_sys: float, f_epp: float = 0.0, *, signal: Signal = Signal.REQUESTS, **more: Any) -> Reading:
+    return Reading(signal, 1.0, 1.1, f_sys=f_sys, f_epp=f_epp, max_sys=64, **more)
+
+
+def test_requests_of_ours_that_ended_since_the_reading_are_not_shown_as_realtime() -> None:
+    assert load_of(read(30 / 64), sent=0.0) == (0.0, 0.0)
+    assert load_of(read(30 / 64), sent=0.0, ended=1.8) == (0.0, 0.0), "none is in flight any more"
+    assert load_of(read(30 / 64), sent=1.05, ended=1.09) == (0.0, 0.0), "they may have been there"
+    assert load_of(read(40 / 64), sent=0.0, ended=1.8) == (10.0, 0.0)
+    assert load_of(read(30 / 64), sent=1.8) == (30.0, 0.0), "they came later"
+
+
+def test_requests_of_ours_that_wait_in_the_picker_are_not_shown_as_realtime() -> None:
+    assert load_of(read(20 / 64, 10 / 64), sent=0.0) == (0.0, 0.0)
+    assert load_of(read(20 / 64, 15 / 64), sent=0.0) == (0.0, 5.0)
+    assert load_of(read(40 / 64, 15 / 64), sent=0.0) == (10.0, 15.0)
+
+
+def test_realtime_is_of_the_signal_that_counts_requests() -> None:
+    score = read(0.9, signal=Signal.SATURATION, exact=False)
+    assert load_of(score, read(34 / 64), sent=0.0) == (4.0, 0.0)
+    counted = replace(score, running=32.0, waiting=1.0, exact_counts=False)
+    assert load_of(counted, sent=0.0) == (3.0, 0.0)
+    assert load_of(read(float("nan")), sent=0.0) == (None, None)
 
 
 def test_long_requests_with_little_reserve_are_told_where_people_look() -> None:

@@ -19,7 +19,6 @@ import reprlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -39,8 +38,6 @@ STREAMS_MOST = 32
 FRAMES_BEHIND = 64
 """A reader that has so much to take is too slow: about half a minute."""
 DEAD_SHOWN = 20
-SAME_READING_S = 0.005
-"""Times of one reading, told at two moments, differ by less."""
 RETRY_MS = 1000
 NUMBER_DIGITS = 15
 """No number has more; what a reader sends may."""
@@ -134,8 +131,6 @@ class Feed:
         self._streams: set[Stream] = set()
         self._totals: Mapping[str, float] = {}
         self._sampled_at = clock()
-        self._reading: tuple[float, Others] | None = None
-        """When the newest reading was taken, and what of it is not ours."""
         self._generation: object = None
         self._dead_told: Sequence[Json] = ()
         self._dead_count: object = 0
@@ -162,7 +157,7 @@ class Feed:
     def sample(self) -> None:
         """Keep how things stand now, and tell it."""
         status, at, totals = self._status(), self._clock(), dict(self._results())
-        kept = {"at": round(at, 2), **measures(status, self._others(status, at))}
+        kept = {"at": round(at, 2), **measures(status)}
         seconds = at - self._sampled_at
         if self._totals and seconds > 0:
             rates = {code: (total - self._totals.get(code, 0.0)) / seconds for code, total in totals.items()}
@@ -180,28 +175,6 @@ class Feed:
         if reloaded:
             self._tell(self._frame("settings", self._settings()))
         self._look_at_dead(status)
-
-    def _others(self, status: Json, at: float) -> Others:
-        """What the newest reading shows that is not ours, beside what was ours when it was taken: what ended
-        since is still in it, and what was sent since is not."""
-        age_s, ours = _number(status.get("reading_age_s")), _number(status.get("in_flight")) or 0.0
-        if age_s is None:
-            return others(status, (ours, ours))
-        read_at = at - age_s
-        if self._reading is None or abs(read_at - self._reading[0]) > SAME_READING_S:
-            before = self._reading[1].realtime if self._reading else None
-            self._reading = read_at, others(status, self._ours_about(read_at, ours), before)
-        return self._reading[1]
-
-    def _ours_about(self, then: float, now: float) -> tuple[float, float]:
-        """The fewest and the most that were ours about then: by the samples before and after."""
-        later = now
-        for _, kept in reversed(self._samples):
-            earlier = kept["ours"] or 0.0
-            if kept["at"] <= then:
-                return min(earlier, later), max(earlier, later)
-            later = earlier
-        return later, later
 
     def _look_at_dead(self, status: Json) -> None:
         if status.get("dead") is not None and status["dead"] != self._dead_count:
@@ -305,29 +278,7 @@ class Feed:
             stream.put(*frames)
 
 
-@dataclass(frozen=True, slots=True)
-class Others:
-    """Requests in the pool that are not ours, running and waiting in the picker; None: unknown."""
-
-    realtime: float | None = None
-    waiting: float | None = None
-
-
-def others(status: Json, ours: tuple[float, float], before: float | None = None) -> Others:
-    """From a reading that saw no fewer and no more of ours; of what that leaves open the realtime nearest to
-    the one `before`. Of what waits in the picker some of ours may be a part: all parts together come to what
-    the reading shows, or to what was ours."""
-    max_sys, f_sys, f_epp = (_number(status.get(name)) for name in ("max_sys", "f_sys", "f_epp"))
-    if max_sys is None or f_sys is None or f_epp is None:
-        return Others()
-    runs, waits = f_sys * max_sys, f_epp * max_sys
-    fewest, most = ours
-    seen = most if before is None else min(max(runs - before, fewest), most)
-    realtime = max(0.0, runs - seen)
-    return Others(realtime, min(waits, max(0.0, runs + waits - seen - realtime)))
-
-
-def measures(status: Json, beside: Others) -> dict[str, Any]:
+def measures(status: Json) -> dict[str, Any]:
     """The numbers of a sample, from /status; None for what is not known."""
     max_sys, reserve = _number(status.get("max_sys")), _number(status.get("reserve"))
     told: dict[str, Any] = dict.fromkeys(COLUMNS)
@@ -338,7 +289,9 @@ def measures(status: Json, beside: Others) -> dict[str, Any]:
     }
     told["reason"] = status.get("reason")
     told["max_sys"], told["ours"] = _short(max_sys), _short(_number(status.get("in_flight")))
-    told["realtime"], told["waiting"] = _short(beside.realtime), _short(beside.waiting)
+    told["realtime"], told["waiting"] = (
+        _short(_number(status.get(name))) for name in ("realtime", "realtime_waiting")
+    )
     told["reserve"] = None if max_sys is None or reserve is None else _short(reserve * max_sys)
     return told
 

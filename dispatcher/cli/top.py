@@ -6,15 +6,12 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dispatcher.cli import words
 from dispatcher.cli.status import DispatcherOptions, look, meant, repeat
 from dispatcher.cli.target import Json, warn_of
 from dispatcher.core import bar
-
-if TYPE_CHECKING:
-    from dispatcher.admin.stream import Others
 
 EXAMPLES = {"top": ["batch-dispatcher top", "batch-dispatcher top --admin-url http://10.0.0.7:8080"]}
 EACH_S = 1.0
@@ -31,24 +28,15 @@ def top(where: DispatcherOptions, json_output: Json = False) -> None:
     if json_output or not sys.stdout.isatty():
         repeat(place, address, json_output=json_output)
         return
-    from dispatcher.admin.stream import others
     from dispatcher.cli.live import refresh
 
-    before: float | None = None
-
     def draw(width: int) -> Sequence[str]:
-        nonlocal before
-        shown = asyncio.run(look(place, address))
-        gate = shown["dispatcher"] or {}
-        ours = float(gate.get("in_flight") or 0)
-        beside = others(gate, (ours, ours), before)
-        before = beside.realtime
-        return rows(shown, beside, width, time.strftime("%H:%M:%S"))
+        return rows(asyncio.run(look(place, address)), width, time.strftime("%H:%M:%S"))
 
     refresh(draw, EACH_S)
 
 
-def rows(shown: dict[str, Any], beside: Others, width: int, clock: str) -> list[str]:
+def rows(shown: dict[str, Any], width: int, clock: str) -> list[str]:
     """The page, of what queue and dispatcher tell."""
     gate = shown["dispatcher"]
     title = f"pool {gate['pool']}" if gate else str(shown["queue"])
@@ -58,7 +46,7 @@ def rows(shown: dict[str, Any], beside: Others, width: int, clock: str) -> list[
     problem = [shown["queue_problem"]] if shown["queue_problem"] else []
     if not gate:
         return [*told, *words.lines(shown), *problem]
-    told += [f"{gate['reason']}: {gate['explanation']}", *problem, "", *_pool(gate, beside, width), ""]
+    told += [f"{gate['reason']}: {gate['explanation']}", *problem, "", *_pool(gate, width), ""]
     counts = [f"{name} {shown[name]}" for name in words.COUNTS if shown[name] is not None]
     told.append(f"{shown['queue'] or gate['queue']}: {'  '.join(counts)}")
     if shown["queue"] not in (None, gate["queue"]):
@@ -66,13 +54,13 @@ def rows(shown: dict[str, Any], beside: Others, width: int, clock: str) -> list[
     return [*told, *words.glance(gate)]
 
 
-def _pool(gate: dict[str, Any], beside: Others, width: int) -> list[str]:
-    capacity, share = gate.get("max_sys"), gate.get("reserve")
-    if capacity is None or beside.realtime is None:
+def _pool(gate: dict[str, Any], width: int) -> list[str]:
+    capacity, share, realtime = (gate.get(name) for name in ("max_sys", "reserve", "realtime"))
+    if capacity is None or realtime is None:
         return ["The pool's capacity is not known."]
     amounts = {
-        "realtime": beside.realtime,
-        "waiting": beside.waiting or 0.0,
+        "realtime": realtime,
+        "waiting": gate.get("realtime_waiting") or 0.0,
         "ours": float(gate.get("in_flight") or 0),
         "reserve": capacity * (share or 0.0),
         "capacity": capacity,

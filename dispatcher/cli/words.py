@@ -259,6 +259,14 @@ def _of(served: dict[str, Any]) -> str:
 def _replicas(told: dict[str, Any]) -> list[str]:
     return [
         f"Replica {each['owner']}{' (this one)' if each['owner'] == told['owner'] else ''}: "
-        f"{each['leases']} in flight, last heard of {each['silent_s']:.1f} s ago"
+        f"{each['leases']} in flight{_heard(told, each)}"
         for each in told.get("replicas") or ()
     ]
+
+
+def _heard(told: dict[str, Any], replica: dict[str, Any]) -> str:
+    """When there was a sign of life of a replica, if it is known: signs of life come through the queue."""
+    if told.get("queue_problem"):
+        return " when the queue was last read"
+    silent_s = replica["silent_s"]  # None where queue.owner_timeout_s is 0
+    return "" if silent_s is None else f", last heard of {silent_s:.1f} s ago"

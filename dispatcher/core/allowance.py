@@ -5,6 +5,9 @@ from __future__ import annotations
 from dispatcher.core.budget import Budget, Reason, Signal
 from dispatcher.core.value import Value
 
+_UNREAD = (Reason.UNREADABLE, Reason.STALE)
+"""The pool is not as the newest reading showed it, for all that is known."""
+
 
 class Allowance(Value, frozen=True):
     """What may be in flight now, why, and how long that answer stands."""
@@ -35,8 +38,9 @@ def explain(allowance: Allowance, in_flight: int) -> str:
     if budget is not None and budget.fault is None:
         fits = f", which fitted where {budget.configured:g} are configured" if budget.learned else ""
         fits = fits if budget.known else ", as far as the search for the capacity has come"
+        since = "the reading before, which no longer counts: " if allowance.reason in _UNREAD else ""
         terms = (
-            f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
+            f" ({since}{allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
             f"reserve {budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:.5g} requests{fits}, "
             f"headroom {budget.headroom})"
         )

@@ -10,6 +10,10 @@ queues of the model servers. Where enough pages with enough different fills agre
 the saturation is a count and k is maxConcurrency: the capacity of an endpoint, which no series tells. One
 page that contradicts it ends the belief.
 
+A saturation may be the maximum of several detectors, or of requests and tokens. It is a count then as long
+as one of them is the largest, and pages of that time agree on a k. Where pages after them go on to show more
+than the count, and no whole number explains it, the k is taken back for good.
+
 **What does the picker not know of?** It counts at once what it sent itself; the averages of running and
 waiting requests hold all that the model servers have, but as they were at the last flush, up to FLUSH_S ago.
 What they had more at that moment came another way: past the picker, or through its predecessor.
@@ -19,8 +23,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 FLUSH_S = 5.0
@@ -44,6 +48,10 @@ SPREAD = 3.0
 agree on k."""
 EXACT = 1e-6
 """Relative: both numbers come from whole ones."""
+ABOVE_S = 30.0
+"""After so long, and PAGES pages, a saturation above the count is no matter of endpoints that come and go."""
+SAME_START_S = 5.0
+"""No picker teaches anything within so short a time of its beginning: its first averages come later."""
 RACE = 2.0
 RACE_SHARE = 0.1
 """The two counters of one page are not read at one moment: they may differ by this many requests, or this
@@ -79,6 +87,12 @@ class Count:
     """The newest page was off by more than a race explains."""
     _doubted: bool = False
     """What looked like a k was contradicted."""
+    mixed: bool = False
+    """The saturation is a count at times only: it proves nothing any more."""
+    _above_since: float | None = None
+    """Of when the first page was of those in a row that showed more than the count explains."""
+    _above: int = 0
+    """How many they are."""
 
     @property
     def per_endpoint(self) -> float | None:
@@ -109,8 +123,17 @@ class Count:
         """The picker shows no saturation, or says that it is no count."""
         self._contradicted()
 
-    def learn(self, pages: Sequence[PickerPage], at: float) -> None:
-        """Take in one sample: a page of each replica, of `at`. The same sample again teaches nothing."""
+    def forget(self) -> None:
+        """Nothing was learned: there is another picker."""
+        unknown = Count()
+        for each in fields(self):
+            setattr(self, each.name, getattr(unknown, each.name))
+
+    def learn(self, pages: Sequence[PickerPage], at: float, *, proves: bool = True) -> None:
+        """Take in one sample: a page of each replica, of `at`. The same sample again teaches nothing.
+
+        `proves`: whether it can prove a k, and not only contradict one.
+        """
         if tuple(pages) == self._seen:
             return
         self._seen = tuple(pages)
@@ -118,13 +141,14 @@ class Count:
             if not all(map(math.isfinite, (page.saturation, page.ready, page.in_flight))):
                 self._contradicted()
             elif page.in_flight > 0 or page.saturation > 0:  # idle is true of every k
-                self._learn(page, at)
+                self._learn(page, at, proves=proves)
 
-    def _learn(self, page: PickerPage, at: float) -> None:
+    def _learn(self, page: PickerPage, at: float, *, proves: bool) -> None:
+        self._look_above(page, at)
         believed = self.k if self.k is not None else self._candidate
         if believed is not None and not self._fits(page, believed):
             self._contradicted()
-        if self.k is not None:
+        if self.k is not None or self.mixed or not proves:
             return
         found = fitting(page)
         if found is None:
@@ -150,6 +174,21 @@ class Count:
         before, self._odd = self._odd, abs(counted - page.in_flight) > max(RACE, RACE_SHARE * page.in_flight)
         return not (self._odd and (before or fitting(page) is not None))
 
+    def _look_above(self, page: PickerPage, at: float) -> None:
+        """Take the k back if the saturation goes on to be more than that count."""
+        if self.last is None:
+            return
+        most = page.in_flight + max(RACE, RACE_SHARE * page.in_flight)
+        if page.saturation * page.ready * self.last <= most or fitting(page) is not None:
+            self._above_since, self._above = None, 0
+            return
+        self._above += 1
+        if self._above_since is None:
+            self._above_since = at
+        elif at - self._above_since > ABOVE_S and self._above >= PAGES:
+            self.last, self.mixed = None, True
+            self._contradicted()
+
     def _contradicted(self) -> None:
         self._doubted = True
         self.k = self._candidate = None
@@ -158,6 +197,34 @@ class Count:
 
     def _apart(self) -> float:
         return max(self._fills) - min(self._fills)
+
+
+@dataclass(slots=True)
+class KnownPickers:
+    """The replicas of the picker that taught what is known."""
+
+    _started: dict[str, float | None] = field(default_factory=dict)
+    """When the process of each began, by its address. `None` if its page does not show that."""
+
+    def began(self, seen: Mapping[str, float | None]) -> bool:
+        """Whether there is a replica that was not there before, or began anew. It may be configured otherwise
+        than those that are known."""
+        before = self._started
+        new = bool(before) and any(
+            address not in before or _differs(started, before[address]) for address, started in seen.items()
+        )
+        # A replica that cannot be scraped for a moment is not a new one when it is back.
+        kept = {} if new else before
+        self._started = kept | {
+            address: kept.get(address) if started is None else started for address, started in seen.items()
+        }
+        return new
+
+
+def _differs(started: float | None, before: float | None) -> bool:
+    """Whether these are the beginnings of two processes. The kernel tells one a little differently when the
+    clock is set."""
+    return started is not None and before is not None and abs(started - before) > SAME_START_S
 
 
 def fitting(page: PickerPage) -> int | None:

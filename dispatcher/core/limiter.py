@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 from dispatcher.core.allowance import Allowance
-from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal
+from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity
 from dispatcher.core.gate import Failure, Gate
 from dispatcher.core.poll import Poll
@@ -208,6 +208,25 @@ class Limiter:
     def readings(self) -> list[Reading]:
         """The newest reading of each signal."""
         return self._tracking.readings
+
+    @property
+    def not_ours(self) -> tuple[float | None, float | None]:
+        """Requests of the newest reading that cannot be ours, and those of them that wait in the picker.
+
+        What was in flight when the sample was taken is not what is in flight now, so the most that may have
+        been ours in the sample's window is taken off. A signal that counts requests is asked if there is one.
+        """
+        tracks = [(each.reading, each.interval.hi) for each in self._tracking.tracks.values() if each.reading]
+        believed = [each for each in tracks if 0.0 <= each[0].load <= PLAUSIBLE_MOST]
+        known = [each for each in believed if each[0].exact] or believed
+        if not known:
+            return None, None
+        reading, ours = max(known, key=lambda each: each[0].closed_at)
+        waits = reading.f_epp * reading.max_sys
+        runs = reading.load - waits
+        if not reading.exact and reading.running is not None:  # a pressure score counts nobody
+            runs = reading.running + reading.waiting - waits
+        return max(0.0, runs - ours), min(waits, max(0.0, runs + waits - ours))
 
     @property
     def work(self) -> bool:

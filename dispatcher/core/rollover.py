@@ -1,8 +1,8 @@
 """The versions of one model: which of them take work, and which one a request is sent to. Pure.
 
 Wanted is what the policy says of the listed ones, without those that an operator drains. Ready is what is
-warm: at one endpoint where requests can be confined to those that are, else at each that lists it; at any,
-once it is open, while it is warm anywhere. Where no warm-up is configured all are.
+warm: at one endpoint where requests can be confined to those that are, else at each that lists it, or at any
+once it is open. Where no warm-up is configured all are.
 
     availability  Open are the wanted that are ready. Until all of them are, also what was open before, and
                   if that leaves none the newest that is ready: while one is warm there is one open.
@@ -195,8 +195,10 @@ class ModelFamily:
             open_ = _are(self._open, "open")
         else:
             open_ = f"open are {_several([f'{_told(name)} with {share:.1%}' for name, share in parts])}"
+        cold = [name for name in self._open if self.terms.warms and self._at(name) != self._warm_at(name)]
+        exposed = "" if self._sight.steered else _are(cold, "also sent to endpoints that are not warm yet")
         draining = _are(self._in(VersionState.DRAINING), "draining")
-        return "; ".join(filter(None, [open_, self._why_not_open(), draining]))
+        return "; ".join(filter(None, [open_, exposed, self._why_not_open(), draining]))
 
     # Details: which there are, and which of them are wanted and open.
 

@@ -190,6 +190,10 @@ class CapacityWatch:
         if found.pool is not None:
             ready, served_at = self._ready(found.pool), self._served_at(found.pool)
             replicas = self._replicas()
+            if self._find_epp and not found.pool.service:
+                what = f"InferencePool {self._namespace}/{self._name} names no endpoint picker"
+                where = "signals.epp.urls or signals.epp.service; or the pool's spec.endpointPickerRef"
+                problems.append(ClusterProblem(what, where))
             if replicas == () and not self._problems(self._slices):
                 where = f"Service {self._namespace}/{found.pool.service}"
                 problems.append(

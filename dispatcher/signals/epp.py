@@ -69,7 +69,7 @@ class EppSource:
         latencies = now - self._latencies_at >= self._latencies_each_s
 
         def read(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float) -> View | Unread:
-            seen = view(page.samples, self._pool, opened_at, closed_at)
+            seen = view(page.samples, self._pool, opened_at, closed_at, target.label)
             if isinstance(seen, Unread):
                 return unread(target, seen.why, seen.hint)
             if not latencies:

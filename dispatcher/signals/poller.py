@@ -149,6 +149,8 @@ class Poller:
         self._wakes: dict[str, asyncio.Event] = {}
         self._failures: dict[str, tuple[Unread, ...]] = {}
         self._replicas: tuple[str, ...] | None = None
+        self._endpoints: int | None = None
+        """Ready endpoints in Kubernetes, if that is known."""
         self._in_use: tuple[Signal, ...] = ()
         self._source: SourceName | None = None
         self._told: object = None
@@ -173,8 +175,10 @@ class Poller:
         self._policy = policy
         self._changed.set()
 
-    def discovered(self, addresses: tuple[str, ...] | None) -> None:
-        """The EPP's pods as the Kubernetes watch sees them; None: there is no watch, or it sees nothing."""
+    def discovered(self, addresses: tuple[str, ...] | None, endpoints: int | None = None) -> None:
+        """The EPP's pods, and how many endpoints are ready, as the Kubernetes watch sees them; None: there is
+        no watch, or it sees nothing."""
+        self._endpoints = endpoints
         if addresses == self._replicas:
             return
         self._replicas = addresses
@@ -196,7 +200,8 @@ class Poller:
             self._wakes = {source.name: asyncio.Event() for source in sources}
             self._failures = {}
             self._forget_read()
-            self._lessons = {source.name: Lessons(self._count) for source in sources}
+            before = self._lessons
+            self._lessons = {source.name: Lessons(self._count, before.get(source.name)) for source in sources}
             self._growth = Growth()
             self._prices = {}
             for source in sources:
@@ -336,8 +341,8 @@ class Poller:
         if isinstance(seen, Unread):
             return Verdict(self._in_use or at_most(use), (), (seen,), "")
         lessons = self._lessons[name]
-        lessons.learn(seen)
-        verdict = judge(seen, use, self._policy, name, lessons)
+        lessons.learn(seen, self._endpoints)
+        verdict = judge(seen, use, self._policy, name, lessons, self._endpoints)
         age_s = now - min(view.opened_at for view in seen)
         max_age_s = self._signals.max_age_for(name)
         if age_s > max_age_s:

@@ -25,7 +25,7 @@ from dispatcher.signals import latency
 from dispatcher.signals.blocking import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import Sample
 from dispatcher.signals.instant import QueryError, vector
-from dispatcher.signals.series import Family, View, smallest, view
+from dispatcher.signals.series import STARTED, Family, View, smallest, view
 from dispatcher.signals.session import PrometheusAddress, QuerySession, connected, headers_of
 
 LATENCY_TIMEOUT_S = 10.0
@@ -280,9 +280,12 @@ class _ScrapedReplica:
             if (family := _family(row)) is not None and _series(row) not in gone
         ]
         # By the server's clock: below 0 is a rounding. No number, or less than 0, is no time that it took.
-        took_s = max((row.value for row in self.rows if _TOOK in row.labels and row.value > 0), default=0.0)
+        about = [row for row in self.rows if _TOOK in row.labels]
+        took_s = max((row.value for row in about if row.name != STARTED and row.value > 0), default=0.0)
+        samples += [row for row in about if row.name == STARTED]
         opened_at, closed_at = asked_at - max(0.0, *ages), answered_at - max(0.0, min(ages) - took_s)
-        return view(samples, pool, opened_at, closed_at)
+        address = self.target.get("instance") or self.target.get("pod") or ""
+        return view(samples, pool, opened_at, closed_at, address)
 
 
 def _series(row: Sample) -> frozenset[tuple[str, str]]:
@@ -301,7 +304,7 @@ def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
     """One PromQL query for every series of a pool, for the age of each, and for how long each scrape took.
 
     Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages; and
-    with dispatcher_took.
+    with dispatcher_took, beside when the process of each target began.
     """
     here = f'namespace=~"{_literal(namespace)}|"'
     parts: list[str] = []
@@ -321,7 +324,8 @@ def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
             wrap = f"min without ({summed}) " if summed else ""
             ages = " or ".join(f"{wrap}(time() - timestamp({each}))" for each in selectors)
             parts.append(f'label_replace({ages}, "{_AGE}", "{family.name}", "", "")')
-    took = f"scrape_duration_seconds{{{here}}} and on (job, instance) ({' or '.join(targets)})"
+    about = f'{{__name__=~"scrape_duration_seconds|{STARTED}",{here}}}'
+    took = f"{about} and on (job, instance) ({' or '.join(targets)})"
     parts.append(f'label_replace({took}, "{_TOOK}", "s", "", "")')
     return " or ".join(parts)
 

@@ -37,6 +37,8 @@ class Family(Enum):
     IN_FLIGHT = ("llm_d_epp_request_running", "inference_objective_running_requests")
     STALE = ("llm_d_epp_flow_control_stale_endpoints",)
     """Written by utilization detectors alone; its label is a name that the operator chose."""
+    DETECTORS = ("llm_d_epp_flow_control_detector_saturation",)
+    """What each detector says where the pool's saturation is the maximum of several."""
 
     @property
     def pool_label(self) -> str | None:
@@ -56,7 +58,9 @@ _POOL_LABEL = {
 
 INFO = ("llm_d_epp_info", "inference_extension_info")
 """Which build it is: on each picker's page from the start, also where there is nothing else."""
-NAMES = frozenset(name for family in Family for name in family.value).union(INFO)
+STARTED = "process_start_time_seconds"
+"""When the process began, which any program's page may have."""
+NAMES = frozenset(name for family in Family for name in family.value).union(INFO, (STARTED,))
 """Every series that is looked at."""
 
 
@@ -73,6 +77,8 @@ class View:
     """Mean per ready endpoint, flushed every FLUSH_S."""
     waiting: float | None = None
     """The same, waiting in the model servers."""
+    deferred: float = 0.0
+    """The part of `waiting` that says nothing about how full the model servers are."""
     kv_cache: float | None = None
     """The same, the share of the KV cache in use."""
     server_queued: float | None = None
@@ -82,6 +88,14 @@ class View:
     """Requests that this replica sent to a model server and that are unanswered."""
     utilization: frozenset[str] = frozenset()
     """The names of the utilization detectors that it runs."""
+    stale: float = 0.0
+    """Endpoints whose metrics were too old for a utilization detector, in its last look at them."""
+    detectors: Mapping[str, float] = field(default_factory=dict)
+    """The saturation of each detector by name, where the pool's is the maximum of several."""
+    address: str = ""
+    """Where it was scraped. Empty if the view is not of one picker."""
+    started: float | None = None
+    """When its process began, in Unix time. `None` if its page does not show that."""
     capacity: float | None = None
     """max_SYS in requests, where the operator has an own query for it."""
     per_endpoint: float | None = None
@@ -112,21 +126,41 @@ class View:
 
     @property
     def page(self) -> PickerPage | None:
-        """What may show that the saturation is a count; None where it cannot."""
-        if self.own or self.utilization or self.saturation is None or self.ready is None:
+        """What may show that the saturation is a count; None where it cannot.
+
+        Of several detectors only one may count: the one that is no utilization detector, if it is the only
+        such one. Its own saturation is taken then, for the pool's may be another detector's at any moment.
+        """
+        saturation = self.saturation
+        others = [value for name, value in self.detectors.items() if name not in self.utilization]
+        if self.composite:
+            saturation = others[0] if len(others) == 1 else None
+        elif self.utilization:
             return None
+        if self.own or saturation is None or self.ready is None:
+            return None
+        if self.stale:
+            return None  # the detectors count endpoints that `ready` may leave out
         pressure = None
         if self.waiting is not None and self.kv_cache is not None:
             pressure = max(self.waiting / QUEUE_AT_FULL, self.kv_cache / KV_AT_FULL)
         # The series is made with the picker's first request.
-        return PickerPage(self.saturation, self.ready, self.in_flight or 0.0, pressure)
+        return PickerPage(saturation, self.ready, self.in_flight or 0.0, pressure)
+
+    @property
+    def composite(self) -> bool:
+        """Whether the saturation is the maximum of several detectors."""
+        return len(self.detectors) > 1
 
 
-def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float) -> View | Unread:
+def view(
+    samples: Iterable[Sample], pool: str, opened_at: float, closed_at: float, address: str = ""
+) -> View | Unread:
     """What one replica's samples say of a pool."""
     by_name: dict[str, list[Sample]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample)
+    started = by_name.pop(STARTED, [])
     if not by_name:
         return Unread(
             Reason.UNREADABLE,
@@ -156,6 +190,9 @@ def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: floa
         raw[found[0].name] = combined
         return combined
 
+    stale = _count_of(chosen.get(Family.STALE, ()))
+    if stale:
+        raw[Family.STALE.value[0]] = stale
     return View(
         opened_at,
         closed_at,
@@ -168,6 +205,10 @@ def view(samples: Iterable[Sample], pool: str, opened_at: float, closed_at: floa
         ready=value(Family.READY),
         in_flight=value(Family.IN_FLIGHT),
         utilization=frozenset(sample.labels.get("detector", "") for sample in chosen.get(Family.STALE, ())),
+        stale=stale,
+        detectors=_detectors(chosen.get(Family.DETECTORS, ()), raw),
+        address=address,
+        started=started[0].value if len(started) == 1 and math.isfinite(started[0].value) else None,
         raw=raw,
     )
 
@@ -194,6 +235,24 @@ def _combine(family: Family, samples: Sequence[Sample]) -> float:
     if family is Family.READY:
         return smallest(sample.value for sample in samples)
     return largest(sample.value for sample in samples)
+
+
+def _count_of(samples: Sequence[Sample]) -> float:
+    """Return the most of what the samples count, NaN for what is no count: the limiter must refuse it."""
+    most = largest([sample.value for sample in samples] or [0.0])
+    return most if most >= 0 else math.nan
+
+
+def _detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str, float]:
+    """The saturation of each detector, where there are several; of its stages the fullest counts."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        found.setdefault(sample.labels.get("detector", ""), []).append(sample.value)
+    if len(found) < 2:
+        return {}
+    saturations = {name: largest(values) for name, values in found.items()}
+    raw |= {f'{samples[0].name}{{detector="{name}"}}': value for name, value in saturations.items()}
+    return saturations
 
 
 def total(values: Iterable[float]) -> float:

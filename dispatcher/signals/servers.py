@@ -46,7 +46,12 @@ class ModelServer(Enum):
 
 _SWAPPED = "vllm:num_requests_swapped"
 """Of vLLM before its engine V1: requests that lost their place, and wait for it."""
-_PAGE = Sought(frozenset(name for kind in ModelServer for names in kind.value for name in names) | {_SWAPPED})
+_BY_REASON = "vllm:num_requests_waiting_by_reason"
+"""Waiting requests of newer versions of vLLM by what they wait for. `capacity` is a full server; `deferred`
+is a grammar, a remote KV cache or a LoRA adapter."""
+_PAGE = Sought(
+    frozenset(name for kind in ModelServer for names in kind.value for name in names) | {_SWAPPED, _BY_REASON}
+)
 _RANKS = ("tp_rank", "pp_rank")
 """Of the processes that serve the same requests together (SGLang may show each): the first one's count."""
 
@@ -57,6 +62,8 @@ class _ServerPage:
     closed_at: float
     running: float
     waiting: float
+    deferred: float
+    """Part of `waiting` that would wait in an empty server as well."""
     kv_cache: float | None
     limit: float | None
     """Requests that the server runs at once. `None` if its page does not show a usable number."""
@@ -109,7 +116,8 @@ def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float
         swapped = _of(page.samples, (_SWAPPED,)) if kind is ModelServer.VLLM else []
         used = largest(kv_cache) if kv_cache else None
         queued = total([*waiting, *swapped])
-        return _ServerPage(opened_at, closed_at, total(running), queued, used, _limit(limits))
+        deferred = _deferred(page.samples, total(waiting)) if kind is ModelServer.VLLM else 0.0
+        return _ServerPage(opened_at, closed_at, total(running), queued, deferred, used, _limit(limits))
     return unread(
         target,
         "none of the series of vLLM, SGLang or TensorRT-LLM is there",
@@ -130,6 +138,20 @@ def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
     return []
 
 
+def _deferred(samples: Sequence[Sample], waiting: float) -> float:
+    """Return how many of the waiting requests do not wait for the server's capacity.
+
+    The series are gauges of their own, so they may disagree. Then fewer requests are deferred: no more than
+    all that wait less those that wait for capacity, and none by numbers that cannot be.
+    """
+    reasons = [sample for sample in samples if sample.name == _BY_REASON]
+    deferred = total(each.value for each in reasons if each.labels.get("reason") == "deferred")
+    capacity = total(each.value for each in reasons if each.labels.get("reason") == "capacity")
+    if not (0.0 <= deferred <= waiting < math.inf and 0.0 <= capacity < math.inf):
+        return 0.0
+    return min(deferred, max(0.0, waiting - capacity))
+
+
 def _limit(limits: Sequence[float]) -> float | None:
     """The sum of the limits of a server's engines. `None` if one is no positive number, or none is shown."""
     if not limits or not all(math.isfinite(limit) and limit > 0 for limit in limits):
@@ -141,7 +163,10 @@ def _together(servers: Sequence[_ServerPage]) -> View:
     count = len(servers)
     running, waiting = total(each.running for each in servers), total(each.waiting for each in servers)
     used = [each.kv_cache for each in servers if each.kv_cache is not None]
+    deferred = total(each.deferred for each in servers)
     raw = {"servers": float(count), "running": running, "waiting": waiting}
+    if deferred:
+        raw["deferred"] = deferred
     if used:
         raw["kv_cache_most"] = largest(used)
     limits = [each.limit for each in servers if each.limit is not None]
@@ -154,6 +179,7 @@ def _together(servers: Sequence[_ServerPage]) -> View:
         max(each.closed_at for each in servers),
         running=running / count,
         waiting=waiting / count,
+        deferred=deferred / count,
         kv_cache=total(used) / len(used) if used else None,
         ready=float(count),
         per_endpoint=None if limit is None else limit / count,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.counting import FLUSH_S, Count, Guess, Outside
+from dispatcher.core.counting import FLUSH_S, Count, Guess, KnownPickers, Outside
 from dispatcher.core.poll import Unread
 from dispatcher.signals.series import Family, View, largest, smallest, total
 
@@ -20,19 +20,25 @@ PerEndpointFrom = Literal["setting", "server"] | Guess
 
 
 class Lessons:
-    """What a source's views have taught so far. `count`: shared by the sources of one picker."""
+    """What a source's views have taught so far. `count`: shared by the sources of one picker. `before`: the
+    lessons under the configuration before, whose pickers are known."""
 
-    def __init__(self, count: Count | None = None) -> None:
+    def __init__(self, count: Count | None = None, before: Lessons | None = None) -> None:
         self.count = Count() if count is None else count
         self.outside = Outside()
+        self.pickers: KnownPickers = KnownPickers() if before is None else before.pickers
 
-    def learn(self, views: Sequence[View]) -> None:
-        """Take in the views of one poll."""
+    def learn(self, views: Sequence[View], endpoints: int | None = None) -> None:
+        """Take in the views of one poll. `endpoints`: how many are ready in Kubernetes, if that is known."""
+        if self.pickers.began({each.address: each.started for each in views if each.address}):
+            self.count.forget()
         views = active(views)
         pages = [each.page for each in views]
         known = [page for page in pages if page is not None]
         if len(known) == len(pages):
-            self.count.learn(known, max(each.closed_at for each in views))
+            # A detector divides by all endpoints, so that fewer on the page suggest a k that is too large.
+            whole = endpoints is None or all(page.ready >= endpoints for page in known)
+            self.count.learn(known, max(each.closed_at for each in views), proves=whole)
         else:
             self.count.unknowable()
         sent = _sent(views)
@@ -72,11 +78,17 @@ def _sent(views: Sequence[View]) -> list[float]:
 
 
 def judge(
-    views: Sequence[View], use: str, policy: Policy, source: str, lessons: Lessons | None = None
+    views: Sequence[View],
+    use: str,
+    policy: Policy,
+    source: str,
+    lessons: Lessons | None = None,
+    endpoints: int | None = None,
 ) -> Verdict:
     """Make the readings that `signals.use` asks for out of the views of all EPP replicas.
 
     `lessons`: what the polls before taught, this one included; without them only what this one does.
+    `endpoints`: how many are ready in Kubernetes, if that is known.
 
     Several replicas: flow control is a matter of each one, so the fullest counts and the queues add up. The
     averages and the ready endpoints are the whole pool's in each replica's eyes: adding them up would count
@@ -85,12 +97,14 @@ def judge(
     """
     if lessons is None:
         lessons = Lessons()
-        lessons.learn(views)
-    k, raw = lessons.count.k, _raw(views)
+        lessons.learn(views, endpoints)
+    raw = _raw(views)
     views = active(views)
+    # The maximum of several detectors is no count, whatever one of them is.
+    k = None if any(each.composite for each in views) else lessons.count.k
     capacity_known = _capacity_known(views, policy, lessons.count)
     wanted = _wanted(views, use, k, capacity_known)
-    detector = _detector(views, k)
+    detector = _detector(views, lessons.count)
     ready = [each.ready for each in views if each.ready is not None]
     if ready and smallest(ready) <= 0:
         # With no fresh endpoint the averages freeze and the saturation reads 1: none of it means anything.
@@ -102,6 +116,9 @@ def judge(
         return Verdict(wanted, (), (gone,), detector)
     per_endpoint, per_endpoint_from = _per_endpoint(views, policy, lessons.count)
     capacity = _capacity(views, ready, policy.max_sys, per_endpoint)
+    counted = policy.max_sys is None and all(each.capacity is None for each in views)
+    missing = None if counted else endpoints
+    views = [replace(each, saturation=_with_unseen(each, missing)) for each in views]
     readings: list[Reading] = []
     unread: list[Unread] = []
     for signal in wanted:
@@ -113,7 +130,6 @@ def judge(
         elif not isinstance(capacity, Unread):
             reading = _reading(signal, views, capacity, made, source, raw, lessons.outside)
             readings.append(replace(reading, capacity_known=capacity_known))
-    counted = policy.max_sys is None and all(each.capacity is None for each in views)
     unique = tuple(dict.fromkeys(unread))
     if not counted:
         return Verdict(wanted, tuple(readings), unique, detector)
@@ -162,12 +178,40 @@ def _wanted(views: Sequence[View], use: str, k: int | None, capacity_known: bool
     return (Signal.SATURATION,) if k is not None else at_most(use)
 
 
-def _detector(views: Sequence[View], k: int | None) -> str:
+def _with_unseen(view: View, endpoints: int | None) -> float | None:
+    """Return the saturation with each endpoint that it may leave out counted as full.
+
+    A utilization detector may leave out stale endpoints, so that its saturation is 0 when all are stale
+    (`stalenessPolicy: ignore`), and its page does not tell whether it does. `endpoints`: those in Kubernetes,
+    where the capacity is that of all of them and not of those that the page shows.
+    """
+    if view.saturation is None or view.own or not view.utilization:
+        return view.saturation
+    ready = 0.0 if view.ready is None else view.ready
+    unseen, everything = view.stale, ready
+    if endpoints is not None:
+        unseen, everything = largest((view.stale, endpoints - ready)), max(ready, endpoints)
+    if unseen == 0:
+        return view.saturation
+    share = unseen / everything if unseen < everything else 1.0
+    # NaN stays NaN, and is refused by the limiter.
+    full = math.nan if math.isnan(unseen) else share + (1.0 - share) * view.saturation
+    return largest((view.saturation, full))
+
+
+def _detector(views: Sequence[View], count: Count) -> str:
+    stale = largest(each.stale for each in views)
+    left_out = f"; {stale:g} stale endpoints count as full" if stale else ""
+    detectors = frozenset[str]().union(*(each.detectors for each in views))
+    if detectors:
+        return f"the maximum of {', '.join(sorted(detectors))}{left_out}"
     utilization = frozenset[str]().union(*(each.utilization for each in views))
     if utilization:
-        return f"utilization ({', '.join(sorted(utilization))})"
-    if k is not None:
-        return f"counts requests, maxConcurrency {k}"
+        return f"utilization ({', '.join(sorted(utilization))}){left_out}"
+    if count.k is not None:
+        return f"counts requests, maxConcurrency {count.k}"
+    if count.mixed:
+        return "the maximum of several"
     return "not known" if any(each.saturation is not None for each in views) else "none"
 
 
@@ -268,7 +312,7 @@ def _apart(views: Sequence[View], queued: float, outside: Outside) -> _Apart:
     if any(each.own for each in views):
         return _Apart(None, queued)  # of the operator's own quantities nothing is known
     flushed = [
-        (each.running * each.ready, each.waiting * each.ready)
+        (each.running * each.ready, (each.waiting - each.deferred) * each.ready)
         for each in views
         if each.running is not None and each.waiting is not None and each.ready is not None
     ]

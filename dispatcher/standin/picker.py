@@ -100,6 +100,7 @@ class Picker:
         self._detector = detector
         self._detector_name = detector_name or f"{detector}-detector"
         self._cold = cold
+        self._started_at = time.time()
         self._look_s, self._flush_s = look_s, flush_s
         self._servers: _Snapshot | None = None
         """The model servers as their metrics were when they were last read."""
@@ -242,6 +243,8 @@ class Picker:
                 lines.append(f"# HELP llm_d_epp_{series} [ALPHA] {text}.\n# TYPE llm_d_epp_{series} gauge")
                 described = series
             lines.append(f"llm_d_epp_{series}{{{labels}}} {value:.17g}")
+        lines += ["# TYPE process_start_time_seconds gauge"]
+        lines.append(f"process_start_time_seconds {self._started_at:.17g}")
         return ("\n".join(lines) + "\n").encode() + self._latencies()
 
     def _latencies(self) -> bytes:

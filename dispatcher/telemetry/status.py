@@ -132,6 +132,11 @@ class SignalsStatus:
     """How long the readings before stand meanwhile; 0: no longer. None while they can be read."""
     readings: Sequence[Mapping[str, Any]] = ()
     """The newest reading of each signal with the raw values it came from."""
+    realtime: float | None = None
+    """Requests of the newest reading that cannot be ours, whatever was in flight when it was taken; without
+    those that wait in the picker."""
+    realtime_waiting: float | None = None
+    """Those that wait in the picker."""
 
 
 @dataclass(frozen=True, slots=True)

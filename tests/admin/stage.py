@@ -59,7 +59,7 @@ class Told:
 def status(reason: str = "open", **more: Any) -> dict[str, Any]:
     """A /status as a dispatcher has it."""
     closed = reason not in ("open", "full", "idle", "saturated")
-    told = {
+    told: dict[str, Any] = {
         "version": "0.9.0",
         "pool": "qwen",
         "queue": "batch:{qwen}:requests",
@@ -92,6 +92,10 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
         "config_problem": None,
         "loop_lag_s": 0.002,
     } | more
+    if told["max_sys"] and math.isfinite(told["max_sys"]):
+        runs, waits = told["f_sys"] * told["max_sys"], told["f_epp"] * told["max_sys"]
+        beside = max(0.0, runs + waits - told["in_flight"])
+        told = {"realtime": max(0.0, runs - told["in_flight"]), "realtime_waiting": min(waits, beside)} | told
     if "explanation" in more:
         return told
     terms: dict[str, Any] = {name: told[name] for name in ("in_flight", "limit", "f_sys", "f_epp")}

@@ -17,7 +17,6 @@ from dispatcher.admin.stream import (
     STREAMS_MOST,
     Stream,
     measures,
-    others,
 )
 from dispatcher.ports import QueueUnavailableError
 from dispatcher.telemetry.events import Event, diverted
@@ -303,37 +302,18 @@ async def test_defect_is_said_once_and_the_feed_goes_on() -> None:
     assert sorted(heard) == ["surprise: the dead for the live page", "surprise: the live page's feed"]
 
 
-def test_others_are_what_the_reading_shows_beside_ours() -> None:
-    told = others(status(f_sys=0.5, f_epp=0.25, max_sys=40.0), (12, 12))
-    assert (told.realtime, told.waiting) == (8, 10)
-
-
-def test_ours_that_wait_in_the_picker_are_counted_once() -> None:
-    told = others(status(f_sys=0.25, f_epp=0.25, max_sys=40.0), (15, 15))
-    assert (told.realtime, told.waiting) == (0, 5)
-
-
-async def test_reading_is_held_against_what_was_ours_when_it_was_taken() -> None:
-    stage = Stage()
-    pool = {"max_sys": 40.0, "f_epp": 0.0}
-    stage.second("full", in_flight=20, f_sys=0.75, reading_age_s=0.0, **pool)
-    stage.second("full", in_flight=2, f_sys=0.75, reading_age_s=1.0, **pool)
-    stage.second("full", in_flight=20, f_sys=0.55, reading_age_s=0.5, **pool)
-    stage.second("full", in_flight=30, f_sys=0.75, reading_age_s=3.0, **pool)
-    stage.second("full", in_flight=20, f_sys=1.0, reading_age_s=0.5, **pool)
-    stage.second("full", in_flight=20, f_sys=1.0, reading_age_s=0.25, **pool)
-    _, found = await history(stage)
-    assert found["samples"]["ours"] == [20, 2, 20, 30, 20, 20]
-    assert found["samples"]["realtime"] == [10, 10, 10, 10, 10, 20], "realtime's only when it cannot be ours"
-
-
 def test_measures_of_what_is_not_known_are_none() -> None:
     unknown = dict.fromkeys(COLUMNS)
-    assert measures({"reason": "starting"}, others({}, (0, 0))) == unknown | {"reason": "starting"}
+    assert measures({"reason": "starting"}) == unknown | {"reason": "starting"}
     odd = status(
-        max_sys=float("inf"), pending=True, limit="3", configured_max_sys=float("nan"), explanation="odd"
+        max_sys=float("inf"),
+        pending=True,
+        limit="3",
+        realtime=float("nan"),
+        configured_max_sys=float("nan"),
+        explanation="odd",
     )
-    told = measures(odd, others(odd, (3, 3)))
+    told = measures(odd)
     assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "configured_max_sys")] == [
         None
     ] * 5

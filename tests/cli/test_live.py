@@ -22,7 +22,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.admin.stream import Others
 from dispatcher.cli.live import page
 from dispatcher.cli.screen import fold
 from dispatcher.cli.top import rows
@@ -56,6 +55,7 @@ def shown(**gate: Any) -> dict[str, Any]:
         "owner": "one",
     }
     told |= {"max_sys": 64.0, "reserve": 0.125, "in_flight": 16, "limit": 16, "pending": 120}
+    told |= {"realtime": 24.0, "realtime_waiting": 0.0}
     told |= {"service_rate": 2.0, "max_sys_by": None, "earliest_deadline_s": None}
     counts = {"pending": 120, "leased": 16, "delayed": 0, "dead": 0}
     asked = {"queue": "q", **counts, "paused": None, "queue_problem": None}
@@ -63,7 +63,7 @@ def shown(**gate: Any) -> dict[str, Any]:
 
 
 def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> None:
-    seen = rows(shown(), Others(24.0, 0.0), 65, "12:00:00")
+    seen = rows(shown(), 65, "12:00:00")
     assert seen[0].startswith("pool qwen  12:00:00 ")
     assert seen[0].endswith(" q ends")
     assert "full: It is full." in seen
@@ -76,12 +76,13 @@ def test_top_shows_who_has_the_pool_how_fast_it_goes_and_when_it_is_done() -> No
 
 
 def test_top_shows_what_is_known_where_something_does_not_answer() -> None:
-    unread = rows(shown(max_sys=None), Others(), 65, "12:00:00")
-    assert "The pool's capacity is not known." in unread
+    for missing in ("max_sys", "realtime"):
+        unread = rows(shown(**{missing: None}), 65, "12:00:00")
+        assert "The pool's capacity is not known." in unread
     alone = {**shown(), "dispatcher": None, "dispatcher_problem": "nobody on admin.port 1"}
-    assert any(row.startswith("No dispatcher answers (nobody on") for row in rows(alone, Others(), 65, "x"))
+    assert any(row.startswith("No dispatcher answers (nobody on") for row in rows(alone, 65, "x"))
     away = {**shown(), "queue_problem": "Redis cannot be reached: h: refused", "pending": None}
-    assert "Redis cannot be reached: h: refused" in rows(away, Others(24.0, 0.0), 65, "12:00:00")
+    assert "Redis cannot be reached: h: refused" in rows(away, 65, "12:00:00")
 
 
 @pytest.mark.parametrize("reason", [str(reason) for reason in Reason])

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
-from dispatcher.cli import app
+from dispatcher.cli import app, words
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.keys import Names
@@ -173,6 +173,22 @@ def dispatchers() -> dict[str, Any]:
         ),
         PriceStatus(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
     ).json()
+
+
+@pytest.mark.parametrize(
+    ("changed", "silent_s", "heard"),
+    [
+        ({"queue_problem": "Redis cannot be reached"}, 0.6, " when the queue was last read"),
+        ({}, None, ""),  # queue.owner_timeout_s is 0
+        ({}, 0.6, ", last heard of 0.6 s ago"),
+    ],
+)
+def test_replicas_are_as_the_queue_told_last(
+    changed: dict[str, Any], silent_s: float | None, heard: str
+) -> None:
+    replica = {"owner": "two", "leases": 17, "silent_s": silent_s}
+    lines = words.details({**dispatchers(), "replicas": [replica], **changed})
+    assert lines[-1] == f"Replica two: 17 in flight{heard}"
 
 
 async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:

@@ -53,6 +53,13 @@ def test_closed_state_says_why_nothing_is_sent() -> None:
     assert explain(closed, 3) == f"Nothing is sent: no-room, others take all but the reserve{TERMS}."
 
 
+@pytest.mark.parametrize("reason", [Reason.UNREADABLE, Reason.STALE])
+def test_reading_that_no_longer_counts_is_not_told_as_if_it_were_current(reason: Reason) -> None:
+    told = explain(allowance(reason, limit=0, because="HTTP 503"), 0)
+    before = TERMS.replace("(", "(the reading before, which no longer counts: ")
+    assert told == f"Nothing is sent: {reason}, HTTP 503{before}."
+
+
 @pytest.mark.parametrize("budget", [None, FAULTY])
 def test_terms_that_are_not_known_are_left_out(budget: object) -> None:
     closed = allowance(Reason.STALE, limit=0, because="the newest sample is old", budget=budget)

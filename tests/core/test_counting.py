@@ -25,9 +25,9 @@ class Count(counting.Count):
 
     now = 0.0
 
-    def learn(self, pages: Sequence[PickerPage], at: float | None = None) -> None:
+    def learn(self, pages: Sequence[PickerPage], at: float | None = None, *, proves: bool = True) -> None:
         self.now = self.now + 2.0 if at is None else at
-        super().learn(pages, self.now)
+        super().learn(pages, self.now, proves=proves)
 
 
 def taught(pages: Sequence[PickerPage]) -> Count:
@@ -208,6 +208,49 @@ def test_a_large_k_is_proven_again_after_endpoints_came() -> None:
         count.learn([page(fill, k=256, ready=4)])
         assert (count.per_endpoint, count.guess) == (None, "search")
     assert count.k == 256
+
+
+def test_a_count_that_is_one_of_several_detectors_is_taken_back_for_good() -> None:
+    """Requests fill the pool first, then tokens do: the picker shows the larger of the two."""
+    count = taught([page(fill) for fill in FULL])
+    assert (count.per_endpoint, count.guess) == (16, "picker")
+    for fill in range(10, 40):
+        count.learn([PickerPage(0.5 + fill / 97, 3, fill)])
+    assert (count.per_endpoint, count.guess, count.mixed) == (None, "search", True)
+    for fill in (*FULL, *FULL):
+        count.learn([page(fill)])
+        assert (count.k, count.guess) == (None, "search"), "until another picker teaches something"
+    count.forget()
+    for fill in FULL:
+        count.learn([page(fill)])
+    assert (count.k, count.guess) == (16, "picker")
+
+
+@pytest.mark.parametrize(
+    "between",
+    [page(20), PickerPage(0.123456, 3, 20), page(20, k=12)],
+    ids=["a count", "less than the count", "another count"],
+)
+def test_endpoints_that_go_for_long_take_back_no_count(between: PickerPage) -> None:
+    """Each that goes is on the page for up to five seconds more, and the saturation above the count."""
+    count = taught([page(fill) for fill in FULL])
+    for fill in range(10, 40):
+        count.learn([PickerPage(fill / (2 * 16), 3, fill + 0.3)])
+        count.learn([PickerPage(fill / (2 * 16), 3, fill + 0.3)])
+        count.learn([between])
+    assert (count.per_endpoint, count.mixed) == (16, False)
+
+
+def test_pages_that_cannot_prove_a_k_can_contradict_one() -> None:
+    """The detector divides by four endpoints of which two are shown: the pages agree on twice the k."""
+    count = Count()
+    for fill in FULL:
+        count.learn([page(fill, k=32)], proves=False)
+    assert (count.k, count.guess) == (None, "search")
+    for fill in FULL:
+        count.learn([page(fill)])
+    count.learn([page(20, k=32)], proves=False)
+    assert (count.k, count.per_endpoint) == (None, 16)
 
 
 def test_a_score_that_fits_a_k_now_and_then_does_not_move_the_capacity_each_time() -> None:

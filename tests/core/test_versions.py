@@ -268,8 +268,14 @@ def test_where_requests_cannot_be_confined_all_endpoints_are_warmed_first() -> N
     assert (pool.open, pool.cold) == ([], ["v1 b"])
     pool.look(v1="a* b*")
     assert pool.open == ["v1"]
+    assert pool.family.sentence() == "'qwen-v1' is open"
     pool.look(v1="a* b* c")
     assert (pool.open, pool.cold) == (["v1"], ["v1 c"]), "it is open already"
+    exposed = "'qwen-v1' is open; 'qwen-v1' is also sent to endpoints that are not warm yet"
+    assert pool.family.sentence() == exposed
+    pool.steered = True
+    pool.look(v1="a* b* c")
+    assert pool.family.sentence() == "'qwen-v1' is open"
 
 
 @pytest.mark.parametrize("transition", Transition)

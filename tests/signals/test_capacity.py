@@ -215,6 +215,24 @@ async def test_a_deleted_pool_has_no_endpoints(server: ApiServer) -> None:
         await wait_until(lambda: not seen.now.problems)
 
 
+async def test_a_pool_without_a_picker_bounds_the_capacity_and_says_what_is_missing(
+    server: ApiServer,
+) -> None:
+    """The newest Gateway API Inference Extension does not demand the reference."""
+    alone = pool()
+    del alone["spec"]["endpointPickerRef"]
+    server.put(POOLS, alone)
+    server.put(PODS, pod("p0"))
+    async with watching(server) as seen:
+        await seen.ready(1)
+        told = await seen.problem("InferencePool default/qwen names no endpoint picker")
+        assert "signals.epp.urls or signals.epp.service" in told
+        assert seen.now.epp_addresses is None
+        server.put(POOLS, pool())
+        server.put(SLICES, endpoint_slice("x", "qwen-epp", "10.0.0.1"))
+        await wait_until(lambda: seen.fine(1, "10.0.0.1"))
+
+
 async def test_a_pool_that_is_not_there_has_none_either(server: ApiServer) -> None:
     server.put(POOLS, pool("another"))
     async with watching(server) as seen:

@@ -60,6 +60,7 @@ async def test_a_scrape_is_dated_from_its_start_to_its_end(epp: FakeEpp) -> None
     seen = await view(epp.url)
     assert before <= seen.opened_at <= epp.asked_at[0] <= seen.closed_at <= loop.time()
     assert (seen.saturation, seen.queued, seen.ready) == (0.4, 12, 4)
+    assert (seen.address, seen.started) == (f"127.0.0.1:{epp.port}", 1.76386e9)
 
 
 async def test_a_url_without_a_path_means_metrics(epp: FakeEpp) -> None:

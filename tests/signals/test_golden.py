@@ -227,6 +227,153 @@ def test_a_utilization_detector_ends_what_was_learned() -> None:
     assert lessons.count.k is None
 
 
+def stale(endpoints: str) -> View:
+    """A page of the utilization detector, four endpoints ready, of which so many are stale."""
+    text = golden("router-newest-flow-control-on")
+    before = 'stale_endpoints{detector="utilization-detector"} 0'
+    assert before in text
+    page = Page(NAMES)
+    page.feed(text.replace(before, f"{before[:-1]}{endpoints}").encode())
+    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, View)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "f_sys"),
+    [("0", 0.4), ("1", 0.25 + 0.75 * 0.4), ("4", 1.0), ("5", 1.0), ("+Inf", 1.0)],
+)
+def test_stale_endpoints_are_no_room(endpoints: str, f_sys: float) -> None:
+    """A picker may leave them out of its saturation, and reads 0 when all of them are stale."""
+    verdict = judge([stale(endpoints)], "saturation", POLICY, "epp")
+    (reading,) = verdict.readings
+    assert reading.f_sys == pytest.approx(f_sys)
+    assert ("count as full" in verdict.detector) is (endpoints != "0")
+
+
+@pytest.mark.parametrize("endpoints", ["NaN", "-1"])
+def test_a_number_of_stale_endpoints_that_cannot_be_reaches_the_limiter(endpoints: str) -> None:
+    (reading,) = judge([stale(endpoints)], "saturation", POLICY, "epp").readings
+    assert math.isnan(reading.f_sys)
+
+
+def test_a_saturation_above_1_is_not_lowered_by_stale_endpoints() -> None:
+    full = replace(stale("2"), saturation=3.0)
+    (reading,) = judge([full], "saturation", POLICY, "epp").readings
+    assert reading.f_sys == 3.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "f_sys"),
+    [(Policy(max_sys=500), 0.2 + 0.8 * 0.4), (POLICY, 0.4)],
+    ids=["the capacity is of all five", "the capacity is of the four"],
+)
+def test_endpoints_that_kubernetes_alone_sees_are_no_room(policy: Policy, f_sys: float) -> None:
+    (page,) = seen("router-newest-flow-control-on")
+    (reading,) = judge([page], "saturation", policy, "epp", endpoints=5).readings
+    assert reading.f_sys == pytest.approx(f_sys)
+
+
+@pytest.mark.parametrize(("endpoints", "k"), [(None, 200), (2, 200), (4, None)])
+def test_pages_without_all_endpoints_prove_no_capacity(endpoints: int | None, k: int | None) -> None:
+    """The detector divides by four endpoints, of which the page shows two for long."""
+    lessons = Lessons()
+    for number, each in enumerate((*KNOWN, 140)):
+        lessons.learn([filled(each, ready=2.0, closed_at=CLOSED_AT + 2 * number)], endpoints)
+    assert lessons.count.k == k
+
+
+def composite(requests: int, other: float, *, kind: str = "utilization", tokens: float = 0.0) -> View:
+    """A page with the maximum of the concurrency detector (maxConcurrency 100) and another one."""
+    saturations = {"requests": requests / 400, kind: other}
+    if tokens:
+        saturations["tokens"] = tokens
+    lines = [
+        f'llm_d_epp_flow_control_detector_saturation{{detector="{name}",stage="{stage}"}} {value}'
+        for name, value in saturations.items()
+        for stage, value in (("prefill", 0), ("decode", value))
+    ]
+    if kind == "utilization":
+        lines.append(f'llm_d_epp_flow_control_stale_endpoints{{detector="{kind}"}} 0')
+    page = Page(NAMES)
+    page.feed("\n".join([golden("router-newest-concurrency-detector").strip(), *lines, ""]).encode())
+    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, View)
+    return replace(made, saturation=max(saturations.values()), in_flight=float(requests))
+
+
+def taught_by(pages: list[View]) -> Lessons:
+    lessons = Lessons()
+    for number, each in enumerate(pages):
+        lessons.learn([replace(each, closed_at=CLOSED_AT + 2 * number)])
+    return lessons
+
+
+@pytest.mark.parametrize("other", [0.01, 0.9], ids=["requests dominate", "the other dominates"])
+def test_of_several_detectors_the_one_that_counts_is_read_by_itself(other: float) -> None:
+    pages = [composite(each, other) for each in (*KNOWN, 140)]
+    lessons = taught_by(pages)
+    verdict = judge(pages[-1:], "auto", Policy(), "epp", lessons)
+    assert (verdict.per_endpoint, verdict.per_endpoint_from) == (100, "picker")
+    assert verdict.detector == "the maximum of requests, utilization"
+    exact = {reading.signal: (reading.f_sys, reading.exact) for reading in verdict.readings}
+    # The maximum is no count at any moment, so requests are counted beside it.
+    assert exact == {SATURATION: (max(140 / 400, other), False), REQUESTS: (140 / 400, True)}
+
+
+@pytest.mark.parametrize("tokens", [0.01, 0.9])
+def test_of_several_detectors_nothing_is_proven_where_it_is_not_known_which_counts(tokens: float) -> None:
+    """The pages of the concurrency detector would prove its k for as long as it dominates."""
+    pages = [composite(each, 0.02, tokens=tokens) for each in (*KNOWN, 140)]
+    verdict = judge(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
+    assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
+    pages = [composite(each, tokens, kind="tokens") for each in (*KNOWN, 140)]
+    verdict = judge(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
+    assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
+
+
+def test_maxima_of_several_pickers_have_requests_counted_beside_them() -> None:
+    """Each is of what that picker sent, whatever is known of a detector."""
+    lessons = taught_by([composite(each, 0.02, kind="tokens") for each in KNOWN])
+    pages = [composite(each, 0.02, kind="tokens") for each in (140, 150)]
+    verdict = judge(pages, "saturation", POLICY, "epp", lessons)
+    assert verdict.signals == (SATURATION, REQUESTS)
+
+
+def at_address(requests: int, number: int, *, address: str = "a:9090", started: float | None = 1e9) -> View:
+    return filled(requests, closed_at=CLOSED_AT + 2 * number, address=address, started=started)
+
+
+@pytest.mark.parametrize(
+    ("changed", "k"),
+    [
+        ({}, 100),
+        ({"started": 1e9 + 1}, 100),  # the clock was set
+        ({"started": None}, 100),
+        ({"started": 1e9 + 60}, None),
+        ({"address": "b:9090"}, None),
+    ],
+)
+def test_what_a_picker_taught_is_forgotten_with_it(changed: dict[str, Any], k: int | None) -> None:
+    """The next one may be configured otherwise, and says so after some pages."""
+    lessons = Lessons()
+    for number, each in enumerate(KNOWN):
+        lessons.learn([at_address(each, number)])
+    assert lessons.count.k == 100
+    after_reload = Lessons(lessons.count, lessons)
+    after_reload.learn([at_address(0, 20, **changed)])
+    assert (lessons.count.k, lessons.count.last) == (k, k)
+
+
+def test_a_picker_that_is_back_after_a_scrape_that_failed_is_the_same() -> None:
+    lessons = Lessons()
+    for number, each in enumerate(KNOWN):
+        lessons.learn([at_address(each, number), at_address(each + 3, number, address="b:9090")])
+    lessons.learn([at_address(50, 10)])
+    lessons.learn([at_address(60, 11), at_address(63, 11, address="b:9090")])
+    assert lessons.count.k == 100
+
+
 @pytest.mark.parametrize("page", ["router-newest-flow-control-off", "router-newest-flow-control-on"])
 @pytest.mark.parametrize(("policy", "max_sys"), [(Policy(), 32), (Policy(initial_per_endpoint=3), 12)])
 def test_a_capacity_that_nobody_names_is_searched_for(page: str, policy: Policy, max_sys: float) -> None:
@@ -381,6 +528,15 @@ def test_what_is_not_a_finite_number_reaches_the_limiter_as_such(series: str, va
     readings: list[Reading] = list(judge([made], "both", POLICY, "epp").readings)
     terms = [term for each in readings for term in (each.f_sys, each.f_epp, each.max_sys)]
     assert any(not float("-inf") < term < float("inf") for term in terms)
+
+
+def test_a_page_of_any_program_is_no_pickers() -> None:
+    """When it began says each of them."""
+    page = Page(NAMES)
+    page.feed(b"process_start_time_seconds 1.7e+09\n")
+    made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)
+    assert isinstance(made, Unread)
+    assert made.why == "none of the endpoint picker's series is there"
 
 
 def test_another_pools_page_is_refused() -> None:

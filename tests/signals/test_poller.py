@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import random
 import re
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Literal
@@ -251,6 +251,44 @@ async def test_what_is_learned_is_logged_once_and_each_setting_that_differs() ->
         ("capacity-learned", None),
         ("capacity-differs", 8),
     ]
+
+
+async def test_a_picker_that_began_anew_is_not_judged_by_the_number_of_the_one_before() -> None:
+    """It was told to count with what is set here, and restarted. It was not asked meanwhile."""
+    epp = Scripted("epp")
+
+    def pages(k: int, started: float, fills: Iterable[int]) -> Iterator[View]:
+        for number, fill in enumerate(fills):
+            at = 10.0 * number + started
+            yield View(
+                at,
+                at,
+                saturation=fill / k,
+                queued=0,
+                ready=1,
+                in_flight=fill,
+                address="a:9090",
+                started=started,
+            )
+
+    with capture_logs() as logs:
+        async with polling(epp, policy=Policy(per_endpoint=16), max_age_s=1e9) as (_, told):
+
+            async def show(page: View) -> SourcePoll:
+                epp.answer, count = (page,), len(told)
+                await wait_until(lambda: len(told) > count + 1)
+                return told[-1]
+
+            for page in pages(32, 100.0, (3, 7, 11, 15) * 2):
+                await show(page)
+            assert told[-1].picker_k == 32
+            (restarted,) = pages(16, 5000.0, [0])
+            assert (await show(restarted)).picker_k is None
+            for page in pages(16, 5000.0, (3, 7, 11, 15) * 2):
+                await show(page)
+            assert told[-1].picker_k == 16
+    named = [(log["event"], log["picker"]) for log in logs if log["event"].startswith("capacity")]
+    assert named == [("capacity-learned", 32), ("capacity-differs", 32), ("capacity-learned", 16)]
 
 
 async def test_the_log_tells_changes_only() -> None:

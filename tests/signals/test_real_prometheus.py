@@ -159,6 +159,7 @@ async def check_dates(server: Server, namespace: str, epp: FakeEpp, interval_s: 
         assert any(view.opened_at - CLOCK_S <= each.at <= view.closed_at + CLOCK_S for each in since)
         took_s = max(scrape.took_s for scrape in since)
         assert view.closed_at - view.opened_at <= loop.time() - began + took_s
+        assert (view.address, view.started) == (f"127.0.0.1:{epp.port}", 1.76386e9)
         shown.append(newest)
         _, requests = judge([view], "both", Policy(), "prometheus").readings
         assert requests.opened_at == view.opened_at

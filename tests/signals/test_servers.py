@@ -98,6 +98,41 @@ async def test_servers_add_up_and_nothing_is_taken_for_older_than_the_pages() ->
     assert reading.raw == {"servers": 3, "running": 34, "waiting": 7, "kv_cache_most": 0.97}
 
 
+def waits(reasons: dict[str, str]) -> str:
+    """A page of vLLM on which two requests wait, with the reasons of a newer version."""
+    lines = [
+        f'vllm:num_requests_waiting_by_reason{{engine="0",model_name="m",reason="{reason}"}} {number}'
+        for reason, number in reasons.items()
+    ]
+    return VLLM + "\n".join([*lines, ""])
+
+
+@pytest.mark.parametrize(
+    ("reasons", "for_capacity"),
+    [
+        ({"capacity": "0", "deferred": "2"}, 0),
+        ({"capacity": "1", "deferred": "1"}, 1),
+        ({"deferred": "1"}, 1),
+        ({"capacity": "2"}, 2),
+        ({"deferred": "1", "a newer reason": "1"}, 1),
+        # The series disagree, or cannot be: as many wait for capacity as any of them allows.
+        ({"capacity": "2", "deferred": "2"}, 2),
+        ({"capacity": "5", "deferred": "1"}, 2),
+        ({"capacity": "0", "deferred": "3"}, 2),
+        ({"capacity": "0", "deferred": "-1"}, 2),
+        ({"capacity": "0", "deferred": "NaN"}, 2),
+        ({"capacity": "NaN", "deferred": "2"}, 2),
+        ({"capacity": "0", "deferred": "+Inf"}, 2),
+    ],
+)
+async def test_deferred_requests_are_load_but_no_sign_of_a_full_server(
+    reasons: dict[str, str], for_capacity: int
+) -> None:
+    (reading,) = judge([await view_of(waits(reasons))], "auto", Policy(per_endpoint=32), "vllm").readings
+    assert reading.waiting == for_capacity
+    assert reading.load == pytest.approx(22), "they run in a moment, and ours among them have been sent"
+
+
 async def test_a_capacity_that_no_page_shows_is_searched_for() -> None:
     verdict = judge([await view_of(VLLM)], "auto", Policy(), "vllm")
     (reading,) = verdict.readings

@@ -743,7 +743,7 @@ function theDead() {
 
 function replicas() {
   const told = status.replicas || [];
-  const rows = told.length ? told.map((one) => [one.owner, maybe(one.leases, String), maybe(one.silent_s, (s) => `${span(s)} ago`)])
+  const rows = told.length ? told.map((one) => [one.owner, maybe(one.leases, String), maybe(status.queue_problem ? null : one.silent_s, (s) => `${span(s)} ago`)])
     : [[status.owner, String(status.running), "now"]];
   const more = (status.replica_count || 0) - told.length;
   $("replicas-note").textContent = !told.length ? "Others are unknown." : more > 0 ? `And ${more} more.` : "";
