@@ -51,7 +51,7 @@ class Pool(Limiter):
         return range(first, self.keys)
 
     def lease(self, at: float, others: int = 0, lost: int = 0) -> None:
-        self.leases(at, others=others, young=0, lost=lost)
+        self.leases(at, others=others, lost=lost)
 
 
 def open_pool(policy: Policy = POLICY) -> Pool:

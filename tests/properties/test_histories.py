@@ -77,7 +77,7 @@ class History:
         full = self.policy.most(float(self.slots))
         self.limiter.waiting(full + 1, self.now)
         for several in range(self.most_readings + 1):
-            self.limiter.leases(self.now, others=0, young=0, lost=self.lost)
+            self.limiter.leases(self.now, others=0, lost=self.lost)
             self._probe()
             if self.limiter.allowance(self.now).limit == full:
                 return several

@@ -274,7 +274,7 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
     now = 10.0
 
     def count(at: float) -> None:
-        limiter.leases(at, others=others + sum(n for _, n in dead), young=0, lost=lost)
+        limiter.leases(at, others=others + sum(n for _, n in dead), lost=lost)
 
     def claim(at: float) -> None:
         """By the queue's own arithmetic: limit − (lost now − lost as the permit knew), over live leases."""
@@ -344,7 +344,7 @@ def test_law_stalled_owners_never_lift_us_over_our_own_cap(
     now = 10.0
 
     def count() -> None:
-        limiter.leases(now, others=others + stalled, young=0, lost=lost, stray=stray)
+        limiter.leases(now, others=others + stalled, lost=lost, stray=stray)
 
     def ours() -> int:
         return own + others + stalled + sum(n for _, n in adrift)
