@@ -146,7 +146,7 @@ class LoadLedger:
         return self._busy_s / self._answered if self._answered else 0.0
 
     def counted(self, at: float, others: int, reports: Mapping[str, Load] = NO_REPORTS) -> bool:
-        """Note that other owners lease `others` units, and their reports. Return whether one of these is new."""
+        """Note that other owners lease `others` units, and their reports. Return whether one is new."""
         others = max(0, others)
         new = self._reported(reports)
         counts = self._others

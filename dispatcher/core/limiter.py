@@ -135,8 +135,8 @@ class Limiter:
     # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
 
     def looped(self, late_s: float) -> None:
-        """Note how late the event loop has been lately, at the most: answers may have come so much earlier than
-        they were seen."""
+        """Note how late the event loop has been lately, at the most. Answers may have come so much earlier
+        than they were seen."""
         self._tracking.looped(late_s)
 
     def in_flight_when_refused(self, now: float, units: int = 1) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
+from dispatcher.core.held import Load
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.losses import Losses
 
@@ -23,17 +24,23 @@ def capped(cap: int | None = CAP) -> Limiter:
     made = Limiter(Policy(max_in_flight=cap, stray_s=STRAY_S), (Signal.REQUESTS,))
     made.leases(0.0, others=10, lost=0)
     made.reading(reading(1.0, 10), 1.0)
-    made.leases(9.9, others=10, lost=0)
+    made.leases(9.9, others=10, lost=0, reports=reported(9.9, 10))
     assert made.allowance(9.9).limit == (95 if cap is None else cap)
-    made.leases(10.2, others=4, lost=6, stray=6)
+    made.leases(10.2, others=4, lost=6, stray=6, reports=reported(10.2, 4))
     return made
+
+
+def reported(at: float, units: int) -> dict[str, Load]:
+    """Others have had so many at the gateway until now."""
+    return {"other": Load(float("-inf"), at, units)}
 
 
 def limit_by(made: Limiter, *readings: Reading) -> int:
     """The limit by readings, each followed by a count as the loop has it."""
     for each in readings:
         made.reading(each, each.closed_at)
-        made.leases(each.closed_at + 0.1, others=4, lost=6, stray=6)
+        at = each.closed_at + 0.1
+        made.leases(at, others=4, lost=6, stray=6, reports=reported(at, 4))
     return made.allowance(readings[-1].closed_at + 0.1).limit
 
 
