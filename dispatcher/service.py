@@ -217,6 +217,7 @@ class Service:
         self._poll = poll
         self.metrics.count(series.READ, poll.source, str(poll.worst.reason) if poll.worst else "ok")
         self._tell_capacity(_now())
+        self.limiter.looped(self.pace.pace.longest_s)
         self.dispatcher.read(poll)
 
     def _batch_share(self) -> float | None:

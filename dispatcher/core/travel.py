@@ -9,6 +9,8 @@ Nothing tells it. What is known:
     readings         One that shows fewer of ours than were surely there under δ shows that δ is more
                      (uploads, tokenization), if one explains it that is at most MOST_S, and less than half of
                      an exchange. It is forgotten little by little.
+    event loop       A loop that is late sees answers later than they came, by so
+                     much: that is added.
 
 A reading that no such δ explains is not of our pool: that is the limiter's to say.
 """
@@ -28,6 +30,8 @@ EXCHANGES = 64
 """Of so many exchanges, the newest, the shorter ones count: the first quarter."""
 EACH_WAY, EACH_WAY_MOST = 0.25, 0.45
 """Of a short exchange: the most that openings make of one way, and what no way takes."""
+LATE_MOST_S = 2.0
+"""The most that a late event loop adds."""
 STEP = 1.25
 FORGOTTEN = 0.99
 """With each reading, of what readings showed."""
@@ -41,6 +45,8 @@ class Travel:
     _openings: deque[float] = field(default_factory=lambda: deque(maxlen=2 * OPENINGS))
     _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _shown: float = 0.0
+    _late_s: float = 0.0
+    """How late the event loop has been lately, at the most."""
 
     def opened(self, seconds: float) -> None:
         """A connection to the gateway was opened, in so long."""
@@ -50,6 +56,10 @@ class Travel:
         """A request was sent and came back, in so long."""
         self._exchanges.append(max(0.0, seconds))
 
+    def looped(self, late_s: float) -> None:
+        """Note how late the event loop has been lately, at the most."""
+        self._late_s = min(max(0.0, late_s), LATE_MOST_S)
+
     def reckon(self) -> None:
         """A reading is at hand: δ from what is known by now."""
         self._shown *= FORGOTTEN
@@ -57,16 +67,17 @@ class Travel:
         if len(self._openings) >= OPENINGS:
             most = max(USUAL_S, min(EACH_WAY * self._short, MOST_S))
             usual = min(max(LEAST_S, *self._openings), most)
-        self.delta_s = max(usual, min(self._shown, self._most))
+        self.delta_s = max(usual, min(self._shown, self._most)) + self._late_s
 
     def explained(self, fits: Callable[[float], bool]) -> bool:
         """A reading shows fewer of ours than were surely there. Whether a longer δ explains that (`fits`);
         then it is in force from now on."""
-        delta_s, most = self.delta_s, self._most
+        delta_s, most = self.delta_s - self._late_s, self._most
         while delta_s < most:
             delta_s = min(delta_s * STEP, most)
-            if fits(delta_s):
-                self.delta_s = self._shown = delta_s
+            if fits(delta_s + self._late_s):
+                self._shown = delta_s
+                self.delta_s = delta_s + self._late_s
                 return True
         return False
 

@@ -24,7 +24,7 @@ from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import score_of
 from dispatcher.dispatch import Options
 from dispatcher.ports import Forwarded, Submission
-from dispatcher.queue.memory import MemoryStore
+from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim import virtual
 from dispatcher.sim.fleet import EPOCH, Replica
 from dispatcher.sim.metrics import Exporter, Signals
@@ -61,6 +61,12 @@ class Setting:
     lag_s: float = 0.01
     way_s: float = 0.003
     """How long requests travel, and answers."""
+    answer_s: float | None = None
+    """How long answers travel, if that is another time."""
+    late_s: float = 0.0
+    """How late the dispatchers' event loops say that they are."""
+    queue_s: float = 0.0
+    """How long each call of the queue takes on its way there, and on its way back."""
     work_s: float = 0.5
     """Of a request in an empty pool; in a full one it takes twice as long."""
     queue_limit: int | None = None
@@ -144,6 +150,22 @@ class Gateway(RoadGateway):
         return super().connected(token) if held_open is None else held_open
 
 
+def slow_down(queue: MemoryQueue, by_s: float) -> None:
+    """Let the calls by which leases begin and end take so long to get to the queue, and to come back."""
+    for name in ("claim", "settle", "hand_over", "release", "renew", "share"):
+        setattr(queue, name, _slow(getattr(queue, name), by_s))
+
+
+def _slow(call: Callable[..., Awaitable[Any]], by_s: float) -> Callable[..., Awaitable[Any]]:
+    async def slow(*args: Any, **options: Any) -> Any:
+        await asyncio.sleep(by_s)
+        answer = await call(*args, **options)
+        await asyncio.sleep(by_s)
+        return answer
+
+    return slow
+
+
 class Stage:
     """Everything that a scenario can look at and tamper with."""
 
@@ -167,7 +189,8 @@ class Stage:
             realtime=[(at, Job(work_s, 1, batch=False)) for at, work_s in setting.realtime],
             outages=setting.outages,
         )
-        self.road = Road(self.world, send_s=setting.way_s, answer_s=setting.way_s)
+        answer_s = setting.way_s if setting.answer_s is None else setting.answer_s
+        self.road = Road(self.world, send_s=setting.way_s, answer_s=answer_s)
         self.store = MemoryStore(self._loop.time, unix_origin=EPOCH, lease_s=setting.lease_s)
         self._exporter = Exporter(
             Signals.SATURATION, policy=Policy(per_endpoint=setting.slots), picker_per_pod=true_slots
@@ -193,6 +216,9 @@ class Stage:
             [Signal.SATURATION],
             self.setting.options,
         )
+        replica.limiter.looped(self.setting.late_s)
+        if self.setting.queue_s:
+            slow_down(replica.queue, self.setting.queue_s)
         # No two replicas scrape at the same moment.
         phase_s = self.setting.scrape_s * index / len(self.replicas)
         self._tasks.create_task(self._scrape(replica, phase_s))
