@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.held import Load
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.result import decode_result
@@ -69,10 +70,10 @@ class Diary(MemoryQueue):
         told = await super().sweep()
         return self.swept.pop(0) if self.swept else told
 
-    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
+    async def share(self, permit: Permit, overload: Overload | None, load: Load | None = None) -> Renewed:
         self.noted("share")
         self.permits.append((permit, overload))
-        return await super().share(permit, overload)
+        return await super().share(permit, overload, load)
 
     async def counts(self) -> Counts:
         self.noted("counts")
