@@ -45,7 +45,7 @@ def cancel(
 
     A sequence ends with that, with all that was submitted of it until now, whether a dispatcher has claimed
     it or not; what is submitted later begins it anew. Exit code 1: one has ended, is not known, or was
-    submitted without a token; or none has the label.
+    submitted without a token; none has the label; or nothing waits in the queue at all.
     """
     labels = pairs_of("--label", label)
     if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
@@ -94,17 +94,24 @@ async def _cancel(
 
 
 def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> None:
-    async def act(desk: RedisDesk) -> int:
+    async def act(desk: RedisDesk) -> int | None:
         seen = await desk.sequence(sequence)
-        done = await desk.cancel_sequence(sequence)
-        return seen.waiting + (seen.head is not None) if done and seen is not None else 0
+        if await desk.cancel_sequence(sequence) and seen is not None:
+            return seen.waiting + (seen.head is not None)
+        counts = await desk.counts()
+        return 0 if counts.pending or counts.leased or counts.delayed else None
 
     count = ask(target, act)
     if as_json:
-        typer.echo(json.dumps({"sequence": sequence, "cancelled": True, "requests": count}))
-        return
-    say(f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'} so far")
-    complain("what of it waits to be claimed is cancelled as well, when a dispatcher claims it", fg=None)
+        told = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
+        typer.echo(json.dumps(told))
+    elif count is None:
+        complain(f"{sequence}: nothing waits in {target.names.queue}")
+    else:
+        say(f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'} so far")
+        complain("what of it waits to be claimed is cancelled as well, when a dispatcher claims it", fg=None)
+    if count is None:
+        raise typer.Exit(1)
 
 
 async def _by_id(desk: RedisDesk, request_id: str) -> str:
