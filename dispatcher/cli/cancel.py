@@ -35,7 +35,7 @@ def cancel(
     ] = None,
     label: Labels = None,
     sequence: Annotated[
-        str, typer.Option("--sequence", metavar="ID", help="All that is known of this sequence.")
+        str, typer.Option("--sequence", metavar="ID", help="All that was submitted of this sequence.")
     ] = "",
     *,
     where: QueueOptions,
@@ -43,8 +43,9 @@ def cancel(
 ) -> None:
     """Cancel requests, or a sequence: their result is CANCELLED; in flight the connection is closed.
 
-    A sequence ends with that; what of it no dispatcher has claimed yet is not known, and begins it anew. Exit
-    code 1: one has ended, is not known, or was submitted without a token; or none has the label.
+    A sequence ends with that, with all that was submitted of it until now, whether a dispatcher has claimed
+    it or not; what is submitted later begins it anew. Exit code 1: one has ended, is not known, or was
+    submitted without a token; none has the label; or nothing waits in the queue at all.
     """
     labels = pairs_of("--label", label)
     if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:
@@ -95,17 +96,20 @@ async def _cancel(
 def _cancel_sequence(target: QueueTarget, sequence: str, *, as_json: bool) -> None:
     async def act(desk: RedisDesk) -> int | None:
         seen = await desk.sequence(sequence)
-        done = await desk.cancel_sequence(sequence)
-        return (0 if seen is None else seen.waiting + (seen.head is not None)) if done else None
+        if await desk.cancel_sequence(sequence) and seen is not None:
+            return seen.waiting + (seen.head is not None)
+        counts = await desk.counts()
+        return 0 if counts.pending or counts.leased or counts.delayed else None
 
     count = ask(target, act)
-    told = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
     if as_json:
+        told = {"sequence": sequence, "cancelled": count is not None, "requests": count or 0}
         typer.echo(json.dumps(told))
-    elif count is not None:
-        say(f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'}")
+    elif count is None:
+        complain(f"{sequence}: nothing waits in {target.names.queue}")
     else:
-        complain(f"{sequence}: no sequence of {target.names.queue} that is alive")
+        say(f"{sequence} is being cancelled, with {count:,} {'request' if count == 1 else 'requests'} so far")
+        complain("what of it waits to be claimed is cancelled as well, when a dispatcher claims it", fg=None)
     if count is None:
         raise typer.Exit(1)
 

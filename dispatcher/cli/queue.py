@@ -109,6 +109,7 @@ async def copy_requests(
             raise fail("--from and --to are the same Redis: all that was tried once would be there twice", 2)
         if not live and await source.paused() is None:
             return None
+        await destination.take_over_secret(source)
         for place in _PLACES:
             async for page in each(lambda after: source.lying(place, _PAGE, after, whole=True)):  # noqa: B023
                 added += await destination.restore(target.names.queue, page.found)

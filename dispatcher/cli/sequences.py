@@ -103,14 +103,14 @@ def abort(
 ) -> None:
     """Answer what waits of one, and what comes, with SEQUENCE_ABORTED; what runs goes on to its end.
 
-    `cancel --sequence ID` breaks that off, too, and lets the sequence begin anew. Exit code 1: it is not
-    alive.
+    `cancel --sequence ID` breaks that off, too, and lets the sequence begin anew. Exit code 1: it is aborted
+    already, or has ended.
     """
     if not why.strip():
         raise fail("--why: say something, or leave it out", 2)
     target = find(where)
     done = ask(target, lambda desk: desk.abort_sequence(sequence_id, why))
-    _say_decided(sequence_id, "aborted", "is aborted", "is not alive", done=done, as_json=json_output)
+    _say_decided(sequence_id, "aborted", "is aborted", "is over already", done=done, as_json=json_output)
 
 
 @sequences.command()

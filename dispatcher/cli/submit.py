@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -130,6 +131,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     import msgspec
 
     from dispatcher.client.item import Tokens, submission_of
+    from dispatcher.core.turns import Turn
 
     results = target.names.answers(item.id) if wait else ""
     try:
@@ -149,7 +151,11 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     submitted = False
 
     async def act(desk: RedisDesk) -> PoppedResult | None:
-        nonlocal submitted
+        nonlocal sent, submitted
+        if item.sequence is not None:
+            turn = Turn(str(item.sequence), secret=await desk.sequence_secret())
+            own = replace(item, sequence=turn)
+            sent = submission_of(own, sent.request_token, queue=target.names.queue, results=results)
         await desk.submit([sent])
         submitted = True
         if not wait:

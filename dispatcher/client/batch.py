@@ -20,6 +20,7 @@ from dispatcher.client.mailbox import WAIT_S, Mailbox
 from dispatcher.client.outage import Outage
 from dispatcher.client.result import HookError, Result, called, of_error
 from dispatcher.client.sequence import CarryWord, OnErrorWord, OpenSequence, SequenceDoors, mapped
+from dispatcher.client.sequence_calls import SequenceCalls
 from dispatcher.client.stream import Items, streamed
 from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
 from dispatcher.core.submission import QueueUnavailableError, Submission
@@ -121,6 +122,7 @@ class BatchClient:
         self._tokens = Tokens()
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
         self._redis = redis
+        self._sequences = SequenceCalls(self._call, self._desk, self._tokens)
         self._doors = SequenceDoors(
             self.enqueue,
             self._taken,
@@ -128,7 +130,7 @@ class BatchClient:
             self._mailbox.give_back,
             self.cancel,
             self.known_sequence,
-            self.cancel_sequence,
+            self._sequences.cancel,
         )
         self._cancelling: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -314,9 +316,10 @@ class BatchClient:
         return await self._call(lambda: self._desk().sequence(sequence_id))
 
     async def cancel_sequence(self, sequence_id: str) -> bool:
-        """Cancel all that the queue knows of one, whoever submitted it; it ends with that. False: it is not
-        alive."""
-        return await self._call(lambda: self._desk().cancel_sequence(sequence_id))
+        """Cancel all requests of one that were submitted until now, whoever submitted them; it ends with
+        that, and what is submitted later begins it anew. False: nothing of it was alive, as far as
+        dispatchers know; what none of them has claimed yet is cancelled all the same."""
+        return await self._sequences.cancel(sequence_id)
 
     async def forget_sequence(self, sequence_id: str) -> bool:
         """Have the queue know nothing more of one, so that its id begins anew: after an abort, or an end.
@@ -375,7 +378,8 @@ class BatchClient:
         results = self.box.results if item.results is None else item.results
         if results and (why := self._names.refused_list(results)) is not None and item.results is not None:
             raise ValueError(f"results: {results} {why}")
-        submission = submission_of(item, self._tokens.make(), queue=self._names.queue, results=results)
+        sent = await self._sequences.with_secret(item)
+        submission = submission_of(sent, self._tokens.make(), queue=self._names.queue, results=results)
         handle = Handle(submission.request_id, submission.request_token, submission.deadline, results)
         if self._after is not None:
             handle.item = item

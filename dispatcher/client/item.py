@@ -118,6 +118,10 @@ class Tokens:
         self._last = max(self._last + 1, self._clock())
         return f"{self._last:016x}{secrets.token_hex(16)}"
 
+    def now(self) -> float:
+        """Unix seconds, not before the time in any token that was made."""
+        return max(self._last, self._clock()) / 1e9
+
 
 def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submission:
     """The item as it goes into the queue. Raises ValueError or TypeError for what no dispatcher would take.

@@ -147,6 +147,10 @@ class SequenceAbortedError(SequenceError):
         return self.result.message
 
 
+class SequenceDeniedError(SequenceError):
+    """Its sequence belongs to another producer: one with another secret, or another result list."""
+
+
 class SequenceEndedError(SequenceError):
     """Its sequence was over, and takes no more for now."""
 
@@ -163,6 +167,7 @@ _KINDS: Mapping[str, type[RequestFailedError]] = {
     ErrorCode.CANCELLED: RequestCancelledError,
     ErrorCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     ErrorCode.SEQUENCE_ABORTED: SequenceAbortedError,
+    ErrorCode.SEQUENCE_DENIED: SequenceDeniedError,
     ErrorCode.SEQUENCE_ENDED: SequenceEndedError,
     ErrorCode.SEQUENCE_FULL: SequenceFullError,
     ErrorCode.SEQUENCE_INDEX: SequenceIndexError,

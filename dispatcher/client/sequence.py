@@ -9,6 +9,7 @@ ended.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
@@ -25,6 +26,8 @@ from dispatcher.core.turns import MAX_SEQUENCE_BYTES, Carry, OnError, SequenceSe
 AHEAD_MOST = 50
 """Of one sequence whose bodies are known: so many are submitted and unanswered, for each of them is claimed
 and given back once before its turn."""
+MARK_GRACE_S = 60.0
+"""A cancel is remembered for so long behind the last deadline of what it cancels."""
 CANCEL_S = 5.0
 """Leaving a block waits no longer for what it cancels."""
 _OF_ITEM = tuple(each.name for each in fields(Item) if each.name not in ("body", "sequence"))
@@ -45,7 +48,8 @@ class SequenceDoors:
     give_back: Callable[[Result], None]
     cancel: Callable[[Handle], Awaitable[bool]]
     known: Callable[[str], Awaitable[SequenceSeen | None]]
-    cancel_all: Callable[[str], Awaitable[bool]]
+    cancel_all: Callable[[str, float], Awaitable[bool]]
+    """With the seconds for which requests of it may wait to be claimed."""
 
 
 class OpenSequence:
@@ -86,6 +90,7 @@ class OpenSequence:
         self._unanswered: list[Handle] = []
         self._prune_at = 2 * AHEAD_MOST
         self._over = ""
+        self._cancelled = False
 
     def __repr__(self) -> str:
         return f"<OpenSequence {self.id!r} next_index={self.next_index}>"
@@ -117,6 +122,8 @@ class OpenSequence:
                 await self._doors.arrived(self._began)
                 self._began = None
             index = await self._index()
+            if self._over:  # it was cancelled meanwhile
+                raise ClosedError(f"sequence {self.id}: {self._over}: open it anew")
             turn = Turn(self.id, index, last, self._resets, self._on_error, self._carry)
             try:
                 handle = await self._doors.enqueue(body, sequence=turn, **options)
@@ -127,6 +134,8 @@ class OpenSequence:
                 self._began = handle
             self._pass(index, last=last)
             self._note(handle)
+            if self._cancelled:  # while this one was being submitted, perhaps after the mark was set
+                await self.cancel()
             return handle
 
     async def send(
@@ -171,15 +180,16 @@ class OpenSequence:
     async def cancel(self) -> bool:
         """Cancel what of it is not answered, and end it; False where it had ended. Results are CANCELLED,
         unless they came before."""
-        self._over = "it was cancelled"
+        self._over, self._cancelled = "it was cancelled", True
         if not self._unanswered and self._began is None:
             return False
-        # First the sequence, else the first that was cancelled would abort it, which is remembered; then each
-        # request, for what no dispatcher has claimed yet its sequence does not know.
-        done = await self._doors.cancel_all(self.id)
-        for handle in self._unanswered:
-            if not handle.done:
-                done |= await self._doors.cancel(handle)
+        # First the sequence, with all that was submitted of it until now: else the first request that was
+        # cancelled would abort it, which is remembered. Then each request, for what runs and is not its head.
+        waiting = [each for each in self._unanswered if not each.done]
+        latest = max((each.deadline for each in waiting), default=0.0)
+        done = await self._doors.cancel_all(self.id, max(0.0, latest - time.time()) + MARK_GRACE_S)
+        for handle in waiting:
+            done |= await self._doors.cancel(handle)
         return done
 
     async def _index(self) -> int:

@@ -75,6 +75,8 @@ class Sequenced:
     failed: int = 0
     cause: str = ""
     due_at: float | None = None
+    owner: str | None = None
+    """Who may use it (`Turn.owner`), fixed by the request that began it; `None` until one has."""
 
     @property
     def waiting(self) -> int:
@@ -149,6 +151,28 @@ class Over:
     code: ErrorCode
     why: str
     seats: dict[int, Seat]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelMark:
+    """A cancelled sequence: its requests that were submitted before are not to run, claimed or not."""
+
+    at: float
+    """Unix seconds of the cancel."""
+    until: float
+    """When the mark is forgotten, by the clock of the queue."""
+    undated: bool = True
+    """Requests whose time of submission is unknown count as submitted before."""
+
+    def covers(self, submitted_at: float, now: float) -> bool:
+        """Whether a request of that time of submission (0: unknown) was submitted before the cancel."""
+        if now >= self.until:
+            return False
+        return submitted_at <= self.at if submitted_at else self.undated
+
+
+def denied() -> Barred:
+    return Barred(ErrorCode.SEQUENCE_DENIED, "its sequence belongs to another producer")
 
 
 def full(most: int) -> Barred:

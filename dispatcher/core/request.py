@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from dispatcher.core.headers import NAME as HEADER_NAME
 from dispatcher.core.headers import VALUE as HEADER_VALUE
@@ -24,7 +25,14 @@ from dispatcher.core.result import ErrorCode
 from dispatcher.core.scan import scan
 from dispatcher.core.score import PRIORITY_STEP
 from dispatcher.core.surrogates import without_surrogates
-from dispatcher.core.turns import MAX_SEQUENCE_BYTES, Session, Turn, TurnFields, foreign_turn
+from dispatcher.core.turns import (
+    MAX_SEQUENCE_BYTES,
+    Session,
+    Turn,
+    TurnFields,
+    foreign_turn,
+    submission_time,
+)
 
 MAX_ID_BYTES = 1024
 """An id names two Redis keys and travels as a header: longer ones would be refused downstream."""
@@ -210,14 +218,17 @@ def _parse(member: bytes) -> Request:
         internal.queue_id or "",
         internal.transport_correlation_id or "",
         internal.retry_count or 0,
-        _turn_of(data) if data.sequence is not None or data.metadata else None,
+        _turn_of(data, internal) if data.sequence is not None or data.metadata else None,
     )
 
 
-def _turn_of(data: _Data) -> Turn | None:
+def _turn_of(data: _Data, internal: _Internal) -> Turn | None:
+    results = internal.result_queue_name or ""
+    created = data.created if data.created is not None and 0 < data.created < PRIORITY_STEP else 0
+    submitted_at = submission_time(created, internal.request_token or "")
     if data.sequence is None:
-        return foreign_turn(data.metadata or _EMPTY)
-    turn = data.sequence.turn()
+        return foreign_turn(data.metadata or _EMPTY, results, submitted_at)
+    turn = data.sequence.turn(results, submitted_at)
     if turn is None:
         raise _Invalid(f"data.sequence.id: longer than {MAX_SEQUENCE_BYTES} bytes")
     return turn
@@ -369,7 +380,7 @@ def encode_member(
         "metadata": metadata,
         "headers": headers,
         "endpoint": endpoint,
-        "sequence": sequence,
+        "sequence": None if sequence is None else replace(sequence, owner="", submitted_at=0.0),
     }
     member = _encode(
         {

@@ -27,6 +27,8 @@ class ErrorCode(StrEnum):
     TOO_LARGE = "TOO_LARGE"
     SEQUENCE_ABORTED = "SEQUENCE_ABORTED"
     """An earlier request of its sequence has failed, or an operator gave the sequence up."""
+    SEQUENCE_DENIED = "SEQUENCE_DENIED"
+    """Its sequence belongs to another producer."""
     SEQUENCE_ENDED = "SEQUENCE_ENDED"
     """Its sequence was over, and takes no more."""
     SEQUENCE_FULL = "SEQUENCE_FULL"

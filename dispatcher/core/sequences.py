@@ -15,6 +15,12 @@ Order   A life of a sequence expects indexes from 0, or from that of the reset w
 Lives   A reset begins a further life behind the one that runs, and all that come later join that. A life ends
         with its last request, by idle, by age, by abort or cancel; what of it still waits begins the next
         (`Life.next` is then the first of those), or is refused.
+Owner   The request that begins a sequence fixes its owner (`Turn.owner`: a secret, or a result list).
+        Requests of others are refused as long as the sequence is known, and change nothing of it.
+Cancel  A cancel ends the sequence as far as it is known, and leaves a mark (`CancelMark`). A request that was
+        submitted before is refused as CANCELLED when its turn is asked for, or ends before that without a
+        trace in the sequence; one that was submitted afterwards begins the sequence anew. So it makes no
+        difference how many of the requests had been claimed.
 Over    Requests that will not go any more are answered by whoever sweeps, without a lease (`unserved`): no
         gate and no limit keeps them from their result.
 """
@@ -25,13 +31,15 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from dispatcher.core.lives import Life, Over, Passed, Seat, Sequenced, full, taken
+from dispatcher.core.lives import CancelMark, Life, Over, Passed, Seat, Sequenced, denied, full, taken
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import LIVES_MOST, UNPARK_MOST, OnError, SequenceStatus, Turn
 from dispatcher.core.verdicts import Barred, Goes, SequenceNews, SequenceTerms, TurnEnd, Verdict, Waits
 
 _LAST, _CANCELLED = "its last request has ended", "the sequence was cancelled"
+_UNDATED = f"{_CANCELLED}, and no data.created says that the request came later"
 _IDLE, _AGE = "nothing of it ran or waited for max_idle_s", "it had run for max_age_s"
 _OVER = (SequenceStatus.ABORTED, SequenceStatus.ENDED)
 _ABORT = SequenceStatus.ABORTED, ErrorCode.SEQUENCE_ABORTED
@@ -49,6 +57,7 @@ class Sequences:
         """By entry."""
         self.over: dict[int, Over] = {}
         """By number."""
+        self.marks: dict[str, CancelMark] = {}
         self.news = SequenceNews()
         self._told = False
         self.count: Counter[SequenceStatus] = Counter()
@@ -89,6 +98,12 @@ class Sequences:
 
     def _refused(self, one: Sequenced | None, turn: Turn, now: float) -> Barred | None:
         most = self.terms.max_waiting
+        # Before anything else: the answer to a stranger depends on nothing but whose the sequence is.
+        if one is not None and one.owner is not None and one.owner != turn.owner:
+            return denied()
+        mark = self.marks.get(turn.id)
+        if mark is not None and mark.covers(turn.submitted_at, now):
+            return Barred(ErrorCode.CANCELLED, _CANCELLED if turn.submitted_at else _UNDATED)
         if one is not None and one.status in _OVER and not turn.reset:
             one.touched_at = now
             aborted = one.status is SequenceStatus.ABORTED
@@ -108,8 +123,9 @@ class Sequences:
     def _joined(self, one: Sequenced | None, turn: Turn, score: float, now: float) -> tuple[Sequenced, int]:
         """The sequence with a life that takes the turn, and its index there."""
         fresh = one is None or one.status in _OVER
-        if one is None:
-            one = self.known[turn.id] = Sequenced(turn.id, SequenceStatus.ENDED, [], now, score)
+        one = one or self._added(turn.id, now, score)
+        if one.owner is None:
+            one.owner = turn.owner
         if fresh:
             one.begin()
             one.lives, one.score = [], score
@@ -121,6 +137,10 @@ class Sequences:
             one.score = score
             self._turn_to(one, one.status)
         return one, one.lives[-1].behind if turn.index is None else turn.index
+
+    def _added(self, name: str, now: float, score: float) -> Sequenced:
+        one = self.known[name] = Sequenced(name, SequenceStatus.ENDED, [], now, score)
+        return one
 
     def goes(self, entry: int) -> Goes | None:
         """What is said of an entry whose turn it is; None: it is not."""
@@ -325,6 +345,7 @@ class Sequences:
             self._look(one, now, is_there)
         for _ in range(1 + len(due)):
             self._unpark(now)
+        self.marks = {name: mark for name, mark in self.marks.items() if now < mark.until}
 
     def step_back(self, by_s: float) -> None:
         """The clock did: what is due later than now is due by so much earlier."""
@@ -377,16 +398,33 @@ class Sequences:
     def abort(self, name: str, why: str, now: float) -> bool:
         """Answer what waits of its life, and what comes, SEQUENCE_ABORTED; its head goes on to its end."""
         one = self.known.get(name)
-        if one is None or one.status in _OVER:
+        if one is not None and one.status in _OVER:
             return False
+        if one is None:  # nothing of it was claimed yet: what comes is refused all the same
+            self._told = True
+            one = self._unbegun(name, now)
         self._close(one, _ABORT, why, now)
         self._settle_down(one, now)
         return True
 
-    def cancel(self, name: str, now: float) -> int | None:
-        """Answer all that waits CANCELLED; the sequence ends, with its head where there is one: its entry, or
-        0. None: there is nothing to cancel."""
+    def _unbegun(self, name: str, now: float) -> Sequenced:
+        one = self._added(name, now, 0.0)
+        one.lives = [Life(next(self._numbers), 0)]
+        return one
+
+    def cancel(self, name: str, mark: CancelMark, now: float) -> int | None:
+        """Answer all that waits CANCELLED, and what was submitted before the mark when it is claimed; the
+        sequence ends, with its head where there is one: its entry, or 0. None: nothing of it is alive."""
+        before = self.marks.get(name)
+        if before is not None and now < before.until:
+            mark = CancelMark(max(mark.at, before.at), max(mark.until, before.until))
+        self.marks[name] = mark
         one = self.known.get(name)
+        if one is None and self.terms.refuse_after_end:
+            one = self._unbegun(name, now)
+            self._close(one, _END, _CANCELLED, now)
+            self._settle_down(one, now)
+            return None
         if one is None or one.status in _OVER:
             return None
         self.news.cancelled += 1
@@ -402,12 +440,21 @@ class Sequences:
 
     def forget(self, name: str, now: float) -> bool | None:
         """Know nothing of it any more, so that its id begins anew. False: something of it runs or waits.
-        None: nothing is known of it."""
-        one = self.known.get(name)
+        None: nothing is known of it.
+
+        Of a cancel it stays known that requests submitted before are not to run, as far as they say when they
+        were submitted.
+        """
+        one, mark = self.known.get(name), self.marks.get(name)
+        marked = mark is not None and mark.undated and now < mark.until
         if one is None:
-            return None
+            if mark is not None and marked:
+                self.marks[name] = replace(mark, undated=False)
+            return True if marked else None
         if one.head is not None or one.waiting:
             return False
+        if mark is not None:
+            self.marks[name] = replace(mark, undated=False)
         self._forget(one)
         self._settle_down(one, now)
         return True

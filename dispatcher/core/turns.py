@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from hashlib import sha256
 from typing import Annotated, Literal
 
 import msgspec
 
 MAX_SEQUENCE_BYTES = 256
+SECRET_CHARS_LEAST, SECRET_CHARS_MOST = 16, 256
 INDEX_MOST = 10**15 - 1
 """Of an index: it stands in 16 digits, and floats count as far as that."""
 LOOK_S = 30.0
@@ -24,6 +26,10 @@ LIVES_MOST = 100
 """Of one sequence, that wait behind each other."""
 UNPARK_MOST = 100
 """Sequences that one step lets begin."""
+_TOKEN_TIME_CHARS = 16
+"""Hexadecimal digits of nanoseconds with which a token of our clients begins."""
+_SAME_MOMENT_S = 5.0
+"""A time in a token that is further from `created` is taken for random digits."""
 
 
 class OnError(StrEnum):
@@ -60,6 +66,18 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """None: as the settings say."""
     carry: Carry | None = None
     """None: as the settings say."""
+    secret: str = ""
+    """Proves that the producer may use the sequence; empty: the name of its result list does."""
+    owner: str = ""
+    """Set by `parse` and never written into a member: a digest of the secret, or of the name of the result
+    list; empty: the default list."""
+    submitted_at: float = 0.0
+    """Set by `parse` and never written into a member: Unix seconds; 0: the member does not tell."""
+
+    def __repr__(self) -> str:
+        """Without the secret, for logs."""
+        shown = ("id", "index", "last", "reset", "on_error", "carry")
+        return f"Turn({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
 
 class TurnFields(msgspec.Struct):
@@ -71,17 +89,51 @@ class TurnFields(msgspec.Struct):
     reset: bool | None = None
     on_error: Literal["continue", "abort", "hold"] | None = None
     carry: Literal["off", "messages"] | None = None
+    secret: (
+        Annotated[str, msgspec.Meta(min_length=SECRET_CHARS_LEAST, max_length=SECRET_CHARS_MOST)] | None
+    ) = None
 
-    def turn(self) -> Turn | None:
+    def turn(self, results: str, submitted_at: float) -> Turn | None:
         """None where the id is too long in bytes."""
         if len(self.id.encode()) > MAX_SEQUENCE_BYTES:
             return None
-        on_error = None if self.on_error is None else OnError(self.on_error)
-        carry = None if self.carry is None else Carry(self.carry)
-        return Turn(self.id, self.index, bool(self.last), bool(self.reset), on_error, carry)
+        return Turn(
+            self.id,
+            self.index,
+            bool(self.last),
+            bool(self.reset),
+            None if self.on_error is None else OnError(self.on_error),
+            None if self.carry is None else Carry(self.carry),
+            self.secret or "",
+            owner_of(self.secret or "", results),
+            submitted_at,
+        )
 
 
-def foreign_turn(metadata: Mapping[str, str]) -> Turn | None:
+def owner_of(secret: str, results: str) -> str:
+    """A digest that identifies who may use a sequence, by a secret or, without one, by a result list.
+
+    The two are told apart: names of lists can be guessed, and a guessed name must not do as a secret.
+    """
+    if not secret and not results:
+        return ""
+    text = f"secret {secret}" if secret else f"list {results}"
+    return sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+def submission_time(created: int, token: str) -> float:
+    """Unix seconds at which a request was submitted: `data.created`, or the more exact time at the head of
+    the token of our clients, where the two agree. 0 without `created`."""
+    if not created or len(token) < _TOKEN_TIME_CHARS:
+        return float(created)
+    try:
+        exact = int(token[:_TOKEN_TIME_CHARS], 16) / 1e9
+    except ValueError:
+        return float(created)
+    return exact if abs(exact - created) < _SAME_MOMENT_S else float(created)
+
+
+def foreign_turn(metadata: Mapping[str, str], results: str = "", submitted_at: float = 0.0) -> Turn | None:
     """What a producer that knows no `data.sequence` says in its metadata: `sequence_id`, `sequence_index`.
 
     Never a reason to refuse: whoever wrote such names before they meant something here wrote what he liked.
@@ -92,7 +144,7 @@ def foreign_turn(metadata: Mapping[str, str]) -> Turn | None:
         return None
     told = metadata.get("sequence_index", "")
     index = int(told) if told.isascii() and told.isdigit() and len(told) <= 15 else None
-    return Turn(name, index)
+    return Turn(name, index, owner=owner_of("", results), submitted_at=submitted_at)
 
 
 @dataclass(frozen=True, slots=True)

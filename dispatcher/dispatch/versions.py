@@ -369,7 +369,8 @@ def pin_key(terms: FamilyTerms, request: Request) -> str:
     if terms.pin is Pin.JOB:
         name = next((f"job {job}" for label in JOB_LABELS if (job := request.labels.get(label))), "")
     if not name and terms.pin is not Pin.REQUEST and request.sequence is not None:
-        name = f"sequence {request.sequence.id}"
+        # With its owner, else who names another's sequence could keep that from its version.
+        name = f"sequence {request.sequence.owner} {request.sequence.id}"
     if not name:
         return ""
     return blake2b(f"{terms.name} {name}".encode(errors="replace"), digest_size=16).hexdigest()

@@ -143,16 +143,22 @@ class Desk(Protocol):
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
         """Have what waits of it, and what comes, answered SEQUENCE_ABORTED with that sentence; what runs goes
-        on to its end. False: it is not alive."""
+        on to its end. So does one of which nothing was claimed yet. False: it is over already."""
         ...
 
-    async def cancel_sequence(self, sequence_id: str) -> bool:
+    async def cancel_sequence(self, sequence_id: str, at: float | None = None, for_s: float = ...) -> bool:
         """Have all that waits of it answered CANCELLED, and what runs of it cancelled where its producer gave
-        it a token; it ends with that. False: it is not alive."""
+        it a token; it ends with that.
+
+        Requests that were submitted until `at` (Unix seconds; `None`: now, by the queue's clock) and are
+        claimed within `for_s` are answered CANCELLED, too: those that do not say when they were submitted
+        count among them until the sequence is forgotten. What is submitted later begins the sequence anew.
+        False: nothing of it is alive, as far as dispatchers know.
+        """
         ...
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         """Know nothing of it any more: neither that it was aborted or has ended, nor its next index, so that
-        what comes begins it anew. False: something of it runs or waits, and nothing was done; None: nothing
-        is known of it."""
+        what comes begins it anew, but for what was submitted before it was cancelled. False: something of it
+        runs or waits, and nothing was done; None: nothing is known of it."""
         ...

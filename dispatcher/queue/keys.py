@@ -11,6 +11,7 @@ from dispatcher.core.lanes import CLOSED, Lane
 from dispatcher.core.lists import OURS, usual
 from dispatcher.core.patterns import any_fits
 from dispatcher.core.slot import fault_of_braces, tag_of
+from dispatcher.core.turns import Turn, owner_of
 
 ACTIVE = "request-active:"
 CANCEL = "request-cancel:"
@@ -68,7 +69,8 @@ BOARD_KEYS = {
 to the steps that are about them alone."""
 KEYS = {**LINE_KEYS, **POOL_KEYS, **SEQUENCE_KEYS, **MODEL_KEYS}
 """In the order in which every other script gets them."""
-_SUFFIXES = tuple(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix)
+SHARED_BY_CLIENTS = "sequences:secret"
+_SUFFIXES = (*(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix), SHARED_BY_CLIENTS)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 BOX_KEPT, BOX_OWNER = "kept", "owner"
 """What stands behind the name of a client's result list in the names of its own two keys."""
@@ -78,7 +80,7 @@ _OF_A_BOX = re.compile(
     rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})|.*:(?:{'|'.join(_OF_GO_CLIENTS)})",
     re.DOTALL,
 )
-_PASSING = ("reply", "posted", "active", "cancel")
+_PASSING = ("reply", "posted", "active", "cancel", "sequences:cancelled")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
     rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
@@ -183,6 +185,19 @@ class Names:
     def cancel(self, request_id: str, token: str) -> str:
         """Where it stands that the request of this id with this token is to be cancelled."""
         return f"{self.prefix}:cancel:{request_id}:{token}"
+
+    def owner(self, turn: Turn) -> str:
+        """Who may use the sequence of this turn; empty: whoever uses the default list, named or not."""
+        return "" if turn.owner == self._owner_by_default else turn.owner
+
+    @cached_property
+    def _owner_by_default(self) -> str:
+        return owner_of("", self.results)
+
+    @property
+    def sequence_secret(self) -> str:
+        """Where the programs with our client find the secret of their sequences, which they share."""
+        return f"{self.prefix}:{SHARED_BY_CLIENTS}"
 
     def answers(self, request_id: str) -> str:
         """The result list of one request alone, where whoever knows the id finds its result."""

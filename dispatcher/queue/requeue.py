@@ -11,7 +11,7 @@ from dispatcher.queue.keys import Names
 
 def _behind(turn: Turn | None) -> Turn | None:
     """Its sequence has gone on without it: it comes behind all that is there by now."""
-    return None if turn is None else Turn(turn.id, on_error=turn.on_error)
+    return None if turn is None else Turn(turn.id, on_error=turn.on_error, secret=turn.secret)
 
 
 def accept_anew(names: Names, member: bytes, score: float, deadline: int) -> Submission | None:

@@ -114,6 +114,16 @@ async def test_requests_of_sequences_go_in_their_order_at_the_other_redis(
     assert again[1] == 0, "each is taken over once"
 
 
+async def test_programs_with_our_client_go_on_with_their_sequences_at_the_other_redis(
+    pair: tuple[OwnerAndDesk, OwnerAndDesk, Server],
+) -> None:
+    source, target, far = pair
+    secret = await source.desk.sequence_secret()
+    await source.pause("ann", "moving")
+    await copy_requests(source.desk, QueueTarget(far.url, NAMES), live=False)
+    assert await target.desk.sequence_secret() == secret
+
+
 async def test_what_was_decided_of_a_sequence_stays_behind(
     pair: tuple[OwnerAndDesk, OwnerAndDesk, Server],
 ) -> None:

@@ -219,7 +219,7 @@ ROWS = {
     ),
     "sequences release": Row(happy=("chat-7",), empty=1, wrong=((),), fields={"": {"id", "released"}}),
     "sequences abort": Row(
-        happy=("chat-7",), empty=1, wrong=((), ("chat-7", "--why", " ")), fields={"": {"id", "aborted"}}
+        happy=("chat-7",), wrong=((), ("chat-7", "--why", " ")), fields={"": {"id", "aborted"}}
     ),
     "sequences forget": Row(
         happy=("chat-8",), empty=1, wrong=((), ("a", "b")), fields={"": {"id", "forgotten", "why"}}

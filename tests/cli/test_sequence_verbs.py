@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dispatcher.cli import app
-from dispatcher.core.request import encode_member
+from dispatcher.core.request import encode_member, parse
 from dispatcher.core.turns import OnError, Turn
 from dispatcher.core.verdicts import SequenceTerms, TurnEnd
-from dispatcher.ports import Lease, Settlement, Submission
+from dispatcher.ports import Burial, Lease, Settlement, Submission
 from dispatcher.queue.keys import Names
 from tests.queue.made import OwnerAndDesk, claim, queues
 from tests.queue.servers import ENGINES, Server, server
@@ -143,18 +143,81 @@ async def test_a_sequence_is_cancelled_with_what_runs_of_it(
 ) -> None:
     await put(queue, 0, 1, 2)
     told = await verb(queue_server, "cancel", "--sequence", "chat")
-    assert told == Answer(0, "chat is being cancelled, with 3 requests\n", "")
+    more = "what of it waits to be claimed is cancelled as well, when a dispatcher claims it\n"
+    assert told == Answer(0, "chat is being cancelled, with 3 requests so far\n", more)
     assert await queue.cancelled([("chat-0", "token-of-chat-0")]) == [True]
     assert [one.code for one in await queue.unserved(10)] == ["CANCELLED"] * 2
-    again = await verb(queue_server, "cancel", "--sequence", "nothing")
-    assert again == Answer(1, "", f"nothing: no sequence of {NAMES.queue} that is alive\n")
+
+
+async def test_a_sequence_is_cancelled_before_anything_of_it_was_claimed(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    earlier = encode_member("early", b"{}", LATER, created=LATER - 7200, sequence=Turn("chat", 0))
+    await queue.submit([Submission(earlier, LATER, "early", "", LATER)])
+    told = await verb(queue_server, "cancel", "--sequence", "chat", "--json")
+    assert (told.code, json.loads(told.out)) == (0, {"sequence": "chat", "cancelled": True, "requests": 0})
+    later = encode_member("later", b"{}", LATER, created=LATER, sequence=Turn("chat", 0))
+    await queue.submit([Submission(later, LATER, "later", "", LATER)])
+    turns = [(lease, parse(lease.member).sequence) for lease in (await claim(queue)).leases]
+    verdicts = (await queue.line_up([(lease, turn) for lease, turn in turns if turn], TERMS)).verdicts
+    assert [getattr(one, "code", "goes") for one in verdicts] == ["CANCELLED", "goes"]
+
+
+async def test_a_sequence_is_aborted_before_anything_of_it_was_claimed(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    told = await verb(queue_server, "sequences", "abort", "chat", "--why", "wrong model")
+    assert told == Answer(0, "chat is aborted\n", "")
+    assert "wrong model" in (await verb(queue_server, "sequences", "show", "chat")).out
+    leases = await put(queue, 0)
+    (verdict,) = (await queue.line_up([(leases[0], Turn("chat", 0))], TERMS)).verdicts
+    assert getattr(verdict, "code", "") == "SEQUENCE_ABORTED"
+    again = await verb(queue_server, "sequences", "abort", "chat")
+    assert again == Answer(1, "", "chat is over already\n")
+
+
+async def test_the_secret_of_a_sequence_is_shown_nowhere(queue_server: Server, queue: OwnerAndDesk) -> None:
+    sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--id", "r-1", "--no-wait")
+    assert sent.code == 0
+    secret = await queue.desk.sequence_secret()
+    told = await verb(queue_server, "list", "--json")
+    (lease,) = (await claim(queue)).leases
+    assert secret.encode() in lease.member
+    turn = parse(lease.member).sequence
+    assert turn is not None
+    await queue.line_up([(lease, turn)], TERMS)
+    shown = [
+        sent,
+        told,
+        *[
+            await verb(queue_server, *words, *more)
+            for words in (("describe", "r-1"), ("sequences", "show", "chat"), ("sequences", "list"))
+            for more in ((), ("--json",))
+        ],
+    ]
+    await queue.bury([Burial(Settlement(lease, b"", ""), "why")])
+    shown += [await verb(queue_server, "dead", "list", *more) for more in ((), ("--json",))]
+    assert all(each.code == 0 for each in shown)
+    assert not [each for each in shown if secret in each.out + each.err or turn.owner in each.out + each.err]
+
+
+async def test_requests_submitted_one_by_one_are_of_one_sequence(
+    queue_server: Server, queue: OwnerAndDesk
+) -> None:
+    """Each has a result list of its own, where its id finds it."""
+    for _ in range(2):
+        sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--no-wait")
+        assert sent.code == 0
+    turns = [parse(lease.member).sequence for lease in (await claim(queue)).leases]
+    assert len({turn.owner for turn in turns if turn is not None}) == 1
+    assert None not in turns
 
 
 async def test_a_single_request_joins_a_sequence(queue_server: Server, queue: OwnerAndDesk) -> None:
     sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--no-wait")
     assert sent.code == 0
     (lease,) = (await claim(queue)).leases
-    assert b'"sequence":{"id":"chat"}' in lease.member
+    assert b'"sequence":{"id":"chat","secret":"' in lease.member
     refused = await verb(queue_server, "submit", "{}", "--sequence", "x" * 300, "--no-wait")
     assert (refused.code, "data.sequence.id" in refused.err) == (2, True)
 

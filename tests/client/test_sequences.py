@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dispatcher.client import (
     Result,
     SequenceAbortedError,
     SequenceBusyError,
+    SequenceDeniedError,
     SequenceEndedError,
     SequenceFullError,
     SequenceIndexError,
@@ -26,6 +28,9 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.result import ErrorCode, answered, failed
 from dispatcher.core.turns import Carry
 from dispatcher.core.verdicts import SequenceTerms
+from dispatcher.ports import Settlement
+from dispatcher.queue.redis.connect import connect
+from dispatcher.queue.redis.desk import RedisDesk
 from tests.client.answering import NAMES, POOL, echo, refusal
 from tests.client.turns import TurnTaking
 from tests.queue.made import OwnerAndDesk, claim, queues
@@ -281,6 +286,86 @@ async def test_a_block_that_an_exception_leaves_cancels_what_waits(
     async with taking.always():
         waited = [await client.result(each) for each in handles[1:3]]
         assert [each.code for each in waited] == ["CANCELLED"] * 2
+
+
+@pytest.mark.parametrize("claimed", [False, True], ids=["none claimed", "one claimed"])
+@pytest.mark.parametrize("how", ["cancel", "exception", "by id"])
+async def test_all_that_was_submitted_is_cancelled_claimed_or_not_and_the_id_is_free(
+    client: BatchClient, taking: TurnTaking, how: str, claimed: bool
+) -> None:
+    handles = []
+
+    async def give_up() -> None:
+        async with client.sequence("chat-7", on_error="abort") as chat:
+            handles.extend([await chat.enqueue({"n": n}) for n in range(4)])
+            if claimed:
+                await taking.once(lambda request: None)
+            if how == "cancel":
+                assert await chat.cancel()
+            elif how == "by id":
+                assert await client.cancel_sequence("chat-7") is claimed
+            else:
+                raise KeyError("no such thing")
+
+    with suppress(KeyError):
+        await give_up()
+    for lease, request in taking.running:  # what was at work is broken off
+        result = failed(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
+        await taking.queue.settle([Settlement(lease, result, request.results, request.id, request.token)])
+    async with taking.always():
+        results = [await client.result(each) for each in handles]
+        assert [each.code for each in results] == ["CANCELLED"] * 4
+        assert await client.known_sequence("chat-7") is None
+        assert numbers([await client.sequence("chat-7").send({"n": 5})]) == [5]
+
+
+async def test_a_request_that_is_submitted_while_its_sequence_is_cancelled_is_cancelled(
+    one_redis: Server, taking: TurnTaking
+) -> None:
+    """Its hook takes long, and so it is stamped after the mark."""
+    waits, go_on = asyncio.Event(), asyncio.Event()
+
+    async def before(_: Item) -> None:
+        waits.set()
+        await go_on.wait()
+
+    async with BatchClient(one_redis.url, pool=POOL, before=before) as client:
+        chat = client.sequence("chat-7", index=0)
+        go_on.set()
+        await chat.enqueue({"n": 0})
+        waits.clear()
+        go_on.clear()
+        late = asyncio.create_task(chat.enqueue({"n": 1}))
+        await waits.wait()
+        await chat.cancel()
+        go_on.set()
+        handle = await late
+        async with taking.always():
+            assert (await client.result(handle)).code == "CANCELLED"
+            assert await client.known_sequence("chat-7") is None
+
+
+async def test_programs_with_our_client_share_sequences_and_others_are_kept_out(
+    one_redis: Server, client: BatchClient, taking: TurnTaking
+) -> None:
+    async with taking.always(), BatchClient(one_redis.url, pool=POOL, name="later") as later:
+        await client.sequence("chat-7").send({"n": 0})
+        assert numbers([await later.sequence("chat-7").send({"n": 1})]) == [1]
+        theirs = Turn("chat-7", 2, secret="the secret of another program")
+        denied = await client.submit({"n": 2}, sequence=theirs)
+        with pytest.raises(SequenceDeniedError):
+            denied.raise_for_status()
+        assert numbers([await client.submit({"n": 2}, sequence="chat-7")]) == [2]
+    assert taking.indexes["chat-7"] == [0, 1, 2]
+
+
+async def test_clients_that_ask_at_once_agree_on_one_secret(one_redis: Server) -> None:
+    desks = [RedisDesk(connect(one_redis.url), NAMES) for _ in range(5)]
+    found = await asyncio.gather(*(desk.sequence_secret() for desk in desks))
+    assert len(set(found)) == 1
+    assert len(found[0]) == 32
+    for desk in desks:
+        await desk.aclose()
 
 
 async def test_cancel_ends_it(client: BatchClient, taking: TurnTaking) -> None:

@@ -11,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dispatcher.core.lives import CancelMark
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.sequences import Sequences
 from dispatcher.core.turns import LIVES_MOST, LOOK_S, UNPARK_MOST, OnError, SequenceStatus, Turn
 from dispatcher.core.verdicts import Barred, Goes, SequenceNews, SequenceTerms, TurnEnd, Waits
 
 TERMS = SequenceTerms(max_idle_s=100, max_age_s=1000, max_waiting=5, gap_s=60)
+UNMARKED = CancelMark(at=0, until=0)
 
 
 class World:
@@ -150,7 +152,7 @@ def test_the_best_of_those_that_wait_begins_first() -> None:
     for score, name in ((5.0, "b"), (4.0, "c"), (9.0, "a"), (1.0, "b")):
         world.rules.line_up(world.come(name), score, Turn(name), world.now)
     world.claimable.clear()
-    world.rules.cancel("c", world.now)
+    world.rules.cancel("c", UNMARKED, world.now)
     world.end(1)
     world.sweep(TERMS.max_idle_s * 6)
     assert [world.turns[entry].id for entry in world.claimable] == ["b"]
@@ -256,11 +258,10 @@ def test_what_is_due_follows_a_clock_that_steps_back() -> None:
 def test_nothing_to_decide() -> None:
     world = World()
     assert not world.rules.release("s", 0.0)
-    assert not world.rules.abort("s", "why", 0.0)
-    assert world.rules.cancel("s", 0.0) is None
+    assert world.rules.cancel("s", UNMARKED, 0.0) is None
     world.send(0)
     world.end(1, failed=True)
-    assert world.rules.cancel("s", 0.0) is None, "it is over"
+    assert world.rules.cancel("s", UNMARKED, 0.0) is None, "it is over"
 
 
 def test_what_ended_before_it_was_lined_up_is_noted_where_somebody_would_wait() -> None:
@@ -362,7 +363,7 @@ class Life(World):
         elif self.dice.random() < 0.3:
             self.rules.abort(name, "no use", self.now)
         elif self.dice.random() < 0.3:
-            self.rules.cancel(name, self.now)
+            self.rules.cancel(name, UNMARKED, self.now)
         self.moved()
 
     def pass_time(self) -> None:

@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from dispatcher.core.request import Rejection, Request, encode_member, parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import INDEX_MOST, MAX_SEQUENCE_BYTES, OnError, Turn
+from dispatcher.core.verdicts import TurnEnd
+from dispatcher.queue.keys import Names
+from dispatcher.queue.requeue import accept_anew
 from tests.floors import beside, cpu_of
 
 turns = st.builds(
@@ -71,6 +74,9 @@ def test_a_turn_is_read_as_it_stands() -> None:
         ({"id": "x", "last": 1}, "data.sequence.last"),
         ({"id": "x", "reset": "no"}, "data.sequence.reset"),
         ({"id": "x", "on_error": "stop"}, "data.sequence.on_error"),
+        ({"id": "x", "secret": "too short"}, "data.sequence.secret"),
+        ({"id": "x", "secret": "x" * 257}, "data.sequence.secret"),
+        ({"id": "x", "secret": 1e16}, "data.sequence.secret"),
     ],
 )
 def test_one_that_can_be_none_is_refused_with_what_is_wrong(sequence: Any, why: str) -> None:
@@ -79,6 +85,83 @@ def test_one_that_can_be_none_is_refused_with_what_is_wrong(sequence: Any, why: 
     assert found.code is ErrorCode.INVALID_REQUEST
     assert found.message.startswith(why)
     assert (found.id, found.sequence) == ("r-1", None)
+
+
+SECRET = "a secret of 128 bits"
+
+
+def of(*, results: str = "", token: str = "", **data: Any) -> Turn:
+    internal = {"result_queue_name": results, "request_token": token}
+    fields = {"id": "r-1", "deadline": 2_000_000_000, "payload": {}, **data}
+    found = parse(json.dumps({"internal": internal, "request_kind": "redis", "data": fields}).encode())
+    assert isinstance(found, Request), found
+    assert found.sequence is not None
+    return found.sequence
+
+
+def test_the_owner_of_a_sequence_is_told_by_its_secret_else_by_the_result_list() -> None:
+    by_secret = of(sequence={"id": "s", "secret": SECRET})
+    assert by_secret.owner == of(sequence={"id": "t", "secret": SECRET}, results="alice").owner
+    owners = {
+        by_secret.owner,
+        of(sequence={"id": "s"}, results=SECRET).owner,
+        of(sequence={"id": "s", "secret": "another secret of these"}).owner,
+        of(sequence={"id": "s"}, results="alice").owner,
+        of(sequence={"id": "s"}).owner,
+    }
+    assert len(owners) == 5, "a list that is called like a secret is another owner"
+    assert (
+        of(metadata={"sequence_id": "s"}, results="alice").owner
+        == of(sequence={"id": "s"}, results="alice").owner
+    )
+    assert of(sequence={"id": "s"}).owner == ""
+
+
+def test_the_default_list_is_one_owner_whether_it_is_named_or_not() -> None:
+    names = Names("batch:{q}:requests", "batch:{q}:results")
+    assert names.owner(of(sequence={"id": "s"}, results="batch:{q}:results")) == ""
+    assert names.owner(of(sequence={"id": "s"}, results="batch:{q}:results:x")) != ""
+
+
+def test_a_secret_is_in_the_member_and_in_nothing_that_is_shown() -> None:
+    told = of(sequence={"id": "s", "secret": SECRET})
+    assert SECRET.encode() in encode_member("r", b"{}", 2_000_000_000, sequence=told)
+    assert b"owner" not in encode_member("r", b"{}", 2_000_000_000, sequence=told)
+    shown = repr(TurnEnd(told)) + repr(parse(encode_member("r", b"{}", 2_000_000_000, sequence=told)))
+    assert SECRET not in shown
+    assert SECRET not in told.owner
+
+
+def test_a_dead_request_that_is_accepted_anew_keeps_its_secret() -> None:
+    names = Names("batch:{q}:requests", "batch:{q}:results")
+    dead = encode_member(
+        "r", b"{}", 9, sequence=Turn("s", 3, secret=SECRET), results="batch-results:0123456789abcdef"
+    )
+    again = accept_anew(names, dead, 9.0, 2_000_000_000)
+    assert again is not None
+    found = parse(again.member)
+    assert found.sequence is not None
+    assert found.sequence.secret == SECRET
+
+
+@pytest.mark.parametrize(
+    ("created", "token", "expected"),
+    [
+        (None, "", 0.0),
+        (None, f"{1_700_000_000_500_000_000:016x}rest", 0.0),
+        (1_700_000_000, "", 1_700_000_000.0),
+        (1_700_000_000, f"{1_700_000_000_500_000_000:016x}rest", 1_700_000_000.5),
+        (1_700_000_000, f"{1_600_000_000_500_000_000:016x}rest", 1_700_000_000.0),
+        (1_700_000_000, "no hexadecimal digits", 1_700_000_000.0),
+        (1_700_000_000, "17", 1_700_000_000.0),
+        (1_700_000_000_000, "", 0.0),
+    ],
+    ids=["none", "token alone", "created", "both", "apart", "no digits", "short", "milliseconds"],
+)
+def test_when_a_request_was_submitted_is_told_by_created_and_exactly_by_our_tokens(
+    created: int | None, token: str, expected: float
+) -> None:
+    assert of(created=created, token=token, sequence={"id": "s"}).submitted_at == expected
 
 
 def test_what_names_its_sequence_twice_is_refused() -> None:

@@ -353,7 +353,7 @@ def test_cancelled_sequence_is_answered_without_being_sent() -> None:
         gateway.takes_s = 3.0
         await submit(scene, turns("a", 4))
         await asyncio.sleep(1)
-        scene.store.line.sequences.cancel("a", asyncio.get_running_loop().time())
+        await scene.store.cancel_sequence("a")
         await asyncio.sleep(6)
         told = await results(scene)
         assert {told[f"a-{n}"]["error_code"] for n in (1, 2, 3)} == {"CANCELLED"}

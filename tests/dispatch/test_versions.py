@@ -813,6 +813,8 @@ def test_jobs_and_sequences_are_told_apart_by_few_bytes() -> None:
     assert pin_key(terms, job) == pin_key(terms, request(labels={"file": "x"}))
     assert pin_key(terms, job) != pin_key(replace(terms, name="other"), job)
     assert pin_key(terms, request(sequence=Turn("x"))) != pin_key(terms, job)
+    of_two_producers = [pin_key(terms, request(sequence=Turn("x", owner=owner))) for owner in ("a", "b")]
+    assert len(set(of_two_producers)) == 2
     assert pin_key(terms, request()) == ""
     assert pin_key(replace(terms, pin=Pin.SEQUENCE), job) == ""
     assert pin_key(replace(terms, pin=Pin.REQUEST), job) == ""

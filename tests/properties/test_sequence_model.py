@@ -56,6 +56,7 @@ class SequenceModel(Twins):
             "last": st.integers(0, 7).map(lambda number: number == 0),
             "reset": st.integers(0, 5).map(lambda number: number == 0),
             "on_error": st.sampled_from([None, None, "continue", "abort", "hold", "hold"]),
+            "secret": st.sampled_from([None] * 7 + ["that of another producer"]),
         }
     )
 
@@ -64,6 +65,8 @@ class SequenceModel(Twins):
         for turn in turns:
             self.serial += 1
             fields = {"id": f"r-{self.serial}", "deadline": NEVER, "payload": {}, "sequence": turn}
+            # Most were submitted after any cancel; some before, and some do not say when.
+            fields["created"] = {0: PAST, 4: None}.get(self.serial % 7, NEVER)
             member = json.dumps({"request_kind": "redis", "data": fields}).encode()
             self.add(float(PAST if late else NEVER - 10 + self.serial % 3), member)
 
@@ -488,7 +491,7 @@ HAPPENS = (
     *("Goes", "Waits", "Barred", "SEQUENCE_FULL", "SEQUENCE_INDEX", "SEQUENCE_ABORTED", "SEQUENCE_ENDED"),
     *("failed", "turns by time", "unserved", "expired b'late'", "expired b'over'", "release", "abort"),
     *("cancel", "forget", "open", "parked", "held", "aborted", "ended", "lives", "gaps", "replies lost"),
-    *("handed over", "not handed over", "told again"),
+    *("handed over", "not handed over", "told again", "SEQUENCE_DENIED", "CANCELLED"),
 )
 
 

@@ -10,7 +10,9 @@ from dispatcher.queue.keys import Names
 async def assert_only_known_keys(client: Any, names: Names, *lists: str) -> None:
     """Fail on a key that is neither the queue's own, nor a result list named here, nor expiring."""
     by_operators = [key for key in names.board if key.endswith((":labels", ":drains"))]
-    known = {key.encode() for key in (*names.keys, *by_operators, names.results, *lists)}
+    known = {
+        key.encode() for key in (*names.keys, *by_operators, names.results, names.sequence_secret, *lists)
+    }
     found = [key async for key in client.scan_iter(count=1000)]
     stray = [key for key in found if key not in known and await client.pttl(key) == -1]
     assert not stray, f"keys that docs/queue-contract.md does not list and that never expire: {stray}"

@@ -101,14 +101,17 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     names = {"<queue>": QWEN.queue, "<prefix>": QWEN.prefix, "<pool>": QWEN.pool_prefix}
     listed = {re.sub("<(?:queue|prefix|pool)>", lambda of: names[of[0]], key): kind for key, kind in rows}
     own = {key: kind for key, kind in listed.items() if "<" not in key}
-    assert set(own) == {*QWEN.keys, *QWEN.board}
+    assert set(own) == {*QWEN.keys, *QWEN.board, QWEN.sequence_secret}
     passing = [key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.prefix}:") and "<" in key]
-    assert set(passing) == {QWEN.reply(""), QWEN.active(""), f"{QWEN.prefix}:cancel:"}
+    cancels = {f"{QWEN.prefix}:cancel:", f"{QWEN.prefix}:sequences:cancelled:"}
+    assert set(passing) == {QWEN.reply(""), QWEN.active(""), *cancels}
 
     await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
     assert await queue.cancel("r-7", "t")
     leases = (await claim(queue, 6)).leases
     await sequences_of_every_kind(queue)
+    await queue.desk.sequence_secret()
+    await queue.cancel_sequence("z")
     await queue.release([Release(leases[0]), Release(leases[1], delay_s=60)])
     await queue.bury([Burial(answer(leases[2]), "why")])
     await client.zadd(f"{QWEN.prefix}:leases", {f"{leases[3].entry}:a": 0}, xx=True)

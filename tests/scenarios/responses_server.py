@@ -1,4 +1,5 @@
-"""A model server with OpenAI's Responses API behind HTTP, which keeps the conversations itself."""
+"""A model server behind HTTP with OpenAI's Responses API, which keeps the conversations itself, and with chat
+completions, whose answer repeats all that was said."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ class ResponsesServer:
         """As the API does: on with the response that is named, 404 where that is not known."""
         self.asked.append(body)
         asked = json.loads(body)
+        if "messages" in asked:
+            said = " / ".join(each["content"] for each in asked["messages"])
+            return 200, {"choices": [{"message": {"role": "assistant", "content": f"heard: {said}"}}]}
         previous = asked.get("previous_response_id")
         if previous is not None and previous not in self.known:
             return 404, {"error": {"code": "previous_response_not_found", "param": "previous_response_id"}}

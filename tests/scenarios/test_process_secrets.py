@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dispatcher.core.turns import Turn
 from tests.scenarios.processes import NAMES, POOL, Stage
 from tests.support import wait_until_sync
 from tests.telemetry.traces import Collector
@@ -55,6 +56,13 @@ def test_neither_log_nor_traces_hold_a_payload_a_token_or_a_secret(stage: Stage,
                 metadata={"traceparent": PARENT, "note": "the-metadata-must-not-show"},
             )
             if not sim:
+                stage.producer.submit(
+                    2,
+                    payload,
+                    prefix="turn",
+                    sequence=Turn("chat", secret="the-secret-of-a-sequence-must-not-show"),
+                    metadata={"traceparent": PARENT},
+                )
                 stage.producer.wait_for_all(timeout_s=20)  # a gateway's answers are a gateway's from now on
         stage.producer.put(
             {b'{"the-member-must-not-show': 1.0, b'{"data":{"the-member-must-not-show":1}}': 2.0}

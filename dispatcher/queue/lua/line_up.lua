@@ -2,7 +2,7 @@
 -- KEYS   own…
 -- ARGV   owner, lease_s, then packed: terms (max_idle_s, max_age_s, max_active or -1, max_waiting, on_error, gap_s, 1: what
 --        comes after the end is refused, or 0), and a list of leases: {id, token, id of the sequence, index (-1: none), last,
---        reset (0/1 each), on_error}…
+--        reset (0/1 each), on_error, owner, time of submission (0: unknown)}…
 -- Returns {facts, {1, index, token, 1 if it is the first of a life, what it is built on} for one that goes; {0} for one that
 --         waits, or is not the caller's; {2, code, why} for one that never will go, and stays the caller's…}
 -- Keeps: of a sequence at most one request goes, until that has ended for good; the same call again says the same of what
@@ -61,7 +61,8 @@ end
 for number, told in ipairs(turns) do
   local id, state = told[1], states[told[1]]
   local ours = state and state[WHERE] == 'L' and state[TOKEN] == told[2] and not leaving[id]
-  local turn = {id = told[3], index = told[4] >= 0 and told[4] or nil, last = told[5], reset = told[6] == 1}
+  local turn = {id = told[3], index = told[4] >= 0 and told[4] or nil, last = told[5], reset = told[6] == 1, owner = told[8],
+                submitted_at = told[9]}
   verdicts[number] = ours and line_up(id, state, turn, told[7]) or {0}
 end
 in_bulk('HSET', ENTRIES, going)

@@ -1,11 +1,13 @@
 -- Show sequences, or decide about one.
 -- KEYS   own…
--- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why; "cancel", id; "forget", id
+-- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why, terms for a queue in which there
+--        was no sequence yet (packed, as line_up has them); "cancel", id, Unix time (empty: now), how many seconds requests
+--        from before may wait; "forget", id
 -- Returns for a list: {cursor, {as `row` has it…}}; to show: a row, or false; released, aborted: 1, or 0 where there was nothing
---         to decide; cancelled: the entry of its head or 0, or false where there was nothing to cancel; forgotten: 1, 0 where
+--         to decide; cancelled: the entry of its head or 0, or false where nothing of it was alive; forgotten: 1, 0 where
 --         something of it runs or waits, false where nothing is known of it
--- Keeps: what waits is answered, or goes on; a head goes on to its end.
-need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE')
+-- Keeps: what waits is answered, or goes on; a head goes on to its end. What was submitted before a cancel does not begin.
+need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE', 'GET', 'SET', 'TTL')
 local verb, now = ARGV[1], clock()
 all()
 
@@ -46,20 +48,49 @@ if verb == 'release' then
   return 1
 end
 if verb == 'forget' then
-  if not one then return false end
-  if one.head or seats_of(one) > 0 then return 0 end
+  local key, mark = mark_key(ARGV[2]), mark_of(ARGV[2])
+  local undated = mark and mark.undated
+  if one and (one.head or seats_of(one) > 0) then return 0 end
+  if undated then call('SET', key, string.format('%.17g dated', mark.at), 'EX', math.max(1, call('TTL', key))) end
+  if not one then return undated and 1 or false end
   drop(one)
   settle_down(one, now)
   keep_turns(now)
   return 1
 end
-if not one or ENDED[one.status] then return verb == 'abort' and 0 or false end
+-- One that nothing was claimed of yet is over before it begins.
+local function unbegun(id)
+  local unborn = added(id)
+  begin(unborn)
+  unborn.lives = {new_life(0)}
+  return unborn
+end
+
 if verb == 'abort' then
+  if one and ENDED[one.status] then return 0 end
+  if not of_all.max_idle_s then
+    local terms = cmsgpack.unpack(ARGV[4])
+    of_all.max_idle_s, of_all.max_age_s, of_all.max_active = terms[1], terms[2], terms[3]
+    of_all.max_waiting, of_all.on_error, of_all.gap_s, of_all.refuses = terms[4], terms[5], terms[6], terms[7]
+  end
+  one = one or unbegun(ARGV[2])
   close(one, 'aborted', 'SEQUENCE_ABORTED', ARGV[3], now)
   settle_down(one, now)
   keep_turns(now)
   return 1
 end
+local key, before = mark_key(ARGV[2]), mark_of(ARGV[2])
+local at, for_s = tonumber(ARGV[3]) or now, math.ceil(tonumber(ARGV[4]))
+if before then at, for_s = math.max(at, before.at), math.max(for_s, call('TTL', key)) end
+call('SET', key, string.format('%.17g', at), 'EX', math.max(1, for_s))
+if not one and of_all.refuses == 1 then
+  one = unbegun(ARGV[2])
+  close(one, 'ended', 'SEQUENCE_ENDED', 'the sequence was cancelled', now)
+  settle_down(one, now)
+  keep_turns(now)
+  return false
+end
+if not one or ENDED[one.status] then return false end
 happened('cancelled')
 local next_index = one.lives[1][NEXT]
 for _, life in ipairs(one.lives) do doom(life, 'CANCELLED', 'the sequence was cancelled') end

@@ -6,6 +6,9 @@
 -- SEQUENCED   the lane in which seats wait, by score. PARKED: ids of those that may not begin yet, by the best score
 -- OVER        '<life>:<code>:<why>' by life: its seats are to be answered. LOOKS: ids by when the sweep looks at them
 --
+-- <prefix>:sequences:cancelled:<id>  a sequence was cancelled: the Unix time of that, and ' dated' where requests that do not say
+--             when they were submitted are not meant; as long as requests from before may wait to be claimed
+--
 -- The seat of an entry (TURN in its state): IN_LINE, then these:
 local S_ID, S_LIFE, S_INDEX, S_LAST, S_THEN = 2, 3, 4, 5, 6
 local ALIVE, ENDED = {open = true, held = true}, {aborted = true, ended = true}
@@ -67,11 +70,11 @@ local function read(id, packed)
   local of = cmsgpack.unpack(packed)
   return {id = id, status = of[1], touched = of[2], head = of[3], head_life = of[4], head_last = of[5], head_then = of[6],
           born = of[7], gap = of[8], token = of[9], done = of[10], failed = of[11], cause = of[12], carried = of[13],
-          lives = of[14], look = of[15]}
+          lives = of[14], look = of[15], owner = of[16]}
 end
 local function written(one)
   return cmsgpack.pack({one.status, one.touched, one.head, one.head_life, one.head_last, one.head_then, one.born, one.gap,
-                        one.token, one.done, one.failed, one.cause, one.carried, one.lives, one.look})
+                        one.token, one.done, one.failed, one.cause, one.carried, one.lives, one.look, one.owner})
 end
 
 local function known(id)
@@ -86,6 +89,26 @@ end
 -- What was read of these by one command, which operators have no right to.
 local function know(ids, found)
   for number, packed in ipairs(found) do known_ones[ids[number]] = packed and read(ids[number], packed) end
+end
+
+-- The mark of a sequence that was cancelled; false: it was not.
+local marks = {}
+local function mark_key(id) return string.sub(RETURNED, 1, -1 - #'returned') .. 'sequences:cancelled:' .. id end
+local function mark_of(id)
+  if marks[id] == nil then
+    local at, dated = string.match(call('GET', mark_key(id)) or '', '^(%S+)(.*)$')
+    at = tonumber(at or '')
+    marks[id] = at and {at = at, undated = dated ~= ' dated'} or false
+  end
+  return marks[id]
+end
+
+-- Why a request of that time of submission (0: unknown) ends with a cancel of its sequence; nil: it does not.
+local function why_cancelled(id, submitted_at)
+  local mark = mark_of(id)
+  if not mark then return nil end
+  if submitted_at > 0 then return submitted_at <= mark.at and 'the sequence was cancelled' or nil end
+  return mark.undated and 'the sequence was cancelled, and no data.created says that the request came later' or nil
 end
 
 local function new_number()
@@ -377,10 +400,16 @@ end
 
 local function is_full(most) return 'SEQUENCE_FULL', string.format('%.0f requests of its sequence wait already', most) end
 
--- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .then_.
+-- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .owner,
+-- .submitted_at.
 local function refused(one, turn, now)
   local terms = all()
   local most = terms.max_waiting
+  -- Before anything else: the answer to a stranger depends on nothing but whose the sequence is. A sequence that a
+  -- dispatcher of an older version wrote last has no owner, and gets one by its next request.
+  if one and one.owner and one.owner ~= turn.owner then return 'SEQUENCE_DENIED', 'its sequence belongs to another producer' end
+  local cancelled = why_cancelled(turn.id, turn.submitted_at)
+  if cancelled then return 'CANCELLED', cancelled end
   if one and ENDED[one.status] and not turn.reset then
     one.touched = now
     keep_one(one)
@@ -413,13 +442,17 @@ local function told_to_go(one, state)
   return state[TURN][S_INDEX], one.token, one.done == 0 and 1 or 0, carried
 end
 
+local function added(id)
+  local one = {id = id, status = 'ended', head = false, head_life = 0, head_last = 0, head_then = '', gap = false, carried = 0}
+  known_ones[id] = one
+  return one
+end
+
 -- The sequence with a life that takes the turn, and its index there.
 local function joined(one, turn, score, now)
   local fresh = not one or ENDED[one.status]
-  if not one then
-    one = {id = turn.id, status = 'ended', head = false, head_life = 0, head_last = 0, head_then = '', gap = false, carried = 0}
-    known_ones[turn.id] = one
-  end
+  one = one or added(turn.id)
+  one.owner = one.owner or turn.owner
   if fresh then
     begin(one)
     one.lives = {}
@@ -438,7 +471,8 @@ end
 -- A request that was never lined up has ended: where others would wait for it, its index has passed.
 local function pass_by(told, now)
   if not all().gap_s then return end -- no sequence was ever told of here
-  local turn = {id = told[1], index = told[2] >= 0 and told[2] or nil, reset = told[4] == 1}
+  local turn = {id = told[1], index = told[2] >= 0 and told[2] or nil, reset = told[4] == 1, owner = told[10],
+                submitted_at = told[11]}
   local failed, one = told[6], known(told[1])
   local on_error = told[5] ~= '' and told[5] or of_all.on_error
   if not turn.index and (failed == 0 or on_error == 'continue') then return end
@@ -453,7 +487,7 @@ end
 local function told_of(packed) return packed ~= '' and cmsgpack.unpack(packed) or nil end
 
 -- An entry has ended for good. `told`: nil, or id, index (-1: none), last, reset, on_error ('': as the terms say), failed,
--- cause, token (nil: as before), 1 where `carried` counts
+-- cause, token (nil: as before), 1 where `carried` counts, owner, time of submission (0: unknown)
 local function end_turn(id, state, told, carried, now)
   local turn = state and state[TURN]
   if not turn then

@@ -8,6 +8,7 @@ from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, ModelMarks, Submission
+from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.keys import Names
 from dispatcher.queue.marks import check_names
 from dispatcher.queue.memory import desk_steps as steps
@@ -146,9 +147,11 @@ class MemoryStore:
         self.pool.check_up()
         return sequences.abort(self.line, sequence_id, why)
 
-    async def cancel_sequence(self, sequence_id: str) -> bool:
+    async def cancel_sequence(
+        self, sequence_id: str, at: float | None = None, for_s: float = CANCEL_TTL_S
+    ) -> bool:
         self.pool.check_up()
-        return sequences.cancel(self.line, sequence_id)
+        return sequences.cancel(self.line, sequence_id, at, for_s)
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         self.pool.check_up()

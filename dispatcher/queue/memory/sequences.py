@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from dispatcher.core.lives import Sequenced
+from msgspec import structs
+
+from dispatcher.core.lives import CancelMark, Sequenced
 from dispatcher.core.oversize import cut
 from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import LINE_SEEN, SequenceSeen, SequenceStatus, Turn
@@ -27,7 +29,7 @@ def _line_up(line: Line, lease: Lease, turn: Turn, now: float) -> Verdict:
     if grant is None:
         return Waits()
     entry = grant.entry
-    verdict = line.sequences.line_up(entry.id, entry.score, turn, now)
+    verdict = line.sequences.line_up(entry.id, entry.score, _owned(line, turn), now)
     if isinstance(verdict, Waits):
         pool.end_lease(grant)
         entry.deliveries -= 1
@@ -35,6 +37,10 @@ def _line_up(line: Line, lease: Lease, turn: Turn, now: float) -> Verdict:
         line.move(entry, Place.RETURNED)
     bring_forward(line)
     return verdict
+
+
+def _owned(line: Line, turn: Turn) -> Turn:
+    return structs.replace(turn, owner=line.names.owner(turn))
 
 
 def bring_forward(line: Line) -> list[Entry]:
@@ -48,6 +54,8 @@ def bring_forward(line: Line) -> list[Entry]:
 
 def end_turn(line: Line, entry: Entry, end: TurnEnd | None, now: float) -> list[Entry]:
     """A request has ended for good; those whose turn has come by that."""
+    if end is not None:
+        end = structs.replace(end, turn=_owned(line, end.turn))
     line.sequences.end(entry.id, end, now)
     return bring_forward(line)
 
@@ -116,13 +124,16 @@ def abort(line: Line, name: str, why: str) -> bool:
     return _decided(line, done=done)
 
 
-def cancel(line: Line, name: str) -> bool:
-    head = line.sequences.cancel(name, line.pool.clock())
+def cancel(line: Line, name: str, at: float | None, for_s: float) -> bool:
+    now = line.pool.clock()
+    mark = CancelMark(line.pool.unix_now() if at is None else at, now + for_s)
+    head = line.sequences.cancel(name, mark, now)
     if head:
         request = parse(line.entries[head].member)
         if isinstance(request, Request) and request.token:
             desk_steps.cancel(line, request.id, request.token, found=True)
-    return _decided(line, done=head is not None)
+    _decided(line, done=True)
+    return head is not None
 
 
 def forget(line: Line, name: str) -> bool | None:

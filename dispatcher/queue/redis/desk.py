@@ -17,6 +17,7 @@ from dispatcher.core.request import Request, parse
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports import Counts, Dead, ModelMarks, Submission
+from dispatcher.queue.constants import CANCEL_TTL_S
 from dispatcher.queue.keys import Names
 from dispatcher.queue.redis import markers, marks, models, producer, search, sequences, steps
 from dispatcher.queue.redis.backend import Backend
@@ -202,20 +203,36 @@ class RedisDesk:
         return await self._decided(done=done)
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        """Answer what waits of it, and what comes, SEQUENCE_ABORTED; False: it is not alive."""
-        told = sequences.sentence(why)
-        done = bool(await sequences.decide(self.backend, "abort", sequence_id, told))
-        return await self._decided(done=done)
+        """Answer what waits of it, and what comes, SEQUENCE_ABORTED; False: it is over already."""
+        return await self._decided(done=await sequences.abort(self.backend, sequence_id, why))
 
-    async def cancel_sequence(self, sequence_id: str) -> bool:
-        """Answer what waits of it CANCELLED, and cancel what runs; False: it is not alive."""
-        head = await sequences.decide(self.backend, "cancel", sequence_id)
+    async def cancel_sequence(
+        self, sequence_id: str, at: float | None = None, for_s: float = CANCEL_TTL_S
+    ) -> bool:
+        """Answer what waits of it CANCELLED, cancel what runs, and have what was submitted until `at` (Unix
+        seconds; `None`: now, by the clock of Redis) answered CANCELLED when a dispatcher claims it within
+        `for_s`. False: nothing of it is alive, as far as dispatchers know."""
+        told = "" if at is None else repr(at)
+        head = await sequences.decide(self.backend, "cancel", sequence_id, told, for_s)
         if head:
             scripts, key = self.backend.scripts, self.names.members
             request = parse(await scripts.attempt(lambda: scripts.client.hget(key, head)) or b"")
             if isinstance(request, Request) and request.token:
                 await self.cancel(request.id, request.token, found=True)
-        return await self._decided(done=head is not None)
+        await self._decided(done=True)
+        return head is not None
+
+    async def sequence_secret(self) -> str:
+        """The secret of the sequences of programs with our client; it is made where there is none yet."""
+        return await producer.sequence_secret(self.backend.scripts, self.names)
+
+    async def take_over_secret(self, other: RedisDesk) -> None:
+        """Have the secret of sequences at the other queue where there is none here yet, so that programs with
+        our client go on with the sequences of requests that were copied from there."""
+        there, here = other.backend.scripts, self.backend.scripts
+        secret = await there.attempt(lambda: there.client.get(other.names.sequence_secret))
+        if secret:
+            await here.attempt(lambda: here.client.set(self.names.sequence_secret, secret, nx=True))
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
         """Know nothing of it any more; False: something of it runs or waits, None: nothing is known."""

@@ -6,6 +6,7 @@ Apart from those of the dispatchers, so that a program which only submits loads 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -61,6 +62,24 @@ async def cancel(backend: Backend, request_id: str, request_token: str, theirs: 
     args: list[Argument] = [backend.names.wake, CANCEL_TTL_S, request_id, request_token, theirs]
     active: int = (await backend.run("cancel", args)).value
     return active
+
+
+async def sequence_secret(scripts: Scripts, names: Names) -> str:
+    """The secret of the sequences of all programs with our client, made by the first that asks.
+
+    Only users with an operator's rights may read it, and they may read what sequences carry anyway. So it
+    keeps out producers with lesser rights, while a program that is restarted, its replicas and the command
+    line go on with each other's sequences.
+    """
+
+    async def agreed() -> bytes:
+        found: bytes | None = await scripts.client.get(names.sequence_secret)
+        if found is None:
+            await scripts.client.set(names.sequence_secret, secrets.token_hex(16), nx=True)
+            found = await scripts.client.get(names.sequence_secret)
+        return found or b""
+
+    return (await scripts.attempt(agreed)).decode(errors="replace")
 
 
 async def is_active(backend: Backend, request_id: str) -> bool:

@@ -38,7 +38,7 @@ _NEWS, _NEWS_END = 11, 20
 _pack = msgspec.msgpack.Encoder().encode
 
 
-def left_by(end: TurnEnd | None) -> tuple[Argument, Argument]:
+def left_by(backend: Backend, end: TurnEnd | None) -> tuple[Argument, Argument]:
     """What a request leaves to its sequence, as settle.lua and expire.lua get it."""
     if end is None:
         return "", ""
@@ -47,7 +47,14 @@ def left_by(end: TurnEnd | None) -> tuple[Argument, Argument]:
     on_error = "" if turn.on_error is None else turn.on_error.value
     flags = turn.id, index, int(turn.last), int(turn.reset), on_error, int(end.failed)
     token = None if end.token is None else _clean(end.token)
-    told = (*flags, sentence(end.cause), token, int(end.carry is not None))
+    told = (
+        *flags,
+        sentence(end.cause),
+        token,
+        int(end.carry is not None),
+        backend.names.owner(turn),
+        turn.submitted_at,
+    )
     return _pack(told), end.carry or b""
 
 
@@ -68,9 +75,6 @@ async def line_up(
     turns: Sequence[tuple[Lease, Turn]],
     terms: SequenceTerms,
 ) -> LinedUp:
-    most = -1 if terms.max_active is None else terms.max_active
-    told = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
-    told.append(int(terms.refuse_after_end))
     asked = [
         (
             lease.entry,
@@ -80,13 +84,21 @@ async def line_up(
             int(turn.last),
             int(turn.reset),
             (turn.on_error or terms.on_error).value,
+            backend.names.owner(turn),
+            turn.submitted_at,
         )
         for lease, turn in turns
     ]
-    args: list[Argument] = [owner, lease_s, _pack(told), _pack(asked)]
+    args: list[Argument] = [owner, lease_s, _packed_terms(terms), _pack(asked)]
     reply = await backend.run("line_up", args)
     facts, verdicts = reply.value
     return LinedUp([_verdict(*told) for told in verdicts], *facts_of(backend, reply, facts))
+
+
+def _packed_terms(terms: SequenceTerms) -> bytes:
+    most = -1 if terms.max_active is None else terms.max_active
+    told = [terms.max_idle_s, terms.max_age_s, most, terms.max_waiting, terms.on_error.value, terms.gap_s]
+    return _pack([*told, int(terms.refuse_after_end)])
 
 
 def _goes(index: int, token: bytes, fresh: int, carry: bytes) -> Goes:
@@ -178,7 +190,14 @@ async def show(backend: Backend, sequence_id: str) -> SequenceSeen | None:
     return None if row is None else _seen(*row)
 
 
-async def decide(backend: Backend, verb: str, sequence_id: str, *words: str) -> int | None:
+async def abort(backend: Backend, sequence_id: str, why: str) -> bool:
+    """False: it is over already."""
+    # The dispatchers bring their terms with the first sequence; until then these count.
+    args: list[Argument] = ["abort", _clean(sequence_id), sentence(why), _packed_terms(SequenceTerms())]
+    return bool((await backend.run("sequence", args)).value)
+
+
+async def decide(backend: Backend, verb: str, sequence_id: str, *words: str | float) -> int | None:
     told: int | None = (await backend.run("sequence", [verb, _clean(sequence_id), *words])).value
     return told
 

@@ -233,7 +233,7 @@ async def settle(
         lease, why = write.settlement.lease, write.bury
         args += (lease.entry, lease.token, *_result(backend, write.settlement))
         args += (0, "") if why is None else (1, why)
-        args += left_by(write.settlement.turn)
+        args += left_by(backend, write.settlement.turn)
     size = sum(write.size for write in writes)
     reply = await backend.run("settle", args, keys, size=size)
     now, dropped, handed, *statuses = reply.value
@@ -249,7 +249,7 @@ async def expire(backend: Backend, writes: Sequence[Write], *, ttl_s: int) -> Se
     for write in writes:
         if write.lies is not None:
             args += (place_of(write.lies), write.lies.member, *_result(backend, write.settlement))
-            args += left_by(write.settlement.turn)
+            args += left_by(backend, write.settlement.turn)
     size = sum(write.size for write in writes)
     statuses: Sequence[int] = (await backend.run("expire", args, _results_keys(backend), size=size)).value
     return statuses

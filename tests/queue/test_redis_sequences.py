@@ -1,0 +1,66 @@
+"""What sequences leave in Redis: for how long, and what of an older version's is taken over."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+import redis
+import redis.asyncio
+
+from dispatcher.core.request import encode_member, parse
+from dispatcher.core.turns import Turn
+from dispatcher.core.verdicts import Barred, Goes, SequenceTerms, TurnEnd, Verdict
+from dispatcher.queue.redis.desk import RedisDesk
+from tests.queue.made import NAMES, OwnerAndDesk, answer, claim, queues
+from tests.queue.servers import Server
+
+NEVER = 4 * 10**9
+MINE, THEIRS = "a secret of mine, all mine", "a secret of theirs, theirs"
+
+
+async def next_turn(queue: OwnerAndDesk, secret: str) -> Verdict:
+    """What is said of one more request; it ends at once if it goes."""
+    turn = parse(encode_member("r", b"{}", NEVER, sequence=Turn("s", secret=secret))).sequence
+    assert turn is not None
+    await queue.backend.scripts.client.zadd(NAMES.queue, {encode_member("r", b"{}", NEVER, sequence=turn): 1})
+    (lease,) = (await claim(queue)).leases
+    (verdict,) = (await queue.line_up([(lease, turn)], SequenceTerms())).verdicts
+    end = TurnEnd(turn, carry=b"[]") if isinstance(verdict, Goes) else None
+    await queue.settle([answer(lease).but(turn=end)])
+    return verdict
+
+
+async def test_a_sequence_that_an_older_version_wrote_last_is_of_whoever_comes_next(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    """It keeps no owner: what it does not know it does not write back."""
+    async with queues(any_server.url, "a") as (queue,):
+        assert isinstance(await next_turn(queue, MINE), Goes)
+        key = f"{NAMES.prefix}:sequences"
+        packed = msgspec.msgpack.decode(cast("bytes", await client.hget(key, "s")))
+        await client.hset(key, "s", msgspec.msgpack.encode(packed[:15]))
+        verdict = await next_turn(queue, MINE)
+        assert isinstance(verdict, Goes)
+        assert verdict.carry == b"[]", "it goes on"
+        assert isinstance(await next_turn(queue, THEIRS), Barred)
+
+
+async def test_a_cancel_is_kept_for_as_long_as_what_it_cancels_may_wait(
+    any_server: Server, client: redis.asyncio.Redis
+) -> None:
+    desk, key = RedisDesk(client, NAMES), f"{NAMES.prefix}:sequences:cancelled:s"
+    await desk.cancel_sequence("s", None, 1000.0)
+    assert 900 < await client.ttl(key) <= 1000
+    await desk.cancel_sequence("s", None, 10.0)
+    assert 900 < await client.ttl(key) <= 1000, "the longer one of the two counts"
+    await desk.forget_sequence("s")
+    assert 900 < await client.ttl(key) <= 1000
+    await desk.cancel_sequence("t")
+    assert 600_000 < await client.ttl(f"{NAMES.prefix}:sequences:cancelled:t") <= 604_800
+
+
+def test_no_result_list_is_the_secret_or_a_mark_of_any_queue() -> None:
+    for queue in ("batch:{qwen}:requests", "other:{x}"):
+        for key in (f"{queue}:sequences:secret", f"{queue}:sequences:cancelled:s"):
+            assert NAMES.refused_list(key) == "may be a key of a queue"
