@@ -10,6 +10,9 @@ from dispatcher.ports import Overload, Permit, Queue, Release
 from tests.conformance.worlds import World, answer, claim, full_claim, permit
 from tests.support import wait_until
 
+SLOP_S = 60.0
+"""So long may a few calls take on a machine with much else to do. It is much less than STEP_S."""
+
 
 def now() -> float:
     return asyncio.get_running_loop().time()
@@ -275,13 +278,12 @@ async def test_a_place_that_nobody_comes_to_probe_with_is_not_kept_for_long(worl
 async def test_no_probe_is_sent_while_the_gateway_asked_to_wait(world: World) -> None:
     await fill(world)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    at = now()
-    await first.share(Permit(1000, at - 1, 0), Overload(at, at + 0.2, False, 0))
-    await asyncio.sleep(0.1)
-    assert list((await second.probe("a", Permit(1000, at + 0.1, 0))).leases) == []
-    await asyncio.sleep(0.2)
-    assert list((await second.probe("b", Permit(1000, at - 1, 0))).leases) == [], "a reading of before"
-    assert len((await second.probe("c", Permit(1000, at + 0.1, 0))).leases) == 1
+    refused_at, patient, hasty = now() - 5, 600.0, 0.001
+    await first.share(Permit(1000, refused_at - 1, 0), Overload(refused_at, refused_at + 600, False, 0))
+    assert list((await second.probe("a", Permit(1000, now(), 0, patient))).leases) == []
+    of_before = Permit(1000, refused_at - 1, 0, hasty)
+    assert list((await second.probe("b", of_before)).leases) == [], "a reading of before"
+    assert len((await second.probe("c", Permit(1000, now(), 0, hasty))).leases) == 1
 
 
 async def test_probe_of_an_empty_queue_takes_no_role(world: World) -> None:
@@ -318,7 +320,7 @@ async def test_newer_readings_count_at_once_though_the_queue_s_clock_stepped_bac
     await world.step_back(STEP_S)
     told = (await second.renew([])).shared
     assert told.limit == 5
-    assert told.read_at == pytest.approx(now(), abs=0.25)
+    assert told.read_at == pytest.approx(now(), abs=SLOP_S)
     assert await take(second, 20, now() - 1, "b") == 0  # older than what was shared
 
     async def claimed() -> bool:
@@ -336,7 +338,7 @@ async def test_refusal_is_over_as_soon_as_ever_though_the_queue_s_clock_stepped_
     for owner in (second, first):
         overload = (await owner.renew([])).shared.overload
         assert overload is not None
-        assert overload.at == pytest.approx(now(), abs=0.25)
+        assert overload.at == pytest.approx(now(), abs=SLOP_S)
         assert overload.until == pytest.approx(overload.at + 0.6, abs=0.01)
         assert not overload.capacity  # or they would take it for a new one, and lower their ceilings again
         assert await take(owner, 10, at - 0.5, f"n-{now()}") == 0
@@ -372,7 +374,7 @@ async def test_refusal_of_later_than_now_is_of_now(world: World) -> None:
     await first.share(Permit(10, now(), 0), Overload(at, at + 0.3, capacity=True, in_flight=7))
     overload = (await second.renew([])).shared.overload
     assert overload is not None
-    assert overload.at == pytest.approx(now(), abs=0.25)
+    assert overload.at == pytest.approx(now(), abs=SLOP_S)
     assert overload.until == pytest.approx(overload.at + 0.3, abs=0.01)
     assert overload.capacity
 

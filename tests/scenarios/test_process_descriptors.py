@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import selectors
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,11 +47,9 @@ def test_half_requests_leave_descriptors_for_redis_gateway_and_files(stage: Stag
     with crowd(one.admin_port, 400) as strangers:
         wait_until_sync(lambda: dropped(strangers) >= 300, 10, what="most of them to be closed")
         assert len(list(Path(f"/proc/{one.child.pid}/fd").iterdir())) < FILES - 64
-        began = time.monotonic()
         stage.producer.submit(40)
         stage.producer.wait_for_all(timeout_s=20)
         assert one.probe("/livez")[0] == 200
         one.reconfigure(budget={"reserve": 0.1})
         one.wait_for(config_generation=2)
-        assert time.monotonic() - began < 20
     assert stage.producer.answers() == {"200": 40}
