@@ -47,7 +47,7 @@ def read_token(path: str | Path) -> str:
 
 
 def read_token_blocking(path: str | Path) -> str:
-    """The same for a thread that a file system which hangs may keep."""
+    """Return the token. Raises TokenFileError. A file system that hangs keeps the thread."""
     try:
         content = read_regular(path, MAX_TOKEN_BYTES)
     except OSError as error:

@@ -105,7 +105,7 @@ def read(path: Path | str | None) -> str | Problem:
 
 
 def read_blocking(path: Path) -> str | Problem:
-    """The text of a configuration file, which may be on a file system that hangs."""
+    """Return the text of a configuration file. A file system that hangs keeps the thread."""
     try:
         raw = read_regular(path, MAX_BYTES)
     except OSError as error:
