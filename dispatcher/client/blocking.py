@@ -89,7 +89,7 @@ class BlockingBatchClient:
 
     def stream(self, items: Items, *, max_pending: int = 1000, ordered: bool = False) -> Iterator[Result]:
         """Submit all of these, and yield their results as they come, or in their order."""
-        source: _Source[Result] = _Source(
+        source: _OpenStream[Result] = _OpenStream(
             self._client.stream(items, max_pending=max_pending, ordered=ordered)
         )
         try:
@@ -244,7 +244,7 @@ class _Call(Generic[T]):
             self.outcome.set_result(task.result())
 
 
-class _Source(Generic[T]):
+class _OpenStream(Generic[T]):
     """A stream that may be closed while its next item is awaited, as it is after a second Ctrl-C.
 
     An asynchronous generator refuses that.

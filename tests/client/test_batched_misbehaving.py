@@ -188,7 +188,14 @@ def test_all_whom_a_dead_worker_held_have_the_error(process: Mode, fate: str) ->
     assert_goes_on(process)
 
 
-FATES = ["fine"] * 6 + [*RIGHT, *REFUSED, *BLAMED, *FATAL, *ALONE]
+FATES = ["fine"] * 6 + [
+    *RIGHT,
+    *(name for name in REFUSED if name != "transposed array"),
+    *BLAMED,
+    *FATAL,
+    *ALONE,
+]
+"""Of two items a transposed array has as many rows as it should."""
 
 
 @pytest.mark.parametrize("function", [behave, behave_async])
