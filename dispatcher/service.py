@@ -331,7 +331,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         queue, desk = await stack.enter_async_context(open_queue(settings))
         gateway = HttpGateway(settings.gateway, subset_header=settings.serving.subset_header)
-        gateway.prepare()
+        await gateway.prepare()
         stack.push_async_callback(gateway.aclose)
         service = Service(settings, text, queue, desk, gateway, observe=observe)
         stack.push_async_callback(service.servers.aclose)

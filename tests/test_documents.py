@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import json
 import os
 import re
 import signal
@@ -121,6 +123,10 @@ def test_a_batch_file_is_finished_as_the_page_says(tmp_path: Path) -> None:
     failed = """echo '{"custom_id": "peru"}' > out.errors.jsonl\n"""
     told = run("\n".join([*blocks[:-1], failed, blocks[-1]]), tmp_path, ports("6379", "8000", "9090"))
     assert "3 answered, 0 failed" in told
+    chat = importlib.import_module("openai.types.chat")
+    for line in (tmp_path / "out.jsonl").read_text().splitlines():
+        answer = chat.ChatCompletion.model_validate(json.loads(line)["response"]["body"], strict=True)
+        assert answer.choices[0].message.content
     assert [f'"custom_id":"{name}"' in told for name in ("france", "peru", "fiji")] == [True] * 3
     assert (tmp_path / "french.jsonl").read_text().count('"status_code":200') == 2
     assert (tmp_path / "again.out.jsonl").read_text().count('"custom_id":"peru"') == 1

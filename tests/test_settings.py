@@ -434,10 +434,13 @@ def test_settings_cannot_be_changed_in_place() -> None:
 
 
 def test_rules_of_batching_come_from_a_variable_as_json_and_are_refused_by_their_place_in_it() -> None:
-    rules = json.dumps([{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32]}])
+    rules = json.dumps(
+        [{"paths": ["/v1/models/*:predict"], "max_size": 64, "preferred_sizes": [16, 32], "check_every": 9}]
+    )
     settings = good(BATCHING__RULES=rules, BATCHING__MODE="on")
     (rule,) = settings.batching.in_force()
     assert (rule.shape.name, rule.mode, rule.forming.preferred_sizes) == ("tensorflow", "on", (16, 32))
+    assert rule.check_every == 9
     assert bad(MINIMAL, BATCHING__RULES='[{"paths": ["/v1/embeddings"]}, {"paths": ["/odd"]}]') == [
         "environment: BATCH_DISPATCHER__BATCHING__RULES[1].shape: must be given: no shape is usual at /odd"
     ]

@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from dispatcher.admin.stream import STREAMS_MOST, Feed
 from dispatcher.ports import Dead
-from dispatcher.settings.files import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, TokenReader
 from dispatcher.telemetry.status import Status
 
 SHUTDOWN_S = 0.5
@@ -113,6 +113,7 @@ class AdminServer:
         self._host = host
         self._limits = limits
         self._token_file = token_file
+        self._tokens = TokenReader()
         self._server: web.Server | None = None
         self._busy: set[object] = set()
         """Connections with a request that is being answered."""
@@ -171,16 +172,16 @@ class AdminServer:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self._busy.add(request.protocol)
         try:
-            return self._refusal(request) or await handler(request)
+            return await self._refusal(request) or await handler(request)
         finally:
             self._busy.discard(request.protocol)
 
-    def _refusal(self, request: web.Request) -> web.Response | None:
+    async def _refusal(self, request: web.Request) -> web.Response | None:
         """Why the request may not be answered; None: it may."""
         if not self._token_file or request.path in _OPEN:
             return None
         try:
-            token = read_token(self._token_file)
+            token = await self._tokens.read(self._token_file)
         except TokenFileError as error:
             if not error.readable:
                 return web.Response(status=503, text=f"admin.token_file {error.why}\n")
@@ -227,7 +228,7 @@ class AdminServer:
                     await response.write(frames or b": still here\n\n")
                 if clock() - checked_at >= self._limits.heartbeat_s:
                     checked_at = clock()
-                    if self._refusal(request) is not None:
+                    if await self._refusal(request) is not None:
                         break
             if not stream.dropped:
                 async with asyncio.timeout(SHUTDOWN_S):

@@ -124,7 +124,7 @@ class _Driver:
         """Send until the ramp ends, then cancel every request and close all connections."""
         self._ends_at = _now() + self._seconds
         try:
-            self._gateway.prepare()
+            await self._gateway.prepare()
             async with asyncio.TaskGroup() as tasks:
                 polling = tasks.create_task(self.poller.run())
                 sending: set[asyncio.Task[None]] = set()

@@ -12,6 +12,7 @@ from dispatcher.core.patterns import fits, meet
 from dispatcher.settings import Settings
 from dispatcher.settings.files import TokenFileError, read_token
 from dispatcher.settings.load import key_paths
+from dispatcher.settings.reading import read_regular
 from dispatcher.settings.source import Problem
 
 FILE_ENDINGS = ("_file", ".warmup")
@@ -124,8 +125,7 @@ def of_running(status: Mapping[str, Any] | None) -> Iterator[Finding]:
 
 def _file(where: str, path: Path) -> Finding:
     try:
-        with path.open("rb") as file:
-            empty = not file.read(1)
+        empty = not read_regular(path, 1)
     except OSError as error:
         return Finding("failed", where, f"{path}: {error.strerror or error}")
     if empty:

@@ -7,6 +7,7 @@ whether what is said has any effect.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -81,6 +82,9 @@ def drain(
     ] = "",
     undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
     why: Annotated[str, typer.Option(help="Told to everybody who asks why requests wait for it.")] = "",
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask first, where it is what a label stands for.")
+    ] = False,
     by: By = "",
     *,
     where: DispatcherOptions,
@@ -88,8 +92,10 @@ def drain(
 ) -> None:
     """Have a version, or a model, take nothing new until --undo; what runs goes on to its end.
 
-    Requests go to other versions, where some may be used, or wait. A short form of the name is understood
-    with --model, while a dispatcher answers. Exit code 1: it means none or several, or nothing was to undo.
+    Requests go to other versions, where some may be used, or wait. Asks first where the policy's label stands
+    for it, for then they may go to a version that the label was to keep them from; without a terminal, or
+    with --json, it wants --yes. A short form of the name is understood with --model, while a dispatcher
+    answers. Exit code 1: it means none or several, nothing was to undo, or the answer was no.
     """
     if undo and why:
         raise fail("--why: say it when you drain, not with --undo", 2)
@@ -100,6 +106,8 @@ def drain(
     if undo:
         done = ask(seen.target, lambda desk: desk.undrain(full))
     else:
+        if not yes and (diverted := seen.diverted(full)):
+            _confirm(diverted, asks=not json_output and sys.stdin.isatty())
         ask(seen.target, lambda desk: desk.drain(full, who, why))
         done = True
     later = seen.without_effect() or ("" if undo else seen.unlisted(full))
@@ -186,6 +194,28 @@ class _Seen:
         name = family["name"]
         return "" if others else f"no other version of {name} is served: its requests wait until one is"
 
+    def diverted(self, full: str) -> str:
+        """Where the work goes of the version that its model's policy asks for by a label; empty: it asks for
+        another one, or there is nowhere else to go."""
+        for of, each in self._versions():
+            label = next(
+                (each for each in each["labels"] if of["policy"] == str(VersionPolicy(label=each))), ""
+            )
+            if each["name"] != full or each["drained"] or not label:
+                continue
+            left = [
+                one for one in of["versions"] if one["name"] != full and one["serving"] and not one["drained"]
+            ]
+            # As core/rollover.py opens them: what is open stays, or else the newest is opened. Newest first.
+            to = [one["name"] for one in left if one["state"] == "open"] or [one["name"] for one in left[:1]]
+            if to:
+                return (
+                    f"the label {label} of {of['name']} stands for {full}: without it requests go to "
+                    f"{_several(to)}, unless its transition is resource; to choose where, set the label "
+                    f"first: batch-dispatcher models label {of['name']} {label} VERSION"
+                )
+        return ""
+
     def _versions(self) -> Iterator[tuple[_Row, _Row]]:
         for of in self._models:
             for each in of.get("versions") or ():
@@ -202,6 +232,14 @@ def _look(where: DispatcherOptions) -> _Seen:
     if told is not None and told["queue"] != target.names.queue:
         return _Seen(target, None, f"the one that answers works on another queue, {told['queue']}")
     return _Seen(target, told, problem or "")
+
+
+def _confirm(what: str, *, asks: bool) -> None:
+    """Exit with 2 where nobody can be asked, with 1 where the answer is no."""
+    if not asks:
+        raise fail(f"{what}; give --yes to drain it all the same", 2)
+    if not typer.confirm(f"{what}. Drain it all the same?", err=True):
+        raise typer.Exit(1)
 
 
 def _check_names(**names: str) -> None:

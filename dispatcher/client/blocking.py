@@ -6,7 +6,8 @@ import asyncio
 import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from concurrent.futures import CancelledError, Future, wait
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from dispatcher.client.errors import QueueAwayError
 from dispatcher.client.item import Body, Handle, Item
@@ -88,9 +89,11 @@ class BlockingBatchClient:
 
     def stream(self, items: Items, *, max_pending: int = 1000, ordered: bool = False) -> Iterator[Result]:
         """Submit all of these, and yield their results as they come, or in their order."""
-        source = self._client.stream(items, max_pending=max_pending, ordered=ordered)
+        source: _OpenStream[Result] = _OpenStream(
+            self._client.stream(items, max_pending=max_pending, ordered=ordered)
+        )
         try:
-            while (result := self._run(_next(source))) is not _END:
+            while (result := self._run(source.next())) is not _END:
                 yield result
         finally:
             self._run(source.aclose())
@@ -143,11 +146,15 @@ class BlockingBatchClient:
             raise QueueAwayError(
                 "the client was closed, or belongs to the process that this one was forked from"
             )
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        call = _Call(coroutine, self._loop)
         try:
-            return future.result()
-        except BaseException:  # Ctrl-C among them
-            future.cancel()
+            self._loop.call_soon_threadsafe(call.start)
+            return call.outcome.result()
+        except BaseException:  # what the coroutine raised, or Ctrl-C
+            if not call.outcome.done():
+                self._loop.call_soon_threadsafe(call.cancel)
+                # What is cancelled may still use the client. Another Ctrl-C ends this wait.
+                wait([call.outcome])
             raise
 
     def _end(self) -> None:
@@ -207,5 +214,58 @@ async def _made(make: Callable[[], AwaitedVerbs]) -> AwaitedVerbs:
     return make()
 
 
-async def _next(source: Any) -> Any:
-    return await anext(source, _END)
+class _Call(Generic[T]):
+    """A coroutine on the client's loop, for a thread that waits until it has ended."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> None:
+        self._coroutine, self._loop = coroutine, loop
+        self._task: asyncio.Task[T] | None = None
+        self.outcome: Future[T] = Future()
+
+    def start(self) -> None:
+        """Run it. On the loop, as `cancel` is."""
+        if not self.outcome.done():
+            self._task = self._loop.create_task(self._coroutine)
+            self._task.add_done_callback(self._ended)
+
+    def cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        elif not self.outcome.done():  # interrupted before it was started
+            self._coroutine.close()
+            self.outcome.set_exception(CancelledError())
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        if task.cancelled():
+            self.outcome.set_exception(CancelledError())
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
+
+
+class _OpenStream(Generic[T]):
+    """A stream that may be closed while its next item is awaited, as it is after a second Ctrl-C.
+
+    An asynchronous generator refuses that.
+    """
+
+    def __init__(self, source: AsyncGenerator[T, None]) -> None:
+        self._source = source
+        self._awaiting: asyncio.Task[Any] | None = None
+
+    async def next(self) -> Any:
+        """Return its next item, a T, or _END."""
+        self._awaiting = asyncio.current_task()
+        try:
+            return await anext(self._source, _END)
+        finally:
+            self._awaiting = None
+
+    async def aclose(self) -> None:
+        """Cancel the wait for the next item, and close the stream."""
+        if self._awaiting is not None:
+            if not self._awaiting.cancelling():  # a second time would cut its end short
+                self._awaiting.cancel()
+            await asyncio.wait([self._awaiting])
+        await self._source.aclose()

@@ -60,6 +60,9 @@ class Forming:
             raise ValueError(f"max_weight: above 0, not {self.max_weight}")
 
 
+CHECK_EVERY = 200
+
+
 class Mode(enum.StrEnum):
     OFF = "off"
     AUTO = "auto"
@@ -81,6 +84,8 @@ class BatchRule:
     """Company is waited for longer than `forming` says where calls are slow."""
     max_items: int | None = None
     """A longer list is sent in several calls; None: until the server says what it takes."""
+    check_every: int = CHECK_EVERY
+    """An item of one in so many merged calls is asked alone as well, and the two answers are compared."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from dispatcher.core.batching import Mode
+from dispatcher.core.batching import CHECK_EVERY, Mode
 from dispatcher.core.epochs import PROBES, CallTime, Epoch, Tally
 from dispatcher.core.outcome import Delivered, TooLarge
 from dispatcher.core.shapes import too_many, too_many_tokens
@@ -51,8 +51,6 @@ WAITS_MOST, WAITS_MOST_S = 0.6, 5.0
 others come as calls end, of a slow server later than suits a fast one."""
 CHECKED_FIRST = 3
 """So many merged calls must be answered as single ones are, item by item, before one is believed."""
-CHECKED_EACH = 200
-"""Of so many later calls one has an item of it checked."""
 
 
 @dataclass(slots=True)
@@ -68,6 +66,8 @@ class CallSize:
     """The longest list that the server takes, as configured or learned; None: not known."""
     tokens: float = inf
     """The same of tokens."""
+    check_every: int = CHECK_EVERY
+    """Of so many merged calls that follow the first ones, one has an item of it checked."""
     why_off: str = ""
     """Why nothing is merged though it is asked for; empty: it is, or it does not pay."""
     rates: dict[int, float] = field(default_factory=dict)
@@ -95,7 +95,8 @@ class CallSize:
     """Of recent calls of the best size, on average."""
     _taught_at: float = inf
     """When something was learned that holds still."""
-    _until_check: int = CHECKED_EACH
+    _since_check: int = 0
+    """Merged calls since an item of one was last checked."""
     _configured: tuple[int | None, float] = (None, inf)
 
     def __post_init__(self) -> None:
@@ -189,10 +190,10 @@ class CallSize:
         """How many items of a merged call that was just answered are to be asked alone as well; None: all."""
         if self.checked < CHECKED_FIRST:
             return None
-        self._until_check -= 1
-        if self._until_check > 0:
+        self._since_check += 1
+        if self._since_check < self.check_every:
             return 0
-        self._until_check = CHECKED_EACH
+        self._since_check = 0
         return 1
 
     def same(self) -> None:

@@ -159,7 +159,7 @@ class ServedModels:
         if served is None:
             forming = rule.forming
             preferred, tokens = forming.preferred_sizes, forming.max_weight
-            size = CallSize(rule.mode, forming.max_size, preferred, rule.max_items, tokens)
+            size = CallSize(rule.mode, forming.max_size, preferred, rule.max_items, tokens, rule.check_every)
             served = self._models[name] = ServedModel(*name, rule, size)
             if len(self._models) > MODELS_MOST:
                 self._models.popitem(last=False)

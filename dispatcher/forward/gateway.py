@@ -21,7 +21,8 @@ from dispatcher.forward.wire import CONNECT_S, Prepared, Progress, Wire, Wires, 
 from dispatcher.peer import words
 from dispatcher.ports import Forwarded
 from dispatcher.settings import GatewaySettings, TlsSettings
-from dispatcher.settings.files import looks, read_token
+from dispatcher.settings.files import looks, read_token_blocking
+from dispatcher.settings.reading import BackgroundRead
 from dispatcher.telemetry.tracing import going_to
 
 WATCH_S = 1.0
@@ -42,23 +43,44 @@ class _Watched(Generic[T]):
         self.fault = ""
         self._make = make
         self._look_at = float("-inf")
+        self._look = BackgroundRead(self._made_anew)
+        self._looking = 0
+        """Tries that wait for the look."""
         self._seen: object = None
+        self._made: object = None
+        """What the newest look gave to all who waited for it."""
 
-    def refresh(self, now: float) -> bool:
-        """Look at the files, at most every WATCH_S; whether the value was made anew."""
-        if now < self._look_at:
+    async def refresh(self, now: float) -> bool:
+        """Look at the files, at most every WATCH_S; whether the value was made anew.
+
+        Tries that come while another one looks go on with the value that there is, or wait for the first one.
+        """
+        if now < self._look_at and not (self._looking and self.value is None):
             return False
         self._look_at = now + WATCH_S
-        seen = [looks(path) for path in self.paths if path]
-        if seen == self._seen and not self.fault:
-            return False
+        self._looking += 1
         try:
-            self.value = self._make()
+            made = await self._look()
+        except TimeoutError as error:
+            self.fault = f"{', '.join(filter(None, self.paths))} cannot be read: {error}"
+            return False
         except (OSError, ValueError) as error:
             self.fault = str(error)
             return False
-        self._seen, self.fault = seen, ""
+        finally:
+            self._looking -= 1
+        self.fault = ""
+        if made is None or made is self._made:
+            return False
+        self._made, (self._seen, self.value) = made, made
         return True
+
+    def _made_anew(self) -> tuple[object, T] | None:
+        """What the files look like and what was made of them; None if they are as they were. In a thread."""
+        seen = [looks(path) for path in self.paths if path]
+        if seen == self._seen and not self.fault:
+            return None
+        return seen, self._make()
 
 
 class _Plan:
@@ -103,9 +125,9 @@ class HttpGateway:
             files = [tls.ca_file, tls.cert_file, tls.key_file] if secure else []
             self._tls = _Watched(files, lambda: _tls_context(tls, secure=secure))
 
-    def prepare(self) -> None:
+    async def prepare(self) -> None:
         """Build what the first request would else wait for."""
-        self._refresh(asyncio.get_running_loop().time())
+        await self._refresh(asyncio.get_running_loop().time())
 
     def resize(self, limit: int) -> None:
         """Keep no more connections than `limit` requests can use at once."""
@@ -130,11 +152,12 @@ class HttpGateway:
         started = now()
         if deadline <= started:
             return Forwarded(TooLate(), started, started)
+        wire = await self._refresh(started)
+        # Only now: the settings may have changed while files were read, and a token is for its own gateway.
         plan = self._plan
         url = plan.url(request.endpoint)
         if isinstance(url, Refused):
             return Forwarded(url, started, started)
-        wire = self._refresh(started)
         if isinstance(wire, Unreachable):
             return Forwarded(wire, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
@@ -164,11 +187,15 @@ class HttpGateway:
         opened_s = None if current.reused or current.fresh else current.connected_at - started
         return Forwarded(outcome, current.connected_at, ended, opened_s, current.token)
 
-    def _refresh(self, now: float) -> Wire | Unreachable:
+    async def _refresh(self, now: float) -> Wire | Unreachable:
         """The wire to use, after a look at the files that rotate: certificates and token."""
-        if self._tls.refresh(now) and self._tls.value is not None:
-            self._wires.renew(self._tls.value)
-        self._bearer.refresh(now)
+        while True:
+            tls, bearer = self._tls, self._bearer
+            if await tls.refresh(now) and tls is self._tls and tls.value is not None:
+                self._wires.renew(tls.value)
+            await bearer.refresh(now)
+            if (tls, bearer) == (self._tls, self._bearer):
+                break  # else the settings have changed meanwhile
         if self._wires.current is None or self._tls.value is None:
             return Unreachable(f"gateway.tls: {self._tls.fault}")
         if self._bearer.value is None:
@@ -199,4 +226,4 @@ def _tls_context(options: TlsSettings, *, secure: bool) -> ssl.SSLContext:
 
 def _bearer(token_file: str) -> str:
     """The Authorization header of a token file; empty without one."""
-    return f"Bearer {read_token(token_file)}" if token_file else ""
+    return f"Bearer {read_token_blocking(token_file)}" if token_file else ""

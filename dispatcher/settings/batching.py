@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from dispatcher.core.batching import BatchRule, Forming, Mode
+from dispatcher.core.batching import CHECK_EVERY, BatchRule, Forming, Mode
 from dispatcher.core.shapes import SHAPES, shape_at
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import AutoNumber, UrlPath, refuse
@@ -58,6 +58,15 @@ class BatchRuleSettings(Section):
         None, ge=1, description="The same of tokens, which are estimated from the text. null: learned."
     )
 
+    check_every: int = Field(
+        CHECK_EVERY,
+        ge=1,
+        le=1_000_000,
+        description="Of so many merged calls one has an item asked alone as well, and nobody gets an answer "
+        "of it before the two are compared; the first three of each model are compared whole. Fewer find a "
+        "server that begins to mix up answers sooner, and cost that many more single calls.",
+    )
+
     @field_validator("preferred_sizes")
     @classmethod
     def _can_be_met(cls, sizes: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
@@ -91,6 +100,7 @@ class BatchRuleSettings(Section):
             ),
             unit_per_call=self.unit == "call",
             max_items=self.max_items,
+            check_every=self.check_every,
             stretches=self.max_delay_s is None,
         )
 

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
+from dispatcher.settings.reading import BackgroundRead, read_in_time, read_regular
+
+MAX_TOKEN_BYTES = 64 * 1024
+"""Far more than any server takes as a header."""
 _VISIBLE = re.compile(rb"[!-~]+")
 
 
@@ -31,13 +36,49 @@ def looks(path: str | Path) -> tuple[int, int, int] | None:
 
 
 def read_token(path: str | Path) -> str:
-    """The token: visible ASCII characters, with white space around it at the most. Raises TokenFileError."""
+    """The token: visible ASCII characters, with white space around it at the most. Raises TokenFileError.
+
+    It takes READ_S at the longest. On an event loop, use a TokenReader.
+    """
     try:
-        token = Path(path).read_bytes().strip()
+        return read_in_time(partial(read_token_blocking, path))
+    except TimeoutError as error:
+        raise _unreadable(path, error) from error
+
+
+def read_token_blocking(path: str | Path) -> str:
+    """Return the token. Raises TokenFileError. A file system that hangs keeps the thread."""
+    try:
+        content = read_regular(path, MAX_TOKEN_BYTES)
     except OSError as error:
-        why = f"cannot be read: {error.strerror or error}"
-        raise TokenFileError(path, why, readable=False) from error
+        raise _unreadable(path, error) from error
+    if len(content) > MAX_TOKEN_BYTES:
+        raise TokenFileError(
+            path, f"is larger than {MAX_TOKEN_BYTES // 1024} KiB: not a token", readable=True
+        )
+    token = content.strip()
     if not _VISIBLE.fullmatch(token):
         what = "holds no bearer token (visible ASCII characters without a blank)" if token else "is empty"
         raise TokenFileError(path, what, readable=True)
     return token.decode("ascii")
+
+
+class TokenReader:
+    """Reads a token file beside the event loop, which goes on where the file system hangs."""
+
+    def __init__(self) -> None:
+        self._path = ""
+        self._read: BackgroundRead[str] | None = None
+
+    async def read(self, path: str) -> str:
+        """Return the token as the file has it now. Raises TokenFileError."""
+        if self._read is None or path != self._path:
+            self._path, self._read = path, BackgroundRead(partial(read_token_blocking, path))
+        try:
+            return await self._read()
+        except TimeoutError as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str | Path, error: OSError) -> TokenFileError:
+    return TokenFileError(path, f"cannot be read: {error.strerror or error}", readable=False)

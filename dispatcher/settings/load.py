@@ -6,6 +6,7 @@ import os.path
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +16,7 @@ from pydantic_core import ErrorDetails
 from dispatcher.core.duration import seconds_of
 from dispatcher.settings.model import AdminSettings, PoolSettings, Settings, named
 from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.reading import read_in_time, read_regular
 from dispatcher.settings.source import (
     ENVIRONMENT,
     MAX_BYTES,
@@ -92,21 +94,33 @@ def load_client(
 
 
 def read(path: Path | str | None) -> str | Problem:
-    """The text of a configuration file; empty where there is none."""
+    """The text of a configuration file; empty where there is none. It takes READ_S at the longest."""
     if path is None:
         return ""
     path = Path(path)
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        return read_in_time(partial(read_blocking, path))
+    except TimeoutError as error:
+        return unreadable(path, error)
+
+
+def read_blocking(path: Path) -> str | Problem:
+    """Return the text of a configuration file. A file system that hangs keeps the thread."""
+    try:
+        raw = read_regular(path, MAX_BYTES)
     except OSError as error:
-        return Problem(str(path), "", f"cannot be read: {error.strerror or error}")
+        return unreadable(path, error)
     if len(raw) > MAX_BYTES:
         return Problem(path.name, "", f"is larger than {MAX_BYTES // 1024} KiB: not a configuration")
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return Problem(path.name, "", "is not valid UTF-8", raw.count(b"\n", 0, error.start) + 1)
+
+
+def unreadable(path: Path, error: OSError) -> Problem:
+    """Return the problem of a configuration file that cannot be read."""
+    return Problem(str(path), "", f"cannot be read: {error.strerror or error}")
 
 
 def name_of(path: Path | str | None) -> str:
@@ -117,7 +131,7 @@ def name_of(path: Path | str | None) -> str:
 def directory_of(path: Path | str | None) -> Path:
     """What relative paths in a file are relative to: its directory; without a file the working directory.
 
-    A link leads nowhere else: a mounted ConfigMap is full of them. What is no file (a pipe) lies nowhere.
+    A link leads nowhere else: a mounted ConfigMap is full of them. What is not a file lies nowhere.
     """
     if path is None or not Path(path).is_file():
         return Path.cwd()

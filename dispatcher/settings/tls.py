@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ssl
+from pathlib import Path
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from dispatcher.settings.reading import require_regular
 from dispatcher.settings.section import Section
 from dispatcher.settings.values import Text, refuse
 
@@ -32,6 +34,8 @@ class TlsSettings(Section):
 
     def context(self) -> ssl.SSLContext:
         """What a client speaks TLS by. Raises OSError (ssl.SSLError is one) for a file missing or wrong."""
+        for path in filter(None, (self.ca_file, self.cert_file, self.key_file)):
+            require_regular(Path(path).stat())  # OpenSSL would wait at a pipe
         context = ssl.create_default_context(cafile=self.ca_file or None)
         if self.cert_file:
             context.load_cert_chain(self.cert_file, self.key_file or None)

@@ -9,6 +9,7 @@ from typing import Self
 from dispatcher.core.warmup import FILE_BYTES_MOST, WarmupFault, WarmupRequest, WarmupRules, read_warmup
 from dispatcher.settings.files import looks
 from dispatcher.settings.model import Settings
+from dispatcher.settings.reading import read_regular
 from dispatcher.settings.source import Problem
 
 Requests = tuple[WarmupRequest, ...]
@@ -73,8 +74,7 @@ class WarmupFiles:
 def read_file(path: Path, rules: WarmupRules) -> Requests | str:
     """The requests of a file, or why it cannot be used: one sentence, which repeats nothing of the bodies."""
     try:
-        with path.open("rb") as file:
-            text = file.read(FILE_BYTES_MOST + 1)
+        text = read_regular(path, FILE_BYTES_MOST)
     except OSError as error:
         return f"{path}: cannot be read: {error.strerror or error}"
     found = read_warmup(text, rules)

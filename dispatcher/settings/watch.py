@@ -8,11 +8,13 @@ is watched; what counts is the text that stands there once it has settled.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 from pathlib import Path
 
-from dispatcher.settings.load import read
+from dispatcher.settings.load import read_blocking, unreadable
+from dispatcher.settings.reading import BackgroundRead
 from dispatcher.settings.source import Problem
 
 QUIET_S = 0.1
@@ -30,12 +32,13 @@ async def watch(path: Path | str, known: str) -> AsyncGenerator[str | Problem, N
     unchanged. Never ends by itself, never raises for what a file system does.
     """
     path = Path(path)
+    look = partial(_look_beside, BackgroundRead(partial(_look, path)), path)
     last: str | Problem = known if known.strip() else _empty(path)  # it was taken so: nothing has changed
     async with aclosing(_hints(path.parent)) as hints:
         async for _ in hints:
-            if await asyncio.to_thread(_look, path) == last:
+            if await look() == last:
                 continue
-            found = await _settled(lambda: _look(path))
+            found = await _settled(look)
             if found != last:
                 last = found
                 yield found
@@ -51,8 +54,15 @@ async def prepare(directory: Path) -> None:
             await anext(looks)
 
 
+async def _look_beside(read: BackgroundRead[str | Problem], path: Path) -> str | Problem:
+    try:
+        return await read()
+    except TimeoutError as error:
+        return unreadable(path, error)
+
+
 def _look(path: Path) -> str | Problem:
-    found = read(path)
+    found = read_blocking(path)
     if isinstance(found, str) and not found.strip():
         return _empty(path)
     return found
@@ -62,14 +72,14 @@ def _empty(path: Path) -> Problem:
     return Problem(path.name, "", "is empty")
 
 
-async def _settled(look: Callable[[], str | Problem]) -> str | Problem:
+async def _settled(look: Callable[[], Awaitable[str | Problem]]) -> str | Problem:
     """What the file says once it no longer changes: a text seen twice, a problem that stays for GONE_S."""
     clock = asyncio.get_running_loop().time
-    found = await asyncio.to_thread(look)
+    found = await look()
     since = clock()
     while True:
         await asyncio.sleep(QUIET_S)
-        again = await asyncio.to_thread(look)
+        again = await look()
         if again != found:
             found, since = again, clock()
         elif isinstance(found, str) or clock() - since >= GONE_S:

@@ -22,8 +22,9 @@ from urllib.parse import urlsplit, urlunsplit
 
 from dispatcher.core.served import GATEWAY, Listing
 from dispatcher.core.versions import FamilyTerms, Membership
-from dispatcher.settings import SecretUrl, Settings, TlsSettings
-from dispatcher.settings.files import TokenFileError, looks, read_token
+from dispatcher.settings import GatewaySettings, SecretUrl, Settings, TlsSettings
+from dispatcher.settings.files import TokenFileError, TokenReader, looks
+from dispatcher.settings.reading import BackgroundRead
 from dispatcher.settings.serving import LIST_PATH
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.cluster import ClusterAccess
@@ -90,6 +91,7 @@ class ModelWatch:
         self._access = access
         self._rewrites = RewriteWatch(settings.pool, self._wake, access=access)
         self._endpoints = Endpoints()
+        self._tokens = TokenReader()
         self._changed = asyncio.Event()
         self._generation = 0
         self._inquirer: Inquirer | None = None
@@ -191,7 +193,7 @@ class ModelWatch:
         now = asyncio.get_running_loop().time()
         gateway = self._asks_gateway()
         try:
-            targets = (_gateway(settings),) if gateway else self._servers()
+            targets = (await self._gateway(),) if gateway else await self._servers()
         except TokenFileError as error:
             setting = "gateway.token_file" if gateway else self._token_setting
             return self._unread(now, f"{setting}: {error}")
@@ -242,17 +244,23 @@ class ModelWatch:
         nowhere = not serving.urls and self._endpoints.addresses is None
         return serving.observe == "gateway" or (serving.observe == "auto" and nowhere)
 
-    def _servers(self) -> tuple[ListTarget, ...] | None:
+    async def _servers(self) -> tuple[ListTarget, ...] | None:
         """The model servers; None: none is known. Raises TokenFileError."""
         serving = self._serving
         if not serving.urls and self._endpoints.addresses is None:
             return None
-        token = f"Bearer {read_token(serving.token_file)}" if serving.token_file else ""
+        token = f"Bearer {await self._tokens.read(serving.token_file)}" if serving.token_file else ""
         if serving.urls:
             return tuple(_server(url, token, self._token_setting) for url in serving.urls)
         scheme = "https" if serving.tls != TlsSettings() else "http"
         found = [SecretUrl(f"{scheme}://{address}") for address in self._endpoints.addresses or ()]
         return tuple(_server(url, token, self._token_setting) for url in found)
+
+    async def _gateway(self) -> ListTarget:
+        """The gateway. Raises TokenFileError."""
+        gateway = self._settings.gateway
+        token = await self._tokens.read(gateway.token_file) if gateway.token_file else ""
+        return _gateway(gateway, token)
 
     @property
     def _token_setting(self) -> str:
@@ -280,7 +288,7 @@ class ModelWatch:
         if self._inquirer is None or made_of != self._made_of:
             await self._close()
             # Not in the event loop's time: the system's certificates take a while to read.
-            self._tls = await asyncio.to_thread(tls.context) if secure else None
+            self._tls = await BackgroundRead(tls.context)() if secure else None
             self._inquirer, self._made_of = Inquirer(self._tls or True, timeout_s=self._patience_s), made_of
         self._inquirer.forget(target.page for target in targets)
         return self._inquirer
@@ -336,12 +344,11 @@ def _label(url: SecretUrl) -> str:
     return parts.netloc + parts.path.rstrip("/").removesuffix(LIST_PATH)
 
 
-def _gateway(settings: Settings) -> ListTarget:
-    """The gateway, with all that its requests have but what is a request's own. Raises TokenFileError."""
-    gateway = settings.gateway
+def _gateway(gateway: GatewaySettings, token: str) -> ListTarget:
+    """The gateway, with all that its requests have but what is a request's own."""
     headers = dict(gateway.headers)
-    if gateway.token_file:
-        headers["Authorization"] = f"Bearer {read_token(gateway.token_file)}"
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
     elif basic := gateway.url.authorization:
         headers.setdefault("Authorization", basic)
     return ListTarget(

@@ -22,7 +22,7 @@ from httpx_aiohttp import AiohttpTransport
 from dispatcher.core.budget import Reason
 from dispatcher.core.poll import Unread
 from dispatcher.peer import words
-from dispatcher.settings.files import TokenFileError, read_token
+from dispatcher.settings.files import TokenFileError, TokenReader
 from dispatcher.signals.blocking import BlockingCalls, StillRunningError
 from dispatcher.signals.exposition import MalformedPageError, Page
 
@@ -91,6 +91,7 @@ class Scraper:
         self._targets = targets
         self._timeout_s = timeout_s
         self._token_file, self._refusals = token_file, refused
+        self._tokens = TokenReader()
         secure = targets.secure or any(url.startswith("https:") for url in targets.urls)
         # Not when the first page is waited for: the system's certificates take a while to read.
         self._tls = tls or _tls_context(secure)
@@ -105,7 +106,7 @@ class Scraper:
     ) -> list[T] | Unread:
         """What `read` makes of each replica's page, which was asked for at the first time and was there at
         the second. What can go wrong with a network is an Unread, never an exception."""
-        token = self._token()
+        token = await self._token()
         if isinstance(token, Unread):
             return token
         targets = await self._resolve()
@@ -126,12 +127,12 @@ class Scraper:
         if client is not None:
             await client.aclose()
 
-    def _token(self) -> str | Unread:
+    async def _token(self) -> str | Unread:
         """The bearer token, read anew: a projected token is replaced while we run."""
         if not self._token_file:
             return ""
         try:
-            return read_token(self._token_file)
+            return await self._tokens.read(self._token_file)
         except TokenFileError as error:
             return Unread(Reason.UNREADABLE, f"the token file {error}", f"{self._setting}.token_file")
 

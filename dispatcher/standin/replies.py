@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
-from typing import Literal
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import msgspec
 
@@ -59,12 +61,11 @@ def content(
         body = (how.body or "").encode()
         kind = "application/json" if body.startswith(b"{") else "text/plain"
     elif how.events:
-        parts = [f'data: {{"id":"{id_}","choices":[{{"text":"t{n}"}}]}}\n\n' for n in range(how.events)]
-        parts.append("data: [DONE]\n\n")
+        parts = [b"data: " + each + b"\n\n" for each in (*_events(exchange, id_, how.events), b"[DONE]")]
         headers.append(("content-type", "text/event-stream"))
-        return headers, b"".join(chunk(part.encode()) for part in parts) + chunk(b""), True
+        return headers, b"".join(map(chunk, parts)) + chunk(b""), True
     else:
-        body = _embeddings(exchange) or _completion(id_, how.answer_bytes, len(exchange.body) // 4, generated)
+        body = _embeddings(exchange) or _completion(exchange, id_, "x" * how.answer_bytes or "ok", generated)
         kind = "application/json"
     if body:
         headers.append(("content-type", kind))
@@ -74,13 +75,18 @@ def content(
     return headers, body, False
 
 
-def _completion(id_: str, length: int, read: int, generated: int) -> bytes:
-    text = "x" * length or "ok"
+class _Asked(msgspec.Struct):
+    model: str = "m"
+
+
+def _completion(exchange: Exchange, id_: str, text: str, generated: int) -> bytes:
+    """The answer to a completion, or to a chat completion by its path."""
+    read = len(exchange.body) // 4
+    choice = {"message": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
     return msgspec.json.encode(
         {
-            "id": id_,
-            "object": "text_completion",
-            "choices": [{"index": 0, "text": text, "finish_reason": "stop"}],
+            **_head(exchange, id_, "chat.completion"),
+            "choices": [{"index": 0, **choice, "finish_reason": "stop"}],
             "usage": {
                 "prompt_tokens": read,
                 "completion_tokens": generated,
@@ -88,6 +94,29 @@ def _completion(id_: str, length: int, read: int, generated: int) -> bytes:
             },
         }
     )
+
+
+def _events(exchange: Exchange, id_: str, count: int) -> Iterator[bytes]:
+    """The same in pieces, as it is streamed."""
+    head = _head(exchange, id_, "chat.completion.chunk")
+    for n in range(count):
+        text = f"t{n}"
+        choice = {"delta": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
+        last = "stop" if n == count - 1 else None
+        yield msgspec.json.encode({**head, "choices": [{"index": 0, **choice, "finish_reason": last}]})
+
+
+def _head(exchange: Exchange, id_: str, chat: str) -> dict[str, Any]:
+    try:
+        model = msgspec.json.decode(exchange.body, type=_Asked).model
+    except msgspec.DecodeError:
+        model = _Asked().model
+    object_ = chat if _is_chat(exchange) else "text_completion"
+    return {"id": id_, "object": object_, "created": int(time.time()), "model": model}
+
+
+def _is_chat(exchange: Exchange) -> bool:
+    return exchange.target.partition("?")[0].endswith("/chat/completions")
 
 
 def _embeddings(exchange: Exchange) -> bytes:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import resource
 import socket
 from collections.abc import AsyncIterator
@@ -120,6 +121,17 @@ async def test_rotated_token_counts_at_once_and_a_token_that_is_no_text_is_one(
         answer = await http.get(f"{url}/status", headers=bearer("new"))
         assert answer.status == 503
         assert "admin.token_file" in await answer.text()
+
+
+async def test_token_file_that_is_a_pipe_holds_up_nothing(
+    http: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "token")
+    async with Stage(token_file=str(tmp_path / "token")).open() as url:
+        answer = await http.get(f"{url}/status", headers=bearer("any"))
+        assert answer.status == 503
+        assert "admin.token_file cannot be read: it is not a regular file" in await answer.text()
+        assert (await http.get(f"{url}/livez")).status == 200
 
 
 async def test_empty_token_file_lets_nobody_in(http: aiohttp.ClientSession, tmp_path: Path) -> None:

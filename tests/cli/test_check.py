@@ -67,6 +67,14 @@ def test_right_configuration_is_printed_with_its_defaults_marked(config: Path) -
     ]
 
 
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_configuration_that_is_a_pipe_is_refused(tmp_path: Path, verb: str) -> None:
+    os.mkfifo(tmp_path / "config.yaml")
+    done = run(verb, "--config", tmp_path / "config.yaml")
+    assert done.returncode == 2
+    assert "config.yaml: cannot be read: it is not a regular file, but a pipe" in done.stderr
+
+
 def test_wrong_configuration_exits_2_with_every_problem(config: Path) -> None:
     config.write_text("gateway: {url: http://gw}\nbudget: {reserv: 0.1}\nlog: {level: x}\n")
     done = run("check", "--config", config)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
-from dispatcher.cli import app
+from dispatcher.cli import app, rollout
 from dispatcher.core.request import encode_member
 from dispatcher.ports import ModelMarks, Release, Submission
 from dispatcher.queue.keys import Names
@@ -270,6 +271,60 @@ async def test_drain_says_what_follows_where_nothing_else_is_there(world: World)
     said = await world.verb("drain", "qwen-v3")
     assert said.err == "no other version of qwen is served: its requests wait until one is\n"
     assert (await world.verb("drain", "qwen-v3", "--undo")).err == ""
+
+
+@pytest.mark.parametrize(
+    ("others", "goes_to"),
+    [
+        ([version("qwen-v4", "cold"), version("qwen-v3", "cold")], "qwen-v4"),
+        ([version("qwen-v4", "cold"), version("qwen-v1")], "qwen-v1"),
+    ],
+    ids=["the newest", "what is open"],
+)
+@pytest.mark.parametrize("form", [("qwen-v2",), ("v2", "--model", "qwen")])
+async def test_draining_what_the_label_stands_for_says_where_its_requests_go_and_wants_yes(
+    world: World, others: list[dict[str, Any]], goes_to: str, form: Sequence[str]
+) -> None:
+    versions = sorted([version("qwen-v2", labels=["old", "stable"]), *others], key=lambda one: one["name"])
+    world.models = [model("qwen", *reversed(versions), policy=BY_LABEL)]
+    for more in ((), ("--json",)):
+        refused = await world.verb("drain", *form, *more)
+        assert refused.code == 2
+        assert (
+            f"the label stable of qwen stands for qwen-v2: without it requests go to {goes_to},"
+            in refused.err
+        )
+        assert "batch-dispatcher models label qwen stable VERSION; give --yes" in refused.err
+        assert (await world.marks()).drained == {}
+    assert (await world.verb("drain", *form, "--yes")).code == 0
+    assert (await world.marks()).drained.keys() == {"qwen-v2"}
+    assert (await world.verb("drain", *form, "--undo")).code == 0, "nothing is asked"
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        model("qwen", version("qwen-v3"), version("qwen-v2", labels=["stable"]), policy="latest"),
+        model("qwen", version("qwen-v3"), version("qwen-v2", labels=["old"]), policy=BY_LABEL),
+        model(
+            "qwen", version("qwen-v3"), version("qwen-v2", labels=["stable"], drained=True), policy=BY_LABEL
+        ),
+        model("qwen", version("qwen-v3", serving=0), version("qwen-v2", labels=["stable"]), policy=BY_LABEL),
+    ],
+    ids=["another policy", "another label", "drained already", "nowhere to go"],
+)
+async def test_draining_asks_nothing_where_no_label_is_passed_by(world: World, one: dict[str, Any]) -> None:
+    world.models = [one]
+    assert (await world.verb("drain", "qwen-v2")).code == 0
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_on_a_terminal_the_answer_counts(answer: str) -> None:
+    asked = typer.Typer()
+    asked.command()(lambda: rollout._confirm("it goes elsewhere", asks=True))
+    done = CliRunner().invoke(asked, input=f"{answer}\n")
+    assert done.exit_code == (0 if answer == "y" else 1)
+    assert "it goes elsewhere. Drain it all the same?" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class TestErrors:
         ("returned", "said"),
         [
             ([1], "returned 1 results"),
-            ([1, 2, 3, 4], "returned 4 results"),
+            ([1, 2, 3, 4], "returned more than 3 results"),
             (None, "returned a NoneType"),
             ({1: 1, 2: 2, 3: 3}, "returned a dict"),
             ("abc", "returned a str"),

@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import sys
+import threading
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from dispatcher.client import BatchClient, Item, NoResultError, QueueAwayError
+from dispatcher.client.blocking import AwaitedVerbs, BlockingBatchClient
 from tests.client.answering import POOL, Answering
 from tests.queue.servers import Server
 from tests.support import wait_until
@@ -102,6 +105,72 @@ async def test_ctrl_c_ends_the_wait_and_cancels_what_nobody_awaits(
     assert (process.returncode, complaint) == (0, b"")
     with one_redis.client() as raw:
         assert len(list(raw.scan_iter("*:cancel:r-1:*"))) == 1
+
+
+class SlowToEnd:
+    """A client whose stream yields once, interrupts the program while it awaits the next result, and takes
+    many rounds of the loop to end."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.interrupts = 1
+
+    async def stream(self, items: object, **options: object) -> AsyncGenerator[int, None]:
+        try:
+            yield 1
+            self.interrupt()
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(50):
+                await asyncio.sleep(0)
+            if self.interrupts:
+                self.interrupt()
+                for _ in range(50):
+                    await asyncio.sleep(0.001)
+            self.ended = True
+
+    def interrupt(self) -> None:
+        self.interrupts -= 1
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    async def aclose(self) -> None:
+        assert self.ended, "what it runs has ended before it is closed"
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_comes_out_of_a_stream_that_takes_time_to_end(interrupts: int) -> None:
+    slow = SlowToEnd()
+    slow.interrupts = interrupts
+    got: list[object] = []
+    with BlockingBatchClient(lambda: cast(AwaitedVerbs, slow)) as client, pytest.raises(KeyboardInterrupt):
+        got.extend(client.stream([]))
+    assert slow.ended
+
+
+STREAMS = """
+import sys
+from dispatcher.client import BatchClient
+
+with BatchClient.sync(sys.argv[1], pool="qwen") as client:
+    for result in client.stream(({"n": n} for n in range(20000)), max_pending=2000):
+        pass
+"""
+
+
+async def test_ctrl_c_ends_a_program_that_streams(answering: Answering, one_redis: Server) -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", STREAMS, one_redis.url, stderr=asyncio.subprocess.PIPE
+    )
+
+    async def is_full() -> bool:
+        return (await answering.queue.counts()).pending == 2000
+
+    await wait_until(is_full)
+    process.send_signal(signal.SIGINT)
+    _, complaint = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == -signal.SIGINT, "130 in a shell"
+    assert complaint.endswith(b"KeyboardInterrupt\n")
+    assert b"RuntimeError" not in complaint
 
 
 async def test_a_client_that_is_closed_or_was_forked_says_so(one_redis: Server) -> None:

@@ -230,6 +230,20 @@ async def test_an_input_that_changes_under_way_is_not_sent(
     assert sorted(ids(output(paths))) == ["line-1", "line-2", "line-3"]
 
 
+@pytest.mark.parametrize("place", ["source", "output", "errors", "journal"])
+async def test_a_loop_of_links_is_an_error_that_names_it(
+    one_redis: Server, paths: FilePaths, place: str
+) -> None:
+    paths = replace(paths, errors=beside(paths, ".bad"))
+    write(source(paths), *requests(1))
+    there = {"source": source(paths), "output": output(paths), "errors": paths.errors}
+    loop = there.get(place) or beside(paths, f".{place}")
+    loop.unlink(missing_ok=True)
+    loop.symlink_to(loop.name)
+    with pytest.raises(InputError, match=f"{loop.name} is a loop of symbolic links"):
+        await run(one_redis, paths)
+
+
 # What would wait for ever.
 
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dispatcher.core.batching import Mode
+from dispatcher.core.batching import CHECK_EVERY, Mode
 from dispatcher.core.callsize import (
-    CHECKED_EACH,
     CHECKED_FIRST,
     PROBES_S,
     RELEARN_S,
@@ -517,15 +516,16 @@ def test_what_is_configured_is_not_doubted() -> None:
 # Whether its answers are right.
 
 
-def test_the_first_calls_are_checked_whole_and_then_one_item_now_and_then() -> None:
-    size = CallSize(Mode.ON, 32)
+@pytest.mark.parametrize("every", [1, 7, CHECK_EVERY])
+def test_the_first_calls_are_checked_whole_and_then_one_item_now_and_then(every: int) -> None:
+    size = CallSize(Mode.ON, 32, check_every=every)
     assert size.to_check() is None
     assert size.to_check() is None, "until they have come out as the same"
     for _ in range(CHECKED_FIRST):
         assert size.to_check() is None
         size.same()
-    checks = [size.to_check() for _ in range(3 * CHECKED_EACH)]
-    assert checks == [*[0] * (CHECKED_EACH - 1), 1] * 3
+    checks = [size.to_check() for _ in range(3 * every)]
+    assert checks == [*[0] * (every - 1), 1] * 3
 
 
 @pytest.mark.parametrize(

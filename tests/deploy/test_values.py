@@ -118,7 +118,7 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
         "batching": {"mode": "on", "rules": [
             {"paths": ["/v1/models/*:predict"], "shape": "tensorflow", "max_size": 64,
              "preferred_sizes": [16, 32], "max_delay_s": 0, "idle_flush": False, "unit": "call",
-             "max_items": 1000, "max_tokens_per_call": None},
+             "max_items": 1000, "max_tokens_per_call": None, "check_every": 50},
             {"paths": ["/v1/embeddings"]},
         ]},
         "sequences": {"max_idle_s": 60, "max_age_s": 3600, "max_active": 9, "max_waiting": 10,

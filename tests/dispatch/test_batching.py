@@ -135,6 +135,29 @@ def test_requests_travel_together_and_each_gets_its_own_answer() -> None:
     assert scene.batching.requests == 100 + 4 * CHECKED_FIRST
 
 
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_server_that_mixes_up_answers_later_is_found_as_soon_as_the_rule_says(every: int) -> None:
+    """With two items a call, each check of a call that is mixed up shows it."""
+    texts = ones(40)
+    rule = replace(RULE, forming=replace(RULE.forming, max_size=2), check_every=every)
+
+    async def scene_of(scene: Scene) -> None:
+        await proven(scene)
+        for served in scene.batching.models:
+            served.size._since_check = 0
+        scene.server.mixes_up = True
+        await scene.submit(texts)
+        await scene.all_results(40)
+
+    scene = perform(scene_of, Embedder(), rule=rule, limit=2)
+    wrong = 0
+    for name, text in texts.items():
+        got = msgspec.json.decode(scene.results[name].payload)
+        wrong += got["data"] != msgspec.json.decode(answer([text], "m"))["data"]
+    assert wrong == 2 * (every - 1), "of the calls before the one that was checked"
+    assert scene.batching.checks["differs"] == 1
+
+
 def test_the_first_merged_calls_are_compared_with_single_ones_before_they_are_believed() -> None:
     texts = ones(32)
 

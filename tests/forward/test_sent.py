@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dispatcher.core.headers import NOT_PASSED_ON, PREFIXES_NOT_PASSED_ON
 from dispatcher.core.outcome import Delivered, Refused, Unreachable, Unsent
 from dispatcher.core.turns import Session
 from dispatcher.forward import STREAMED_BYTES, HttpGateway
+from dispatcher.settings.reading import BackgroundRead
 from tests.forward.scripted import Connection, a_request, always, forward, options, outcome, serving
 from tests.support import wait_until
 
@@ -236,6 +238,51 @@ async def test_the_token_is_read_again_when_its_file_is_replaced(
         token.unlink()  # half rotated: what worked goes on working
         assert isinstance(await outcome(gateway), Delivered)
     assert server.received[0].headers["authorization"] == "Bearer first"
+
+
+async def test_a_token_file_that_becomes_a_pipe_keeps_nothing_waiting(
+    gateway_to: MakeGateway, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("first")
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, token_file=str(token))
+        assert isinstance(await outcome(gateway), Delivered)
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").replace(token)
+
+        async def was_looked_at() -> bool:
+            assert isinstance(await outcome(gateway), Delivered), "with the token that there was"
+            return "not a regular file" in gateway._bearer.fault
+
+        await wait_until(was_looked_at)
+        anew = gateway_to(server.url, token_file=str(token))
+        found = await outcome(anew)
+        assert isinstance(found, Unreachable)
+        assert found.why.startswith(f"gateway.token_file: {token} cannot be read: it is not a regular file")
+
+
+async def test_tries_go_on_with_the_token_while_its_file_system_hangs(
+    gateway_to: MakeGateway, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("first")
+    let = threading.Event()
+
+    def hang() -> tuple[object, str]:
+        let.wait()
+        return "changed", "Bearer second"
+
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, token_file=str(token))
+        assert isinstance(await outcome(gateway), Delivered)
+        gateway._bearer._look = BackgroundRead(hang, timeout_s=0)
+        gateway._bearer._look_at = 0.0
+        for _ in range(3):
+            assert isinstance(await outcome(gateway), Delivered)
+        assert gateway._bearer.fault == f"{token} cannot be read: its file system does not answer"
+        let.set()
+    assert {each.headers["authorization"] for each in server.received} == {"Bearer first"}
 
 
 @pytest.mark.parametrize("content", [None, "", "two words", "line\nline", "é"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ import httpx
 import pytest
 import trustme
 
-from tests.scenarios.processes import Dispatcher, Stage, World, hold
+from tests.scenarios.processes import Dispatcher, Stage, World, hold, merged
 from tests.support import envoy_path, free_port, running, slowness, wait_until_sync
 
 LIMIT = 30
@@ -334,3 +335,18 @@ def test_a_gateway_that_fails_what_it_gets_is_told_until_it_works_again(stage: S
     producer.wait_for_all(producer.submit(20, prefix="plain"), timeout_s=20)
     after = one.wait_for(tries_problem=None)
     assert "failed" not in after["explanation"]
+
+
+def test_token_files_that_are_pipes_stop_nothing(stage: Stage, tmp_path: Path) -> None:
+    """Nobody writes into them: to open one in the usual way would wait for ever, and SIGTERM with it."""
+    world = stage.world()
+    for name in ("gateway", "epp"):
+        os.mkfifo(tmp_path / name)
+    files = {
+        "gateway": {"token_file": str(tmp_path / "gateway")},
+        "signals": {"epp": {"token_file": str(tmp_path / "epp")}},
+    }
+    one = stage.dispatcher(merged(stage.settings(world), files))
+    wait_until_sync(lambda: one.probe("/livez")[0] == 200, what="it to be live")
+    wait_until_sync(lambda: "not a regular file" in json.dumps(one.status()), what="the reason to be shown")
+    assert one.terminate() == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
@@ -10,12 +9,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
+import psutil
 import pytest
 import redis
 
 from dispatcher.queue.embedded import running_url
-from tests.scenarios.processes import START_S, Dispatcher, Producer, Stage, World, hold, merged
+from tests.scenarios.processes import START_S, Dispatcher, Producer, Stage, World, hold
 from tests.support import require_tool, wait_until_sync
 
 SLOTS = 32
@@ -204,36 +203,45 @@ def test_stalled_replica_s_requests_count_while_they_run_and_it_cuts_them_when_i
     assert_each_answered_once(stage.producer)
 
 
+STOPS_ITSELF = """
+import os, signal
+from dispatcher.forward import HttpGateway
+
+forward = HttpGateway.forward
+
+async def stop_first(self, *arguments, **options):
+    try:
+        os.unlink({asked!r})
+    except FileNotFoundError:
+        pass
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return await forward(self, *arguments, **options)
+
+HttpGateway.forward = stop_first
+"""
+
+
 def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
     stage: Stage, tmp_path: Path
 ) -> None:
-    """Stopped between claim and send: reading a token file that is a pipe waits for whoever writes it."""
+    """It stops itself between claim and send, at a moment that no signal from here would meet."""
     world = stage.world(slots=SLOTS, seconds=0.2)
-    token = tmp_path / "token"
-    token.write_text("t")
     plain = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
-    stopped = stage.dispatcher(merged(plain, {"gateway": {"token_file": str(token)}}))
+    asked = tmp_path / "asked"
+    (tmp_path / "sitecustomize.py").write_text(STOPS_ITSELF.format(asked=str(asked)))
+    stopped = stage.dispatcher(plain, before=("env", f"PYTHONPATH={tmp_path}"))
     stage.producer.submit(3)
     stage.producer.wait_for_all()
-    pipe, other_name = tmp_path / "pipe", tmp_path / "other-name"
-    os.mkfifo(pipe)
-    other_name.hardlink_to(pipe)
-    other_name.replace(token)
-    until = time.monotonic() + 1.2  # token files are looked at each second
-    wait_until_sync(lambda: time.monotonic() > until, 5)
     world.control(seconds=3.0)
+    asked.touch()
     stage.producer.submit(2 * LIMIT)
-    wait_until_sync(lambda: stage.producer.counts()["leased"] == LIMIT, 10, what="the claim")
-    wait_until_sync(lambda: not answers(stopped), 10, what="it to come to the pipe")
-    stopped.send(signal.SIGSTOP)
+    process = psutil.Process(stopped.child.pid)
+    wait_until_sync(lambda: process.status() == psutil.STATUS_STOPPED, 10, what="it to come to its first try")
+    assert stage.producer.counts()["leased"] == LIMIT
     other = stage.dispatcher(plain)
     wait_until_sync(lambda: world.in_flight() == LIMIT, START_S, what="another to run what it had")
     stopped.send(signal.SIGCONT)
-    other_name.write_text("t")
-    other_name.replace(token)
-    writer = os.open(pipe, os.O_RDWR)
-    os.write(writer, b"t")
-    os.close(writer)
 
     def kept_back() -> int:
         """Not sent when it came to that, or cut while it still had no connection."""
@@ -247,15 +255,6 @@ def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
     assert peak <= LIMIT
     assert other.tries("delivered") >= LIMIT
     assert_each_answered_once(stage.producer)
-
-
-def answers(dispatcher: Dispatcher) -> bool:
-    try:
-        return httpx.get(
-            f"http://127.0.0.1:{dispatcher.admin_port}/livez", timeout=0.5, verify=False
-        ).is_success
-    except httpx.TimeoutException:
-        return False
 
 
 def assert_each_answered_once(producer: Producer, count: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import math
 import re
@@ -515,6 +516,30 @@ class TestPayloads:
             assert reply.headers["transfer-encoding"] == "chunked"
             assert reply.body.count(b"data: ") == 4
             assert reply.body.endswith(b"data: [DONE]\n\n")
+
+    async def test_chat_is_answered_by_openais_types(self, http: aiohttp.ClientSession) -> None:
+        chat = importlib.import_module("openai.types.chat")
+        asked = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}], "sim": {"answer_bytes": 3}}
+        async with live(seconds=0.0) as world:
+            url = f"{world.gateway_url}/v1/chat/completions"
+            async with http.post(url, json=asked) as reply:
+                told = chat.ChatCompletion.model_validate(await reply.json(), strict=True)
+            async with http.post(url, json=asked | {"sim": {"events": 3}}) as reply:
+                *events, last, end = (await reply.text()).split("\n\n")
+        assert (told.model, told.choices[0].message.content) == ("qwen", "xxx")
+        assert told.usage.prompt_tokens > 0
+        pieces = [json.loads(event.removeprefix("data: ")) for event in events]
+        chunks = [chat.ChatCompletionChunk.model_validate(each, strict=True) for each in pieces]
+        assert [each.choices[0].delta.content for each in chunks] == ["t0", "t1", "t2"]
+        assert [each.choices[0].finish_reason for each in chunks] == [None, None, "stop"]
+        assert (last, end) == ("data: [DONE]", "")
+
+    @pytest.mark.parametrize("asked", [{"model": "qwen", "prompt": "hi"}, {"prompt": "hi"}])
+    async def test_completions_are_answered_by_openais_types(self, post: Post, asked: dict[str, str]) -> None:
+        completion = importlib.import_module("openai.types").Completion
+        async with live(seconds=0.0) as world:
+            told = completion.model_validate(json.loads((await post(world, "r", asked)).body), strict=True)
+        assert (told.model, told.choices[0].text) == (asked.get("model", "m"), "ok")
 
     async def test_size_compression_and_status(self, post: Post) -> None:
         async with live(seconds=0.0) as world:

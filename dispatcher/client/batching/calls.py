@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from itertools import islice
+from typing import Any, Generic, TypeGuard, TypeVar
 
 from dispatcher.client.errors import BatchError, WrongLengthError
 
@@ -30,27 +31,61 @@ class Raised:
 
 
 def raised(name: str, error: BaseException) -> Raised:
-    """What a caller is told of this error: the error itself, where a future can carry it."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
+    """Return the outcome for callers: the error itself where a future can carry it, else a BatchError.
+
+    Never raises, whatever methods the error has.
+    """
+    # A stop of an iteration would end the loop of a caller who iterates, and asyncio's futures refuse one.
+    if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
         return Raised(error)
-    told = BatchError(f"{name} raised {type(error).__name__}: {error}")
+    told = BatchError(f"{name} raised {described(error)}")
     told.__cause__ = error
     return Raised(told)
 
 
-def answers(name: str, returned: Any, count: int) -> list[Any]:
-    """What a function returned for so many items, one by one; an exception among it is Raised.
+def is_error(value: object) -> TypeGuard[BaseException]:
+    """Return whether a value is an exception that can be raised.
 
-    Raises WrongLengthError.
+    `isinstance` would believe the `__class__` of a mock, and no future takes a mock as its error.
     """
+    return issubclass(type(value), BaseException)
+
+
+def described(error: BaseException) -> str:
+    """Return the error's type and words; only the type where its own `__str__` fails."""
+    kind = type(error).__name__
+    try:
+        return f"{kind}: {error}"
+    except BaseException:  # user code, which must not keep the callers from their error
+        return kind
+
+
+def answers(name: str, returned: Any, count: int) -> list[Any]:
+    """Return the results of `count` items one by one; an exception among them becomes a `Raised`.
+
+    Raises WrongLengthError for anything but one result for each item, and what iterating `returned` raises.
+    """
+    kind = type(returned).__name__
     wanted = f"it must return a list with one result for each of {count} items, in their order"
+    if hasattr(type(returned), "columns"):
+        # pandas, polars, Arrow: their length counts rows, or nothing at all, and they iterate over columns.
+        raise WrongLengthError(
+            f"{name} returned a {kind}, which iterates over columns: return a list of its rows"
+        )
     if isinstance(returned, str | bytes | bytearray | Mapping | Set) or not hasattr(returned, "__len__"):
         if hasattr(returned, "close"):
             returned.close()  # a coroutine that nobody awaits, a generator
-        raise WrongLengthError(f"{name} returned a {type(returned).__name__}: {wanted}")
-    if len(returned) != count:
-        raise WrongLengthError(f"{name} returned {len(returned)} results: {wanted}")
-    return [raised(name, each) if isinstance(each, Exception) else each for each in returned]
+        raise WrongLengthError(f"{name} returned a {kind}: {wanted}")
+    try:
+        results = iter(returned)
+    except TypeError as error:  # an array without a dimension has a length that raises, too
+        raise WrongLengthError(f"{name} returned a {kind}: {wanted}") from error
+    # The length that an object claims may be another than it iterates over, which may be without end.
+    found = list(islice(results, count + 1))
+    if len(found) != count:
+        many = len(found) if len(found) < count else f"more than {count}"
+        raise WrongLengthError(f"{name} returned {many} results: {wanted}")
+    return [raised(name, each) if is_error(each) else each for each in found]
 
 
 @dataclass(slots=True)

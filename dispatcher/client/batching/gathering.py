@@ -7,13 +7,12 @@ calls knows: those whom the last call answered have asked again by then, if they
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextvars import Context
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from dispatcher.client.batching.calls import Raised
 from dispatcher.client.errors import ClosedError, TooManyPendingError
@@ -124,13 +123,15 @@ class Gathering(Generic[T, R]):
 
 
 def tell(waiters: Iterable[Waiter[T, R]], outcomes: Iterable[R | Raised]) -> None:
-    """To each its own, in the thread in which it may be told. Who waits no longer is passed over."""
+    """Give each waiter its outcome, in the thread of its future. Skip those that have given up."""
     for waiter, outcome in zip(waiters, outcomes, strict=True):
         if waiter.future.done():
             continue
-        # A thread may have given up since: its future is cancelled then.
-        with contextlib.suppress(Exception):
-            if isinstance(outcome, Raised):
+        try:
+            # isinstance would ask a result for its class, which is the user's code.
+            if type(outcome) is Raised:
                 waiter.future.set_exception(outcome.error)
             else:
-                waiter.future.set_result(outcome)
+                waiter.future.set_result(cast(R, outcome))
+        except (asyncio.InvalidStateError, InvalidStateError):
+            continue  # a thread has given up since: its future is cancelled

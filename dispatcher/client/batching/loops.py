@@ -101,8 +101,9 @@ class LoopWaiters(Generic[T, R]):
         name = self._terms.name
         try:
             while part := attempt.part():
+                count = len(part)  # the list is the function's now, which may change it
                 try:
-                    attempt.ran(answers(name, await self._function(part), len(part)))
+                    attempt.ran(answers(name, await self._function(part), count))
                 except Exception as error:
                     attempt.ran(raised(name, error))
         except BaseException as error:
@@ -135,7 +136,7 @@ class Loops(Generic[T, R]):
         self._terms = terms
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaiters[T, R]] = WeakKeyDictionary()
         self._changing = threading.Lock()
-        self._own: tuple[int, asyncio.AbstractEventLoop, threading.Thread] | None = None
+        self._own: tuple[int, _LoopThread] | None = None
         """With the process that it is of."""
         self._closed = False
 
@@ -188,36 +189,48 @@ class Loops(Generic[T, R]):
             own, self._own = self._own, None
         if own is None or own[0] != os.getpid():
             return
-        _, loop, thread = own
-        waiters = self._by_loop.get(loop)
+        thread = own[1]
+        waiters = self._by_loop.get(thread.loop)
         if waiters is not None:
-            asyncio.run_coroutine_threadsafe(waiters.ended(), loop).result()
-        _stop(loop)
+            asyncio.run_coroutine_threadsafe(waiters.ended(), thread.loop).result()
+        thread.stop()
         thread.join()
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         with self._changing:
             self._check()
             if self._own is None or self._own[0] != os.getpid():
-                loop = asyncio.new_event_loop()
-                thread = threading.Thread(target=_run, args=(loop,), name=self._terms.name, daemon=True)
+                thread = _LoopThread(self._terms.name)
                 thread.start()
-                self._own = os.getpid(), loop, thread
-                finalize(self, _stop, loop).atexit = False  # nobody can call it any more
-            return self._own[1]
+                self._own = os.getpid(), thread
+                finalize(self, thread.stop).atexit = False  # nobody can call it any more
+            return self._own[1].loop
 
     def _check(self) -> None:
         if self._closed:
             raise ClosedError(f"{self._terms.name} was closed")
 
 
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
+class _LoopThread(threading.Thread):
+    """A thread with an event loop, which runs until `stop()`."""
 
+    def __init__(self, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._stopped = False
 
-def _stop(loop: asyncio.AbstractEventLoop) -> None:
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(loop.stop)
+    def run(self) -> None:
+        """Run the loop, again where a task raised what ends one (SystemExit, KeyboardInterrupt).
+
+        That is the error of the task's own callers. All others wait on this loop as well.
+        """
+        while not self._stopped:
+            with contextlib.suppress(BaseException):
+                self.loop.run_forever()
+        self.loop.close()
+
+    def stop(self) -> None:
+        """End the loop. From any thread."""
+        self._stopped = True
+        with contextlib.suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(self.loop.stop)

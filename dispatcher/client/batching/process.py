@@ -20,11 +20,13 @@ import os
 import pickle
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing import Pipe, spawn
@@ -32,7 +34,7 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any
 
-from dispatcher.client.batching.calls import Attempt, Raised, answers, raised
+from dispatcher.client.batching.calls import Attempt, Raised, answers, described, is_error, raised
 from dispatcher.client.errors import BatchError, WorkerCrashedError
 
 END_S = 5.0
@@ -175,21 +177,24 @@ class ProcessWorker:
 
 def packed(outcome: Any) -> tuple[bool, bytes, str]:
     """Whether it is an answer, its pickle, and an error's traceback. What cannot be pickled is an error."""
-    if isinstance(outcome, Raised):
+    if type(outcome) is Raised:
         return _packed_error(outcome.error)
     try:
         return True, pickle.dumps(outcome, pickle.HIGHEST_PROTOCOL), ""
-    except Exception as error:
-        told = TypeError(f"the result cannot be pickled: {error}")
+    except BaseException as error:  # pickling runs the result's code, which may even leave the process
+        told = TypeError(f"the result cannot be pickled: {described(error)}")
         told.__cause__ = error
         return _packed_error(told)
 
 
 def _packed_error(error: Exception) -> tuple[bool, bytes, str]:
-    trace = "".join(traceback.format_exception(error))
+    try:
+        trace = "".join(traceback.format_exception(error))
+    except BaseException:  # its notes and causes may be of any kind
+        trace = described(error)
     try:
         return False, pickle.dumps(error, pickle.HIGHEST_PROTOCOL), trace
-    except Exception:
+    except BaseException:
         return False, b"", trace
 
 
@@ -198,16 +203,17 @@ def unpacked(sent: tuple[bool, bytes, str]) -> Any:
     is_answer, data, trace = sent
     try:
         found = _load(data) if data else None
-    except Exception as error:
+    except BaseException as error:  # unpickling runs the code of what was pickled
         if is_answer:
             return raised("unpickling the result", error)
         found = None
     if is_answer:
         return found
     # The class of an exception may be missing here, or take other arguments than it keeps.
-    told = found if isinstance(found, Exception) else BatchError(trace.strip().rpartition("\n")[2])
-    told.add_note(NOTE + trace)
-    return Raised(told)
+    told = found if is_error(found) else BatchError(trace.strip().rpartition("\n")[2])
+    with suppress(BaseException):  # notes that are no list take no further one
+        told.add_note(NOTE + trace)
+    return raised("the worker", told)
 
 
 def serve(pipe: Connection[Any, Any]) -> None:
@@ -235,11 +241,17 @@ def serve(pipe: Connection[Any, Any]) -> None:
 
     threading.Thread(target=read, daemon=True).start()
     pipe.send_bytes(pickle.dumps(None))
-    while (batch := batches.get()) is not None:
-        busy.set()
-        pipe.send_bytes(BEGUN)
-        pipe.send_bytes(pickle.dumps([packed(each) for each in run(_load(batch))]))
+    try:
+        while (batch := batches.get()) is not None:
+            busy.set()
+            pipe.send_bytes(BEGUN)
+            pipe.send_bytes(pickle.dumps([packed(each) for each in run(_load(batch))]))
+            busy.clear()
+    finally:
+        # Threads of the class may keep the process alive after a SystemExit. The other end waits for none.
         busy.clear()
+        with socket.fromfd(pipe.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end:
+            end.shutdown(socket.SHUT_RDWR)
     sys.stdout.flush()
 
 
@@ -251,15 +263,16 @@ def _steps(made: Any, isolate: bool) -> Callable[[list[bytes]], list[Any]]:
 
     def run(items: list[bytes]) -> list[Any]:
         outcomes = [_stepped(name, before, each) for each in items]
-        places = [n for n, each in enumerate(outcomes) if not isinstance(each, Raised)]
+        places = [n for n, each in enumerate(outcomes) if type(each) is not Raised]
         attempt = Attempt[Any, Any]([outcomes[place] for place in places], isolate=isolate)
         while part := attempt.part():
+            count = len(part)  # the list is the class's now, which may change it
             try:
-                attempt.ran(answers(f"{name}.transform", made.transform(part), len(part)))
+                attempt.ran(answers(f"{name}.transform", made.transform(part), count))
             except Exception as error:
                 attempt.ran(raised(name, error))
         for place, outcome in zip(places, attempt.outcomes, strict=True):
-            outcomes[place] = outcome if isinstance(outcome, Raised) else _stepped(name, after, outcome)
+            outcomes[place] = outcome if type(outcome) is Raised else _stepped(name, after, outcome)
         return outcomes
 
     return run
@@ -272,4 +285,4 @@ def _stepped(name: str, steps: Sequence[Callable[[Any], Any]], value: Any) -> An
             value = step(value)
     except Exception as error:
         return raised(name, error)
-    return raised(name, value) if isinstance(value, Exception) else value
+    return raised(name, value) if is_error(value) else value

@@ -66,9 +66,10 @@ class FunctionWorker(Generic[T, R]):
         """An outcome for each."""
         attempt = Attempt[T, R](items, isolate=self._terms.isolate)
         while part := attempt.part():
+            count = len(part)  # the list is the function's now, which may change it
             try:
                 returned = self._terms.context.copy().run(self._function, part)
-                attempt.ran(answers(self._terms.name, returned, len(part)))
+                attempt.ran(answers(self._terms.name, returned, count))
             except BaseException as error:  # what would end the thread ends the call
                 attempt.ran(raised(self._terms.name, error))
         return attempt.outcomes
@@ -212,13 +213,15 @@ class ThreadWaiters(Generic[T, R]):
         self._taking += 1
 
     def _work(self, worker: Worker[T, R], ready: Future[None] | None) -> None:
-        if ready is not None:
-            try:
-                worker.start()
-                ready.set_result(None)
-            except Exception as error:
-                ready.set_exception(error)
         try:
+            # Whoever waited for it may have been cancelled: the worker starts with the first item then.
+            if ready is not None and ready.set_running_or_notify_cancel():
+                try:
+                    worker.start()
+                except BaseException as error:
+                    ready.set_exception(raised(self._terms.name, error).error)
+                else:
+                    ready.set_result(None)
             while taken := self._next():
                 try:
                     outcomes = worker.run([each.item for each in taken])
@@ -254,7 +257,7 @@ class ThreadWaiters(Generic[T, R]):
                 if idle:
                     until = since + self._idle_s
                 self._idle += 1
-                self._changed.wait(None if until == inf else max(0.0, until - now))
+                self._changed.wait(min(max(0.0, until - now), threading.TIMEOUT_MAX))
                 self._idle -= 1
 
     def _tell(self, waiters: list[Waiter[T, R]], outcomes: list[R | Raised]) -> None:

@@ -14,8 +14,8 @@ missing in them.
 
 from __future__ import annotations
 
+from dispatcher.client.files.database import JournalError
 from dispatcher.client.files.intake import BadInputError, InputError
-from dispatcher.client.files.journal import JournalError
 from dispatcher.client.files.options import FileOptions, FilePaths, FileStart
 from dispatcher.client.files.progress import FileProgress, facts_of, summary, told
 from dispatcher.client.files.run import run_file

@@ -15,12 +15,11 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.client.errors import BatchError
+from dispatcher.client.files.database import JournalError, journal_error, open_locked, remove_locked
 from dispatcher.client.files.order import arrange, columns_of, misplaced
 from dispatcher.core.lineturns import LineTurn
 
 FORMAT = 3
-_CACHE_KIB = 16_384
 _SCHEMA = """
 create table fact (name text primary key, value blob) without rowid;
 create table line (
@@ -37,10 +36,6 @@ _SEND_LINES = (
     " from place join line on line.n = place.n where "
 )
 _LARGE = ("line", "bad", "place", "chunk")
-
-
-class JournalError(BatchError):
-    """The journal cannot be used; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +145,8 @@ class FileJournal:
         self.path = path
         self.facts = Facts()
         self._ending = False
+        self._db = open_locked(path)
         try:
-            self._db = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
-        except sqlite3.Error as error:
-            raise self._told(error) from error
-        try:
-            self._db.execute("pragma locking_mode = exclusive")
-            self._db.execute("pragma journal_mode = wal")
-            self._db.execute("pragma synchronous = full")
-            self._db.execute(f"pragma cache_size = -{_CACHE_KIB}")
-            self._db.execute("begin immediate")
             if self._db.execute("select count(*) from sqlite_schema").fetchone()[0]:
                 self._read_facts()
             else:
@@ -168,20 +155,10 @@ class FileJournal:
             self._db.execute("commit")
         except sqlite3.Error as error:
             self._db.close()
-            raise self._told(error) from error
+            raise journal_error(path, error) from error
         except JournalError:
             self._db.close()
             raise
-
-    def _told(self, error: sqlite3.Error) -> JournalError:
-        if "locked" in str(error):
-            return JournalError(f"{self.path} is in use: another process works on this output")
-        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
-            why = "the directory of the output must be there, and this user must be allowed to write in it"
-            return JournalError(f"{self.path} cannot be opened: {why}")
-        if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
-            return JournalError(f"{self.path} cannot be read or written: {error}")
-        return JournalError(f"{self.path} is no journal of a batch file, or damaged ({error})")
 
     def _read_facts(self) -> None:
         found = self._db.execute("select value from fact where name = 'facts'").fetchone()
@@ -196,10 +173,9 @@ class FileJournal:
 
     def close(self) -> None:
         """Let others have it. One whose run did not come past the check is removed."""
-        self._db.close()
         if not self.facts.checked:
-            for path in (self.path, self.path.with_name(self.path.name + "-wal")):
-                path.unlink(missing_ok=True)
+            remove_locked(self.path)
+        self._db.close()
 
     def end(self) -> None:
         """From another thread: what is under way breaks off, and nothing more is begun."""
@@ -235,7 +211,7 @@ class FileJournal:
         try:
             return self._db.execute(query, arguments).fetchall()
         except sqlite3.Error as error:
-            raise self._told(error) from error
+            raise journal_error(self.path, error) from error
 
     # The input, before anything is sent.
 

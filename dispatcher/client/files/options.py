@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
+from dispatcher.client.files.database import JournalError
 from dispatcher.client.files.intake import InputError, LineReader
-from dispatcher.client.files.journal import FaultyLine, JournalError
+from dispatcher.client.files.journal import FaultyLine
 from dispatcher.client.item import Body, Deadline, encoded
 from dispatcher.core.batchlines import LineRules
 from dispatcher.core.template import Template
@@ -114,13 +116,24 @@ class FilePaths:
     def check(self) -> None:
         """Raises InputError where one file would be two."""
         named = [path for path in (self.source, self.output, self.errors_path) if isinstance(path, Path)]
+        of_run = [self.beside(Path(), suffix) for suffix in OF_A_RUN]
+        for each in (*named, *of_run):
+            _refuse_loop(each)
         if len({path.resolve() for path in named}) < len(named):
             raise InputError("input, output and errors must be files of their own")
         if isinstance(self.output, Path):
-            of_run = {self.beside(Path(), suffix).resolve() for suffix in OF_A_RUN}
+            taken = {path.resolve() for path in of_run}
             for path in (self.source, self.errors_path):
-                if isinstance(path, Path) and path.resolve() in of_run:
+                if isinstance(path, Path) and path.resolve() in taken:
                     raise InputError(f"{path} is a file of the run's own: name another one")
+
+
+def _refuse_loop(path: Path) -> None:
+    try:
+        path.stat()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise InputError(f"{path} is a loop of symbolic links: name another file") from error
 
 
 @dataclass(frozen=True, slots=True)

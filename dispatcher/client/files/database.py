@@ -1,0 +1,102 @@
+"""The SQLite file of a journal: opened by one process alone, and removed by that one."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+
+from dispatcher.client.errors import BatchError
+
+_CACHE_KIB = 16_384
+_OPENINGS = 5
+"""Times that a file may be replaced while it is opened, before that is an error."""
+
+
+class JournalError(BatchError):
+    """The journal cannot be used; the message says why and what to do."""
+
+
+def open_locked(path: Path) -> sqlite3.Connection:
+    """Return a connection with a transaction begun. While it is open, nobody else can open the path so.
+
+    Raises JournalError.
+    """
+    for _ in range(_OPENINGS):
+        pinned = _pin(path)
+        try:
+            database = _connect(path)
+            if _names(path, pinned):
+                return database
+            # Its owner removed it between our opening it and our locking it: nobody else will find this file.
+            database.close()
+        except JournalError:  # what SQLite says of such a file
+            if _names(path, pinned):
+                raise
+        finally:
+            os.close(pinned)
+    raise JournalError(f"{path} is in use: other processes open and remove it")
+
+
+def remove_locked(path: Path) -> None:
+    """Remove the file of an open connection, which is closed after this.
+
+    After the close it could be the file of another process that has opened it since.
+    """
+    # The log first: once the database is gone, a new one may have a log of that name.
+    path.with_name(path.name + "-wal").unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def journal_error(path: Path, error: sqlite3.Error) -> JournalError:
+    """Return what SQLite says in words that tell what to do."""
+    if "locked" in str(error):
+        return JournalError(f"{path} is in use: another process works on this output")
+    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
+        return _not_opened(path)
+    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_FULL", "SQLITE_IOERR")):
+        return JournalError(f"{path} cannot be read or written: {error}")
+    return JournalError(f"{path} is no journal of a batch file, or damaged ({error})")
+
+
+def _not_opened(path: Path) -> JournalError:
+    why = "the directory of the output must be there, and this user must be allowed to write in it"
+    return JournalError(f"{path} cannot be opened: {why}")
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    try:
+        database = sqlite3.connect(path, timeout=0.0, isolation_level=None, check_same_thread=False)
+    except sqlite3.Error as error:
+        raise journal_error(path, error) from error
+    try:
+        database.execute("pragma locking_mode = exclusive")
+        database.execute("pragma journal_mode = wal")
+        database.execute("pragma synchronous = full")
+        database.execute(f"pragma cache_size = -{_CACHE_KIB}")
+        database.execute("begin immediate")
+    except sqlite3.Error as error:
+        database.close()
+        raise journal_error(path, error) from error
+    return database
+
+
+def _pin(path: Path) -> int:
+    """Return a descriptor that keeps the number of the file's inode from being given to another file.
+
+    It must be O_PATH: closing any other descriptor of the file would release SQLite's locks on it.
+    """
+    try:
+        with suppress(FileExistsError):
+            os.mknod(path, 0o644)
+        return os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError as error:
+        raise _not_opened(path) from error
+
+
+def _names(path: Path, pinned: int) -> bool:
+    """Whether the path still names this file: a lock on another one keeps nobody away from it."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(pinned), path.stat())
+    return False

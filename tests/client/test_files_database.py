@@ -1,0 +1,101 @@
+"""The journal's file: one owner at any moment, also while another one removes it.
+
+The moments are met by audit hooks: Python calls them between two steps of the code under test.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dispatcher.client.files import JournalError
+from dispatcher.client.files.journal import FileJournal
+
+_hooks: dict[str, Callable[[tuple[Any, ...]], None]] = {}
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _hooks:
+        _hooks.pop(event)(arguments)
+
+
+sys.addaudithook(_audit)
+
+
+@contextmanager
+def once(event: str, act: Callable[[tuple[Any, ...]], None]) -> Iterator[None]:
+    """Do this at the next event of the name."""
+    _hooks[event] = act
+    try:
+        yield
+        assert event not in _hooks, "it came to that"
+    finally:
+        _hooks.pop(event, None)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "out.jsonl.journal"
+
+
+def test_a_journal_is_removed_while_nobody_else_can_have_it(path: Path) -> None:
+    told: list[JournalError] = []
+
+    def open_another(_: tuple[Any, ...]) -> None:
+        with pytest.raises(JournalError, match="in use") as raised:
+            FileJournal(path)
+        told.append(raised.value)
+
+    journal = FileJournal(path)
+    with once("os.remove", open_another):
+        journal.close()
+    assert len(told) == 1
+    assert list(path.parent.iterdir()) == []
+
+
+def test_who_opened_what_was_removed_meanwhile_does_not_work_on_it(path: Path) -> None:
+    """It has the file open, and then its owner removes it, and a third one makes a new one."""
+    first = FileJournal(path)
+    others: list[FileJournal] = []
+
+    def replace(_: tuple[Any, ...]) -> None:
+        first.close()
+        others.append(FileJournal(path))
+
+    with once("sqlite3.connect/handle", replace), pytest.raises(JournalError, match="in use"):
+        FileJournal(path)
+    others[0].facts.checked = True
+    with others[0].step():
+        others[0].facts.job = "others"
+    others[0].close()
+    assert FileJournal(path).facts.job == "others"
+
+
+def test_who_opened_what_was_removed_meanwhile_makes_a_new_one(path: Path) -> None:
+    first = FileJournal(path)
+    with once("sqlite3.connect/handle", lambda _: first.close()):
+        journal = FileJournal(path)
+    journal.facts.checked = True
+    with journal.step():
+        journal.facts.job = "mine"
+    journal.close()
+    assert FileJournal(path).facts.job == "mine"
+
+
+def test_a_file_that_is_always_replaced_is_given_up(path: Path) -> None:
+    def replace(_: tuple[Any, ...]) -> None:
+        path.unlink()
+        path.touch()
+        _hooks["sqlite3.connect/handle"] = replace
+
+    _hooks["sqlite3.connect/handle"] = replace
+    try:
+        with pytest.raises(JournalError, match="other processes open and remove it"):
+            FileJournal(path)
+    finally:
+        _hooks.clear()
