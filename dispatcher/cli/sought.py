@@ -178,7 +178,7 @@ def shown(
 
 
 def last_try_of(found: FoundRequest) -> str:
-    """What the last try that counted came to; empty: there was none, or it is dead, and has a reason."""
+    """What the last try came to; empty: there was none, or it is dead, and has a reason."""
     return "" if found.state is Whereabouts.DEAD else found.reason
 
 

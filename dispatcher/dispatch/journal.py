@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, Outcome, Overloaded
+from dispatcher.core.outcome import EVICTED, Delivered, Evicted, Outcome, Overloaded
 from dispatcher.core.recent import RecentTries
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode
@@ -202,13 +202,13 @@ def _follow(tracing: Tracing, held: HeldLease, request: Request) -> Trail | None
 
 def _drop_reason(reason: str) -> str:
     """One of those that are declared; "none", where the gateway gave none."""
-    if reason.startswith("evicted"):
-        return "evicted"
     return reason if reason in series.DROP_REASONS else series.OTHER if reason else "none"
 
 
 def _why(outcome: Outcome) -> str:
     """Why it failed, in words of ours alone."""
+    if isinstance(outcome, Evicted):
+        return EVICTED
     if isinstance(outcome, Overloaded):
         known = _drop_reason(outcome.reason)
         return known if known not in ("none", series.OTHER) else ""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.bounces import Bounces
+from dispatcher.core.evictions import Evictions
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import (
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -62,6 +65,7 @@ class Tries:
         """The newest claim or probe left some to be claimed."""
         self.tenants = Tenants()
         self.bounces = Bounces()
+        self.evictions = Evictions()
         self.stranger = Stranger()
         self.batching = Batching(options, rand)
         self.lineup = LineUp(access, options, finish, drop)
@@ -224,7 +228,7 @@ class Tries:
             case Unreachable():
                 self._limiter.unreachable(at, outcome.why)
                 self._without_gateway()
-            case Delivered() | TooLarge() | WithoutModel():
+            case Delivered() | TooLarge() | WithoutModel() | Evicted():
                 self._limiter.reached(at, sent_at)
             case Failed() if outcome.status is not None:
                 self._limiter.reached(at, sent_at)
@@ -257,8 +261,15 @@ class Tries:
             case Overloaded():
                 self.bounces.answered(entry, sent_at)
                 return outcome
+            case Evicted():
+                self.bounces.answered(entry, sent_at)
+                rest_s = self.evictions.evicted(
+                    entry, self.options.retry, self._random.random(), outcome.retry_after_s
+                )
+                outcome = replace(outcome, rest_s=rest_s)
             case Delivered() | TooLarge():
                 self.bounces.answered(entry, sent_at)
+                self.evictions.ended(entry)
                 if again or not self.tenants.calm:
                     self.tenants.accepted(self._tenant(held), sent_at, again=again)
                 return outcome

@@ -8,11 +8,21 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 
 import aiohttp
 
-from dispatcher.core.outcome import GATEWAY, Failed, Outcome, TooLarge, Unreachable, Unsent, classify
+from dispatcher.core.outcome import (
+    GATEWAY,
+    Failed,
+    Outcome,
+    TooLarge,
+    Unreachable,
+    Unsent,
+    classify,
+    cut_answer,
+)
+from dispatcher.core.serverload import LOOKED_AT_BYTES
 from dispatcher.forward.unpack import unpacked
 from dispatcher.forward.wire import Prepared, Progress, Wire
 from dispatcher.peer import addressed
@@ -44,10 +54,12 @@ async def exchange(
     stream, headers = response.body, _plain(response.raw_headers)
     if current.token_header:
         current.token = headers.get(current.token_header, "")
+    chunks: list[bytes] = []
     try:
-        body = await read(headers, stream, limit_bytes)
+        body = await read(headers, stream, limit_bytes, chunks)
     except ERRORS as error:
-        return Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
+        said = cut_answer(response.status_code, headers, _end_of(chunks))
+        return said or Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
     finally:
         await stream.aclose()
     if body is None:
@@ -64,12 +76,15 @@ def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return plain
 
 
-async def read(headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_bytes: int) -> bytes | None:
-    """The body, decoded; None when it is larger than the limit."""
+async def read(
+    headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_bytes: int, chunks: list[bytes]
+) -> bytes | None:
+    """The body, decoded; None when it is larger than the limit. `chunks`: takes in what comes, so that
+    something is known of a body that breaks off."""
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit_bytes:
         return None
-    chunks, size = [], 0
+    size = 0
     async for chunk in stream:
         size += len(chunk)
         if size > limit_bytes:
@@ -79,6 +94,18 @@ async def read(headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_b
     if content_encoding := headers.get("content-encoding"):
         return await unpacked(body, content_encoding, limit_bytes)
     return body
+
+
+def _end_of(chunks: Sequence[bytes]) -> bytes:
+    """The last bytes of a body that broke off: as many as are looked at, and not all of a large one."""
+    end: list[bytes] = []
+    size = 0
+    for chunk in reversed(chunks):
+        end.append(chunk)
+        size += len(chunk)
+        if size >= LOOKED_AT_BYTES:
+            break
+    return b"".join(reversed(end))
 
 
 def _is_tls(error: BaseException | None) -> bool:

@@ -58,6 +58,7 @@ def content(
     elif how.body is not None or how.kind == "status":
         body = (how.body or "").encode()
         kind = "application/json" if body.startswith(b"{") else "text/plain"
+        kind = "text/event-stream" if body.startswith(b"data:") else kind
     elif how.events:
         parts = [f'data: {{"id":"{id_}","choices":[{{"text":"t{n}"}}]}}\n\n' for n in range(how.events)]
         parts.append("data: [DONE]\n\n")

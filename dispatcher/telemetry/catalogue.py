@@ -16,6 +16,7 @@ from dispatcher.core.harvest import Work
 from dispatcher.core.outcome import (
     TEACHES_NOTHING,
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -27,6 +28,7 @@ from dispatcher.core.outcome import (
     WithoutModel,
 )
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.serverload import SERVER_FULL
 from dispatcher.ports import Burial, Release, Settled, Settlement
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITIES, SOURCES, Status
@@ -123,6 +125,7 @@ SIGNALS = tuple(str(signal) for signal in Signal)
 OUTCOMES: Mapping[type[Outcome], str] = {
     Delivered: "delivered",
     Overloaded: "overloaded",
+    Evicted: "evicted",
     Failed: "failed",
     Unreachable: "unreachable",
     TooLarge: "toolarge",
@@ -138,7 +141,7 @@ DROP_REASONS = (
     "rejected-saturated",
     "rejected-ttl-expired",
     *TEACHES_NOTHING,
-    "evicted",
+    SERVER_FULL,
     OTHER,
 )
 ENDINGS: Mapping[type[Settlement | Release | Burial], str] = {

@@ -115,7 +115,7 @@ def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> No
     [
         ("", "none"),
         ("rejected-saturated", "rejected-saturated"),
-        ("evicted; by=somebody", "evicted"),
+        ("server-full", "server-full"),
         ("what a gateway may make up", "other"),
     ],
 )
