@@ -31,8 +31,8 @@ from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.core.routing import Route
 from dispatcher.forward import HttpGateway
 from dispatcher.standin.live import Config, LiveWorld
+from tests.forward.envoy import envoy_before
 from tests.forward.scripted import Connection, a_request, options, outcome, serving
-from tests.forward.test_envoy import envoy_before
 from tests.pages import DOCS, rows
 
 MakeGateway = Callable[..., HttpGateway]
