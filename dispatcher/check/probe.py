@@ -210,6 +210,8 @@ class _Driver:
         forwarded = await self._gateway.forward(
             request, token=token, deadline=self._ends_at + 1.0, may_send=lambda: self.ramp.may_send
         )
+        if forwarded.held is not None:
+            forwarded.held.free()
         at = forwarded.ended_at
         self._limiter.answered(token, at, forwarded.opened_s)
         self._ledger.answered(token, at)

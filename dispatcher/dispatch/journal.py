@@ -103,6 +103,8 @@ class Journal:
         self.recent.ended(forwarded.ended_at, outcome, code)
         metrics.count(series.TRIES, name, series.status_class(code))
         metrics.observe(series.TRY, forwarded.ended_at - forwarded.sent_at)
+        if forwarded.queued_s is not None:
+            metrics.observe(series.PICKER_WAIT, forwarded.queued_s)
         if held.trail is not None:
             went_well = isinstance(outcome, Delivered) and outcome.status < 400
             error = None if went_well else name

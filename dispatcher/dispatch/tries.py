@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -147,10 +147,23 @@ class Tries:
         seen = forwarded if outcome is forwarded.outcome else forwarded.but(outcome=outcome)
         self._gateway_seen(running, seen)
         if running.bundled:
-            self._follow(running, self._answered(running, seen))
+            follow = self._answered(running, seen)
+            self._hold_answer([held for held, _ in follow.ends], forwarded)
+            self._follow(running, follow)
         else:
+            self._hold_answer(running.riders, forwarded)
             for held in running.riders:
                 self._end(held, running.request, forwarded, seen)
+
+    def _hold_answer(self, ends: Sequence[HeldLease], forwarded: Forwarded) -> None:
+        """Have the memory of an answer given back when the queue has confirmed the last of the ends that it
+        leads to. Where others follow from it, what they need of it was copied."""
+        if forwarded.held is None:
+            return
+        ends = [held for held in ends if held in self._holding]
+        for held in ends:
+            held.answer = forwarded.held
+        forwarded.held.share(len(ends))
 
     def _end(self, held: HeldLease, request: Request, forwarded: Forwarded, seen: Forwarded) -> None:
         outcome = self._counted(held, seen)

@@ -341,6 +341,8 @@ class Warming:
                 endpoints=warm_up.endpoint if self._versions.steered else "",
             )
             sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
+            if sent.held is not None:
+                sent.held.free()  # only the beginning of it is looked at, and nothing is kept
             self._seen(sent)
             return sent.outcome
         finally:

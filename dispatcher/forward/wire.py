@@ -23,6 +23,8 @@ from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 from multidict import CIMultiDict
 
+from dispatcher.forward.buffers import AnswerHold
+
 CONNECT_S = 1.5
 """From looking the name up to the end of the TLS handshake."""
 KEPT_ALIVE_S = 30.0
@@ -58,6 +60,28 @@ class Progress:
     """A header of the answer that is wanted; empty: none."""
     token: str = ""
     """What it says."""
+    queued_s: float | None = None
+    """How long the request waited in the endpoint picker, as the answer says."""
+    hold: AnswerHold | None = None
+    """The memory that the answer takes; None: it is not counted."""
+    timer: asyncio.Timeout | None = None
+    """Ends the try."""
+    deadline: float = float("inf")
+    """No pause prolongs the try beyond this."""
+
+    async def make_room(self, size: int) -> None:
+        """Wait until the answer may have so many bytes. That time is ours, and not a slow server's: the limit
+        of time does not count it."""
+        if self.hold is None or size <= self.hold.size:
+            return
+        timer, now = self.timer, asyncio.get_running_loop().time
+        if timer is None or (ends := timer.when()) is None:
+            await self.hold.grow(size)
+            return
+        began = now()
+        timer.reschedule(self.deadline)
+        await self.hold.grow(size)
+        timer.reschedule(min(self.deadline, ends + now() - began))
 
     def end(self) -> None:
         """A connection that is kept keeps the context that it was made in, and this with it: no request."""

@@ -339,6 +339,11 @@ LOST = _counter("leases_lost", "Leases of ours that ran out while their request 
 EXPIRED = _counter("expired", "Requests that passed their deadline waiting")
 WAIT = _histogram("wait_seconds", "From the request's birth (data.created) to its first try", _WAIT)
 TRY = _histogram("try_seconds", "From sending to the outcome", _LATENCY)
+PICKER_WAIT = _histogram(
+    "picker_wait_seconds",
+    "Time that a request waited in the endpoint picker, where its answer says so",
+    _LATENCY,
+)
 SETTLE = _histogram("settle_seconds", "From the outcome to the queue's word that it is written", _SETTLE)
 WHOLE = _histogram("request_seconds", "From the request's birth (data.created) to its written result", _WAIT)
 
