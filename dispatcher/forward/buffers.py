@@ -9,8 +9,9 @@ the gateway feels that at its socket.
               set aside for that; the next one may when that is written. So some answer always gets on,
               whatever the others hold, and the bound is kept.
 
-Who waits is served in the order of asking. Each connection has read up to 128 KB ahead beside that, which is
-not counted; neither are the parts of merged answers while single calls are made to compare them.
+Who waits is served in the order of asking. Each connection has read up to 128 KB ahead beside that (300 KB
+over TLS), which is not counted; neither are the parts of merged answers while single calls are made to
+compare them.
 """
 
 from __future__ import annotations

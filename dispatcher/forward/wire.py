@@ -34,6 +34,12 @@ UNACKNOWLEDGED_S = 10.0
 STREAMED_BYTES = 262_144
 """Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
 
+READ_AHEAD_BYTES = 16_384
+"""A connection whose answer is not taken reads up to twice as much, and what one call brings beside."""
+READ_BYTES = 65_536
+"""What one call to read takes at the most. asyncio would take 256 KB, and so each of hundreds of connections
+would hold that, whatever the bound on answers."""
+
 INTERIM_MOST = 8
 """So many 1xx may come before an answer."""
 
@@ -143,6 +149,8 @@ class _Connector(aiohttp.TCPConnector):
         current.reused = protocol in self._used
         if not current.reused:
             self._used.add(protocol)
+            if hasattr(connection.transport, "max_size"):  # not over TLS, where records are smaller
+                connection.transport.max_size = READ_BYTES
             _detect_dead_peer(connection.transport)
         current.connected_at = self._loop.time()
         return connection
@@ -259,7 +267,9 @@ class Wire:
     def __init__(self, tls: ssl.SSLContext) -> None:
         self.tls = tls
         self.connector = _Connector(tls)
-        session = aiohttp.ClientSession(connector=self.connector, cookie_jar=aiohttp.DummyCookieJar())
+        session = aiohttp.ClientSession(
+            connector=self.connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_AHEAD_BYTES
+        )
         self._transport = _Transport(session, tls)
         self.send = self._transport.handle_async_request
         self.running = 0

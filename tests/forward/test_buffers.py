@@ -10,6 +10,7 @@ import pytest
 from dispatcher.core.outcome import Delivered, Failed, TooLate
 from dispatcher.forward import HttpGateway
 from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
+from dispatcher.forward.wire import READ_AHEAD_BYTES, READ_BYTES
 from tests.forward.scripted import Connection, Script, always, forward, serving
 from tests.support import wait_until
 
@@ -70,6 +71,12 @@ async def test_answer_is_read_though_others_hold_all_the_room(gateway_to: MakeGa
         for _ in range(100):
             await asyncio.sleep(0)
         assert not third.done(), "the bound is kept"
+        wire = gateway._wires.current
+        assert wire is not None
+        (connection,) = wire.connector._acquired
+        assert connection._payload is not None
+        ahead = connection._payload.total_bytes
+        assert 0 < ahead <= 2 * READ_AHEAD_BYTES + 2 * READ_BYTES, "nor is the answer read beside it"
         assert second.held is not None
         second.held.free()
         assert (await third).outcome == Delivered(200, b"x" * MB)
