@@ -149,8 +149,9 @@ class _Connector(aiohttp.TCPConnector):
         current.reused = protocol in self._used
         if not current.reused:
             self._used.add(protocol)
-            if hasattr(connection.transport, "max_size"):  # not over TLS, where records are smaller
-                connection.transport.max_size = READ_BYTES
+            transport: Any = connection.transport
+            if hasattr(transport, "max_size"):  # asyncio's own; over TLS it is not to be set
+                transport.max_size = READ_BYTES
             _detect_dead_peer(connection.transport)
         current.connected_at = self._loop.time()
         return connection
