@@ -156,6 +156,7 @@ def test_all_problems_are_told_at_once_each_with_its_line_and_the_nearest_key() 
         (MINIMAL + "queue: {lease_s: 4, owner_timeout_s: 5}", "config.yaml: line 2: queue.owner_timeout_s: must not be above queue.lease_s (4)"),
         (MINIMAL + "queue: {owner_timeout_s: 31}", "config.yaml: line 2: queue.owner_timeout_s: must not be above queue.lease_s (30)"),
         (MINIMAL + "queue: {name: r, results: r}", "config.yaml: line 2: queue.results: must not be queue.name: results would be taken for requests"),
+        ("gateway: {url: http://gw, max_buffered_bytes: 33554431}", "config.yaml: line 1: gateway.max_buffered_bytes: must not be below max_response_bytes: the largest answer could not be read"),
         (MINIMAL + "retry: {base_s: 90}", "config.yaml: line 2: retry.max_s: must not be below retry.base_s"),
         (MINIMAL + "signals: {interval_s: 6, max_age_s: 10}", "config.yaml: line 2: signals.max_age_s: must be at least two intervals (12 s), or every other reading is stale"),
         (MINIMAL + "signals: {source: prometheus}", "config.yaml: line 2: signals.prometheus: url is required when signals.source is prometheus"),

@@ -23,6 +23,7 @@ from dispatcher.core.held import LoadLedger
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import (
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -209,6 +210,8 @@ class _Driver:
         forwarded = await self._gateway.forward(
             request, token=token, deadline=self._ends_at + 1.0, may_send=lambda: self.ramp.may_send
         )
+        if forwarded.held is not None:
+            forwarded.held.free()
         at = forwarded.ended_at
         self._limiter.answered(token, at, forwarded.opened_s)
         self._ledger.answered(token, at)
@@ -220,7 +223,7 @@ class _Driver:
         outcome = forwarded.outcome
         if isinstance(outcome, Delivered) and 200 <= outcome.status < 300:
             self._limiter.reached(forwarded.ended_at, forwarded.sent_at)
-        elif isinstance(outcome, Overloaded):
+        elif isinstance(outcome, Overloaded | Evicted):
             self.ramp.stop(
                 ProbeEnd.REFUSED,
                 f"{told(outcome)}, with {self._limiter.in_flight + 1} of the probe in flight",

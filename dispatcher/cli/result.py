@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 import time
 from collections import Counter
@@ -45,7 +46,28 @@ SENTENCE_AFTER_S = 2.0
 """Who waits longer is told why."""
 _LOOK_S, _LOOK_MOST_S = 0.02, 0.25
 _AGAIN_S = 5.0
-"""A sentence that names figures changes with each look: no more often than this."""
+"""Seconds between two searches of all result lists."""
+FORGOTTEN_S = 300.0
+"""A sentence that did not hold for so long is news again."""
+_FIGURES = re.compile(r"\d[\d.,]*")
+
+
+class WaitingSentences:
+    """Decide which sentences about a waiting request are new to the person who waits.
+
+    A request that is tried again and again goes through the same few states, each with its own sentence, and
+    figures change with each look. Each sentence is news once, whatever its figures.
+    """
+
+    def __init__(self) -> None:
+        self._held_at: dict[str, float] = {}
+
+    def is_new(self, sentence: str, now: float) -> bool:
+        """Return whether a sentence that holds now is to be printed."""
+        kind = _FIGURES.sub("#", sentence)
+        before = self._held_at.get(kind)
+        self._held_at[kind] = now
+        return before is None or now - before > FORGOTTEN_S
 
 
 def result(
@@ -187,7 +209,7 @@ async def awaited(
 ) -> PoppedResult | None:
     """What the look brings at last; meanwhile the gate's sentence on standard error, when it changes."""
     started = time.monotonic()
-    pause_s, said, said_at = _LOOK_S, "", started - _AGAIN_S
+    pause_s, sentences = _LOOK_S, WaitingSentences()
     next_sentence = started + SENTENCE_AFTER_S
     while True:
         if (found := await look()) is not None:
@@ -195,10 +217,8 @@ async def awaited(
         now = time.monotonic()
         if now >= next_sentence:
             sentence = await progress(target, desk, request_id)
-            reason = sentence.partition(":")[0].partition(",")[0]
-            if reason != said or (sentence != said and now - said_at >= 6 * _AGAIN_S):
+            if sentences.is_new(sentence, now):
                 remark(f"waiting: {sentence}")
-                said, said_at = reason, now
             next_sentence = now + 1.0
         if within_s is not None and now - started >= within_s:
             return None

@@ -180,7 +180,7 @@ def shown(
 
 
 def last_try_of(found: FoundRequest) -> str:
-    """What the last try that counted came to; empty: there was none, or it is dead, and has a reason."""
+    """What the last try came to; empty: there was none, or it is dead, and has a reason."""
     return "" if found.state is Whereabouts.DEAD else found.reason
 
 
@@ -241,8 +241,9 @@ def sentence_of(gate: Mapping[str, Any]) -> str:
 def under_way(found: FoundRequest) -> str:
     """What is done with it now; empty where it stands in line, for then the gate holds it."""
     before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
-    if before and (last := last_try_of(found)):
-        before += f", the last: {last}"
+    # Of one that waits for its model, that is what `_missed` says.
+    if (last := last_try_of(found)) and (before or found.state is not Whereabouts.AWAITING):
+        before += f", the last: {last}" if before else f", the last try: {last}"
     match found.state:
         case Whereabouts.LEASED:
             return f"a dispatcher has sent it, the answer is not there yet{before}"

@@ -6,10 +6,8 @@ outcome. What is no answer at all (a refused connection, a cut body, a time-out)
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import assert_never
 
 import msgspec
@@ -17,13 +15,22 @@ import msgspec
 from dispatcher.core.headers import DROP_REASON
 from dispatcher.core.plain import plain, shortened
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.retryafter import retry_after
+from dispatcher.core.serverload import (
+    SERVER_FULL,
+    error_of_stream,
+    is_error_of_full_server,
+    is_server_full,
+    texts_of,
+)
 
 GATEWAY = "the gateway"
-RETRY_AFTER_CAP_S = 86400.0
-"""A longer Retry-After is taken for this much; policy cuts it further."""
-
 TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
 """How drop reasons begin that say nothing of the pool's size."""
+INTERNAL = "rejected-internal"
+"""How the drop reason of a picker begins that failed by itself: about the request or the picker."""
+EVICTED = "evicted"
+"""How drop reasons begin that say that the request ran, and had to make room for more important ones."""
 _NOT_ADMITTED = b"request cannot be admitted"
 
 
@@ -36,14 +43,28 @@ class Delivered(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """The gateway refused for now: 429; 503 or 500 with a drop reason; 500 "request cannot be admitted"."""
+    """The gateway refused for now: 429; 503 or 500 with a drop reason; 500 "request cannot be admitted"; a
+    model server whose own queue is full."""
 
     status: int
     reason: str
-    """The drop reason, or the empty string."""
+    """The drop reason, SERVER_FULL, or the empty string."""
     capacity: bool
     """Refused for lack of capacity: may teach what fits."""
     retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """The request ran and was stopped for more important ones. That is policy: no attempt is counted, nothing
+    closes, and nothing is learned of the capacity."""
+
+    status: int
+    reason: str
+    """The drop reason."""
+    retry_after_s: float | None = None
+    rest_s: float = 0.0
+    """Seconds until it is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +128,18 @@ class WithoutModel:
     """It waits so long before it is tried again."""
 
 
-Outcome = Delivered | Overloaded | Failed | Unreachable | TooLarge | Refused | TooLate | Unsent | WithoutModel
+Outcome = (
+    Delivered
+    | Overloaded
+    | Evicted
+    | Failed
+    | Unreachable
+    | TooLarge
+    | Refused
+    | TooLate
+    | Unsent
+    | WithoutModel
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +184,7 @@ class Retry:
     undelivered: bool = False
     """Nothing was tried: the delivery is taken back."""
     last_try: str = ""
-    """What the try came to, where it counts."""
+    """What the try came to; empty: it was not sent."""
     awaits: str = ""
     """The model that it waits for."""
 
@@ -175,20 +207,25 @@ _WHY_CHARS = 200
 
 
 def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
-    """The deadline has passed; `last_try`: what the last try that counted came to, if there was one."""
+    """The deadline has passed; `last_try`: what the last try came to, if there was one."""
     counts = ((attempts, "attempt"), (refusals, "refusal"))
     tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
     why = (f" after {tries}" if tries else "") + (f"; the last try: {last_try}" if last_try else "")
     return Errored(ErrorCode.DEADLINE_EXCEEDED, f"deadline exceeded{why}")
 
 
-def told(outcome: Failed | Overloaded) -> str:
+def told(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
     """What a try came to, in a line of bounded length, with the beginning of what the gateway said."""
-    if isinstance(outcome, Overloaded):
-        said = f"the gateway refused it for now: {outcome.status}{outcome.reason and f', {outcome.reason}'}"
-    else:
-        body = " ".join(outcome.body[: 4 * _WHY_CHARS].decode(errors="replace").split())
-        said = outcome.why + (f": {body}" if body else "")
+    match outcome:
+        case Overloaded(status, reason):
+            said = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
+        case Evicted(status, reason):
+            said = f"the gateway stopped it for more important requests: {status}, {reason}"
+        case Unreachable(why):
+            said = why
+        case _:
+            body = " ".join(outcome.body[: 4 * _WHY_CHARS].decode(errors="replace").split())
+            said = outcome.why + (f": {body}" if body else "")
     return shortened(plain(said), _WHY_CHARS)
 
 
@@ -205,7 +242,7 @@ def after(
 ) -> Decision:
     """What happens to a request after a try. Total: every outcome gives exactly one decision.
 
-    `attempts` and `refusals` count those before this try, `last_try` is what the last of them came to;
+    `attempts` and `refusals` count those before this try, `last_try` is what the try before it came to;
     `deadline` and `now` are on one clock; `rand` is uniform in [0, 1).
 
     Failed number k waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up to max_s; number
@@ -231,6 +268,8 @@ def after(
             retry = Retry(delay, attempt=True, last_try=told(outcome))
         case Overloaded():
             retry = Retry(_again(refusals, policy), refusal=True, last_try=told(outcome))
+        case Evicted():
+            retry = Retry(outcome.rest_s, last_try=told(outcome))
         case Unreachable() | Unsent() | WithoutModel():
             retry = _untried(outcome)
         case _:
@@ -247,7 +286,7 @@ def _untried(outcome: Unreachable | Unsent | WithoutModel) -> Retry:
     """It counts for nothing."""
     match outcome:
         case Unreachable():
-            return Retry(outcome.rest_s, undelivered=True)
+            return Retry(outcome.rest_s, undelivered=True, last_try=told(outcome))
         case Unsent():
             return Retry(undelivered=True)
         case WithoutModel(why, awaits, rest_s):
@@ -285,14 +324,14 @@ def classify(
     a test.
     """
     reason = headers.get(DROP_REASON, "").strip()
-    retry_after_s = _retry_after(headers, now_unix)
-    if status == 429 or (status in (500, 503) and reason):
-        return Overloaded(status, reason, not reason.startswith(TEACHES_NOTHING), retry_after_s)
-    if status == 500 and _NOT_ADMITTED in body:
-        # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
-        return Overloaded(status, "", capacity=False, retry_after_s=retry_after_s)
+    retry_after_s = retry_after(headers, now_unix)
+    if status in (429, 500, 503):
+        refused = _refused(status, reason, body, retry_after_s, who)
+        if refused is not None:
+            return refused
     if status in (401, 407):
-        why = f"{who} answered {status}: it does not accept our credentials"
+        where = "; look at gateway.token_file" if who == GATEWAY else ""
+        why = f"{who} answered {status}: it does not accept our credentials{where}"
         return Failed(why, status, body, bare=True)
     if status == 404 and not body:
         why = f"{who} answered 404 with an empty body: it has no such route"
@@ -302,55 +341,49 @@ def classify(
         where = headers.get("location", "")[:200]
         return Failed(f"redirected ({status}) to {where!r}; redirects are not followed", status, body)
     if 200 <= status < 500 and status != 408:
-        return Delivered(status, body)
+        return _refused_in_stream(status, headers, body, retry_after_s) or Delivered(status, body)
     bare = (status == 500 and not body) or (status in (502, 503, 504) and not reason)
     return Failed(f"{who} answered {status}", status, body, bare, retry_after_s)
 
 
-def _retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:
-    value = headers.get("retry-after")
-    if value is None:
+def _refused(
+    status: int, reason: str, body: bytes, retry_after_s: float | None, who: str
+) -> Overloaded | Evicted | Failed | None:
+    """What a 429, 500 or 503 says of the pool; None: nothing."""
+    if reason.startswith(EVICTED):
+        return Evicted(status, reason, retry_after_s)
+    if status == 500 and _NOT_ADMITTED in body:
+        # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
+        return Overloaded(status, reason, capacity=False, retry_after_s=retry_after_s)
+    if reason.startswith(INTERNAL):
+        return Failed(f"{who} answered {status}, {INTERNAL}", status, body, retry_after_s=retry_after_s)
+    if reason:
+        return Overloaded(status, reason, not reason.startswith(TEACHES_NOTHING), retry_after_s)
+    if status != 500 and is_server_full(body):
+        return Overloaded(status, SERVER_FULL, capacity=True, retry_after_s=retry_after_s)
+    return Overloaded(status, "", capacity=True, retry_after_s=retry_after_s) if status == 429 else None
+
+
+def _refused_in_stream(
+    status: int, headers: Mapping[str, str], body: bytes, retry_after_s: float | None
+) -> Overloaded | Evicted | None:
+    """A refusal that came as the last event of a stream, whose status was sent before it was known."""
+    event = error_of_stream(headers, body)
+    if event is None:
         return None
-    # A date is meant by the clock of who wrote it.
-    theirs = _http_date(headers.get("date", ""), now_unix)
-    return parse_retry_after(value, now_unix if theirs is None else theirs)
+    if is_error_of_full_server(event):
+        return Overloaded(status, SERVER_FULL, capacity=True, retry_after_s=retry_after_s)
+    reason = next((each for each in texts_of(event) if each.startswith(EVICTED)), "")
+    return Evicted(status, reason, retry_after_s) if reason else None
 
 
-def parse_retry_after(value: str, now_unix: float) -> float | None:
-    """Seconds to wait, from delta seconds or any of HTTP's three date formats; None when it is neither.
+def cut_answer(status: int, headers: Mapping[str, str], end: bytes) -> Overloaded | Evicted | None:
+    """What an answer says that broke off in its body, and whose last bytes are `end`; None: nothing.
 
-    A date in the past is 0; nothing is longer than a day.
+    Envoy ends the connection of a request that is evicted after the first bytes of its answer, without a
+    word (kubernetes-sigs/gateway-api-inference-extension#2669): such a cut says nothing.
     """
-    value = value.strip(" \t")
-    if value.isascii() and value.isdigit():
-        return RETRY_AFTER_CAP_S if len(value.lstrip("0")) > 5 else min(float(value), RETRY_AFTER_CAP_S)
-    at = _http_date(value, now_unix)
-    return None if at is None else min(max(at - now_unix, 0.0), RETRY_AFTER_CAP_S)
-
-
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-_DATE = re.compile(
-    r"""[A-Z][a-z]{2,8}
-    (?: ,\ (?P<day>\d\d)([ -])(?P<month>[A-Z][a-z]{2})\2(?P<year>\d{4}|\d\d)\ (?P<time>\d\d:\d\d:\d\d)\ GMT
-      | \ (?P<month_>[A-Z][a-z]{2})\ (?P<day_>[ \d]\d)\ (?P<time_>\d\d:\d\d:\d\d)\ (?P<year_>\d{4}) )""",
-    re.VERBOSE | re.ASCII,
-)
-"""RFC 9110 5.6.7: `Sun, 06 Nov 1994 08:49:37 GMT`, `Sunday, 06-Nov-94 …`, `Sun Nov  6 08:49:37 1994`."""
-
-
-def _http_date(value: str, now_unix: float) -> float | None:
-    match = _DATE.fullmatch(value)
-    if match is None:
-        return None
-    day, month, year, time = (match[name] or match[name + "_"] for name in ("day", "month", "year", "time"))
-    hour, minute, second = map(int, time.split(":"))
-    try:
-        if len(year) == 2:
-            this = datetime.fromtimestamp(now_unix, UTC).year
-            year = this - 49 + (int(year) - (this - 49)) % 100  # from 49 years ago to 50 ahead
-        # A leap second is the second before, to whoever waits.
-        return datetime(
-            int(year), _MONTHS.index(month) + 1, int(day), hour, minute, min(second, 59), tzinfo=UTC
-        ).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
+    reason = headers.get(DROP_REASON, "").strip()
+    if reason.startswith(EVICTED):
+        return Evicted(status, reason)
+    return _refused_in_stream(status, headers, end, None)

@@ -43,8 +43,8 @@ class RecentTries:
     def ended(self, at: float, outcome: Outcome, status: int | None) -> None:
         """A try has ended. `outcome`: as it counts; `status`: what the gateway answered, if it did.
 
-        A refusal for overload closes the gate, which says so, and what was not sent or waits for its model
-        says nothing of the gateway: neither is counted.
+        A refusal for overload closes the gate, which says so, an eviction is no failure, and what was not
+        sent or waits for its model says nothing of the gateway: none of them is counted.
         """
         match outcome:
             case Delivered() | TooLarge():

@@ -12,7 +12,7 @@ from typing import Literal
 from dispatcher.core.lanes import Lane
 from dispatcher.core.request import Request
 from dispatcher.core.verdicts import Goes
-from dispatcher.ports import Lease
+from dispatcher.ports import AnswerMemory, Lease
 from dispatcher.telemetry.tracing import Trail
 
 Cut = Literal["cancelled", "lost", "late", "drain"]
@@ -64,6 +64,8 @@ class HeldLease:
     claimed_at: float = 0.0
     confirmed_at: float = 0.0
     """When the newest call was asked that told it to be ours, by the clock of `Tenure`."""
+    answer: AnswerMemory | None = None
+    """The memory that its answer takes; None: none that is counted."""
     trail: Trail | None = None
     """What is traced of it; None: nothing."""
     goes: Goes | None = None
@@ -95,6 +97,9 @@ class Holding:
 
     def __len__(self) -> int:
         return len(self._by_token)
+
+    def __contains__(self, held: HeldLease) -> bool:
+        return self._by_token.get(held.lease.token) is held
 
     def __iter__(self) -> Iterator[HeldLease]:
         return iter(list(self._by_token.values()))
@@ -150,6 +155,8 @@ class Holding:
         """The lease has ended; what was held of it."""
         held = self._by_token.pop(token, None)
         if held is not None:
+            if held.answer is not None:
+                held.answer.free()
             self.units -= held.lease.units
             if held.lease.lane is not None:
                 self.in_lanes[held.lease.lane] -= 1

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.harvest import Meter, Observation
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import Delivered, Outcome, Overloaded
+from dispatcher.core.outcome import EVICTED, Delivered, Evicted, Outcome, Overloaded
 from dispatcher.core.recent import RecentTries
 from dispatcher.core.request import Request
 from dispatcher.core.result import ErrorCode
@@ -103,6 +103,8 @@ class Journal:
         self.recent.ended(forwarded.ended_at, outcome, code)
         metrics.count(series.TRIES, name, series.status_class(code))
         metrics.observe(series.TRY, forwarded.ended_at - forwarded.sent_at)
+        if forwarded.queued_s is not None:
+            metrics.observe(series.PICKER_WAIT, forwarded.queued_s)
         if held.trail is not None:
             went_well = isinstance(outcome, Delivered) and outcome.status < 400
             error = None if went_well else name
@@ -202,13 +204,13 @@ def _follow(tracing: Tracing, held: HeldLease, request: Request) -> Trail | None
 
 def _drop_reason(reason: str) -> str:
     """One of those that are declared; "none", where the gateway gave none."""
-    if reason.startswith("evicted"):
-        return "evicted"
     return reason if reason in series.DROP_REASONS else series.OTHER if reason else "none"
 
 
 def _why(outcome: Outcome) -> str:
     """Why it failed, in words of ours alone."""
+    if isinstance(outcome, Evicted):
+        return EVICTED
     if isinstance(outcome, Overloaded):
         known = _drop_reason(outcome.reason)
         return known if known not in ("none", series.OTHER) else ""

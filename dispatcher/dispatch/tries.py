@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from dispatcher.core.bounces import Bounces
+from dispatcher.core.evictions import Evictions
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import (
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -62,6 +65,7 @@ class Tries:
         """The newest claim or probe left some to be claimed."""
         self.tenants = Tenants()
         self.bounces = Bounces()
+        self.evictions = Evictions()
         self.stranger = Stranger()
         self.batching = Batching(options, rand)
         self.lineup = LineUp(access, options, finish, drop)
@@ -143,10 +147,23 @@ class Tries:
         seen = forwarded if outcome is forwarded.outcome else forwarded.but(outcome=outcome)
         self._gateway_seen(running, seen)
         if running.bundled:
-            self._follow(running, self._answered(running, seen))
+            follow = self._answered(running, seen)
+            self._hold_answer([held for held, _ in follow.ends], forwarded)
+            self._follow(running, follow)
         else:
+            self._hold_answer(running.riders, forwarded)
             for held in running.riders:
                 self._end(held, running.request, forwarded, seen)
+
+    def _hold_answer(self, ends: Sequence[HeldLease], forwarded: Forwarded) -> None:
+        """Have the memory of an answer given back when the queue has confirmed the last of the ends that it
+        leads to. Where others follow from it, what they need of it was copied."""
+        if forwarded.held is None:
+            return
+        ends = [held for held in ends if held in self._holding]
+        for held in ends:
+            held.answer = forwarded.held
+        forwarded.held.share(len(ends))
 
     def _end(self, held: HeldLease, request: Request, forwarded: Forwarded, seen: Forwarded) -> None:
         outcome = self._counted(held, seen)
@@ -224,7 +241,7 @@ class Tries:
             case Unreachable():
                 self._limiter.unreachable(at, outcome.why)
                 self._without_gateway()
-            case Delivered() | TooLarge() | WithoutModel():
+            case Delivered() | TooLarge() | WithoutModel() | Evicted():
                 self._limiter.reached(at, sent_at)
             case Failed() if outcome.status is not None:
                 self._limiter.reached(at, sent_at)
@@ -257,8 +274,15 @@ class Tries:
             case Overloaded():
                 self.bounces.answered(entry, sent_at)
                 return outcome
+            case Evicted():
+                self.bounces.answered(entry, sent_at)
+                rest_s = self.evictions.evicted(
+                    entry, self.options.retry, self._random.random(), outcome.retry_after_s
+                )
+                outcome = replace(outcome, rest_s=rest_s)
             case Delivered() | TooLarge():
                 self.bounces.answered(entry, sent_at)
+                self.evictions.ended(entry)
                 if again or not self.tenants.calm:
                     self.tenants.accepted(self._tenant(held), sent_at, again=again)
                 return outcome

@@ -25,7 +25,16 @@ from typing import TYPE_CHECKING
 
 from dispatcher.core.budget import Reason
 from dispatcher.core.modelnames import says_no_model
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge, TooLate, Unreachable
+from dispatcher.core.outcome import (
+    Delivered,
+    Evicted,
+    Failed,
+    Outcome,
+    Overloaded,
+    TooLarge,
+    TooLate,
+    Unreachable,
+)
 from dispatcher.core.plain import plain, shortened
 from dispatcher.core.request import Request
 from dispatcher.core.served import GATEWAY
@@ -264,7 +273,7 @@ class Warming:
                 finally:
                     self._units -= 1
                 warm_up.spent_s += now() - began_at
-                if not isinstance(outcome, Overloaded):
+                if not isinstance(outcome, Overloaded | Evicted):
                     break
                 await asyncio.sleep(min(max(outcome.retry_after_s or 0.0, 1.0), self.options.retry.max_s))
             warm_up.calls += 1
@@ -332,6 +341,8 @@ class Warming:
                 endpoints=warm_up.endpoint if self._versions.steered else "",
             )
             sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
+            if sent.held is not None:
+                sent.held.free()  # only the beginning of it is looked at, and nothing is kept
             self._seen(sent)
             return sent.outcome
         finally:
@@ -343,7 +354,7 @@ class Warming:
         match sent.outcome:
             case Unreachable(why):
                 self._limiter.unreachable(sent.ended_at, why)
-            case Delivered() | TooLarge() | Overloaded():
+            case Delivered() | TooLarge() | Overloaded() | Evicted():
                 self._limiter.reached(sent.ended_at, sent.sent_at)
             case _:
                 pass

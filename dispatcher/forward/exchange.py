@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import AsyncIterable, Iterable, Mapping
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 
 import aiohttp
 
-from dispatcher.core.outcome import GATEWAY, Failed, Outcome, TooLarge, Unreachable, Unsent, classify
+from dispatcher.core.headers import QUEUE_DURATION
+from dispatcher.core.outcome import (
+    GATEWAY,
+    Failed,
+    Outcome,
+    TooLarge,
+    Unreachable,
+    Unsent,
+    classify,
+    cut_answer,
+)
+from dispatcher.core.serverload import LOOKED_AT_BYTES
 from dispatcher.forward.unpack import unpacked
 from dispatcher.forward.wire import Prepared, Progress, Wire
 from dispatcher.peer import addressed
 
 ERRORS = (aiohttp.ClientError, OSError)
 """All that a network or a server can do to us."""
+_LONGEST_S = 86_400.0
 _CLOSED_BY_PEER = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError)
 
 
@@ -42,12 +54,16 @@ async def exchange(
                 return Unreachable(f"no connection: {addressed(error)}")
             return Failed(f"no answer: {addressed(error)}")
     stream, headers = response.body, _plain(response.raw_headers)
+    if QUEUE_DURATION in headers:
+        current.queued_s = _seconds_of(headers[QUEUE_DURATION])
     if current.token_header:
         current.token = headers.get(current.token_header, "")
+    chunks: list[bytes] = []
     try:
-        body = await read(headers, stream, limit_bytes)
+        body = await read(headers, stream, limit_bytes, chunks, current)
     except ERRORS as error:
-        return Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
+        said = cut_answer(response.status_code, headers, _end_of(chunks))
+        return said or Failed(f"the answer ({response.status_code}) broke off: {addressed(error)}")
     finally:
         await stream.aclose()
     if body is None:
@@ -64,21 +80,56 @@ def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
     return plain
 
 
-async def read(headers: Mapping[str, str], stream: AsyncIterable[bytes], limit_bytes: int) -> bytes | None:
-    """The body, decoded; None when it is larger than the limit."""
+async def read(
+    headers: Mapping[str, str],
+    stream: AsyncIterable[bytes],
+    limit_bytes: int,
+    chunks: list[bytes],
+    current: Progress,
+) -> bytes | None:
+    """The body, decoded; None when it is larger than the limit. `chunks`: takes in what comes, so that
+    something is known of a body that breaks off. `current`: makes room for what comes."""
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > limit_bytes:
-        return None
-    chunks, size = [], 0
+    if length.isdecimal():
+        if int(length) > limit_bytes:
+            return None
+        await current.make_room(int(length))
+    size = 0
     async for chunk in stream:
         size += len(chunk)
         if size > limit_bytes:
             return None
         chunks.append(chunk)
+        await current.make_room(size)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if content_encoding := headers.get("content-encoding"):
-        return await unpacked(body, content_encoding, limit_bytes)
+        await current.make_room(limit_bytes)  # nobody knows how large it becomes
+        unpacked_body = await unpacked(body, content_encoding, limit_bytes)
+        if current.hold is not None and unpacked_body is not None:
+            current.hold.shrink(len(unpacked_body))
+        return unpacked_body
     return body
+
+
+def _seconds_of(milliseconds: str) -> float | None:
+    """None: that is no number, or no time that a request can have waited."""
+    try:
+        seconds = float(milliseconds) / 1000
+    except ValueError:
+        return None
+    return seconds if 0 <= seconds <= _LONGEST_S else None
+
+
+def _end_of(chunks: Sequence[bytes]) -> bytes:
+    """The last bytes of a body that broke off: as many as are looked at, and not all of a large one."""
+    end: list[bytes] = []
+    size = 0
+    for chunk in reversed(chunks):
+        end.append(chunk)
+        size += len(chunk)
+        if size >= LOOKED_AT_BYTES:
+            break
+    return b"".join(reversed(end))
 
 
 def _is_tls(error: BaseException | None) -> bool:

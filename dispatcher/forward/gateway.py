@@ -13,9 +13,11 @@ from typing import Generic, TypeVar
 from urllib.parse import urlsplit
 
 from dispatcher import USER_AGENT
-from dispatcher.core.outcome import Failed, Refused, TooLate, Unreachable
+from dispatcher.core.headers import INFERENCE_TTL
+from dispatcher.core.outcome import Delivered, Failed, Refused, TooLate, Unreachable
 from dispatcher.core.request import Request
 from dispatcher.core.routing import Route
+from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
 from dispatcher.forward.exchange import exchange
 from dispatcher.forward.wire import CONNECT_S, Prepared, Progress, Wire, Wires, running
 from dispatcher.peer import words
@@ -90,6 +92,7 @@ class _Plan:
         self.secure = options.url.scheme == "https"
         self.timeout_s = options.timeout_s
         self.max_response_bytes = options.max_response_bytes
+        self.inference_ttl_s = options.inference_ttl_s
         self.route = Route(options, user_agent=USER_AGENT, subset_header=subset_header)
         self.basic = options.url.authorization
         self._base = options.url.bare.rstrip("/")
@@ -111,12 +114,14 @@ class HttpGateway:
     def __init__(self, options: GatewaySettings, *, subset_header: str = "") -> None:
         self._wires = Wires()
         self._tries: dict[str, Progress] = {}
+        self.buffers = AnswerBuffers(options.max_buffered_bytes, options.max_response_bytes)
         self._options: GatewaySettings | None = None
         self.reconfigure(options, subset_header=subset_header)
 
     def reconfigure(self, options: GatewaySettings, *, subset_header: str = "") -> None:
         """Use these options from the next request on. `subset_header`: as `Route` has it."""
         self._plan = _Plan(options, subset_header)
+        self.buffers.resize(options.max_buffered_bytes, options.max_response_bytes)
         before, self._options = self._options, options
         if before is None or before.token_file != options.token_file:
             self._bearer = _Watched([options.token_file], lambda: _bearer(options.token_file))
@@ -162,22 +167,34 @@ class HttpGateway:
             return Forwarded(wire, started, started)
         headers = plan.route.headers_for(request, self._bearer.value or plan.basic, going_to(url))
         ends = min(deadline, started + plan.timeout_s)
-        current = self._tries[token] = Progress(may_send=may_send)
+        if plan.inference_ttl_s is not None:
+            headers[INFERENCE_TTL] = _go_duration(min(plan.inference_ttl_s, ends - started))
+        hold = AnswerHold(self.buffers)
+        current = self._tries[token] = Progress(may_send=may_send, hold=hold, deadline=deadline)
         if request.session is not None:
             current.token_header = request.session.token_header
         prepared = Prepared(url, headers, request.payload, current)
         running.set(current)
         wire.running += 1
+        kept = False
         try:
-            async with asyncio.timeout_at(ends):
+            async with asyncio.timeout_at(ends) as current.timer:
                 outcome = await exchange(wire, prepared, current, plan.max_response_bytes)
+            kept = isinstance(outcome, Delivered | Failed) and bool(outcome.body)
         except TimeoutError:
-            outcome = TooLate() if ends == deadline else Failed(f"no answer within {plan.timeout_s:g} s")
+            late = current.timer is not None and current.timer.when() == deadline
+            outcome = TooLate() if late else Failed(f"no answer within {plan.timeout_s:g} s")
         finally:
+            if not kept:
+                hold.free()
             wire.running -= 1
             current.end()
             self._tries.pop(token, None)
-        await self._wires.close_unused()
+        try:
+            await self._wires.close_unused()
+        except asyncio.CancelledError:
+            hold.free()
+            raise
         ended = now()
         if isinstance(outcome, Failed) and outcome.status is None and deadline - ended > CONNECT_S:
             why = await _connect_and_close(wire, plan)
@@ -185,7 +202,10 @@ class HttpGateway:
         if current.connected_at is None:
             return Forwarded(outcome, ended, ended)
         opened_s = None if current.reused or current.fresh else current.connected_at - started
-        return Forwarded(outcome, current.connected_at, ended, opened_s, current.token)
+        held = hold if kept else None
+        return Forwarded(
+            outcome, current.connected_at, ended, opened_s, current.token, current.queued_s, held
+        )
 
     async def _refresh(self, now: float) -> Wire | Unreachable:
         """The wire to use, after a look at the files that rotate: certificates and token."""
@@ -201,6 +221,11 @@ class HttpGateway:
         if self._bearer.value is None:
             return Unreachable(f"gateway.token_file: {self._bearer.fault}")
         return self._wires.current
+
+
+def _go_duration(seconds: float) -> str:
+    """A time as Go writes it; never 0, which would mean without end."""
+    return f"{max(1, int(seconds * 1000))}ms"
 
 
 async def _connect_and_close(wire: Wire, plan: _Plan) -> str:

@@ -23,6 +23,8 @@ from aiohttp.client_proto import ResponseHandler
 from httpx_aiohttp import AiohttpTransport
 from multidict import CIMultiDict
 
+from dispatcher.forward.buffers import AnswerHold
+
 CONNECT_S = 1.5
 """From looking the name up to the end of the TLS handshake."""
 KEPT_ALIVE_S = 30.0
@@ -31,6 +33,12 @@ UNACKNOWLEDGED_S = 10.0
 """A peer that acknowledges nothing for so long is gone (TCP_USER_TIMEOUT, where the system has it)."""
 STREAMED_BYTES = 262_144
 """Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
+
+READ_AHEAD_BYTES = 16_384
+"""A connection whose answer is not taken reads up to twice as much, and what one call brings beside."""
+READ_BYTES = 65_536
+"""What one call to read takes at the most. asyncio would take 256 KB, and so each of hundreds of connections
+would hold that, whatever the bound on answers."""
 
 INTERIM_MOST = 8
 """So many 1xx may come before an answer."""
@@ -58,6 +66,28 @@ class Progress:
     """A header of the answer that is wanted; empty: none."""
     token: str = ""
     """What it says."""
+    queued_s: float | None = None
+    """How long the request waited in the endpoint picker, as the answer says."""
+    hold: AnswerHold | None = None
+    """The memory that the answer takes; None: it is not counted."""
+    timer: asyncio.Timeout | None = None
+    """Ends the try."""
+    deadline: float = float("inf")
+    """No pause prolongs the try beyond this."""
+
+    async def make_room(self, size: int) -> None:
+        """Wait until the answer may have so many bytes. That time is ours, and not a slow server's: the limit
+        of time does not count it."""
+        if self.hold is None or size <= self.hold.size:
+            return
+        timer, now = self.timer, asyncio.get_running_loop().time
+        if timer is None or (ends := timer.when()) is None:
+            await self.hold.grow(size)
+            return
+        began = now()
+        timer.reschedule(self.deadline)
+        await self.hold.grow(size)
+        timer.reschedule(min(self.deadline, ends + now() - began))
 
     def end(self) -> None:
         """A connection that is kept keeps the context that it was made in, and this with it: no request."""
@@ -119,6 +149,9 @@ class _Connector(aiohttp.TCPConnector):
         current.reused = protocol in self._used
         if not current.reused:
             self._used.add(protocol)
+            transport: Any = connection.transport
+            if hasattr(transport, "max_size"):  # asyncio's own; over TLS it is not to be set
+                transport.max_size = READ_BYTES
             _detect_dead_peer(connection.transport)
         current.connected_at = self._loop.time()
         return connection
@@ -235,7 +268,9 @@ class Wire:
     def __init__(self, tls: ssl.SSLContext) -> None:
         self.tls = tls
         self.connector = _Connector(tls)
-        session = aiohttp.ClientSession(connector=self.connector, cookie_jar=aiohttp.DummyCookieJar())
+        session = aiohttp.ClientSession(
+            connector=self.connector, cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=READ_AHEAD_BYTES
+        )
         self._transport = _Transport(session, tls)
         self.send = self._transport.handle_async_request
         self.running = 0

@@ -12,6 +12,7 @@ from dispatcher.ports.desk import (
     Desk,
 )
 from dispatcher.ports.gateway import (
+    AnswerMemory,
     Forwarded,
     Gateway,
 )
@@ -41,6 +42,7 @@ from dispatcher.ports.queue import (
 from dispatcher.ports.servers import ModelServers
 
 __all__ = [
+    "AnswerMemory",
     "Burial",
     "CallRefusedError",
     "Claimed",

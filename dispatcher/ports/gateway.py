@@ -10,6 +10,18 @@ from dispatcher.core.request import Request
 from dispatcher.core.value import Value
 
 
+class AnswerMemory(Protocol):
+    """The memory that an answer takes."""
+
+    def share(self, shares: int) -> None:
+        """Have it given back when `free` was called so many times; 0: now."""
+        ...
+
+    def free(self) -> None:
+        """One of those who share the answer needs it no longer."""
+        ...
+
+
 class Forwarded(Value, frozen=True):
     """What came of one try."""
 
@@ -21,6 +33,10 @@ class Forwarded(Value, frozen=True):
     """How long opening that connection took; None: it was there before, or none ever was."""
     session: str = ""
     """What the answer's header `Session.token_header` says; empty: there is none, or none was asked for."""
+    queued_s: float | None = None
+    """How long the request waited in the endpoint picker; None: the answer does not say."""
+    held: AnswerMemory | None = None
+    """The memory that the answer takes until its result is written; None: it is not counted."""
 
 
 class Gateway(Protocol):

@@ -182,7 +182,7 @@ class Release:
     undelivered: bool = False
     """The delivery is taken back: it was given back untouched (drain, unreachable), not lost."""
     last_try: str = ""
-    """What the try came to, where it counts; empty: what is known of an earlier one stays."""
+    """What the try came to; empty: what is known of an earlier one stays."""
     awaits: str = ""
     """The model that it waits for, which is not served: in a lane that no claim takes from, until `recall`,
     and no delay counts. As the head of its sequence it stays that. Empty: it waits for none."""

@@ -89,6 +89,19 @@ class GatewaySettings(Section):
     max_response_bytes: int = Field(
         33_554_432, ge=1, description="Bytes of an answer that are kept; a longer one ends as TOO_LARGE."
     )
+    max_buffered_bytes: int = Field(
+        67_108_864,
+        ge=1,
+        description="Bytes of answers that all tries together hold until their results are written; beyond "
+        "it reading pauses. At least `max_response_bytes`, of which one answer may always be read.",
+    )
+    inference_ttl_s: float | None = Field(
+        None,
+        ge=0.001,
+        le=86_400,
+        description="Seconds a request may wait in the endpoint picker, and never longer than its own time "
+        "limit (header `x-llm-d-inference-ttl`). null: not sent, the picker's own limit holds.",
+    )
     token_file: Text = Field(
         "", description="File with a bearer token, read again as it rotates. Empty: no Authorization header."
     )
@@ -110,6 +123,13 @@ class GatewaySettings(Section):
             if (instead := CONTROL_HEADERS.get(name.lower())) is not None:
                 raise refuse(f"{name} cannot be set here: {instead}")
         return headers
+
+    @field_validator("max_buffered_bytes")
+    @classmethod
+    def _holds_the_largest(cls, most: int, info: ValidationInfo) -> int:
+        if most < info.data.get("max_response_bytes", 0):
+            raise refuse("must not be below max_response_bytes: the largest answer could not be read")
+        return most
 
     @field_validator("token_file")
     @classmethod

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 from dispatcher.core.headers import (
     FAIRNESS_ID,
     HOP_BY_HOP,
+    INFERENCE_TTL,
     NAME,
     NOT_PASSED_ON,
     OBJECTIVE,
@@ -32,6 +33,7 @@ MASK = "***"
 CONTROL_HEADERS = {
     **dict.fromkeys((OBJECTIVE, OLD_OBJECTIVE), "set gateway.objective"),
     **dict.fromkeys((FAIRNESS_ID, OLD_FAIRNESS_ID), "set gateway.fairness_from"),
+    INFERENCE_TTL: "set gateway.inference_ttl_s",
     REQUEST_ID: "it is the request's id",
     "content-length": "it follows from the payload",
     **dict.fromkeys(HOP_BY_HOP, "it belongs to the connection"),

@@ -60,6 +60,7 @@ def content(
     elif how.body is not None or how.kind == "status":
         body = (how.body or "").encode()
         kind = "application/json" if body.startswith(b"{") else "text/plain"
+        kind = "text/event-stream" if body.startswith(b"data:") else kind
     elif how.events:
         parts = [b"data: " + each + b"\n\n" for each in (*_events(exchange, id_, how.events), b"[DONE]")]
         headers.append(("content-type", "text/event-stream"))

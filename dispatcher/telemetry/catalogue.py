@@ -16,6 +16,7 @@ from dispatcher.core.harvest import Work
 from dispatcher.core.outcome import (
     TEACHES_NOTHING,
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -27,6 +28,7 @@ from dispatcher.core.outcome import (
     WithoutModel,
 )
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.serverload import SERVER_FULL
 from dispatcher.ports import Burial, Release, Settled, Settlement
 from dispatcher.telemetry.events import Event
 from dispatcher.telemetry.status import CAPACITIES, SOURCES, Status
@@ -123,6 +125,7 @@ SIGNALS = tuple(str(signal) for signal in Signal)
 OUTCOMES: Mapping[type[Outcome], str] = {
     Delivered: "delivered",
     Overloaded: "overloaded",
+    Evicted: "evicted",
     Failed: "failed",
     Unreachable: "unreachable",
     TooLarge: "toolarge",
@@ -138,7 +141,7 @@ DROP_REASONS = (
     "rejected-saturated",
     "rejected-ttl-expired",
     *TEACHES_NOTHING,
-    "evicted",
+    SERVER_FULL,
     OTHER,
 )
 ENDINGS: Mapping[type[Settlement | Release | Burial], str] = {
@@ -336,6 +339,11 @@ LOST = _counter("leases_lost", "Leases of ours that ran out while their request 
 EXPIRED = _counter("expired", "Requests that passed their deadline waiting")
 WAIT = _histogram("wait_seconds", "From the request's birth (data.created) to its first try", _WAIT)
 TRY = _histogram("try_seconds", "From sending to the outcome", _LATENCY)
+PICKER_WAIT = _histogram(
+    "picker_wait_seconds",
+    "Time that a request waited in the endpoint picker, where its answer says so",
+    _LATENCY,
+)
 SETTLE = _histogram("settle_seconds", "From the outcome to the queue's word that it is written", _SETTLE)
 WHOLE = _histogram("request_seconds", "From the request's birth (data.created) to its written result", _WAIT)
 

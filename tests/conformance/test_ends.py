@@ -161,7 +161,7 @@ async def test_expired_finds_by_score_in_every_priority_and_every_place(world: W
 
 async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> None:
     owner = world.owner()
-    for number, name in enumerate((b"returned", b"delayed", b"untried", b"heavy")):
+    for number, name in enumerate((b"returned", b"delayed", b"untried", b"heavy", b"uncounted")):
         await world.zadd(NOW - 10 + number, name)
     leases = {lease.member: lease for lease in await claim(owner)}
     await owner.weigh([(leases[b"heavy"], 3)], permit(100))
@@ -171,6 +171,7 @@ async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> No
             Release(leases[b"delayed"], delay_s=500, attempt=True, last_try="reset"),
             Release(leases[b"untried"]),
             Release(leases[b"heavy"], last_try="no room"),
+            Release(leases[b"uncounted"], delay_s=500, undelivered=True, last_try="no connection"),
         ]
     )
     await world.zadd(NOW - 5, b"never claimed")
@@ -179,7 +180,7 @@ async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> No
     async def found() -> bool:
         over = await owner.expired(10)
         told.update({one.member: (one.last_try, one.attempts, one.refusals) for one in over})
-        return len(told) == 5
+        return len(told) == 6
 
     await wait_until(found)
     assert told == {
@@ -187,6 +188,7 @@ async def test_expired_ones_tell_what_their_last_try_came_to(world: World) -> No
         b"delayed": ("reset", 1, 0),
         b"untried": ("", 0, 0),
         b"heavy": ("no room", 0, 0),
+        b"uncounted": ("no connection", 0, 0),
         b"never claimed": ("", 0, 0),
     }
 

@@ -175,7 +175,7 @@ async def test_what_was_submitted_before_a_cancel_is_cancelled_and_what_comes_la
     queue = world.owner()
     await put(world, *(asked(f"r-{n}", index=n, created=NOW - 60) for n in range(4)))
     running = await claimed_before(queue, claimed)
-    await put(world, asked("later", index=0, created=NOW + 60))
+    await put(world, asked("later", index=0, created=NOW + 3000))
     assert await world.desk.cancel_sequence("s") is bool(claimed)
     ended = dict.fromkeys(running, "CANCELLED")  # by its token
     for lease in running.values():
@@ -200,7 +200,7 @@ async def test_a_request_that_ends_after_a_cancel_and_before_its_turn_leaves_no_
         end = TurnEnd(turn_of(lease), failed=True, cause="CANCELLED: cancelled")
         await queue.settle([answer(lease).but(turn=end)])
     assert await world.desk.sequence("s") is None
-    await put(world, asked("later", index=0, created=NOW + 60))
+    await put(world, asked("later", index=0, created=NOW + 3000))
     assert (await take(queue))[1] == {"later": Goes(0, "", b"", fresh=True)}
 
 
@@ -248,7 +248,7 @@ async def test_a_cancel_before_the_first_claim_ends_a_sequence_where_what_comes_
     await take(queue, terms)
     await put(world, asked("before", created=NOW - 60))
     assert not await world.desk.cancel_sequence("s")
-    await put(world, asked("later", created=NOW + 60))
+    await put(world, asked("later", created=NOW + 3000))
     _, said = await take(queue, terms)
     ended = Barred(ErrorCode.SEQUENCE_ENDED, "the sequence was cancelled")
     assert said == {"before": CANCELLED, "later": ended}

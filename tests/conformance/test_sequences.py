@@ -650,7 +650,7 @@ async def test_a_whole_sequence_is_cancelled(world: World) -> None:
     assert await world.desk.cancel_sequence("s")
     assert await queue.cancelled([("run", "its token")]) == [True]
     assert await serve_unserved(queue) == dict.fromkeys(("r-0", "r-1", "r-2"), "CANCELLED")
-    later = member("after", deadline=LATER, created=NOW + 60, sequence={"id": "s", "index": 5})
+    later = member("after", deadline=LATER, created=NOW + 3000, sequence={"id": "s", "index": 5})
     await world.zadd(2, later)
     assert (await take(queue))[0] == {}, "what runs has not ended yet"
     await done(queue, lease)

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.outcome import (
-    RETRY_AFTER_CAP_S,
     Answered,
     Bury,
     Decision,
     Delivered,
     Errored,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -26,10 +26,12 @@ from dispatcher.core.outcome import (
     after,
     after_losses,
     classify,
-    parse_retry_after,
+    cut_answer,
     told,
 )
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.retryafter import RETRY_AFTER_CAP_S, parse_retry_after
+from tests.fullservers import SERVERS_FULL, SGLANG_FULL
 
 NOW = 784111767.0
 """Ten seconds before the date that the RFC uses in its examples."""
@@ -71,8 +73,6 @@ def test_refused_credentials_need_not_be_the_requests_fault(status: int) -> None
         (429, "rejected-saturated", True),
         (429, "rejected-ttl-expired", True),
         (503, "rejected-ttl-expired", True),
-        (429, "evicted", True),
-        (429, "evicted-priority; by=realtime", True),
         (500, "some-later-reason", True),
         (503, "rejected-no-endpoints", False),
         (503, "rejected-shutting-down", False),
@@ -197,8 +197,10 @@ def test_what_cannot_be_mended_is_finished_with_its_code() -> None:
 
 
 def test_an_unreachable_gateway_costs_nothing() -> None:
-    assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(undelivered=True)
-    assert decide(Unreachable("gone", rest_s=7.0), attempts=7) == Retry(7.0, undelivered=True)
+    assert decide(Unreachable("gone"), attempts=7, refusals=9) == Retry(undelivered=True, last_try="gone")
+    assert decide(Unreachable("gone", rest_s=7.0), attempts=7) == Retry(
+        7.0, undelivered=True, last_try="gone"
+    )
 
 
 def test_the_first_refusal_is_back_at_once_and_the_next_wait_twice_as_long_each() -> None:
@@ -249,8 +251,8 @@ def test_past_the_deadline_nothing_is_tried_again(outcome: Outcome, left: float)
     assert isinstance(ended, Errored)
     assert ended.code is ErrorCode.DEADLINE_EXCEEDED
     counted = {Failed: " after 1 attempt", Overloaded: " after 1 refusal"}.get(type(outcome), "")
-    why = f"{counted}; the last try: {told(outcome)}" if isinstance(outcome, Failed | Overloaded) else ""
-    assert ended.message == f"deadline exceeded{why}"
+    assert isinstance(outcome, Failed | Overloaded | Unreachable)
+    assert ended.message == f"deadline exceeded{counted}; the last try: {told(outcome)}"
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,6 @@ def test_a_request_that_kills_dispatchers_is_dead_after_max_deliveries() -> None
 
 def test_what_was_not_sent_goes_back_to_its_place_and_counts_nothing() -> None:
     assert decide(Unsent()) == Retry(undelivered=True)
-    assert decide(Unreachable("refused", rest_s=3.0)) == Retry(3.0, undelivered=True)
 
 
 @pytest.mark.parametrize(("status", "body"), [(401, b"who"), (404, b""), (503, b"loading")])
@@ -294,3 +295,128 @@ def test_who_failed_to_answer_is_named(status: int, body: bytes) -> None:
         outcome = classify(status, {}, body, 0.0, **more)
         assert isinstance(outcome, Failed)
         assert outcome.why.startswith(f"{who} answered {status}")
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("reason", ["evicted", "evicted-priority", "evicted-queue-pressure; by=realtime"])
+def test_eviction_is_no_overload_and_no_failure(status: int, reason: str) -> None:
+    headers = {"x-llm-d-request-dropped-reason": reason, "retry-after": "3"}
+    outcome = classify(status, headers, b"", NOW)
+    assert outcome == Evicted(status, reason, retry_after_s=3.0)
+    assert decide(Evicted(status, reason, rest_s=4.0), attempts=7, refusals=9) == Retry(
+        4.0, last_try=f"the gateway stopped it for more important requests: {status}, {reason}"
+    )
+
+
+def test_request_that_is_evicted_for_ever_ends_by_its_deadline_alone() -> None:
+    outcome = Evicted(429, "evicted-priority", rest_s=60.0)
+    decision = decide(outcome, attempts=7, left=5.0)
+    assert isinstance(decision, Retry)
+    assert decision.delay_s == 5.0
+    ended = decide(outcome, attempts=7, left=0.0)
+    assert isinstance(ended, Errored)
+    assert ended.message.endswith("the gateway stopped it for more important requests: 429, evicted-priority")
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_pickers_own_failure_counts_an_attempt_and_blames_nobody_else(status: int) -> None:
+    headers = {"x-llm-d-request-dropped-reason": "rejected-internal; plugin"}
+    outcome = classify(status, headers, b"boom", NOW)
+    assert outcome == Failed(f"the gateway answered {status}, rejected-internal", status, b"boom")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"inference error: Internal - request cannot be admitted",
+        b'{"error":{"message":"request cannot be admitted","type":"server_error","code":500}}',
+    ],
+)
+@pytest.mark.parametrize("reason", ["", "rejected-internal"])
+def test_error_bodies_are_read_as_text_and_as_json(body: bytes, reason: str) -> None:
+    headers = {"x-llm-d-request-dropped-reason": reason} if reason else {}
+    assert classify(500, headers, body, NOW) == Overloaded(500, reason, capacity=False)
+
+
+@pytest.mark.parametrize("status", [429, 503])
+@pytest.mark.parametrize("body", SERVERS_FULL)
+def test_model_server_whose_queue_is_full_is_overload(status: int, body: bytes) -> None:
+    outcome = classify(status, {"retry-after": "2"}, body, NOW)
+    assert outcome == Overloaded(status, "server-full", capacity=True, retry_after_s=2.0)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"no healthy upstream",
+        b"upstream connect error or disconnect/reset before headers. reset reason: overflow",
+        b"<html>the request queue is full</html>",
+        b'{"error":{"message":"cannot answer: the request queue is full","code":503}}',
+        b'{"error":{"message":["the request queue is full"]}}',
+        b'{"error":"model is loading"}',
+        b'{"message":{"error":"the request queue is full"}}',
+        b'{"error":{"message":"the request queue is full"',
+        b"{" * 100_000,
+        b"[" * 16_000,
+        b'{"error":' * 1_500,
+        b"the request queue is full" + b" " * 20_000,
+    ],
+)
+def test_any_other_503_may_come_of_a_proxy(body: bytes) -> None:
+    outcome = classify(503, {}, body, NOW)
+    assert isinstance(outcome, Failed)
+    assert outcome.bare
+
+
+EVENTS = {"content-type": "text/event-stream; charset=utf-8"}
+WORDS = b'data: {"choices":[{"text":"evicted: the request queue is full"}]}\n\n'
+
+
+@pytest.mark.parametrize("before", [b"", WORDS])
+@pytest.mark.parametrize("done", [b"", b"data: [DONE]\r\n\r\n"])
+def test_stream_that_ends_with_a_refusal_is_a_refusal(before: bytes, done: bytes) -> None:
+    full = before + b"data: " + SGLANG_FULL + b"\n\n" + done
+    assert classify(200, EVENTS, full, NOW) == Overloaded(200, "server-full", capacity=True)
+    evicted = before + b'data: {"error":{"message":"bye","type":"evicted-priority","code":429}}\n\n' + done
+    assert classify(200, EVENTS, evicted, NOW) == Evicted(200, "evicted-priority")
+    assert cut_answer(200, EVENTS, evicted[: len(evicted) - 1]) == Evicted(200, "evicted-priority")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        WORDS,
+        WORDS + b"data: [DONE]\n\n",
+        b'data: {"error":{"message":"the prompt is too long","code":400}}\n\n',
+        b'data: {"error":{"message":"evicted"}}\n\n',
+        b"data: " + SGLANG_FULL + b"\n\n" + WORDS,
+        b"data: \xff{\n\n",
+        b"data",
+        b"",
+    ],
+)
+def test_other_streams_are_results(body: bytes) -> None:
+    assert classify(200, EVENTS, body, NOW) == Delivered(200, body)
+    assert cut_answer(200, EVENTS, body) is None
+
+
+def test_body_that_is_no_stream_is_not_searched() -> None:
+    body = b"data: " + SGLANG_FULL + b"\n\n"
+    assert classify(200, {"content-type": "application/json"}, body, NOW) == Delivered(200, body)
+    assert cut_answer(200, {}, body) is None
+
+
+def test_cut_answer_says_by_its_header_that_it_was_evicted() -> None:
+    assert cut_answer(200, {"x-llm-d-request-dropped-reason": "evicted"}, b"{") == Evicted(200, "evicted")
+    assert cut_answer(200, {"x-llm-d-request-dropped-reason": "rejected-internal"}, b"{") is None
+
+
+def test_refused_credentials_name_the_setting_where_they_are_the_gateways() -> None:
+    for status in (401, 407):
+        outcome = classify(status, {}, b"", NOW)
+        assert isinstance(outcome, Failed)
+        assert "gateway.token_file" in outcome.why
+        direct = classify(status, {}, b"", NOW, who="10.0.0.1:8000")
+        assert isinstance(direct, Failed)
+        assert "gateway.token_file" not in direct.why

@@ -209,6 +209,10 @@ def test_a_field_named_like_the_list_elsewhere_is_not_taken_for_it() -> None:
         ({"data": [{"index": 0, "embedding": [1]}, {"index": 1, "error": "x"}]}, "without embedding"),
         ({"data": [{"index": 0, "embedding": [1]}, {"index": 1, "embedding": None}]}, "without embedding"),
         ({"data": [{"index": 0, "embedding": [1]}, None]}, "not the JSON"),
+        *(
+            (b'{"data":[{"index":0,"embedding":[1]},{"index":1,"embedding":%b}]}' % vector, "not the JSON")
+            for vector in (b"[1,oops]", b"[1,,2]", b"[1.2.3]", b"[NaN]", b"[1,]")
+        ),
     ],
 )
 def test_an_answer_that_fits_not_is_not_split(body: Any, reason: str) -> None:

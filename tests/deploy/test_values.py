@@ -92,6 +92,8 @@ def test_every_setting_of_the_program_is_a_value_of_the_same_kind() -> None:
             "headers": {"Host": "models", "X-Odd": "yes", "X-Number": "1e3"},
             "timeout_s": 12.5,
             "max_response_bytes": 33_554_432,
+            "max_buffered_bytes": 67_108_864,
+            "inference_ttl_s": None,
             "token_file": "/more/token",
             "tls": tls,
         },

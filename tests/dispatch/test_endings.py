@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from dispatcher.core.outcome import (
     Bury,
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
@@ -64,7 +65,18 @@ def test_what_is_over_is_settled_where_its_producer_looks(outcome: Outcome, code
             Overloaded(429, "", capacity=True),
             Release(LEASE, refusal=True, last_try="the gateway refused it for now: 429"),
         ),
-        (Unreachable("no connection", rest_s=3.0), Release(LEASE, delay_s=3.0, undelivered=True)),
+        (
+            Unreachable("no connection", rest_s=3.0),
+            Release(LEASE, delay_s=3.0, undelivered=True, last_try="no connection"),
+        ),
+        (
+            Evicted(429, "evicted", rest_s=3.0),
+            Release(
+                LEASE,
+                delay_s=3.0,
+                last_try="the gateway stopped it for more important requests: 429, evicted",
+            ),
+        ),
         (Unsent(), Release(LEASE, undelivered=True)),
     ],
 )
@@ -116,7 +128,7 @@ def test_try_that_ends_past_the_deadline_is_no_retry() -> None:
             {"attempts": 1},
             " after 1 attempt and 1 refusal; the last try: the gateway refused it for now: 429",
         ),
-        (Unreachable("gone"), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: 503"),
+        (Unreachable("gone"), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: gone"),
         (TooLate(), {"last_try": "503", "attempts": 2}, " after 2 attempts; the last try: 503"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Reason
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, Unreachable
+from dispatcher.core.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, Unreachable
 from dispatcher.core.result import ErrorCode
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
@@ -72,6 +72,8 @@ def at_debug() -> Iterator[None]:
         (Failed("reset"), ("failed", "none")),
         (Overloaded(429, "", capacity=True), ("overloaded", "4xx")),
         (Unreachable("no connection"), ("unreachable", "none")),
+        (Evicted(429, "evicted-priority"), ("evicted", "4xx")),
+        (Evicted(200, "evicted"), ("evicted", "2xx")),
     ],
 )
 def test_try_is_counted_by_its_outcome_and_status(outcome: Outcome, labels: tuple[str, str]) -> None:
@@ -81,6 +83,18 @@ def test_try_is_counted_by_its_outcome_and_status(outcome: Outcome, labels: tupl
         assert told.count(series.TRY) == 1
         assert told.metrics._seconds[series.TRY].sum == 2.5
         assert held.answered_at == 3.5
+
+    telling(check)
+
+
+def test_time_in_the_pickers_queue_is_counted_where_the_answer_says_it() -> None:
+    async def check(told: Told) -> None:
+        told.tried(Delivered(200, b"{}"))
+        assert told.count(series.PICKER_WAIT) == 0
+        waited = Forwarded(Delivered(200, b"{}"), 1.0, 3.5, queued_s=0.25)
+        told.journal.tried(HeldLease(lease(), request=request()), waited, waited.outcome)
+        assert told.count(series.PICKER_WAIT) == 1
+        assert told.metrics._seconds[series.PICKER_WAIT].sum == 0.25
 
     telling(check)
 
@@ -115,7 +129,7 @@ def test_it_is_kept_how_the_last_tries_went_by_what_the_gateway_answered() -> No
     [
         ("", "none"),
         ("rejected-saturated", "rejected-saturated"),
-        ("evicted; by=somebody", "evicted"),
+        ("server-full", "server-full"),
         ("what a gateway may make up", "other"),
     ],
 )

@@ -19,6 +19,7 @@ from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.options import Options
 from dispatcher.dispatch.tries import Tries
 from dispatcher.dispatch.upkeep import Upkeep
+from dispatcher.forward.buffers import AnswerBuffers, AnswerHold
 from dispatcher.ports import Forwarded, Release, Settlement
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.sim.virtual import run
@@ -31,6 +32,7 @@ class Answers:
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
+        self.buffers = AnswerBuffers(100, 10)
         self.sent: list[str] = []
         self.ended: list[str] = []
 
@@ -45,7 +47,9 @@ class Answers:
             await asyncio.sleep(1.0)
         finally:
             self.ended.append(token)
-        return Forwarded(self.outcome, began, now())
+        hold = AnswerHold(self.buffers)
+        await hold.grow(10)
+        return Forwarded(self.outcome, began, now(), held=hold)
 
     def connected(self, token: str) -> float | None:
         return None
@@ -130,6 +134,25 @@ def test_a_failure_is_every_riders(outcome: Outcome) -> None:
     scene = perform(outcome, nothing)
     assert set(scene.codes().values()) == {"Release"}
     assert all(isinstance(ending, Release) and not ending.undelivered for ending in scene.ended)
+
+
+def test_answer_takes_its_memory_until_the_queue_has_confirmed_the_end_of_every_lease() -> None:
+    scene = perform(Delivered(200, b"{}"), nothing)
+    held = []
+    for entry in (1, 2, 3):
+        held.append(scene.gateway.buffers.held_bytes)
+        scene.holding.drop(lease(entry).token)
+    assert held == [10, 10, 10]
+    assert scene.gateway.buffers.held_bytes == 0
+
+
+def test_answer_of_leases_that_are_gone_takes_no_memory() -> None:
+    async def lose(scene: Scene, riders: list[HeldLease]) -> None:
+        await asyncio.sleep(0.5)
+        for held in riders:
+            scene.holding.drop(held.lease.token)
+
+    assert perform(Delivered(200, b"{}"), lose).gateway.buffers.held_bytes == 0
 
 
 def test_one_that_is_cancelled_or_lost_does_not_end_the_others() -> None:

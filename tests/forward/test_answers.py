@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.outcome import Delivered, Failed, Outcome, Overloaded, TooLarge
+from dispatcher.core.outcome import Delivered, Evicted, Failed, Outcome, Overloaded, TooLarge
 from dispatcher.forward import HttpGateway
 from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
+from tests.fullservers import SGLANG_FULL
 from tests.support import wait_until
 
 MakeGateway = Callable[..., HttpGateway]
@@ -28,7 +29,15 @@ MakeGateway = Callable[..., HttpGateway]
         ({"body": b"bad", "status": "422 Unprocessable"}, Delivered(422, b"bad")),
         (
             {"status": "429 Too Many", "headers": "X-LLM-D-Request-Dropped-Reason: evicted; x\r\n"},
-            Overloaded(429, "evicted; x", capacity=True),
+            Evicted(429, "evicted; x"),
+        ),
+        (
+            {"body": SGLANG_FULL, "status": "503 Busy", "headers": "retry-after: 3\r\n"},
+            Overloaded(503, "server-full", capacity=True, retry_after_s=3.0),
+        ),
+        (
+            {"body": b"data: " + SGLANG_FULL + b"\n\n", "headers": "content-type: text/event-stream\r\n"},
+            Overloaded(200, "server-full", capacity=True),
         ),
         (
             {"body": b"", "status": "503 Busy", "headers": "retry-after: 3\r\n"},

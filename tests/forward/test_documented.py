@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -15,18 +18,24 @@ from dispatcher.core.headers import (
 )
 from dispatcher.core.outcome import (
     Delivered,
+    Evicted,
     Failed,
     Outcome,
     Overloaded,
     Refused,
     Unreachable,
     classify,
+    cut_answer,
 )
 from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.core.routing import Route
-from tests.forward.scripted import options
+from dispatcher.forward import HttpGateway
+from dispatcher.standin.live import Config, LiveWorld
+from tests.forward.envoy import envoy_before
+from tests.forward.scripted import Connection, a_request, options, outcome, serving
 from tests.pages import DOCS, rows
 
+MakeGateway = Callable[..., HttpGateway]
 PAGE = DOCS / "forwarding.md"
 
 
@@ -36,6 +45,8 @@ def in_words(outcome: Outcome) -> str:
             return "delivered"
         case Unreachable():
             return "unreachable"
+        case Evicted():
+            return "evicted"
         case Overloaded(capacity=capacity):
             return "overloaded, teaches" if capacity else "overloaded"
         case Failed(bare=bare):
@@ -44,10 +55,56 @@ def in_words(outcome: Outcome) -> str:
             return repr(outcome)
 
 
-@pytest.mark.parametrize(("status", "reason", "body", "expected"), list(rows(PAGE, "status")))
+ANSWERS = list(rows(PAGE, "status"))
+
+
+@pytest.mark.parametrize(("status", "reason", "body", "expected"), ANSWERS)
 def test_each_answer_leads_where_the_table_says(status: str, reason: str, body: str, expected: str) -> None:
-    outcome = classify(int(status), {DROP_REASON: reason} if reason else {}, body.encode(), 0.0)
-    assert in_words(outcome) == expected
+    headers = {DROP_REASON: reason} if reason else {}
+    if body.startswith("data:"):
+        headers["content-type"] = "text/event-stream"
+    if status.endswith(", cut"):
+        assert in_words(cut_answer(200, headers, body.encode()) or Failed("cut")) == expected
+    else:
+        assert in_words(classify(int(status), headers, body.encode(), 0.0)) == expected
+
+
+async def test_each_answer_of_the_stand_in_leads_where_the_table_says(gateway_to: MakeGateway) -> None:
+    async with LiveWorld(Config()) as world:
+        gateway = gateway_to(world.gateway_url)
+        for status, reason, body, expected in ANSWERS:
+            cut = status.endswith(", cut")
+            how = {"status": int(status.split(",")[0]), "reason": reason, "body": body + "\n\n" * cut * 100}
+            sim = {"kind": "cut" if cut else "status", **how}
+            found = await outcome(gateway, a_request(json.dumps({"sim": sim}).encode()))
+            assert in_words(found) == expected, (status, reason, body)
+
+
+async def test_each_answer_behind_a_real_envoy_leads_where_the_table_says(
+    gateway_to: MakeGateway, tmp_path: Path
+) -> None:
+    """Envoy hands on what its upstream answered, and ends a stream that its upstream has cut."""
+
+    async def pool(connection: Connection) -> None:
+        while True:
+            received = await connection.receive()
+            status, reason, body, _ = ANSWERS[int(received.headers["x-row"])]
+            headers = f"{DROP_REASON}: {reason}\r\n" if reason else ""
+            if body.startswith("data:"):
+                headers += "content-type: text/event-stream\r\n"
+            if status.endswith(", cut"):
+                text = body.encode() + b"\n\n"
+                head = f"HTTP/1.1 200 OK\r\n{headers}transfer-encoding: chunked\r\n\r\n"
+                connection.writer.write(head.encode() + b"%x\r\n%b\r\n" % (len(text), text))
+                await connection.writer.drain()
+                return
+            await connection.answer(body.encode(), status=f"{status} Said", headers=headers)
+
+    async with serving(pool) as server, envoy_before(server.port, tmp_path) as url:
+        gateway = gateway_to(url)
+        for number, (status, reason, body, expected) in enumerate(ANSWERS):
+            request = a_request(endpoint="/v1/plain", headers={"x-row": str(number)})
+            assert in_words(await outcome(gateway, request)) == expected, (status, reason, body)
 
 
 @pytest.mark.parametrize(("endpoint", "expected"), list(rows(PAGE, "endpoint")))

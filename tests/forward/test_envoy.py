@@ -2,103 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
-from dispatcher.core.outcome import Delivered, Failed, Overloaded, Unreachable
+from dispatcher.core.outcome import Delivered, Evicted, Failed, Unreachable
 from dispatcher.forward import HttpGateway
+from tests.forward.envoy import envoy_before
 from tests.forward.scripted import Connection, a_request, outcome, serving
-from tests.support import envoy_path, free_port, running, wait_until
 
 MakeGateway = Callable[..., HttpGateway]
-
-TYPES = "type.googleapis.com/envoy.extensions.filters"
-CONFIG = """
-static_resources:
-  listeners:
-  - address: {{socket_address: {{address: 127.0.0.1, port_value: {port}}}}}
-    filter_chains:
-    - filters:
-      - name: envoy.filters.network.http_connection_manager
-        typed_config:
-          "@type": {types}.network.http_connection_manager.v3.HttpConnectionManager
-          stat_prefix: test
-          route_config:
-            virtual_hosts:
-            - name: all
-              domains: ["*"]
-              routes:
-              - match: {{prefix: /v1/gone}}
-                route: {{cluster: nobody}}
-              - match: {{prefix: /v1/partly}}
-                route: {{cluster: partly}}
-              - match: {{prefix: /v1/slow}}
-                route: {{cluster: pool, timeout: 0.3s}}
-              - match: {{prefix: /v1/plain}}
-                route: {{cluster: pool}}
-              - match: {{prefix: /v1/picked}}
-                route: {{cluster: pool}}
-                typed_per_filter_config:
-                  envoy.filters.http.ext_proc:
-                    "@type": {types}.http.ext_proc.v3.ExtProcPerRoute
-                    overrides: {{}}
-          http_filters:
-          - name: envoy.filters.http.ext_proc
-            disabled: true
-            typed_config:
-              "@type": {types}.http.ext_proc.v3.ExternalProcessor
-              failure_mode_allow: false
-              grpc_service: {{envoy_grpc: {{cluster_name: picker}}}}
-          - name: envoy.filters.http.router
-            typed_config:
-              "@type": {types}.http.router.v3.Router
-  clusters:
-  - name: pool
-    load_assignment:
-      cluster_name: pool
-      endpoints: [{{lb_endpoints: [{{endpoint: {{address: {{socket_address:
-        {{address: 127.0.0.1, port_value: {upstream}}}}}}}}}]}}]
-  - name: partly
-    load_assignment:
-      cluster_name: partly
-      endpoints:
-      - lb_endpoints:
-        - {{endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {upstream}}}}}}}}}
-        - {{endpoint: {{address: {{socket_address: {{address: 127.0.0.1, port_value: {dead}}}}}}}}}
-  - name: nobody
-    load_assignment: &nowhere
-      cluster_name: nobody
-      endpoints: [{{lb_endpoints: [{{endpoint: {{address: {{socket_address:
-        {{address: 127.0.0.1, port_value: {dead}}}}}}}}}]}}]
-  - name: picker
-    typed_extension_protocol_options:
-      envoy.extensions.upstreams.http.v3.HttpProtocolOptions:
-        "@type": type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions
-        explicit_http_config: {{http2_protocol_options: {{}}}}
-    load_assignment: *nowhere
-"""
-
-
-@contextlib.asynccontextmanager
-async def envoy_before(upstream: int, folder: Path) -> AsyncIterator[str]:
-    port = free_port()
-    config = folder / "envoy.yaml"
-    config.write_text(CONFIG.format(types=TYPES, port=port, upstream=upstream, dead=free_port()))
-    command = (envoy_path(), "-c", config, "--concurrency", "1", "--disable-hot-restart")
-    with (folder / "log").open("wb") as log, running(*command, stderr=log) as process:
-
-        async def listens() -> bool:
-            assert process.poll() is None, (folder / "log").read_text()
-            with contextlib.suppress(OSError):
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-                writer.close()
-                return True
-            return False
-
-        await wait_until(listens, 30.0, what="Envoy to listen")
-        yield f"http://127.0.0.1:{port}"
 
 
 async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway, tmp_path: Path) -> None:
@@ -129,7 +41,7 @@ async def test_envoys_own_answers_lead_where_they_should(gateway_to: MakeGateway
 
         assert await at("/v1/plain") == Delivered(200, body)
         assert server.received[0].body == payload
-        assert isinstance(await at("/v1/plain/evicted"), Overloaded)
+        assert isinstance(await at("/v1/plain/evicted"), Evicted)
         no_route = await at("/v1/nowhere")
         assert isinstance(no_route, Failed)
         assert (no_route.status, no_route.bare) == (404, True)

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import trustme
 
-from dispatcher.core.outcome import Delivered, Failed, TooLate, Unreachable
+from dispatcher.core.outcome import Delivered, Evicted, Failed, Overloaded, TooLate, Unreachable
 from dispatcher.forward import CONNECT_S, HttpGateway
 from tests.forward.scripted import Connection, Script, a_request, always, forward, outcome, serving
 from tests.support import free_port, wait_until
 
 MakeGateway = Callable[..., HttpGateway]
+EVENT = b'data: {"choices":[{"text":"hi"}]}\n\n'
 
 
 async def test_a_refused_connection_is_unreachable(gateway_to: MakeGateway) -> None:
@@ -232,6 +233,31 @@ async def test_a_body_cut_short_is_a_failure_and_not_an_answer(
     assert isinstance(found, Failed)
     assert found.status is None
     assert len(server.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("headers", "sent", "expected"),
+    [
+        ("", EVENT, Failed),
+        ("x-llm-d-request-dropped-reason: evicted-priority\r\n", EVENT, Evicted),
+        ("", EVENT + b'data: {"error":{"message":"bye","type":"evicted"}}\n\n', Evicted),
+        ("", EVENT + b'data: {"error":{"message":"The request queue is full.","code":503}}\n\n', Overloaded),
+        ("", EVENT + b'data: {"error":{"message":"out of memory"}}\n\n', Failed),
+        ("", EVENT * 2000 + b'data: {"error":{"type":"evicted"', Failed),
+    ],
+)
+async def test_stream_that_is_cut_is_an_eviction_only_where_it_says_so(
+    gateway_to: MakeGateway, headers: str, sent: bytes, expected: type
+) -> None:
+    async def script(connection: Connection) -> None:
+        await connection.receive()
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n{headers}"
+        connection.writer.write(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+        connection.writer.write(b"%x\r\n%b\r\n" % (len(sent), sent))
+        await connection.writer.drain()
+
+    async with serving(script) as server:
+        assert type(await outcome(gateway_to(server.url))) is expected
 
 
 @pytest.mark.parametrize(

@@ -366,3 +366,50 @@ async def test_where_a_request_may_go_is_said_in_the_header_of_the_moment(gatewa
         assert "10.0.0.1:8000,10.0.0.2:8000" not in server.received[0].headers.values()
         assert named["x-subset"] == named["x-other"] == "10.0.0.1:8000,10.0.0.2:8000"
         assert "x-subset" not in server.received[2].headers
+
+
+@pytest.mark.parametrize(
+    ("ttl_s", "within_s", "expected"),
+    [
+        (1.5, 30.0, {"1500ms"}),
+        (0.001, 30.0, {"1ms"}),
+        (600.0, 30.0, {f"{ms}ms" for ms in range(20_000, 30_001)}),
+    ],
+)
+async def test_time_in_the_pickers_queue_is_bounded_by_the_setting_and_the_time_left(
+    gateway_to: MakeGateway, ttl_s: float, within_s: float, expected: set[str]
+) -> None:
+    async with serving(always()) as server:
+        gateway = gateway_to(server.url, inference_ttl_s=ttl_s)
+        request = a_request(headers={"x-llm-d-inference-ttl": "1h"})
+        assert await outcome(gateway, request, within_s=within_s) == Delivered(200, b"{}")
+    assert server.received[0].headers["x-llm-d-inference-ttl"] in expected
+
+
+async def test_time_in_the_pickers_queue_is_not_bounded_without_the_setting(gateway_to: MakeGateway) -> None:
+    async with serving(always()) as server:
+        await outcome(gateway_to(server.url), a_request(headers={"x-llm-d-inference-ttl": "1h"}))
+    assert "x-llm-d-inference-ttl" not in server.received[0].headers
+
+
+@pytest.mark.parametrize(
+    ("value", "queued_s"),
+    [
+        ("250", 0.25),
+        ("0", 0.0),
+        ("12.5", 0.0125),
+        ("-1", None),
+        ("soon", None),
+        ("nan", None),
+        ("inf", None),
+        ("9" * 400, None),
+        ("86400001", None),
+        ("1, 2", None),
+    ],
+)
+async def test_answer_says_how_long_its_request_waited_in_the_picker(
+    gateway_to: MakeGateway, value: str, queued_s: float | None
+) -> None:
+    script = always(headers=f"X-LLM-D-Flow-Queue-Duration-Ms: {value}\r\n")
+    async with serving(script) as server:
+        assert (await forward(gateway_to(server.url))).queued_s == queued_s

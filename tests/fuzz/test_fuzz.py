@@ -22,11 +22,12 @@ from dispatcher.admin import Limits
 from dispatcher.core.batchlines import BatchLine, LineRules, answered_line, group_of, read_line
 from dispatcher.core.budget import Policy
 from dispatcher.core.limiter import Limiter
-from dispatcher.core.outcome import RETRY_AFTER_CAP_S, classify
+from dispatcher.core.outcome import classify
 from dispatcher.core.poll import Unread
 from dispatcher.core.price import Growth
 from dispatcher.core.request import Rejection, encode_member, parse
 from dispatcher.core.result import PoppedResult, answered, decode_result
+from dispatcher.core.retryafter import RETRY_AFTER_CAP_S
 from dispatcher.core.shapes import (
     SHAPES,
     Part,

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.outcome import (
-    RETRY_AFTER_CAP_S,
     Answered,
     Bury,
     Delivered,
     Errored,
+    Evicted,
     Failed,
     Overloaded,
     Refused,
@@ -24,9 +24,9 @@ from dispatcher.core.outcome import (
     Unreachable,
     after,
     classify,
-    parse_retry_after,
 )
 from dispatcher.core.result import ErrorCode
+from dispatcher.core.retryafter import RETRY_AFTER_CAP_S, parse_retry_after
 
 seconds = st.floats(0, 1e9)
 statuses = st.integers(0, 1200)
@@ -34,6 +34,7 @@ waits = st.none() | st.floats(0, RETRY_AFTER_CAP_S)
 outcomes = st.one_of(
     st.builds(Delivered, statuses, st.binary()),
     st.builds(Overloaded, statuses, st.text(), st.booleans(), waits),
+    st.builds(Evicted, statuses, st.text(), waits, st.floats(0, 60)),
     st.builds(Failed, st.text(), st.none() | statuses, st.binary(), st.booleans(), waits),
     st.builds(Unreachable, st.text(), st.floats(0, 60)),
     st.builds(TooLarge, statuses, st.integers(1)),
@@ -67,8 +68,10 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
     )
     match decision:
         case Retry():
-            assert isinstance(outcome, Failed | Overloaded | Unreachable)
-            assert 0 <= decision.delay_s <= (60 if isinstance(outcome, Unreachable) else policy.max_s)
+            assert isinstance(outcome, Failed | Overloaded | Evicted | Unreachable)
+            assert (
+                0 <= decision.delay_s <= (60 if isinstance(outcome, Unreachable | Evicted) else policy.max_s)
+            )
             assert deadline > now
             assert decision.delay_s <= deadline - now
             assert decision.attempt is isinstance(outcome, Failed)
@@ -85,7 +88,7 @@ def test_every_outcome_leads_to_one_decision_within_its_bounds(
             assert (decision.status, decision.body) == (outcome.status, outcome.body)
         case Errored():
             assert not isinstance(outcome, Delivered)
-            late = isinstance(outcome, TooLate | Failed | Overloaded | Unreachable)
+            late = isinstance(outcome, TooLate | Failed | Overloaded | Evicted | Unreachable)
             assert late == (decision.code is ErrorCode.DEADLINE_EXCEEDED)
         case _:
             assert_never(decision)
@@ -130,19 +133,23 @@ def test_a_request_that_only_fails_ends_after_max_attempts(
 
 
 header_names = st.sampled_from(["x-llm-d-request-dropped-reason", "retry-after", "date", "location", "x"])
+values = st.text() | st.sampled_from(["evicted-priority", "rejected-internal", "rejected-no-endpoints"])
 
 
-@given(statuses, st.dictionaries(header_names, st.text()), st.binary(), st.floats(0, 4e9))
+@given(statuses, st.dictionaries(header_names, values), st.binary(), st.floats(0, 4e9))
 def test_every_answer_has_one_meaning(status: int, headers: dict[str, str], body: bytes, now: float) -> None:
     outcome = classify(status, headers, body, now)
-    assert isinstance(outcome, Delivered | Overloaded | Failed)
+    assert isinstance(outcome, Delivered | Overloaded | Evicted | Failed)
     if isinstance(outcome, Delivered):
         assert 200 <= status < 300 or 400 <= status < 500
         assert outcome.body == body
     if 200 <= status < 300:
         assert isinstance(outcome, Delivered)
     if status == 429:
-        assert isinstance(outcome, Overloaded)
+        internal = headers.get("x-llm-d-request-dropped-reason") == "rejected-internal"
+        assert isinstance(outcome, Failed if internal else Overloaded | Evicted)
+    if isinstance(outcome, Evicted):
+        assert status in (429, 500, 503)
     if isinstance(outcome, Failed) and outcome.bare:
         assert status in (401, 404, 407, 500, 502, 503, 504)
 

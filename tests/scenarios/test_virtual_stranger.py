@@ -40,6 +40,25 @@ async def test_web_server_that_is_no_gateway_eats_no_queue(stage: Stage, status:
     assert stage.statuses() == {200: 200}
 
 
+@pytest.mark.parametrize("status", [401, 403, 407])
+@scenario()
+async def test_requests_that_end_while_credentials_are_refused_say_so(stage: Stage, status: int) -> None:
+    async def fault(request: Request) -> Outcome | None:
+        await asyncio.sleep(0.001)
+        return classify(status, {}, b"", 0.0)
+
+    stage.fault = fault
+    await stage.submit(3, deadline_s=60.0)
+    await stage.until(lambda: stage.reasons() == {Reason.GATEWAY_UNREACHABLE}, 3)
+    told = explain(stage.alive[0].dispatcher.allowance(), stage.alive[0].limiter.in_flight)
+    assert "gateway.token_file" in told
+    await stage.until_answered(70)
+    assert stage.statuses() == {"DEADLINE_EXCEEDED": 3}
+    for each in stage.results:
+        assert f"answered {status}" in (each.error_message or "")
+        assert "gateway.token_file" in (each.error_message or "")
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @scenario()
 async def test_requests_of_a_wrong_model_among_others_end_with_their_404(stage: Stage, replicas: int) -> None:

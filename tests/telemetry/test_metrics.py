@@ -202,8 +202,8 @@ def test_label_values_are_no_names_of_the_code() -> None:
     """They are written down: to rename a class does not rename a series."""
     assert series.OUTCOMES[Delivered] == "delivered"
     assert set(series.OUTCOMES.values()) == {
-        "delivered", "overloaded", "failed", "unreachable", "toolarge", "refused", "expired", "unsent",
-        "nomodel",
+        "delivered", "overloaded", "evicted", "failed", "unreachable", "toolarge", "refused", "expired",
+        "unsent", "nomodel",
     }  # fmt: skip
     assert set(series.ENDINGS.values()) == {"settlement", "release", "burial"}
     assert set(series.ANSWERS) == {"done", "lost", "bad-list", "too-large"} == {str(each) for each in Settled}

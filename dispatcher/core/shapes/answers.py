@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from dispatcher.core.shapes.fields import PLACE, hollowed, items, loose_fields, objects, opened
+from dispatcher.core.shapes.fields import items, loose_fields, objects, opened
 from dispatcher.core.shapes.part import Items, NotUnderstoodError, Part, Shape
 from dispatcher.core.shapes.shares import shared, summed
 
@@ -52,35 +52,14 @@ def split(parts: Sequence[Part], body: bytes) -> list[bytes]:
 
 def numbered(shape: Shape, body: bytes) -> tuple[Fields | None, list[Fields]]:
     """The fields of the answer (None: it is a list), and those of each of its items."""
-    found, listed = _with_vectors(shape, body) or _opened(shape, body)
+    found, listed = opened(body, shape.answer) if shape.answer else (None, objects(body))
     for item in listed:
         if item.get(shape.needs, _NULL) == _NULL:
             raise NotUnderstoodError(f"an item of the answer without {shape.needs}")
     return found, listed
 
 
-def _opened(shape: Shape, body: bytes) -> tuple[Fields | None, list[Fields]]:
-    return opened(body, shape.answer) if shape.answer else (None, objects(body))
-
-
-def _with_vectors(shape: Shape, body: bytes) -> tuple[Fields | None, list[Fields]] | None:
-    """The same without reading vectors, where each item has one that is a flat list; None: that is not so."""
-    if not shape.vectors:
-        return None
-    left, vectors = hollowed(body, shape.needs)
-    try:
-        found, listed = _opened(shape, left)
-    except (msgspec.DecodeError, NotUnderstoodError):
-        return None
-    if len(vectors) != len(listed) or any(item.get(shape.needs) != _PLACE for item in listed):
-        return None
-    for item, vector in zip(listed, vectors, strict=True):
-        item[shape.needs] = vector
-    return found, listed
-
-
 _NULL = msgspec.Raw(b"null")
-_PLACE = msgspec.Raw(PLACE)
 
 
 def in_order(shape: Shape, body: bytes) -> tuple[Fields | None, list[msgspec.Raw]]:

@@ -117,23 +117,3 @@ def opened(body: bytes, name: str) -> tuple[dict[str, msgspec.Raw], list[dict[st
     if name not in found:
         raise NotUnderstoodError(f"no {name} in the answer")
     return found, objects(found[name])
-
-
-def hollowed(body: bytes, name: str) -> tuple[bytes, list[msgspec.Raw]]:
-    """A body with PLACE in place of each flat list that is a field of this name, and those lists in order.
-
-    Vectors are nearly all of an answer, and are passed on as they are: so they are not read, which would take
-    most of the time. A quote inside a string is escaped, so that the name with its quotes, a colon and a
-    bracket stand nowhere but where a list begins; where such a list has lists in it, the body that is left
-    is no JSON.
-    """
-    tokens = (b'"%b":[' % name.encode(), b'"%b": [' % name.encode())
-    token = next((token for token in tokens if token in body), tokens[0])
-    head, *pieces = body.split(token)
-    lists = []
-    left = [head]
-    for piece in pieces:
-        inner, _, rest = piece.partition(b"]")
-        lists.append(msgspec.Raw(b"[%b]" % inner))
-        left += (token[:-1], PLACE, rest)
-    return b"".join(left), lists

@@ -1,0 +1,60 @@
+"""The header Retry-After: seconds, or a date in any of HTTP's formats. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+RETRY_AFTER_CAP_S = 86400.0
+"""A longer Retry-After is taken for this much; policy cuts it further."""
+
+
+def retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:
+    """Return the seconds that an answer asks to wait; None where it asks for none, or not legibly."""
+    value = headers.get("retry-after")
+    if value is None:
+        return None
+    # A date is meant by the clock of who wrote it.
+    theirs = _http_date(headers.get("date", ""), now_unix)
+    return parse_retry_after(value, now_unix if theirs is None else theirs)
+
+
+def parse_retry_after(value: str, now_unix: float) -> float | None:
+    """Seconds to wait, from delta seconds or any of HTTP's three date formats; None when it is neither.
+
+    A date in the past is 0; nothing is longer than a day.
+    """
+    value = value.strip(" \t")
+    if value.isascii() and value.isdigit():
+        return RETRY_AFTER_CAP_S if len(value.lstrip("0")) > 5 else min(float(value), RETRY_AFTER_CAP_S)
+    at = _http_date(value, now_unix)
+    return None if at is None else min(max(at - now_unix, 0.0), RETRY_AFTER_CAP_S)
+
+
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_DATE = re.compile(
+    r"""[A-Z][a-z]{2,8}
+    (?: ,\ (?P<day>\d\d)([ -])(?P<month>[A-Z][a-z]{2})\2(?P<year>\d{4}|\d\d)\ (?P<time>\d\d:\d\d:\d\d)\ GMT
+      | \ (?P<month_>[A-Z][a-z]{2})\ (?P<day_>[ \d]\d)\ (?P<time_>\d\d:\d\d:\d\d)\ (?P<year_>\d{4}) )""",
+    re.VERBOSE | re.ASCII,
+)
+"""RFC 9110 5.6.7: `Sun, 06 Nov 1994 08:49:37 GMT`, `Sunday, 06-Nov-94 …`, `Sun Nov  6 08:49:37 1994`."""
+
+
+def _http_date(value: str, now_unix: float) -> float | None:
+    match = _DATE.fullmatch(value)
+    if match is None:
+        return None
+    day, month, year, time = (match[name] or match[name + "_"] for name in ("day", "month", "year", "time"))
+    hour, minute, second = map(int, time.split(":"))
+    try:
+        if len(year) == 2:
+            this = datetime.fromtimestamp(now_unix, UTC).year
+            year = this - 49 + (int(year) - (this - 49)) % 100  # from 49 years ago to 50 ahead
+        # A leap second is the second before, to whoever waits.
+        return datetime(
+            int(year), _MONTHS.index(month) + 1, int(day), hour, minute, min(second, 59), tzinfo=UTC
+        ).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None

@@ -1,0 +1,33 @@
+"""Who waits for a result is told why, once for each reason."""
+
+from __future__ import annotations
+
+from dispatcher.cli.result import FORGOTTEN_S, WaitingSentences
+
+REFUSED = "the gateway answered 401: it does not accept our credentials; look at gateway.token_file"
+
+
+def test_an_hour_of_refused_credentials_is_told_in_three_lines() -> None:
+    """The request rests, is tried, and is refused again, for an hour."""
+    sentences = WaitingSentences()
+    printed = []
+    for second in range(3600):
+        match second % 20:
+            case 0:
+                sentence = f"gateway-unreachable, nothing is sent: {REFUSED}; asked {second} times"
+            case 1:
+                sentence = "a dispatcher has sent it, the answer is not there yet"
+            case rest:
+                sentence = f"its next try, due in {20 - rest}.5 s, the last try: {REFUSED}"
+        if sentences.is_new(sentence, float(second)):
+            printed.append(sentence)
+    assert len(printed) == 3
+    assert "gateway.token_file" in printed[0]
+
+
+def test_another_reason_is_told_at_once_and_an_old_one_after_a_while() -> None:
+    sentences = WaitingSentences()
+    assert sentences.is_new("gateway-unreachable: connection refused", 0.0)
+    assert sentences.is_new(f"gateway-unreachable: {REFUSED}", 1.0)
+    assert not sentences.is_new("gateway-unreachable: connection refused", 2.0)
+    assert sentences.is_new("gateway-unreachable: connection refused", 3.0 + FORGOTTEN_S)

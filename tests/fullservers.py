@@ -1,0 +1,22 @@
+"""Bodies of model servers whose own queue is full (dispatcher/core/serverload.py names their sources)."""
+
+from __future__ import annotations
+
+VLLM_FULL = (
+    b'{"error":{"message":"The engine is currently busy and cannot accept new requests. Please try again '
+    b'later or on a different instance.","type":"Service Unavailable","param":null,"code":503}}'
+)
+SGLANG_FULL = (
+    b'{"object":"error","message":"The request queue is full.","type":"ServiceUnavailable","code":503}'
+)
+SERVERS_FULL = [
+    VLLM_FULL,
+    VLLM_FULL.replace(
+        b"is currently busy and cannot accept new requests", b"has reached its prefill token backlog limit"
+    ),
+    SGLANG_FULL,
+    b'{"error":{"message":"The request is aborted by a higher priority request.","code":503}}',
+    b"Request dropped due to backpressure (num_queued_requests=2, max_queued_requests=2).",
+    b'{"error":{"message":"Worker at capacity: 64 in-flight, 64 queued requests.","code":"503"}}',
+    b'{"error":"Model is overloaded","error_type":"overloaded"}',
+]
