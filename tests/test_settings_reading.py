@@ -164,3 +164,8 @@ print("ended")
 def test_a_process_ends_while_a_read_hangs() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == (b"ended\n", b"")
+
+
+def test_dev_null_is_an_empty_file() -> None:
+    """`--config /dev/null` is the usual way to say that there is no configuration."""
+    assert read_regular("/dev/null", 10) == b""

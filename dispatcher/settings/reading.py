@@ -39,10 +39,11 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
 
 
 def require_regular(found: os.stat_result) -> None:
-    """Raise OSError unless this is a regular file."""
+    """Raise OSError unless this is a regular file, or /dev/null, the usual way to say that there is none."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError("it is a directory")
-    if not stat.S_ISREG(found.st_mode):
+    is_null = stat.S_ISCHR(found.st_mode) and found.st_rdev == Path(os.devnull).stat().st_rdev
+    if not stat.S_ISREG(found.st_mode) and not is_null:
         raise OSError("it is not a regular file, but a pipe, a socket or a device")
 
 
