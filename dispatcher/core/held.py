@@ -12,7 +12,7 @@ A request counts its units, whoever's it is. At most, other owners have at the g
 is counted now and then, and the bound takes all counts within the window and the nearest on both sides of
 it. A lease does not prove that its request is at the gateway: it begins before the request is sent and ends
 after the answer has come, later by as much as the queue is slow. So each owner reports what it surely had
-there, and for how long (`OwnerLoad`); of an owner whose reports do not contain the window nothing is sure.
+there, and for how long (`Load`); of an owner whose reports do not contain the window nothing is sure.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Interval:
         return Interval(self.lo - self.own_lo, self.hi, 0)
 
 
-class OwnerLoad(Value, frozen=True):
+class Load(Value, frozen=True):
     """Units that an owner surely had at the gateway at every moment from `since` to `until`."""
 
     since: float
@@ -56,7 +56,7 @@ class OwnerLoad(Value, frozen=True):
     units: int
 
 
-NO_REPORTS: Mapping[str, OwnerLoad] = {}
+NO_REPORTS: Mapping[str, Load] = {}
 REPORTS = 4
 """Newest reports of an owner that are kept."""
 
@@ -87,7 +87,7 @@ class LoadLedger:
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _units: array[int] = field(default_factory=lambda: array("q"))
     _others: list[_LeaseCount] = field(default_factory=list)
-    _reports: dict[str, deque[OwnerLoad]] = field(default_factory=dict)
+    _reports: dict[str, deque[Load]] = field(default_factory=dict)
     """The newest reports of each other owner."""
     _measured_at: float | None = None
     """When `measure` was called last."""
@@ -145,7 +145,7 @@ class LoadLedger:
         """
         return self._busy_s / self._answered if self._answered else 0.0
 
-    def counted(self, at: float, others: int, reports: Mapping[str, OwnerLoad] = NO_REPORTS) -> bool:
+    def counted(self, at: float, others: int, reports: Mapping[str, Load] = NO_REPORTS) -> bool:
         """Note that other owners lease `others` units, and their reports. Return whether one is new."""
         others = max(0, others)
         new = self._reported(reports)
@@ -164,7 +164,7 @@ class LoadLedger:
             del counts[:512]
         return new
 
-    def _reported(self, reports: Mapping[str, OwnerLoad]) -> bool:
+    def _reported(self, reports: Mapping[str, Load]) -> bool:
         """Keep the newest reports of those owners that report. Return whether one of them is new."""
         new = False
         for owner in [each for each in self._reports if each not in reports]:

@@ -33,7 +33,7 @@ from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity
 from dispatcher.core.gate import Failure, Gate
-from dispatcher.core.held import NO_REPORTS, OwnerLoad
+from dispatcher.core.held import NO_REPORTS, Load
 from dispatcher.core.poll import Poll
 from dispatcher.core.tracking import Tracking
 
@@ -107,13 +107,7 @@ class Limiter:
         self._tracking.answered(key, now, opened_s)
 
     def leases(
-        self,
-        now: float,
-        *,
-        others: int,
-        lost: int,
-        stray: int = 0,
-        reports: Mapping[str, OwnerLoad] = NO_REPORTS,
+        self, now: float, *, others: int, lost: int, stray: int = 0, reports: Mapping[str, Load] = NO_REPORTS
     ) -> None:
         """Note what was counted in the queue: units that others lease, leases ever lost, and the strays among
         those; and what the others report."""
@@ -122,7 +116,7 @@ class Limiter:
             now, others=others, lost=lost, stray=stray, reports=reports, reachable=reachable
         )
 
-    def own_load(self, now: float) -> OwnerLoad:
+    def own_load(self, now: float) -> Load:
         """Return what this process surely had at the gateway lately, for the other owners to know."""
         return self._tracking.own_load(now, reachable=self._gate.reachable)
 

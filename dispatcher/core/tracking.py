@@ -26,7 +26,7 @@ from dispatcher.core.budget import (
     Signal,
 )
 from dispatcher.core.capacity import ONE_WAITS, Capacity, PoolCounts, Sight
-from dispatcher.core.held import Interval, LoadLedger, OwnerLoad
+from dispatcher.core.held import Interval, Load, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.refusals import HEARD_SLOP_S
 from dispatcher.core.revised import Revised
@@ -129,7 +129,7 @@ class Tracking(Revised):
         others: int,
         lost: int,
         stray: int,
-        reports: Mapping[str, OwnerLoad],
+        reports: Mapping[str, Load],
         reachable: bool,
     ) -> None:
         """Note a count of leases, and what other owners report. Once their reports contain the window of a
@@ -145,12 +145,12 @@ class Tracking(Revised):
             for track in self.tracks.values():
                 track.lost_before = lost
 
-    def own_load(self, now: float, *, reachable: bool) -> OwnerLoad:
+    def own_load(self, now: float, *, reachable: bool) -> Load:
         """Return what this process surely had at the gateway since the reading before the newest one."""
         until = now - self._travel.delta_s
         since = min(self._opened_before, until)
         least = self.held.least_own(since, until, self._travel.delta_s) if reachable else 0
-        return OwnerLoad(since, until, least)
+        return Load(since, until, least)
 
     def share(self, limit: int, read_at: float) -> None:
         """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from dispatcher.core.held import NO_REPORTS, OwnerLoad
+from dispatcher.core.held import NO_REPORTS, Load
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
@@ -87,7 +87,7 @@ class Leases(Value, frozen=True):
     may have been the caller's: `renew` tells."""
     stray: int = 0
     """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
-    reports: Mapping[str, OwnerLoad] = NO_REPORTS
+    reports: Mapping[str, Load] = NO_REPORTS
     """What the other owners that hold leases surely had at the gateway, as each reported last."""
 
 
@@ -378,9 +378,7 @@ class Queue(ModelBoard, Protocol):
         `expire` with their results. One whose member cannot be read has none (`Settlement.result` empty)."""
         ...
 
-    async def share(
-        self, permit: Permit, overload: Overload | None, load: OwnerLoad | None = None
-    ) -> Renewed:
+    async def share(self, permit: Permit, overload: Overload | None, load: Load | None = None) -> Renewed:
         """Tell the others the newest limit and overload, and what the caller surely had at the gateway, and
         learn theirs. `lost` is empty.
 

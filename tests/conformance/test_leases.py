@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.ports import Lease, Permit, Release, Settled, Settlement
 from tests.conformance.worlds import (
     LEASE_S,
@@ -349,8 +349,8 @@ async def test_owner_learns_what_others_that_hold_leases_report_of_their_load(wo
     await claim(first, 2)
     theirs = await claim(second, 3)
     at = asyncio.get_running_loop().time()
-    await second.share(permit(0), None, OwnerLoad(at - 3, at - 1, 2))
-    told = (await first.share(permit(0), None, OwnerLoad(at - 2, at, 1))).count.reports
+    await second.share(permit(0), None, Load(at - 3, at - 1, 2))
+    told = (await first.share(permit(0), None, Load(at - 2, at, 1))).count.reports
     assert list(told) == ["owner-2"]
     assert told["owner-2"].units == 2
     assert told["owner-2"].since == pytest.approx(at - 3, abs=0.5)

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.held import DELTA_S, Interval, LoadLedger, OwnerLoad
+from dispatcher.core.held import DELTA_S, Interval, Load, LoadLedger
 
 HORIZON_S = 20.0
 Stay = tuple[float, float | None]
@@ -126,7 +126,7 @@ def test_leases_of_others_prove_nothing_and_their_reports_do() -> None:
     """A lease begins before its request is at the gateway, and ends after the answer has left it."""
     held = LoadLedger(HORIZON_S)
     held.counted(1.0, 9)
-    held.counted(3.0, 9, {"one": OwnerLoad(1.0, 2.9, 4), "other": OwnerLoad(2.0, 3.0, 3)})
+    held.counted(3.0, 9, {"one": Load(1.0, 2.9, 4), "other": Load(2.0, 3.0, 3)})
     assert held.between(1.5, 2.5) == Interval(4, 9, 0)
     assert held.between(2.1, 2.9) == Interval(7, 9, 0)
     assert held.between(2.1, 3.0) == Interval(3, 9, 0)
@@ -135,9 +135,9 @@ def test_leases_of_others_prove_nothing_and_their_reports_do() -> None:
 
 def test_report_is_kept_while_newer_ones_come_and_forgotten_with_its_owner() -> None:
     held = LoadLedger(HORIZON_S)
-    assert held.counted(2.0, 9, {"one": OwnerLoad(1.0, 2.0, 4)})
-    assert held.counted(3.0, 9, {"one": OwnerLoad(2.0, 3.0, 6)})
-    assert not held.counted(3.5, 9, {"one": OwnerLoad(2.0, 3.0, 6)}), "nothing new"
+    assert held.counted(2.0, 9, {"one": Load(1.0, 2.0, 4)})
+    assert held.counted(3.0, 9, {"one": Load(2.0, 3.0, 6)})
+    assert not held.counted(3.5, 9, {"one": Load(2.0, 3.0, 6)}), "nothing new"
     assert held.between(1.2, 1.8).lo == 4
     assert held.between(2.2, 2.8).lo == 6
     held.counted(4.0, 0, {})

@@ -10,7 +10,7 @@ import pytest
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import MOST_IN_FLIGHT, PLAUSIBLE_MOST, Policy, Reading, Reason, Signal
-from dispatcher.core.held import DELTA_S, OwnerLoad
+from dispatcher.core.held import DELTA_S, Load
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.reach import BARE_IN_A_ROW
@@ -55,7 +55,7 @@ class Pool(Limiter):
     def lease(self, at: float, others: int = 0, lost: int = 0) -> None:
         """A count of leases. Others report to have had the fewest of two counts at the gateway in between."""
         (before, were), self.leased = self.leased, (at, others)
-        reports = {"other": OwnerLoad(min(before, at), at, min(were, others))}
+        reports = {"other": Load(min(before, at), at, min(were, others))}
         self.leases(at, others=others, lost=lost, reports=reports)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.losses import Losses
 
@@ -30,9 +30,9 @@ def capped(cap: int | None = CAP) -> Limiter:
     return made
 
 
-def reported(at: float, units: int) -> dict[str, OwnerLoad]:
+def reported(at: float, units: int) -> dict[str, Load]:
     """Others have had so many at the gateway until now."""
-    return {"other": OwnerLoad(float("-inf"), at, units)}
+    return {"other": Load(float("-inf"), at, units)}
 
 
 def limit_by(made: Limiter, *readings: Reading) -> int:

@@ -262,7 +262,7 @@ def test_markers_that_could_not_be_read_while_others_were_are_not_forgotten() ->
 
 def told(*, live: int = 5, others: int = 3, lost: int = 0, **changes: Any) -> Renewed:
     terms: dict[str, Any] = {"limit": None, "read_at": 0.0, "overload": None, "prober": None}
-    return Renewed((), Leases(2.0, live, others, lost), Shared(**(terms | {"paused": False} | changes)))
+    return Renewed((), Leases(2.0, live, others, 0, lost), Shared(**(terms | {"paused": False} | changes)))
 
 
 def test_grown_counter_of_losses_has_what_is_held_looked_at() -> None:
@@ -349,7 +349,7 @@ def claimed(
     paused: bool = False,
 ) -> Claimed:
     shared = Shared(limit, 100.0, overload, None, paused=paused)
-    return Claimed([lease()] * leases, Leases(101.0, live, live, lost), shared, waiting)
+    return Claimed([lease()] * leases, Leases(101.0, live, live, 0, lost), shared, waiting)
 
 
 def refused(at: float, until: float) -> Overload:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Reason
-from dispatcher.core.held import OwnerLoad
 from dispatcher.core.outcome import RetryPolicy
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.result import decode_result
@@ -70,12 +69,10 @@ class Diary(MemoryQueue):
         told = await super().sweep()
         return self.swept.pop(0) if self.swept else told
 
-    async def share(
-        self, permit: Permit, overload: Overload | None, load: OwnerLoad | None = None
-    ) -> Renewed:
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         self.noted("share")
         self.permits.append((permit, overload))
-        return await super().share(permit, overload, load)
+        return await super().share(permit, overload)
 
     async def counts(self) -> Counts:
         self.noted("counts")
@@ -413,9 +410,9 @@ def test_refusal_that_comes_while_another_is_shared_is_not_forgotten() -> None:
         share = duties.queue.share
         allowance = duties.limiter.allowance(START_S)
 
-        async def slow(permit: Permit, overload: Overload | None, load: OwnerLoad | None = None) -> Renewed:
+        async def slow(permit: Permit, overload: Overload | None) -> Renewed:
             await asyncio.sleep(1.0)
-            return await share(permit, overload, load)
+            return await share(permit, overload)
 
         duties.queue.share = slow  # type: ignore[method-assign]
         duties.upkeep.share(allowance, overload())

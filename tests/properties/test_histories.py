@@ -16,7 +16,7 @@ import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import BEAT_MOST_S, GROWTH_LIVE
-from dispatcher.core.held import DELTA_S, OwnerLoad
+from dispatcher.core.held import DELTA_S, Load
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.travel import MOST_S
 
@@ -134,7 +134,7 @@ class History:
         self.lost += gone
         others = self.dice.randint(0, self.slots)
         surely, stray = self.dice.randint(0, others), self.dice.randint(0, gone)
-        reports = {"other": OwnerLoad(self.about_now() - self.dice.random() * 3, self.about_now(), surely)}
+        reports = {"other": Load(self.about_now() - self.dice.random() * 3, self.about_now(), surely)}
         self.limiter.leases(self.about_now(), others=others, lost=self.lost, stray=stray, reports=reports)
 
     def tell_limit(self) -> None:

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from dispatcher.core.allowance import explain
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
-from dispatcher.core.held import DELTA_S, OwnerLoad
+from dispatcher.core.held import DELTA_S, Load
 from dispatcher.core.limiter import Limiter
 from tests.properties.worlds import AFTER_S, World
 
@@ -277,7 +277,7 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
 
     def count(at: float) -> None:
         nonlocal least, reported_at
-        reports = {"living": OwnerLoad(reported_at, at, least)}
+        reports = {"living": Load(reported_at, at, least)}
         limiter.leases(at, others=others + sum(n for _, n in dead), lost=lost, reports=reports)
         least, reported_at = others, at
 
@@ -353,7 +353,7 @@ def test_law_stalled_owners_never_lift_us_over_our_own_cap(
 
     def count() -> None:
         nonlocal least, reported_at
-        reports = {"living": OwnerLoad(reported_at, now, least)}
+        reports = {"living": Load(reported_at, now, least)}
         limiter.leases(now, others=others + stalled, lost=lost, stray=stray, reports=reports)
         least, reported_at = others, now
 
@@ -556,14 +556,12 @@ class EveryEvent(RuleBasedStateMachine):
         now=TIMES,
         others=st.integers(-3, 50),
         reports=st.dictionaries(
-            st.sampled_from(["a", "b"]),
-            st.builds(OwnerLoad, ANY_FLOAT, ANY_FLOAT, st.integers(0, 50)),
-            max_size=2,
+            st.sampled_from(["a", "b"]), st.builds(Load, ANY_FLOAT, ANY_FLOAT, st.integers(0, 50)), max_size=2
         ),
         lost=st.integers(0, 60),
         stray=st.integers(0, 60),
     )
-    def leases(self, now: float, others: int, reports: dict[str, OwnerLoad], lost: int, stray: int) -> None:
+    def leases(self, now: float, others: int, reports: dict[str, Load], lost: int, stray: int) -> None:
         self.limiter.leases(now, others=others, reports=reports, lost=lost, stray=stray)
 
     @rule(count=st.integers(0, 3), now=TIMES)

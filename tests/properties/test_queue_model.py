@@ -26,7 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.core.lanes import Lane
 from dispatcher.core.result import answered
 from dispatcher.ports import (
@@ -323,7 +323,7 @@ class QueueModel(Twins):
     @rule(owner=owners, limit=limits, lag=lags, units=st.none() | st.integers(0, 9), lose=lost)
     def share(self, owner: int, limit: int, lag: int, units: int | None, lose: bool) -> None:
         permit, at = self.permit(owner, limit, lag), self.when(owner, lag)
-        load = None if units is None else OwnerLoad(at - 1, at, units)
+        load = None if units is None else Load(at - 1, at, units)
         real, twin = self.both(owner, lambda queue, _: queue.share(permit, None, load), lose)
         self.same_facts(owner, real, twin)
 

@@ -136,6 +136,7 @@ async def test_what_moved_on_does_not_pile_up() -> None:
         store.line.deadlines.heap,
         store.line.sets[None].heap,
         store.pool.expiries,
+        store.pool.touched,
         store.line.nonces,
     )
     assert max(len(one) for one in kept) < 15_000

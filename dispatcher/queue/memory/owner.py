@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.turns import Turn
@@ -136,9 +136,7 @@ class MemoryQueue:
         self._begin()
         return sequences.unserved(self._line, most)
 
-    async def share(
-        self, permit: Permit, overload: Overload | None, load: OwnerLoad | None = None
-    ) -> Renewed:
+    async def share(self, permit: Permit, overload: Overload | None, load: Load | None = None) -> Renewed:
         me = self._begin()
         if overload is not None:
             overload = replace(overload, at=self._theirs(overload.at), until=self._theirs(overload.until))

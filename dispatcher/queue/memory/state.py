@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import msgspec
 
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.core.lanes import CLOSED, Lane
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.result import NO_LIST
@@ -65,7 +65,7 @@ class Pool:
         """Units by owner."""
         self.expiries: list[tuple[float, int]] = []
         self.beats: dict[str, float] = {}
-        self.loads: dict[str, OwnerLoad] = {}
+        self.loads: dict[str, Load] = {}
         """What each owner that holds leases surely had at the gateway, as it reported last."""
         self.foreign_active: dict[str, tuple[str, float]] = {}
         self.foreign_cancel: dict[str, tuple[str, float]] = {}

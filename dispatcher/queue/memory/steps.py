@@ -13,7 +13,7 @@ from operator import itemgetter
 
 import msgspec
 
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.core.lanes import CLOSED, Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
 from dispatcher.ports import (
@@ -266,7 +266,7 @@ def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: 
     return fits
 
 
-def report(pool: Pool, owner: str, load: OwnerLoad) -> None:
+def report(pool: Pool, owner: str, load: Load) -> None:
     """Keep what an owner surely had at the gateway, and forget the reports of those that hold nothing."""
     pool.loads = {each: its for each, its in pool.loads.items() if pool.held_by[each] > 0}
     pool.loads[owner] = load

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.held import OwnerLoad
+from dispatcher.core.held import Load
 from dispatcher.core.lanes import lane_of, losses_of
 from dispatcher.core.outlook import Head, LineAhead, Replica, Span
 from dispatcher.ports import Dead, Lease, Leases, Overload, Shared
@@ -99,7 +99,7 @@ def facts_of(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leas
     overload_at, until, capacity, in_flight, prober, paused = rest
     backend.saw(reply, now)
     reports = {
-        owner.decode(errors="replace"): OwnerLoad(backend.loop_time(since), backend.loop_time(until), units)
+        owner.decode(errors="replace"): Load(backend.loop_time(since), backend.loop_time(until), units)
         for owner, since, until, units in flat
     }
     count = Leases(backend.loop_time(now), live, live - own, lost, stray, reports)
