@@ -8,24 +8,20 @@ taken somewhere in a window. What can be known are two bounds over that window [
                  sent until δ before its answer came
     most(a, b)   the most it may have held at any moment of it: each request from sending to answer
 
-A request counts its units, whoever's it is. At most, other owners have at the gateway what they lease: that
-is counted now and then, and the bound takes all counts within the window and the nearest on both sides of
-it. A lease does not prove that its request is at the gateway: it begins before the request is sent and ends
-after the answer has come, later by as much as the queue is slow. So each owner reports what it surely had
-there, and for how long (`Load`); of an owner whose reports do not contain the window nothing is sure.
+A request counts its units, whoever's it is. Other owners' are known by counts of their leases, taken now
+and then. The bounds take all counts within the window and the nearest on both sides of it; where a side has
+none, nothing is sure of them: they may have drained since the newest count.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import deque
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from dispatcher.core.travel import USUAL_S
-from dispatcher.core.value import Value
 
 DELTA_S = USUAL_S
 """δ, unless our exchanges show another (`Travel`): no request takes longer between us and the gateway, either
@@ -48,23 +44,11 @@ class Interval:
         return Interval(self.lo - self.own_lo, self.hi, 0)
 
 
-class Load(Value, frozen=True):
-    """Units that an owner surely had at the gateway at every moment from `since` to `until`."""
-
-    since: float
-    until: float
-    units: int
-
-
-NO_REPORTS: Mapping[str, Load] = {}
-REPORTS = 4
-"""Newest reports of an owner that are kept."""
-
-
 @dataclass(slots=True)
 class _LeaseCount:
     at: float
-    units: int
+    surely: int
+    maybe: int
     repeats: bool
     """The count before it was the same."""
 
@@ -87,8 +71,6 @@ class LoadLedger:
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _units: array[int] = field(default_factory=lambda: array("q"))
     _others: list[_LeaseCount] = field(default_factory=list)
-    _reports: dict[str, deque[Load]] = field(default_factory=dict)
-    """The newest reports of each other owner."""
     _measured_at: float | None = None
     """When `measure` was called last."""
     _answers: int = 0
@@ -145,40 +127,27 @@ class LoadLedger:
         """
         return self._busy_s / self._answered if self._answered else 0.0
 
-    def counted(self, at: float, others: int, reports: Mapping[str, Load] = NO_REPORTS) -> bool:
-        """Note that other owners lease `others` units, and their reports. Return whether one is new."""
+    def counted(self, at: float, others: int, young: int) -> None:
+        """Other owners held `others` units, of which `young` may not have been sent yet."""
         others = max(0, others)
-        new = self._reported(reports)
+        surely = max(0, others - max(0, young))
         counts = self._others
         if counts:
             last = counts[-1]
             at = max(at, last.at)
-            if last.units == others and last.repeats:
+            if last.surely == surely and last.maybe == others and last.repeats:
                 last.at = at  # a run of equal counts is kept as its two ends
-                return new
-            repeats = last.units == others
+                return
+            repeats = last.surely == surely and last.maybe == others
         else:
             repeats = False
-        counts.append(_LeaseCount(at, others, repeats))
+        counts.append(_LeaseCount(at, surely, others, repeats))
         if len(counts) > 1024 and counts[512].at < at - self.horizon_s:
             del counts[:512]
-        return new
-
-    def _reported(self, reports: Mapping[str, Load]) -> bool:
-        """Keep the newest reports of those owners that report. Return whether one of them is new."""
-        new = False
-        for owner in [each for each in self._reports if each not in reports]:
-            del self._reports[owner]
-        for owner, load in reports.items():
-            kept = self._reports.setdefault(owner, deque(maxlen=REPORTS))
-            if not kept or kept[-1].until < load.until:
-                kept.append(load)
-                new = True
-        return new
 
     @property
     def others(self) -> int:
-        return self._others[-1].units if self._others else 0
+        return self._others[-1].maybe if self._others else 0
 
     @property
     def counted_at(self) -> float:
@@ -186,10 +155,9 @@ class LoadLedger:
         return self._others[-1].at if self._others else float("-inf")
 
     def between(self, a: float, b: float, delta_s: float = DELTA_S) -> Interval:
+        least_others, most_others = self._others_between(a, b)
         own_lo = self.least_own(a, b, delta_s)
-        return Interval(
-            own_lo + self._least_others(a, b), self._most_own(a, b) + self._most_others(a, b), own_lo
-        )
+        return Interval(own_lo + least_others, self._most_own(a, b) + most_others, own_lo)
 
     def least_own(self, a: float, b: float, delta_s: float) -> int:
         """The part of `least` that is this process's own."""
@@ -252,19 +220,15 @@ class LoadLedger:
             most = max(most, held)
         return most
 
-    def _most_others(self, a: float, b: float) -> int:
+    def _others_between(self, a: float, b: float) -> tuple[int, int]:
         counts = self._others
         if not counts:
-            return 0
+            return 0, 0
         first = max(0, bisect_right(counts, a, key=_at) - 1)
         last = max(first, bisect_left(counts, b, key=_at))
-        return max(count.units for count in counts[first : last + 1])
-
-    def _least_others(self, a: float, b: float) -> int:
-        return sum(
-            max((each.units for each in reports if each.since <= a and b <= each.until), default=0)
-            for reports in self._reports.values()
-        )
+        seen = counts[first : last + 1]
+        bracketed = counts[0].at <= a and b <= counts[-1].at
+        return min(c.surely for c in seen) if bracketed else 0, max(c.maybe for c in seen)
 
     def _ended_from(self, first: int) -> Iterator[tuple[float, int, float]]:
         return zip(self._starts[first:], self._units[first:], self._ends[first:], strict=True)

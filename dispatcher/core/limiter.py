@@ -27,13 +27,12 @@ order and twice; none raises.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import PLAUSIBLE_MOST, Budget, Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import Capacity
 from dispatcher.core.gate import Failure, Gate
-from dispatcher.core.held import NO_REPORTS, Load
 from dispatcher.core.poll import Poll
 from dispatcher.core.tracking import Tracking
 
@@ -106,19 +105,12 @@ class Limiter:
         it took to open a connection for it, where one was."""
         self._tracking.answered(key, now, opened_s)
 
-    def leases(
-        self, now: float, *, others: int, lost: int, stray: int = 0, reports: Mapping[str, Load] = NO_REPORTS
-    ) -> None:
-        """Note what was counted in the queue: units that others lease, leases ever lost, and the strays among
-        those; and what the others report."""
+    def leases(self, now: float, *, others: int, young: int, lost: int, stray: int = 0) -> None:
+        """Counted in the queue: units that others lease, leases ever lost, and the strays among those."""
         reachable = self._gate.reachable
         self._tracking.count_leases(
-            now, others=others, lost=lost, stray=stray, reports=reports, reachable=reachable
+            now, others=others, young=young, lost=lost, stray=stray, reachable=reachable
         )
-
-    def own_load(self, now: float) -> Load:
-        """Return what this process surely had at the gateway lately, for the other owners to know."""
-        return self._tracking.own_load(now, reachable=self._gate.reachable)
 
     def shared(self, limit: int, read_at: float) -> None:
         """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""

@@ -13,7 +13,7 @@ one until a reading taken after that (`Losses`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 
 from dispatcher.core.budget import (
@@ -26,7 +26,7 @@ from dispatcher.core.budget import (
     Signal,
 )
 from dispatcher.core.capacity import ONE_WAITS, Capacity, PoolCounts, Sight
-from dispatcher.core.held import Interval, Load, LoadLedger
+from dispatcher.core.held import Interval, LoadLedger
 from dispatcher.core.losses import Losses
 from dispatcher.core.refusals import HEARD_SLOP_S
 from dispatcher.core.revised import Revised
@@ -71,8 +71,6 @@ class Tracking(Revised):
         """When the picker's counters were read last, and how many requests that are not ours it had sent."""
         self._applied_at = float("-inf")
         """When the newest sample was taken, of any signal."""
-        self._opened_before = float("inf")
-        """When the oldest of the newest two samples of each signal was taken."""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -123,34 +121,20 @@ class Tracking(Revised):
         self._travel.looped(late_s)
 
     def count_leases(
-        self,
-        now: float,
-        *,
-        others: int,
-        lost: int,
-        stray: int,
-        reports: Mapping[str, Load],
-        reachable: bool,
+        self, now: float, *, others: int, young: int, lost: int, stray: int, reachable: bool
     ) -> None:
-        """Note a count of leases, and what other owners report. Once their reports contain the window of a
-        reading, that reading can prove room beyond our own requests."""
+        """The first count after a reading's window tells what of theirs that reading surely contained: only
+        then can it prove room beyond our own."""
         counted_at = self.held.counted_at
-        reported = self.held.counted(now, others, reports)
+        self.held.counted(now, others, young)
         for track in self.tracks.values():
             reading = track.reading
-            if reading is not None and (reported or counted_at < reading.closed_at <= now):
+            if reading is not None and counted_at < reading.closed_at <= now:
                 track.interval = self._ours_in(reading, reachable)
                 track.reassess(self.policy, self.learned.share)
         if not self.losses.counted(now, lost, stray):  # a new beginning
             for track in self.tracks.values():
                 track.lost_before = lost
-
-    def own_load(self, now: float, *, reachable: bool) -> Load:
-        """Return what this process surely had at the gateway since the reading before the newest one."""
-        until = now - self._travel.delta_s
-        since = min(self._opened_before, until)
-        least = self.held.least_own(since, until, self._travel.delta_s) if reachable else 0
-        return Load(since, until, least)
 
     def share(self, limit: int, read_at: float) -> None:
         """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""
@@ -165,15 +149,11 @@ class Tracking(Revised):
         `reachable`: there is a gateway."""
         applied_at = self._applied_at
         ours_at = self.read_at
-        opened_before: list[float] = []
         for track in self.tracks.values():
             for reading in track.take_due(now, self._travel.delta_s):
                 if track.reading is None or reading.closed_at > track.reading.closed_at:
-                    opened_before.append((track.reading or reading).opened_at)
                     self._apply(track, reading, ours_at, reachable)
                     applied_at = max(applied_at, reading.closed_at)
-        if opened_before:
-            self._opened_before = min(opened_before)
         if applied_at > self._applied_at:
             self._applied_at = applied_at
             if self.read_at > refused_at:

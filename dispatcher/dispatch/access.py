@@ -173,7 +173,7 @@ class QueueAccess:
         self.view.shared = shared
         self.heard_of_losses(count.lost)
         self._limiter.leases(
-            count.at, others=count.others, lost=count.lost, stray=count.stray, reports=count.reports
+            count.at, others=count.others, young=count.young, lost=count.lost, stray=count.stray
         )
         if shared.limit is not None:
             self._limiter.shared(shared.limit, shared.read_at)

@@ -97,8 +97,7 @@ class Upkeep:
             else:
                 permit = permit_of(allowance, self.options)
             asked_at = self._access.clock()
-            load = self._limiter.own_load(now())
-            told = await self._access.ask("share", self._queue.share(permit, overload, load))
+            told = await self._access.ask("share", self._queue.share(permit, overload))
             if told is None:
                 await asyncio.sleep(self._access.pause_s)
                 self._changed.set()
@@ -121,7 +120,7 @@ class Upkeep:
                     emit(event, **told)
                 self._limiter.waiting(counts.claimable, now())
                 if self.options.observe:
-                    self._limiter.leases(now(), others=counts.units, lost=0)
+                    self._limiter.leases(now(), others=counts.units, young=0, lost=0)
             self._say(self._limiter.allowance(now()))
             await asyncio.sleep(EACH_S)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from dispatcher.core.held import NO_REPORTS, Load
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
@@ -82,13 +81,13 @@ class Leases(Value, frozen=True):
     """Of the live leases of all owners."""
     others: int
     """Those among them held by other owners than the caller."""
+    young: int
+    """Those of `others` claimed or renewed within the last 20 ms: not surely sent yet."""
     lost: int
     """Of leases ever taken back from owners that were gone, silent or late (a counter). When it grows, some
     may have been the caller's: `renew` tells."""
     stray: int = 0
     """Those of `lost` whose owners are not proven to have ended: their requests may run on (a counter)."""
-    reports: Mapping[str, Load] = NO_REPORTS
-    """What the other owners that hold leases surely had at the gateway, as each reported last."""
 
 
 class Shared(Value, frozen=True):
@@ -378,9 +377,8 @@ class Queue(ModelBoard, Protocol):
         `expire` with their results. One whose member cannot be read has none (`Settlement.result` empty)."""
         ...
 
-    async def share(self, permit: Permit, overload: Overload | None, load: Load | None = None) -> Renewed:
-        """Tell the others the newest limit and overload, and what the caller surely had at the gateway, and
-        learn theirs. `lost` is empty.
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
+        """Tell the others the newest limit and overload, and learn theirs. `lost` is empty.
 
         The overload with the newest `at` is kept; `until` never moves back.
         """

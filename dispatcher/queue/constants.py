@@ -16,6 +16,8 @@ PASSED_MOST = 500
 """Requests that are heavier than the limit: so many a claim passes over at the most."""
 CLAIM_BYTES = 2**20
 """A claim stops before its members sum to more than this."""
+YOUNG_S = 0.02
+"""A lease claimed or renewed within this is young: its request is not surely sent yet."""
 SAME_READING_S = 0.001
 """Clocks are known no better: two readings this close are the same."""
 AHEAD_S = 1.0
@@ -61,6 +63,7 @@ LUA = {
     "PREFIX_BYTES": PREFIX_BYTES,
     "HEAD_BYTES": HEAD_BYTES,
     "PASSED_MOST": PASSED_MOST,
+    "YOUNG_S": YOUNG_S,
     "SAME_READING_S": SAME_READING_S,
     "AHEAD_S": AHEAD_S,
     "GAP_S": GAP_S,

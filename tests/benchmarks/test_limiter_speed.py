@@ -49,7 +49,7 @@ def with_everything() -> int:
             answered += 1
             events += 1
         if key % 8 == 0:
-            limiter.leases(now, others=key // 8 % 3, lost=0)
+            limiter.leases(now, others=key // 8 % 3, young=0, lost=0)
             limiter.waiting(100, now)
             limiter.allowance(now)
             events += 2

@@ -158,7 +158,10 @@ ROWS = {
         happy=("third",),
         empty=1,
         wrong=((),),
-        fields={"": {"id", "queue", "requests", "results", "looked_at"}, "requests": {*REQUEST, "why"}},
+        fields={
+            "": {"id", "queue", "requests", "results", "looked_at", "looked_at_all"},
+            "requests": {*REQUEST, "why"},
+        },
         tells_gate=True,
     ),
     "list": Row(

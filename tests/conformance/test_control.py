@@ -392,6 +392,11 @@ async def test_leases_and_delays_last_no_longer_though_the_queue_s_clock_stepped
     assert swept.reclaimed == 0
     assert swept.next_due_at is not None
     assert 0 < swept.next_due_at - now() < 6
+
+    async def settled() -> bool:
+        return (await living.renew([])).count.young == 0
+
+    await wait_until(settled)
     assert (
         await world.pass_time(living, 60) == 0
     )  # the one is renewed, the other's owner may be silent that long

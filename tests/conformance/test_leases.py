@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from dispatcher.core.held import Load
 from dispatcher.ports import Lease, Permit, Release, Settled, Settlement
 from tests.conformance.worlds import (
     LEASE_S,
@@ -330,11 +329,11 @@ async def test_pause_between_sweeps_of_less_than_a_third_of_a_lease_means_nothin
     assert (await owner.sweep()).reclaimed == 1
 
 
-async def test_counts_of_leases_tell_own_from_others(world: World) -> None:
+async def test_counts_of_leases_tell_own_from_others_and_young_from_old(world: World) -> None:
     await fill(world, 5)
     first, second = world.owner("owner-1"), world.owner("owner-2")
-    await claim(first, 2)
-    await claim(second, 3)
+    mine = await claim(first, 2)
+    theirs = await claim(second, 3)
     before = asyncio.get_running_loop().time()
     count = (await first.renew([])).count
     assert (count.live, count.others, count.lost) == (5, 3, 0)
@@ -342,25 +341,25 @@ async def test_counts_of_leases_tell_own_from_others(world: World) -> None:
     count = (await second.renew([])).count
     assert (count.live, count.others) == (5, 2)
 
+    async def young() -> int:
+        return (await first.renew([])).count.young
 
-async def test_owner_learns_what_others_that_hold_leases_report_of_their_load(world: World) -> None:
-    await fill(world, 5)
-    first, second = world.owner("owner-1"), world.owner("owner-2")
-    await claim(first, 2)
-    theirs = await claim(second, 3)
-    at = asyncio.get_running_loop().time()
-    await second.share(permit(0), None, Load(at - 3, at - 1, 2))
-    told = (await first.share(permit(0), None, Load(at - 2, at, 1))).count.reports
-    assert list(told) == ["owner-2"]
-    assert told["owner-2"].units == 2
-    assert told["owner-2"].since == pytest.approx(at - 3, abs=0.5)
-    assert told["owner-2"].until - told["owner-2"].since == pytest.approx(2.0, abs=0.001)
-    assert list((await second.renew([])).count.reports) == ["owner-1"]
-    await second.share(permit(0), None)
-    assert (await first.renew([])).count.reports["owner-2"].units == 2, "nothing newer was reported"
-    for lease in theirs:
-        await second.release([Release(lease)])
-    assert (await first.renew([])).count.reports == {}
+    async def none_young() -> bool:
+        return await young() == 0
+
+    await wait_until(none_young)
+    await second.renew(theirs[:2])
+    # 20 ms may have passed on a busy machine before the next call is there: ask until it was quick enough.
+    seen = set()
+
+    async def both_young() -> bool:
+        await second.renew(theirs[:2])
+        seen.add(await young())
+        return 2 in seen
+
+    await wait_until(both_young)
+    assert seen <= {0, 2}
+    await first.renew(mine)
 
 
 async def test_counts_say_where_the_requests_are(world: World) -> None:

@@ -9,7 +9,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.core.held import DELTA_S, Interval, Load, LoadLedger
+from dispatcher.core.held import DELTA_S, Interval, LoadLedger
 
 HORIZON_S = 20.0
 Stay = tuple[float, float | None]
@@ -103,45 +103,42 @@ def test_order_in_which_answers_are_told_does_not_matter(
     assert held_with(shuffled).between(a, b) == held_with(stays).between(a, b)
 
 
-COUNTS = st.lists(st.tuples(TIMES, st.integers(-1, 3)), max_size=10, unique_by=lambda count: count[0])
+COUNTS = st.lists(
+    st.tuples(TIMES, st.integers(-1, 3), st.integers(-1, 4)), max_size=10, unique_by=lambda count: count[0]
+)
 
 
 @given(COUNTS, TIMES, TIMES)
-def test_most_of_others_are_the_counts_in_the_window_and_next_to_it(
-    counts: list[tuple[float, int]], one: float, other: float
+def test_others_are_bounded_by_the_counts_in_the_window_and_next_to_it(
+    counts: list[tuple[float, int, int]], one: float, other: float
 ) -> None:
     a, b = sorted((one, other))
     counts = sorted(counts, key=lambda count: count[0])
     held = LoadLedger(HORIZON_S)
-    for at, others in counts:
-        held.counted(at, others)
+    for at, others, young in counts:
+        held.counted(at, others, young)
     before = [count for count in counts if count[0] <= a][-1:]
     inside = [count for count in counts if a < count[0] < b]
     after = [count for count in counts if count[0] >= b][:1]
-    nearest = (before + inside + after) or counts[:1]
-    assert held.between(a, b) == Interval(0, max((max(0, others) for _, others in nearest), default=0), 0)
+    nearest = before + inside + after
+    surely = [max(0, max(0, others) - max(0, young)) for _, others, young in nearest]
+    if not (before and after):
+        surely = [0]  # they may have come, or drained, on the side without a count
+    if not nearest:
+        nearest = counts[:1]
+    maybe = [max(0, others) for _, others, _ in nearest]
+    assert held.between(a, b) == Interval(min(surely), max(maybe, default=0), 0)
 
 
-def test_leases_of_others_prove_nothing_and_their_reports_do() -> None:
-    """A lease begins before its request is at the gateway, and ends after the answer has left it."""
+def test_others_nearest_counts_bound_a_window_between_them() -> None:
     held = LoadLedger(HORIZON_S)
-    held.counted(1.0, 9)
-    held.counted(3.0, 9, {"one": Load(1.0, 2.9, 4), "other": Load(2.0, 3.0, 3)})
-    assert held.between(1.5, 2.5) == Interval(4, 9, 0)
-    assert held.between(2.1, 2.9) == Interval(7, 9, 0)
-    assert held.between(2.1, 3.0) == Interval(3, 9, 0)
-    assert held.between(0.5, 2.5) == Interval(0, 9, 0)
-
-
-def test_report_is_kept_while_newer_ones_come_and_forgotten_with_its_owner() -> None:
-    held = LoadLedger(HORIZON_S)
-    assert held.counted(2.0, 9, {"one": Load(1.0, 2.0, 4)})
-    assert held.counted(3.0, 9, {"one": Load(2.0, 3.0, 6)})
-    assert not held.counted(3.5, 9, {"one": Load(2.0, 3.0, 6)}), "nothing new"
-    assert held.between(1.2, 1.8).lo == 4
-    assert held.between(2.2, 2.8).lo == 6
-    held.counted(4.0, 0, {})
-    assert held.between(2.2, 2.8).lo == 0
+    for at, others, young in ((1, 5, 0), (2, 9, 2), (3, 4, 1), (4, 8, 0)):
+        held.counted(at, others, young)
+    assert held.between(0.1, 0.5) == Interval(0, 5, 0)  # nothing before: the first one after
+    assert held.between(1.2, 1.4) == Interval(5, 9, 0)
+    assert held.between(1.2, 2.5) == Interval(3, 9, 0)
+    assert held.between(4.5, 5) == Interval(0, 8, 0)  # nothing after: they may have drained since
+    assert held.others == 8
 
 
 def test_request_counts_surely_only_a_delta_after_sending_and_before_its_answer() -> None:
@@ -174,21 +171,21 @@ def test_answer_is_not_before_its_sending() -> None:
 
 def test_count_told_late_counts_as_of_the_one_before_it() -> None:
     held = LoadLedger(HORIZON_S)
-    held.counted(5, 3)
-    held.counted(4, 7)
+    held.counted(5, 3, 0)
+    held.counted(4, 7, 0)
     assert held.others == 7
-    held.counted(6, 7)
-    assert held.between(5.1, 5.2) == Interval(0, 7, 0)
+    held.counted(6, 7, 0)
+    assert held.between(5.1, 5.2) == Interval(7, 7, 0)
 
 
 def test_equal_counts_are_kept_as_the_ends_of_their_run() -> None:
     held = LoadLedger(HORIZON_S)
     for second in range(100):
-        held.counted(second, 4)
-    held.counted(100, 6)
+        held.counted(second, 4, 0)
+    held.counted(100, 6, 0)
     assert len(held._others) == 3
-    assert held.between(50, 50.5) == Interval(0, 4, 0)
-    assert held.between(99, 99.5) == Interval(0, 6, 0)
+    assert held.between(50, 50.5) == Interval(4, 4, 0)
+    assert held.between(99, 99.5) == Interval(4, 6, 0)
 
 
 def test_memory_does_not_grow_with_the_work_done() -> None:
@@ -196,7 +193,7 @@ def test_memory_does_not_grow_with_the_work_done() -> None:
     for n in range(50_000):
         held.sent(n, n / 100)
         held.answered(n, n / 100 + 0.5)
-        held.counted(n / 100, n % 7)
+        held.counted(n / 100, n % 7, 0)
     within_horizon = HORIZON_S * 100
     assert len(held._ends) == len(held._starts) <= 2 * within_horizon + 1024
     assert len(held._others) <= 2 * within_horizon + 1024

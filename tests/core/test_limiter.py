@@ -10,7 +10,7 @@ import pytest
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import MOST_IN_FLIGHT, PLAUSIBLE_MOST, Policy, Reading, Reason, Signal
-from dispatcher.core.held import DELTA_S, Load
+from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.reach import BARE_IN_A_ROW
@@ -28,8 +28,6 @@ class Pool(Limiter):
     def __init__(self, policy: Policy = POLICY, uses: Iterable[Signal] = (SATURATION,)) -> None:
         super().__init__(policy, uses)
         self.keys = 0
-        self.leased = (float("inf"), 0)
-        """When others' leases were counted last, and how many."""
 
     def read(
         self,
@@ -53,10 +51,7 @@ class Pool(Limiter):
         return range(first, self.keys)
 
     def lease(self, at: float, others: int = 0, lost: int = 0) -> None:
-        """A count of leases. Others report to have had the fewest of two counts at the gateway in between."""
-        (before, were), self.leased = self.leased, (at, others)
-        reports = {"other": Load(min(before, at), at, min(were, others))}
-        self.leases(at, others=others, lost=lost, reports=reports)
+        self.leases(at, others=others, young=0, lost=lost)
 
 
 def open_pool(policy: Policy = POLICY) -> Pool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
-from dispatcher.core.held import Load
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.losses import Losses
 
@@ -22,25 +21,19 @@ def reading(at: float, running: float, *, exact: bool = True, window_s: float = 
 def capped(cap: int | None = CAP) -> Limiter:
     """10 in flight of others, of which 6 are taken back from a silent one, as is known at 10.2."""
     made = Limiter(Policy(max_in_flight=cap, stray_s=STRAY_S), (Signal.REQUESTS,))
-    made.leases(0.0, others=10, lost=0)
+    made.leases(0.0, others=10, young=0, lost=0)
     made.reading(reading(1.0, 10), 1.0)
-    made.leases(9.9, others=10, lost=0, reports=reported(9.9, 10))
+    made.leases(9.9, others=10, young=0, lost=0)
     assert made.allowance(9.9).limit == (95 if cap is None else cap)
-    made.leases(10.2, others=4, lost=6, stray=6, reports=reported(10.2, 4))
+    made.leases(10.2, others=4, young=0, lost=6, stray=6)
     return made
-
-
-def reported(at: float, units: int) -> dict[str, Load]:
-    """Others have had so many at the gateway until now."""
-    return {"other": Load(float("-inf"), at, units)}
 
 
 def limit_by(made: Limiter, *readings: Reading) -> int:
     """The limit by readings, each followed by a count as the loop has it."""
     for each in readings:
         made.reading(each, each.closed_at)
-        at = each.closed_at + 0.1
-        made.leases(at, others=4, lost=6, stray=6, reports=reported(at, 4))
+        made.leases(each.closed_at + 0.1, others=4, young=0, lost=6, stray=6)
     return made.allowance(readings[-1].closed_at + 0.1).limit
 
 
@@ -56,7 +49,7 @@ def test_reading_of_before_the_newest_loss_says_nothing_of_it() -> None:
     """It had them for an owner's that lived, and so saw fewer strays than there are now."""
     made = capped()
     assert limit_by(made, reading(11, 10)) == CAP - 6
-    made.leases(11.5, others=1, lost=9, stray=9)
+    made.leases(11.5, others=1, young=0, lost=9, stray=9)
     assert made.allowance(11.6).limit == CAP - 9
 
 
@@ -81,16 +74,16 @@ def test_half_a_request_counts_as_one() -> None:
 
 def test_leases_of_owners_proven_gone_leave_no_strays() -> None:
     made = Limiter(Policy(max_in_flight=CAP), (Signal.REQUESTS,))
-    made.leases(0.0, others=10, lost=0)
+    made.leases(0.0, others=10, young=0, lost=0)
     made.reading(reading(1.0, 60), 1.0)
-    made.leases(10.2, others=4, lost=6, stray=0)
-    made.leases(10.9, others=4, lost=6, stray=0)
+    made.leases(10.2, others=4, young=0, lost=6, stray=0)
+    made.leases(10.9, others=4, young=0, lost=6, stray=0)
     assert limit_by_others(made, 11.0) == CAP
 
 
 def limit_by_others(made: Limiter, at: float) -> int:
     made.reading(reading(at, 60), at)
-    made.leases(at + 0.1, others=4, lost=6, stray=0)
+    made.leases(at + 0.1, others=4, young=0, lost=6, stray=0)
     return made.allowance(at + 0.1).limit
 
 
@@ -103,9 +96,9 @@ def test_without_a_cap_of_our_own_a_reading_is_enough() -> None:
 
 def test_strays_that_fill_the_cap_are_named() -> None:
     made = Limiter(Policy(max_in_flight=CAP), (Signal.REQUESTS,))
-    made.leases(0.0, others=10, lost=0)
+    made.leases(0.0, others=10, young=0, lost=0)
     made.reading(reading(1.0, 10), 1.0)
-    made.leases(10.2, others=0, lost=10, stray=10)
+    made.leases(10.2, others=0, young=0, lost=10, stray=10)
     made.reading(reading(11, 10), 11)
     allowance = made.allowance(11.1)
     assert (allowance.limit, allowance.reason) == (0, Reason.NO_ROOM)
@@ -115,7 +108,7 @@ def test_strays_that_fill_the_cap_are_named() -> None:
 
 def test_first_count_is_a_beginning_whatever_was_lost_before() -> None:
     made = Limiter(Policy(max_in_flight=CAP), (Signal.REQUESTS,))
-    made.leases(10.0, others=0, lost=500, stray=400)
+    made.leases(10.0, others=0, young=0, lost=500, stray=400)
     made.reading(reading(10.5, 50), 10.5)
     assert made.allowance(11).limit == CAP
 

@@ -41,7 +41,7 @@ EVENTS: list[Callable[[Limiter], object]] = [
     lambda limiter: limiter.settings(Policy(max_in_flight=1), 3),
     lambda limiter: limiter.uses(Signal),
     lambda limiter: limiter.reading_failed(Reason.UNREADABLE, "away", 3),
-    lambda limiter: limiter.leases(3, others=0, lost=1),
+    lambda limiter: limiter.leases(3, others=0, young=0, lost=1),
     lambda limiter: limiter.reading(Reading(Signal.REQUESTS, 2.9, 2.9, 0.5, 0, 64), 3),
 ]
 
@@ -49,7 +49,7 @@ EVENTS: list[Callable[[Limiter], object]] = [
 @pytest.mark.parametrize("event", EVENTS)
 def test_answer_that_an_event_changes_is_not_given_again(event: Callable[[Limiter], object]) -> None:
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
-    limiter.leases(0, others=0, lost=0)
+    limiter.leases(0, others=0, young=0, lost=0)
     limiter.reading(Reading(Signal.REQUESTS, 1, 1, 0.2, 0, 64), 1)
     before = limiter.allowance(3)
     assert before is limiter.allowance(3)
@@ -62,10 +62,10 @@ def test_shared_limit_told_again_by_a_better_known_clock_costs_no_decision() -> 
     limiter = Limiter(Policy(), (Signal.REQUESTS,))
     limiter.reading(Reading(Signal.REQUESTS, 1, 1, 0.2, 0, 64), 1)
     limiter.allowance(2)
-    limiter.leases(2, others=0, lost=0)
+    limiter.leases(2, others=0, young=0, lost=0)
     before = limiter.allowance(3)
     for number in range(3):
         limiter.shared(before.limit, 1 + number * 1e-5)
-        limiter.leases(3 + number, others=0, lost=0)
+        limiter.leases(3 + number, others=0, young=0, lost=0)
         limiter.pause(False, 3)
     assert limiter.allowance(3) is before

@@ -17,7 +17,7 @@ def reading(at: float, used: int) -> Reading:
 def replica(limit_at_0: int) -> Limiter:
     """One whose own newest reading, of t = 0, left a limit of so many."""
     made = Limiter(POLICY, (Signal.SATURATION,))
-    made.leases(-1.0, others=0, lost=0)
+    made.leases(-1.0, others=0, young=0, lost=0)
     made.reading(reading(0.0, 95 - limit_at_0), 0.0)
     assert made.allowance(0.5).limit == limit_at_0
     return made
@@ -35,8 +35,8 @@ def test_reading_moves_the_newest_limit_of_any_replica(shared: int, limit: int) 
     """60 in flight by another, the counts too far apart to be sure of one of them."""
     one = replica(10)
     one.shared(shared, read_at=1.0)
-    one.leases(1.5, others=0, lost=0)
-    one.leases(2.5, others=60, lost=0)
+    one.leases(1.5, others=0, young=0, lost=0)
+    one.leases(2.5, others=60, young=60, lost=0)
     one.reading(reading(2.0, 60), 2.0)
     assert one.allowance(3.0).limit == limit
 
@@ -44,8 +44,8 @@ def test_reading_moves_the_newest_limit_of_any_replica(shared: int, limit: int) 
 def test_own_newer_limit_counts_and_an_echo_of_it_changes_nothing() -> None:
     one = replica(40)
     one.shared(7, read_at=0.01)
-    one.leases(1.5, others=0, lost=0)
-    one.leases(2.5, others=40, lost=0)
+    one.leases(1.5, others=0, young=0, lost=0)
+    one.leases(2.5, others=40, young=40, lost=0)
     one.reading(reading(2.0, 90), 2.0)
     assert one.allowance(3.0).limit == 40
 
@@ -53,8 +53,8 @@ def test_own_newer_limit_counts_and_an_echo_of_it_changes_nothing() -> None:
 def test_leases_lost_since_the_shared_reading_lower_it() -> None:
     one = replica(10)
     one.shared(60, read_at=1.0)
-    one.leases(1.5, others=60, lost=5)
-    one.leases(2.5, others=60, lost=5)
+    one.leases(1.5, others=60, young=60, lost=5)
+    one.leases(2.5, others=60, young=60, lost=5)
     one.reading(reading(2.0, 60), 2.0)
     assert one.allowance(3.0).limit == 55
 

@@ -16,7 +16,7 @@ import pytest
 
 from dispatcher.core.budget import Policy, Reading, Reason, Signal
 from dispatcher.core.capacity import BEAT_MOST_S, GROWTH_LIVE
-from dispatcher.core.held import DELTA_S, Load
+from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.travel import MOST_S
 
@@ -77,7 +77,7 @@ class History:
         full = self.policy.most(float(self.slots))
         self.limiter.waiting(full + 1, self.now)
         for several in range(self.most_readings + 1):
-            self.limiter.leases(self.now, others=0, lost=self.lost)
+            self.limiter.leases(self.now, others=0, young=0, lost=self.lost)
             self._probe()
             if self.limiter.allowance(self.now).limit == full:
                 return several
@@ -133,9 +133,8 @@ class History:
         gone = self.dice.choice((0, 0, self.dice.randint(0, 5)))
         self.lost += gone
         others = self.dice.randint(0, self.slots)
-        surely, stray = self.dice.randint(0, others), self.dice.randint(0, gone)
-        reports = {"other": Load(self.about_now() - self.dice.random() * 3, self.about_now(), surely)}
-        self.limiter.leases(self.about_now(), others=others, lost=self.lost, stray=stray, reports=reports)
+        young, stray = self.dice.randint(0, others), self.dice.randint(0, gone)
+        self.limiter.leases(self.about_now(), others=others, young=young, lost=self.lost, stray=stray)
 
     def tell_limit(self) -> None:
         self.limiter.shared(self.dice.randint(0, self.slots), self.about_now())

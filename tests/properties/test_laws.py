@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from dispatcher.core.allowance import explain
 from dispatcher.core.budget import Budget, Policy, Reading, Reason, Signal, assess, whole
-from dispatcher.core.held import DELTA_S, Load
+from dispatcher.core.held import DELTA_S
 from dispatcher.core.limiter import Limiter
 from tests.properties.worlds import AFTER_S, World
 
@@ -273,13 +273,8 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
     dead: list[tuple[float, int]] = []
     now = 10.0
 
-    least, reported_at = 0, now  # what living owners had at the gateway at least, since they last reported
-
     def count(at: float) -> None:
-        nonlocal least, reported_at
-        reports = {"living": Load(reported_at, at, least)}
-        limiter.leases(at, others=others + sum(n for _, n in dead), lost=lost, reports=reports)
-        least, reported_at = others, at
+        limiter.leases(at, others=others + sum(n for _, n in dead), young=0, lost=lost)
 
     def claim(at: float) -> None:
         """By the queue's own arithmetic: limit − (lost now − lost as the permit knew), over live leases."""
@@ -304,7 +299,6 @@ def test_law_owners_dying_at_any_share_never_lift_the_peak(
         while pending and pending[0][0] <= now:
             gone = round(pending.pop(0)[1] * others)
             others -= gone
-            least = min(least, others)
             dead.append((now + 5, gone))
         expired = sum(n for at, n in dead if at <= now)
         dead, lost = [(at, n) for at, n in dead if at > now], lost + expired
@@ -349,13 +343,8 @@ def test_law_stalled_owners_never_lift_us_over_our_own_cap(
     adrift: list[tuple[float, int]] = []  # taken back at, still running
     now = 10.0
 
-    least, reported_at = 0, now  # what living owners had at the gateway at least, since they last reported
-
     def count() -> None:
-        nonlocal least, reported_at
-        reports = {"living": Load(reported_at, now, least)}
-        limiter.leases(now, others=others + stalled, lost=lost, stray=stray, reports=reports)
-        least, reported_at = others, now
+        limiter.leases(now, others=others + stalled, young=0, lost=lost, stray=stray)
 
     def ours() -> int:
         return own + others + stalled + sum(n for _, n in adrift)
@@ -396,7 +385,6 @@ def test_law_stalled_owners_never_lift_us_over_our_own_cap(
                 adrift = [(at, dice.randint(0, n)) for at, n in adrift]
             case "realtime":
                 realtime = round(share * 40)
-        least = min(least, others)
         now += share if step == "wait" else 0.2
         if dice.random() < 0.5 and stalled:
             adrift.append((now, stalled))
@@ -555,14 +543,12 @@ class EveryEvent(RuleBasedStateMachine):
     @rule(
         now=TIMES,
         others=st.integers(-3, 50),
-        reports=st.dictionaries(
-            st.sampled_from(["a", "b"]), st.builds(Load, ANY_FLOAT, ANY_FLOAT, st.integers(0, 50)), max_size=2
-        ),
+        young=st.integers(-3, 50),
         lost=st.integers(0, 60),
         stray=st.integers(0, 60),
     )
-    def leases(self, now: float, others: int, reports: dict[str, Load], lost: int, stray: int) -> None:
-        self.limiter.leases(now, others=others, reports=reports, lost=lost, stray=stray)
+    def leases(self, now: float, others: int, young: int, lost: int, stray: int) -> None:
+        self.limiter.leases(now, others=others, young=young, lost=lost, stray=stray)
 
     @rule(count=st.integers(0, 3), now=TIMES)
     def waiting(self, count: int, now: float) -> None:

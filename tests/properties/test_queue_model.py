@@ -26,7 +26,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import Lane
 from dispatcher.core.result import answered
 from dispatcher.ports import (
@@ -320,11 +319,10 @@ class QueueModel(Twins):
         self.same_facts(owner, real, twin)
         self.drop(owner, [held for held in self.known[owner] if held.real.entry in real.lost])
 
-    @rule(owner=owners, limit=limits, lag=lags, units=st.none() | st.integers(0, 9), lose=lost)
-    def share(self, owner: int, limit: int, lag: int, units: int | None, lose: bool) -> None:
-        permit, at = self.permit(owner, limit, lag), self.when(owner, lag)
-        load = None if units is None else Load(at - 1, at, units)
-        real, twin = self.both(owner, lambda queue, _: queue.share(permit, None, load), lose)
+    @rule(owner=owners, limit=limits, lag=lags, lose=lost)
+    def share(self, owner: int, limit: int, lag: int, lose: bool) -> None:
+        permit = self.permit(owner, limit, lag)
+        real, twin = self.both(owner, lambda queue, _: queue.share(permit, None), lose)
         self.same_facts(owner, real, twin)
 
     @rule(

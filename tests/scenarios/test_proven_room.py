@@ -1,4 +1,4 @@
-"""The limit stays within the room that readings prove, however late answers, readings and the queue are.
+"""The limit stays within the room that readings prove, however late the event loop and readings are.
 
 Realtime takes 20 of 32 slots, so that batch work may take 10. A reading does not tell whose requests it
 counted: each of ours that is taken to be in it, though it has left the pool, would let one more in.
@@ -15,7 +15,6 @@ from tests.scenarios.virtual_stage import Stage, scenario
 ROOM = 10
 SECONDS = 30.0
 DELAYS = [0.005, 0.05, 0.2, 0.5, 2.0]
-REPLICAS = pytest.mark.parametrize("replicas", [1, 2])
 ROOM_FOR_TEN = scenario(realtime=[(0.0, 1e6)] * 20)
 
 
@@ -34,25 +33,15 @@ async def most_in_the_pool(stage: Stage) -> int:
     return most
 
 
-@REPLICAS
-@pytest.mark.parametrize("queue_s", DELAYS)
-@ROOM_FOR_TEN
-async def test_late_calls_of_the_queue_lift_no_limit(stage: Stage, replicas: int, queue_s: float) -> None:
-    """A request whose end the queue has not noted yet is leased, and no longer in the pool."""
-    assert await most_in_the_pool(stage) == ROOM
-
-
-@REPLICAS
 @pytest.mark.parametrize("lag_s", DELAYS)
 @ROOM_FOR_TEN
-async def test_late_readings_lift_no_limit(stage: Stage, replicas: int, lag_s: float) -> None:
+async def test_late_readings_lift_no_limit(stage: Stage, lag_s: float) -> None:
     assert await most_in_the_pool(stage) == ROOM
 
 
-@REPLICAS
 @pytest.mark.parametrize(("answer_s", "late_s"), [(delay_s, delay_s) for delay_s in DELAYS])
 @ROOM_FOR_TEN
 async def test_answers_that_a_late_event_loop_sees_late_lift_no_limit(
-    stage: Stage, replicas: int, answer_s: float, late_s: float
+    stage: Stage, answer_s: float, late_s: float
 ) -> None:
     assert await most_in_the_pool(stage) == ROOM

@@ -24,7 +24,7 @@ from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import score_of
 from dispatcher.dispatch import Options
 from dispatcher.ports import Forwarded, Submission
-from dispatcher.queue.memory import MemoryQueue, MemoryStore
+from dispatcher.queue.memory import MemoryStore
 from dispatcher.sim import virtual
 from dispatcher.sim.fleet import EPOCH, Replica
 from dispatcher.sim.metrics import Exporter, Signals
@@ -65,8 +65,6 @@ class Setting:
     """How long answers travel, if that is another time."""
     late_s: float = 0.0
     """How late the dispatchers' event loops say that they are."""
-    queue_s: float = 0.0
-    """How long each call of the queue takes on its way there, and on its way back."""
     work_s: float = 0.5
     """Of a request in an empty pool; in a full one it takes twice as long."""
     queue_limit: int | None = None
@@ -150,22 +148,6 @@ class Gateway(RoadGateway):
         return super().connected(token) if held_open is None else held_open
 
 
-def slow_down(queue: MemoryQueue, by_s: float) -> None:
-    """Let the calls by which leases begin and end take so long to get to the queue, and to come back."""
-    for name in ("claim", "settle", "hand_over", "release", "renew", "share"):
-        setattr(queue, name, _slow(getattr(queue, name), by_s))
-
-
-def _slow(call: Callable[..., Awaitable[Any]], by_s: float) -> Callable[..., Awaitable[Any]]:
-    async def slow(*args: Any, **options: Any) -> Any:
-        await asyncio.sleep(by_s)
-        answer = await call(*args, **options)
-        await asyncio.sleep(by_s)
-        return answer
-
-    return slow
-
-
 class Stage:
     """Everything that a scenario can look at and tamper with."""
 
@@ -217,8 +199,6 @@ class Stage:
             self.setting.options,
         )
         replica.limiter.looped(self.setting.late_s)
-        if self.setting.queue_s:
-            slow_down(replica.queue, self.setting.queue_s)
         # No two replicas scrape at the same moment.
         phase_s = self.setting.scrape_s * index / len(self.replicas)
         self._tasks.create_task(self._scrape(replica, phase_s))

@@ -105,4 +105,4 @@ local waiting = call('ZCARD', PENDING) + call('ZCARD', RETURNED)
 for number, lane in ipairs(LANES) do
   if rooms[number] > 0 then waiting = waiting + call('ZCARD', lane.set) end
 end
-return {facts(shared, now, me), waiting, leased}
+return {facts(shared, now, me, lease_s), waiting, leased}

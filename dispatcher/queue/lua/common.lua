@@ -162,14 +162,13 @@ end
 
 local FIELDS = {'next', 'limit', 'read_at', 'limit_lost', 'overload_at', 'overload_until', 'overload_capacity',
                 'overload_in_flight', 'probe', 'prober', 'lost', 'stray', 'tick', 'quiet_until',
-                'beats_tick', 'beats_quiet_until', 'probe_waits', 'more', 'loads'}
-local TEXTS = {probe = true, prober = true, loads = true}
+                'beats_tick', 'beats_quiet_until', 'probe_waits', 'more'}
 local function control()
   local values = call('HMGET', CONTROL, unpack(FIELDS))
   local found = {}
   for number, name in ipairs(FIELDS) do
     local value = values[number]
-    if value then found[name] = TEXTS[name] and value or tonumber(value) end
+    if value then found[name] = (name == 'probe' or name == 'prober') and value or tonumber(value) end
   end
   found.lost, found.stray = found.lost or 0, found.stray or 0
   return found
@@ -226,29 +225,18 @@ end
 
 -- What every owner's call tells: the counts of leases, in units, and what owners share. A lease is live until it
 -- is ended by name, reclaimed or abandoned, however long its time has run out, so that no claim ever passes the limit.
-local function facts(shared, now, me)
-  local reports = {}
-  for owner, load in pairs(shared.loads and cmsgpack.unpack(shared.loads) or {}) do
-    if owner ~= me and call('HEXISTS', OWNERS, owner) == 1 then
-      reports[#reports + 1] = {owner, load[1], load[2], tonumber(load[3])}
+local function facts(shared, now, me, lease_s)
+  local young = 0
+  for _, name in ipairs(call('ZRANGEBYSCORE', LEASES, text(now + lease_s - YOUNG_S), '+inf')) do
+    if string.match(name, ':(.*)$') ~= me then
+      young = young + (tonumber(string.match(name, '^%d+%*(%d+):')) or 1)
     end
   end
   return {
-    text(now), live_units(shared), tonumber(call('HGET', OWNERS, me) or 0), shared.lost, shared.stray, reports,
+    text(now), live_units(shared), tonumber(call('HGET', OWNERS, me) or 0), young, shared.lost, shared.stray,
     shared.limit or false, text(shared.read_at or 0),
     shared.overload_at and text(shared.overload_at) or false, text(shared.overload_until or 0),
     shared.overload_capacity or 0, shared.overload_in_flight or 0,
     shared.prober or false, call('EXISTS', PAUSED),
   }
-end
-
--- Keep what an owner surely had at the gateway: since, until, units. Those that hold no lease need no report.
-local function report(shared, me, load)
-  local loads = shared.loads and cmsgpack.unpack(shared.loads) or {}
-  for owner in pairs(loads) do
-    if call('HEXISTS', OWNERS, owner) == 0 then loads[owner] = nil end
-  end
-  loads[me] = load
-  shared.loads = cmsgpack.pack(loads)
-  call('HSET', CONTROL, 'loads', shared.loads)
 end

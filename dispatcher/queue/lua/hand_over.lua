@@ -81,7 +81,7 @@ function hand_over(offer, shared, now)
     came = stay
   end
   keep_turns(now)
-  return {facts(shared, now, me), call('ZCARD', PENDING) + call('ZCARD', RETURNED), told, turns}, record
+  return {facts(shared, now, me, lease_s), call('ZCARD', PENDING) + call('ZCARD', RETURNED), told, turns}, record
 end
 
 end

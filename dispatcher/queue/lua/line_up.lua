@@ -73,4 +73,4 @@ end
 give_back_all(waits)
 keep_turns(now)
 if call('HEXISTS', CONTROL, 'probe') == 0 then shared.probe, shared.prober = nil, nil end
-return {facts(shared, now, me), verdicts}
+return {facts(shared, now, me, lease_s), verdicts}

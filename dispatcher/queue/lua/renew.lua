@@ -1,8 +1,7 @@
 -- Give leases more time, and tell and learn what the owners share.
 -- KEYS   own…
 -- ARGV   owner, owner_timeout_s, lease_s, number of leases, (id, token)…, then nothing, or
---        limit, read_at, lost, retry_after_max_s, since, until, units (what the owner surely had at the gateway from
---        since to until; units empty: it reports nothing), then nothing, or overload at, until, capacity (0/1), in_flight
+--        limit, read_at, lost, retry_after_max_s, then nothing, or overload at, until, capacity (0/1), in_flight
 -- Returns {facts, {lost ids}}
 -- Keeps: only the holder's token renews, and no lease that was abandoned. The newest overload stays; its `until` never
 -- moves back, but for what lies further from it than retry_after_max_s.
@@ -25,17 +24,16 @@ for number = 0, count - 1 do
 end
 local at = 5 + 2 * count
 if ARGV[at] then adopt(shared, tonumber(ARGV[at]), read_time(ARGV[at + 1], now), tonumber(ARGV[at + 2])) end
-if ARGV[at] and ARGV[at + 6] ~= '' then report(shared, me, {ARGV[at + 4], ARGV[at + 5], ARGV[at + 6]}) end
-if ARGV[at + 7] then
-  local seen, untl = tonumber(ARGV[at + 7]), tonumber(ARGV[at + 8])
+if ARGV[at + 4] then
+  local seen, untl = tonumber(ARGV[at + 4]), tonumber(ARGV[at + 5])
   if seen > now + AHEAD_S then seen, untl = now, now + untl - seen end
   shared.overload_until = math.max(untl, shared.overload_until or untl)
   if not shared.overload_at or seen >= shared.overload_at then
     shared.overload_at = seen
-    shared.overload_capacity, shared.overload_in_flight = tonumber(ARGV[at + 9]), tonumber(ARGV[at + 10])
+    shared.overload_capacity, shared.overload_in_flight = tonumber(ARGV[at + 6]), tonumber(ARGV[at + 7])
   end
   shared.overload_until = wait_until(shared, tonumber(ARGV[at + 3]))
   call('HSET', CONTROL, 'overload_at', text(shared.overload_at), 'overload_until', text(shared.overload_until),
        'overload_capacity', shared.overload_capacity, 'overload_in_flight', shared.overload_in_flight)
 end
-return {facts(shared, now, me), lost}
+return {facts(shared, now, me, lease_s), lost}

@@ -44,4 +44,4 @@ for _, item in ipairs(back) do
   item.state[DELIVERIES] = item.state[DELIVERIES] - 1
   give_back(item.id, item.state)
 end
-return {facts(shared, now, me), fits}
+return {facts(shared, now, me, lease_s), fits}

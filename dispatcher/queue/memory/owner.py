@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.turns import Turn
@@ -136,14 +135,11 @@ class MemoryQueue:
         self._begin()
         return sequences.unserved(self._line, most)
 
-    async def share(self, permit: Permit, overload: Overload | None, load: Load | None = None) -> Renewed:
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         me = self._begin()
         if overload is not None:
             overload = replace(overload, at=self._theirs(overload.at), until=self._theirs(overload.until))
         steps.renew(self._line, me, permit=self._theirs_of(permit), overload=overload)
-        if load is not None:
-            theirs = load.but(since=self._theirs(load.since), until=self._theirs(load.until))
-            steps.report(self._pool, self.owner, theirs)
         return Renewed((), self._leases(me), self._shared())
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
@@ -258,12 +254,7 @@ class MemoryQueue:
     def _leases(self, me: Caller) -> Leases:
         pool = self._pool
         others = pool.units - pool.held_by[self.owner]
-        reports = {
-            owner: load.but(since=self._mine(load.since), until=self._mine(load.until))
-            for owner, load in pool.loads.items()
-            if owner != self.owner and pool.held_by[owner] > 0
-        }
-        return Leases(self._mine(me.now), pool.units, others, pool.lost, pool.stray, reports)
+        return Leases(self._mine(me.now), pool.units, others, steps.young(pool, me), pool.lost, pool.stray)
 
     def _shared(self) -> Shared:
         pool = self._pool

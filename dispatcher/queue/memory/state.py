@@ -15,7 +15,6 @@ from dataclasses import replace
 
 import msgspec
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import CLOSED, Lane
 from dispatcher.core.oversize import ENVELOPE_BYTES, cut
 from dispatcher.core.result import NO_LIST
@@ -34,6 +33,7 @@ class Grant(msgspec.Struct):
     entry: Entry
     token: str
     owner: str
+    touched_at: float
     expires_at: float
     abandoned: bool = False
     """It ran out, and nobody took it back: it counts nothing."""
@@ -64,9 +64,8 @@ class Pool:
         self.held_by: Counter[str] = Counter()
         """Units by owner."""
         self.expiries: list[tuple[float, int]] = []
+        self.touched: deque[tuple[float, int]] = deque()
         self.beats: dict[str, float] = {}
-        self.loads: dict[str, Load] = {}
-        """What each owner that holds leases surely had at the gateway, as it reported last."""
         self.foreign_active: dict[str, tuple[str, float]] = {}
         self.foreign_cancel: dict[str, tuple[str, float]] = {}
         """The markers of llm-d's producers, by id."""
@@ -123,9 +122,10 @@ class Pool:
 
     def grant(self, entry: Entry, owner: str, now: float) -> Grant:
         # Unique is enough: nobody in this process forges a token.
-        grant = Grant(entry, f"{next(self._tokens):032x}", owner, now + self.lease_s)
+        grant = Grant(entry, f"{next(self._tokens):032x}", owner, now, now + self.lease_s)
         self.grants[entry.id] = grant
         self.hold(owner, entry.units)
+        self.touched.append((now, entry.id))
         heapq.heappush(self.expiries, (grant.expires_at, entry.id))
         return grant
 

@@ -13,7 +13,6 @@ from operator import itemgetter
 
 import msgspec
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import CLOSED, Lane, awaited_as, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead, Replica, lying
 from dispatcher.ports import (
@@ -32,6 +31,7 @@ from dispatcher.queue.constants import (
     RECALL_MOST,
     REPLY_TTL_S,
     SAME_READING_S,
+    YOUNG_S,
 )
 from dispatcher.queue.memory.entries import Entry, Place
 from dispatcher.queue.memory.state import Grant, Line, Pool
@@ -221,7 +221,9 @@ def renew(
         if grant is None or grant.abandoned:
             lost.append(lease.entry)
             continue
+        grant.touched_at = now
         grant.expires_at = now + pool.lease_s
+        pool.touched.append((now, lease.entry))
     if permit is not None:
         _adopt(pool, permit, now)
         if overload is not None:
@@ -266,10 +268,17 @@ def weigh(line: Line, me: Caller, weights: Sequence[tuple[Lease, int]], permit: 
     return fits
 
 
-def report(pool: Pool, owner: str, load: Load) -> None:
-    """Keep what an owner surely had at the gateway, and forget the reports of those that hold nothing."""
-    pool.loads = {each: its for each, its in pool.loads.items() if pool.held_by[each] > 0}
-    pool.loads[owner] = load
+def young(pool: Pool, me: Caller) -> int:
+    """Units of others' leases that were claimed or renewed just now."""
+    touched = pool.touched
+    while touched and touched[0][0] < me.now - YOUNG_S:
+        touched.popleft()
+    found = {}
+    for at, entry in touched:
+        grant = pool.grants.get(entry)
+        if grant is not None and grant.touched_at == at and grant.owner != me.owner:
+            found[entry] = grant.entry.units
+    return sum(found.values())
 
 
 def release(line: Line, now: float, releases: Sequence[Release]) -> list[Settled]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection
 
 from dispatcher.queue.constants import AHEAD_S, GAP_S
@@ -54,7 +55,9 @@ def _stepped_back(pool: Pool, me: Caller, by: float) -> None:
     for grant in pool.grants.values():
         if grant.expires_at > now + pool.lease_s:
             grant.expires_at += by
+            grant.touched_at += by
             heapq.heappush(pool.expiries, (grant.expires_at, grant.entry.id))
+    pool.touched = deque(each for each in pool.touched if each[0] <= now)
     pool.beats = {owner: until + by for owner, until in pool.beats.items()}
     pool.quiet_until += by
     pool.beats_quiet_until = max(pool.beats_quiet_until + by, now + me.timeout_s)

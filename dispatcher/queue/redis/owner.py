@@ -13,7 +13,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import ONE_OF_EACH, Lane, awaited_as
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.oversize import ENVELOPE_BYTES
@@ -229,9 +228,9 @@ class RedisQueue:
                 found.append(Unserved(Expired(f"{UNSERVED}|{row.place}", member), row.code, row.why))
         return found
 
-    async def share(self, permit: Permit, overload: Overload | None, load: Load | None = None) -> Renewed:
+    async def share(self, permit: Permit, overload: Overload | None) -> Renewed:
         await self._learn_clock()
-        return await steps.renew(self.backend, self._me, permit=permit, overload=overload, load=load)
+        return await steps.renew(self.backend, self._me, permit=permit, overload=overload)
 
     async def settle(self, settlements: Sequence[Settlement]) -> Sequence[Settled | None]:
         return await self._end([Write(each) for each in settlements])

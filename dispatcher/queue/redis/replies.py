@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import lane_of, losses_of
 from dispatcher.core.outlook import Head, LineAhead, Replica, Span
 from dispatcher.ports import Dead, Lease, Leases, Overload, Shared
@@ -95,14 +94,10 @@ def dead_of(
 
 def facts_of(backend: Backend, reply: Reply, facts: Sequence[Any]) -> tuple[Leases, Shared]:
     """What every step of an owner's tells."""
-    now, live, own, lost, stray, flat, limit, read_at, *rest = facts
+    now, live, own, young, lost, stray, limit, read_at, *rest = facts
     overload_at, until, capacity, in_flight, prober, paused = rest
     backend.saw(reply, now)
-    reports = {
-        owner.decode(errors="replace"): Load(backend.loop_time(since), backend.loop_time(until), units)
-        for owner, since, until, units in flat
-    }
-    count = Leases(backend.loop_time(now), live, live - own, lost, stray, reports)
+    count = Leases(backend.loop_time(now), live, live - own, young, lost, stray)
     overload = None
     if overload_at is not None:
         at, until_at = backend.loop_time(overload_at), backend.loop_time(until)

@@ -10,7 +10,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dispatcher.core.held import Load
 from dispatcher.core.lanes import Lane, rooms
 from dispatcher.core.outlook import REPLICAS, LineAhead
 from dispatcher.core.verdicts import Goes
@@ -105,7 +104,6 @@ async def renew(
     leases: Sequence[Lease] = (),
     permit: Permit | None = None,
     overload: Overload | None = None,
-    load: Load | None = None,
 ) -> Renewed:
     """An overload is told with the permit of who saw it."""
     args: list[Argument] = [*me.arguments, len(leases)]
@@ -113,10 +111,6 @@ async def renew(
         args += (lease.entry, lease.token)
     if permit is not None:
         args += _permit(backend, permit)[:-1]
-        if load is None:
-            args += ["", "", ""]
-        else:
-            args += [backend.server_time(load.since), backend.server_time(load.until), load.units]
         if overload is not None:
             args += [backend.server_time(overload.at), backend.server_time(overload.until)]
             args += [int(overload.capacity), overload.in_flight]
