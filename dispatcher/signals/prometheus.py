@@ -301,10 +301,10 @@ def _family(row: Sample) -> Family | None:
 
 
 def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
-    """One PromQL query for every series of a pool, for the age of each, and for how long each scrape took.
+    """Return one PromQL query for every series of a pool, their ages, and facts about their targets.
 
-    Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages; and
-    with dispatcher_took, beside when the process of each target began.
+    A label of each sample says what it is: dispatcher_value names the family of a value, and dispatcher_age
+    that of an age. dispatcher_took marks the duration of a scrape and the start time of a target's process.
     """
     here = f'namespace=~"{_literal(namespace)}|"'
     parts: list[str] = []
