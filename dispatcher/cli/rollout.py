@@ -209,7 +209,7 @@ class _Seen:
             left = [
                 one for one in of["versions"] if one["name"] != full and one["serving"] and not one["drained"]
             ]
-            # As core/rollover.py opens them: what is open stays, or else the newest is opened. Newest first.
+            # core/rollover.py keeps versions open, or else opens the newest, which is the first in the list.
             to = [one["name"] for one in left if one["state"] == "open"] or [one["name"] for one in left[:1]]
             if to:
                 return (

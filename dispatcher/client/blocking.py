@@ -153,7 +153,7 @@ class BlockingBatchClient:
         except BaseException:  # what the coroutine raised, or Ctrl-C
             if not call.outcome.done():
                 self._loop.call_soon_threadsafe(call.cancel)
-                # What is cancelled may still use the client. Another Ctrl-C ends this wait.
+                # A cancelled call may still use the client, so await its end. Another Ctrl-C ends this wait.
                 wait([call.outcome])
             raise
 

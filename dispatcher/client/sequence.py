@@ -184,8 +184,8 @@ class OpenSequence:
         self._over, self._cancelled = "it was cancelled", True
         if not self._unanswered and self._began is None:
             return False
-        # First the sequence, with all that was submitted of it until now: else the first request that was
-        # cancelled would abort it, which is remembered. Then each request, for what runs and is not its head.
+        # The sequence is cancelled first, because a request that is cancelled alone would abort it, which is
+        # remembered. Then each request is cancelled, because one that is not the head may run, too.
         waiting = [each for each in self._unanswered if not each.done]
         latest = max((each.deadline for each in waiting), default=0.0)
         done = await self._doors.cancel_all(self.id, max(0.0, latest - time.time()) + MARK_GRACE_S)

@@ -334,7 +334,7 @@ class Tracking(Revised):
         if reading.exact_counts:
             return PoolCounts(reading.running, reading.waiting, reading.running)
         in_queues = reading.waiting - reading.f_epp * reading.max_sys
-        # Without δ: what is sought is how much more of ours there was at the end than at the beginning.
+        # δ is 0 here, because only the change of our load between the beginning and the end matters.
         ours = self.held.between(reading.opened_at - SERVER_LAG_S, reading.closed_at, 0.0)
         now, before = max(0.0, reading.running + in_queues - ours.hi), self._others
         then = now

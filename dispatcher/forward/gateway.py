@@ -162,7 +162,8 @@ class HttpGateway:
         if deadline <= started:
             return Forwarded(TooLate(), started, started)
         wire = await self._refresh(started)
-        # Only now: the settings may have changed while files were read, and a token is for its own gateway.
+        # The plan is read last. The settings may have changed during the reads, and a token must only go to
+        # its own gateway.
         plan = self._plan
         url = plan.url(request.endpoint)
         if isinstance(url, Refused):

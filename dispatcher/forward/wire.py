@@ -150,7 +150,7 @@ class _Connector(aiohttp.TCPConnector):
         if not current.reused:
             self._used.add(protocol)
             transport: Any = connection.transport
-            if hasattr(transport, "max_size"):  # asyncio's own; over TLS it is not to be set
+            if hasattr(transport, "max_size"):  # only a plain asyncio transport lets it be set
                 transport.max_size = READ_BYTES
             _detect_dead_peer(connection.transport)
         current.connected_at = self._loop.time()

@@ -279,7 +279,8 @@ class _ScrapedReplica:
             for row in self.rows
             if (family := _family(row)) is not None and _series(row) not in gone
         ]
-        # By the server's clock: below 0 is a rounding. No number, or less than 0, is no time that it took.
+        # Ages are by the server's clock, and one below 0 is a rounding error. A duration that is no positive
+        # number is ignored.
         about = [row for row in self.rows if _TOOK in row.labels]
         took_s = max((row.value for row in about if row.name != STARTED and row.value > 0), default=0.0)
         samples += [row for row in about if row.name == STARTED]

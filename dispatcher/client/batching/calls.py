@@ -80,7 +80,7 @@ def answers(name: str, returned: Any, count: int) -> list[Any]:
         results = iter(returned)
     except TypeError as error:  # an array without a dimension has a length that raises, too
         raise WrongLengthError(f"{name} returned a {kind}: {wanted}") from error
-    # The length that an object claims may be another than it iterates over, which may be without end.
+    # An object may have another length than it iterates over, and may iterate without end.
     found = list(islice(results, count + 1))
     if len(found) != count:
         many = len(found) if len(found) < count else f"more than {count}"

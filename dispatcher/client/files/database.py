@@ -31,7 +31,7 @@ def open_locked(path: Path) -> sqlite3.Connection:
                 return database
             # The owner removed the file between our open and our lock: no other process will find it.
             database.close()
-        except JournalError:  # what SQLite says of such a file
+        except JournalError:  # SQLite may also fail because the file was removed
             if _names(path, pinned):
                 raise
         finally:
@@ -44,7 +44,7 @@ def remove_locked(path: Path) -> None:
 
     Once the connection is closed, another process may have opened the file.
     """
-    # The log first: once the database is gone, a new one may have a log of that name.
+    # The log is removed first. Once the database is gone, a new one may have a log of the same name.
     path.with_name(path.name + "-wal").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
