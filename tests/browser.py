@@ -38,7 +38,7 @@ START_S = 30.0
 
 
 CALL_S = 100.0
-"""The longest that the browser takes for a call, on a machine with much else to do."""
+"""Longest time in seconds that a call to the browser takes on a busy machine."""
 
 
 class PageError(Exception):

@@ -60,11 +60,11 @@ def envoy_path() -> str:
 
 
 PATIENCE = 4
-"""How many times longer than usual a machine with much else to do may take for anything."""
+"""Factor by which a busy machine may be slower than usual."""
 
 
 def slowness() -> float:
-    """Return how many times longer this process takes for a piece of work than on an idle machine, now."""
+    """Return the factor by which this process is slower now than on an idle machine."""
     cpu_s, wall_s = time.thread_time(), time.perf_counter()
     while time.thread_time() - cpu_s < 0.05:
         pass
@@ -98,9 +98,9 @@ async def wait_until(
     what: str = "",
     every_s: float = 0.01,
 ) -> Any:
-    """Poll until the condition (sync or async) is truthy, and return what it gave; fail at the deadline.
+    """Poll until the condition (sync or async) is truthy, and return its value. Fail at the deadline.
 
-    The deadline is PATIENCE times `timeout_s` away: what has to be quick is measured, not waited for.
+    The deadline is PATIENCE times `timeout_s` away. A test of speed has to measure the time instead.
     """
     give_up_at = time.monotonic() + PATIENCE * timeout_s
     while True:

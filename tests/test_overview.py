@@ -40,7 +40,10 @@ def status(
 
 
 def load_of(*readings: Reading, sent: float, ended: float | None = None) -> tuple[float | None, float | None]:
-    """What is shown as realtime's at 2.0, with 30 of ours sent and ended at these times."""
+    """Return the requests that the status shows as realtime at time 2.0, running and waiting in the picker.
+
+    30 requests of ours were sent and ended at these times.
+    """
     limiter = Limiter(Policy(per_endpoint=64), [each.signal for each in readings])
     for number in range(30):
         limiter.sent(number, sent)

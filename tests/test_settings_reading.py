@@ -1,4 +1,4 @@
-"""Files that are no files, and file systems that hang: a sentence, and nothing that waits."""
+"""Paths that are no regular files, and file systems that hang, give an error and block nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bound_socket(path: Path) -> None:
 
 @pytest.fixture(params=[pipe, bound_socket, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
 def irregular(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A path that is there, and no regular file. To open the pipe in the usual way would wait for ever."""
+    """Return a path that exists and is no regular file. Opening a pipe without O_NONBLOCK would block."""
     path = tmp_path / "file"
     make: Callable[[Path], None] = request.param
     make(path)
@@ -46,7 +46,7 @@ def test_only_regular_files_are_read(irregular: Path) -> None:
 
 
 def test_links_to_a_file_are_followed(tmp_path: Path) -> None:
-    """A mounted ConfigMap: the file is a link into a directory that is a link."""
+    """In a mounted ConfigMap, a file is a link into a directory that is itself a link."""
     (tmp_path / "..2026").mkdir()
     (tmp_path / "..2026" / "file").write_bytes(b"text")
     (tmp_path / "..data").symlink_to("..2026")
@@ -85,7 +85,7 @@ def test_a_certificate_that_is_no_file_is_an_error(irregular: Path, settings: di
 
 
 class Hanging:
-    """A read on a file system that does not answer before it is let."""
+    """A read on a file system that does not answer until `let` is set."""
 
     def __init__(self) -> None:
         self.let = threading.Event()

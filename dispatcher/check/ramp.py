@@ -1,4 +1,4 @@
-"""When `check --probe` sends requests, when it stops and what it reports. Pure."""
+"""Rules of `check --probe`: when it sends requests, when it stops and what it reports. Pure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PoolSample:
     ceiling: float | None = None
     """Requests that ran while others waited, as the limiter learned it."""
     confirmed: int = 0
-    """How often in a row the limiter measured that ceiling."""
+    """Number of times in a row that the limiter measured the ceiling."""
     endpoints: float | None = None
     per_endpoint: float | None = None
     """Requests per endpoint that the reading was made with."""
@@ -47,12 +47,12 @@ class PoolSample:
 
 
 class ProbeEnd(Enum):
-    """Why the probe ended."""
+    """Reason why the probe ended."""
 
     CEILING = auto()
     """Requests waited while others ran, and the number that ran is certain."""
     BOUND = auto()
-    """As many requests as allowed ran, and nobody waited."""
+    """The allowed number of requests ran, and no request waited."""
     TIME = auto()
     REFUSED = auto()
     """The gateway refused a request as overloaded."""
@@ -96,7 +96,8 @@ class Ramp:
         """Readings in a row that left the ceiling about the same."""
         self._endpoints: float | None = None
         self._suggested: tuple[float, float | None] | None = None
-        """When the picker's pages began to suggest a number of requests per endpoint, and which one."""
+        """Time at which the picker's pages began to suggest a number of requests per endpoint, and that
+        number."""
 
     def stop(self, why: ProbeEnd, detail: str = "") -> None:
         """End the probe. Only the first reason counts."""
@@ -142,7 +143,7 @@ class Ramp:
                 return None
 
     def _not_quiet(self, sample: PoolSample, present: float) -> str | None:
-        """Why this is not a quiet hour. `None` if it is one."""
+        """Return the reason why this is not a quiet hour. `None` if it is one."""
         if self.sent == 0 and sample.waiting >= ONE_WAITS:
             return f"{_requests(sample.waiting)} of others wait"
         others = max(0.0, present - sample.ours)
@@ -242,7 +243,7 @@ def _requests(count: float) -> str:
 
 
 def counts_of(reading: Reading) -> tuple[float | None, float | None, float]:
-    """Requests in the pool, those that run and those that wait, as far as a reading counts them."""
+    """Return the numbers of requests in the pool, running and waiting. `None` where a reading counts none."""
     running, waiting = reading.running, reading.waiting
     if running is None and reading.averages is not None:
         running, waiting = reading.averages[0], max(waiting, reading.averages[1])

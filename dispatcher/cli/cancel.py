@@ -43,9 +43,10 @@ def cancel(
 ) -> None:
     """Cancel requests, or a sequence: their result is CANCELLED; in flight the connection is closed.
 
-    A sequence ends with that, with all that was submitted of it until now, whether a dispatcher has claimed
-    it or not; what is submitted later begins it anew. Exit code 1: one has ended, is not known, or was
-    submitted without a token; none has the label; or nothing waits in the queue at all.
+    A cancelled sequence ends, together with all requests that were submitted for it until now, whether a
+    dispatcher has claimed them or not. Requests that are submitted later begin it anew. Exit code 1 if a
+    request or the sequence has ended, is not known or was submitted without a token, if no request has the
+    label, or if nothing waits in the queue at all.
     """
     labels = pairs_of("--label", label)
     if [bool(request_ids), bool(labels), bool(sequence)].count(True) != 1:

@@ -37,10 +37,10 @@ Id = Annotated[str, typer.Argument(metavar="ID", help="The request's id.")]
 def describe(request_id: Id, where: QueueOptions, json_output: Json = False, everything: All = False) -> None:
     """Say where a request lies, its place in line, its tries, why it is not sent; or that it was answered.
 
-    A request that our client submitted is found at once. For others 200,000 requests are read, unless --all
-    is given.
+    A request that our client submitted is found at once. To find another one, up to 200,000 requests are
+    read, or all of them with --all.
 
-    Exit code 1: it is not in the queue, as far as that was read, and no result is found under its id.
+    Exit code 1 if the request is not in the part of the queue that was read, and no result has its id.
     """
     target = find(where)
     most = math.inf if everything else LOOKED_MOST

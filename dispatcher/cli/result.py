@@ -1,4 +1,4 @@
-"""`batch-dispatcher result` and `results`: what came of one request, and what lies in a result list."""
+"""`batch-dispatcher result` and `results`: the result of one request, and the contents of a result list."""
 
 from __future__ import annotations
 
@@ -43,27 +43,27 @@ EXAMPLES = {
     "results": ["batch-dispatcher results", "batch-dispatcher results --take --most 1000 > results.jsonl"],
 }
 SENTENCE_AFTER_S = 2.0
-"""Who waits longer is told why."""
+"""Seconds that a user waits before the reason for the wait is printed."""
 _LOOK_S, _LOOK_MOST_S = 0.02, 0.25
 _AGAIN_S = 5.0
 """Seconds between two searches of all result lists."""
 FORGOTTEN_S = 300.0
-"""A sentence that did not hold for so long is news again."""
+"""Seconds after which a sentence that held before is printed again when it holds again."""
 _FIGURES = re.compile(r"\d[\d.,]*")
 
 
 class WaitingSentences:
     """Decide which sentences about a waiting request are new to the person who waits.
 
-    A request that is tried again and again goes through the same few states, each with its own sentence, and
-    figures change with each look. Each sentence is news once, whatever its figures.
+    A request that is retried goes through the same few states, each with its own sentence, and the numbers
+    in the sentence change with each look. A sentence that differs only in its numbers is not new.
     """
 
     def __init__(self) -> None:
         self._held_at: dict[str, float] = {}
 
     def is_new(self, sentence: str, now: float) -> bool:
-        """Return whether a sentence that holds now is to be printed."""
+        """Return whether to print a sentence that holds now."""
         kind = _FIGURES.sub("#", sentence)
         before = self._held_at.get(kind)
         self._held_at[kind] = now

@@ -92,10 +92,11 @@ def drain(
 ) -> None:
     """Have a version, or a model, take nothing new until --undo; what runs goes on to its end.
 
-    Requests go to other versions, where some may be used, or wait. Asks first where the policy's label stands
-    for it, for then they may go to a version that the label was to keep them from; without a terminal, or
-    with --json, it wants --yes. A short form of the name is understood with --model, while a dispatcher
-    answers. Exit code 1: it means none or several, nothing was to undo, or the answer was no.
+    Requests go to other versions if some may be used; otherwise they wait. The command asks first if the
+    policy's label stands for the version, because requests may then go to a version that the label was to
+    keep them from. Without a terminal, or with --json, it demands --yes instead. With --model, a short form
+    of the name will do while a dispatcher answers. Exit code 1 if a short form fits no version or several,
+    if there was nothing to undo, or if the answer was no.
     """
     if undo and why:
         raise fail("--why: say it when you drain, not with --undo", 2)
@@ -195,8 +196,10 @@ class _Seen:
         return "" if others else f"no other version of {name} is served: its requests wait until one is"
 
     def diverted(self, full: str) -> str:
-        """Where the work goes of the version that its model's policy asks for by a label; empty: it asks for
-        another one, or there is nowhere else to go."""
+        """Return a sentence that says which versions take over from one that the policy selects by a label.
+
+        Empty if the policy selects another version, or if no other version could take over.
+        """
         for of, each in self._versions():
             label = next(
                 (each for each in each["labels"] if of["policy"] == str(VersionPolicy(label=each))), ""
@@ -206,7 +209,7 @@ class _Seen:
             left = [
                 one for one in of["versions"] if one["name"] != full and one["serving"] and not one["drained"]
             ]
-            # As core/rollover.py opens them: what is open stays, or else the newest is opened. Newest first.
+            # core/rollover.py keeps versions open, or else opens the newest, which is the first in the list.
             to = [one["name"] for one in left if one["state"] == "open"] or [one["name"] for one in left[:1]]
             if to:
                 return (
@@ -235,7 +238,7 @@ def _look(where: DispatcherOptions) -> _Seen:
 
 
 def _confirm(what: str, *, asks: bool) -> None:
-    """Exit with 2 where nobody can be asked, with 1 where the answer is no."""
+    """Ask whether to drain. Exit with 2 if there is nobody to ask, and with 1 if the answer is no."""
     if not asks:
         raise fail(f"{what}; give --yes to drain it all the same", 2)
     if not typer.confirm(f"{what}. Drain it all the same?", err=True):

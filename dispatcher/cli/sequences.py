@@ -101,10 +101,10 @@ def abort(
     where: QueueOptions,
     json_output: Json = False,
 ) -> None:
-    """Answer what waits of one, and what comes, with SEQUENCE_ABORTED; what runs goes on to its end.
+    """Abort a sequence: its waiting and later requests get SEQUENCE_ABORTED; a running one goes on.
 
-    `cancel --sequence ID` breaks that off, too, and lets the sequence begin anew. Exit code 1: it is aborted
-    already, or has ended.
+    `cancel --sequence ID` stops the running request, too, and lets the sequence begin anew. Exit code 1 if
+    the sequence is aborted already, or has ended.
     """
     if not why.strip():
         raise fail("--why: say something, or leave it out", 2)

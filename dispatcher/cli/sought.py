@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dispatcher.queue.redis.desk import RedisDesk
 
 LOOKED_MOST = 200_000
-"""So many requests are read for one id where no index leads to it: about a second of the server's time."""
+"""Number of requests that are read to find an id to which no index leads: about a second of Redis's time."""
 RESULTS_MOST = 20_000
-"""So many results of the shared list are looked through for one id at the most."""
+"""Largest number of results of the shared list that are searched for one id."""
 _PAGE = 500
 _NOT_SENT = "not sent, for "
 """With this begins what a dispatcher says of one that it puts off until its model is there."""
@@ -60,10 +60,10 @@ async def matching(
 async def by_id(
     desk: RedisDesk, request_id: str, most: float = math.inf
 ) -> tuple[list[tuple[FoundRequest, Read]], int]:
-    """All in the queue that bear the id, and how many requests were read for that.
+    """Return all requests in the queue with the id, and the number of requests that were read to find them.
 
-    What our client submitted, or is leased, is found at little cost, and then nobody looks further, nor where
-    `most` were read: of others nobody knows where they lie.
+    A request that is leased, or that our client submitted, is found at little cost, and ends the search. Any
+    other request is searched for in the whole queue, until `most` requests have been read.
     """
     words, looked_at = [spellings(request_id)], 0
     looks = (
@@ -180,7 +180,7 @@ def shown(
 
 
 def last_try_of(found: FoundRequest) -> str:
-    """What the last try came to; empty: there was none, or it is dead, and has a reason."""
+    """Return the outcome of the last try; empty if there was none, or if the request is dead."""
     return "" if found.state is Whereabouts.DEAD else found.reason
 
 
@@ -241,7 +241,7 @@ def sentence_of(gate: Mapping[str, Any]) -> str:
 def under_way(found: FoundRequest) -> str:
     """What is done with it now; empty where it stands in line, for then the gate holds it."""
     before = f", after {tries_of(found)}" if found.attempts or found.refusals else ""
-    # Of one that waits for its model, that is what `_missed` says.
+    # For a request that waits for its model and was never tried, `_missed` says the same.
     if (last := last_try_of(found)) and (before or found.state is not Whereabouts.AWAITING):
         before += f", the last: {last}" if before else f", the last try: {last}"
     match found.state:

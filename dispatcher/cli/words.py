@@ -265,7 +265,10 @@ def _replicas(told: dict[str, Any]) -> list[str]:
 
 
 def _heard(told: dict[str, Any], replica: dict[str, Any]) -> str:
-    """When there was a sign of life of a replica, if it is known: signs of life come through the queue."""
+    """Return the time since the last sign of life of a replica, if it is known.
+
+    Replicas give signs of life through the queue.
+    """
     if told.get("queue_problem"):
         return " when the queue was last read"
     silent_s = replica["silent_s"]  # None where queue.owner_timeout_s is 0

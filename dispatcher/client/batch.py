@@ -316,9 +316,12 @@ class BatchClient:
         return await self._call(lambda: self._desk().sequence(sequence_id))
 
     async def cancel_sequence(self, sequence_id: str) -> bool:
-        """Cancel all requests of one that were submitted until now, whoever submitted them; it ends with
-        that, and what is submitted later begins it anew. False: nothing of it was alive, as far as
-        dispatchers know; what none of them has claimed yet is cancelled all the same."""
+        """Cancel all requests of a sequence that were submitted until now, by this client or another.
+
+        The sequence ends, and requests that are submitted later begin it anew. Return False if, as far as
+        dispatchers know, it has ended or is not there. Requests that no dispatcher has claimed yet are
+        cancelled all the same.
+        """
         return await self._sequences.cancel(sequence_id)
 
     async def forget_sequence(self, sequence_id: str) -> bool:

@@ -153,7 +153,7 @@ class BlockingBatchClient:
         except BaseException:  # what the coroutine raised, or Ctrl-C
             if not call.outcome.done():
                 self._loop.call_soon_threadsafe(call.cancel)
-                # What is cancelled may still use the client. Another Ctrl-C ends this wait.
+                # A cancelled call may still use the client, so await its end. Another Ctrl-C ends this wait.
                 wait([call.outcome])
             raise
 
@@ -223,7 +223,7 @@ class _Call(Generic[T]):
         self.outcome: Future[T] = Future()
 
     def start(self) -> None:
-        """Run it. On the loop, as `cancel` is."""
+        """Start the coroutine. Like `cancel`, this must be called on the loop."""
         if not self.outcome.done():
             self._task = self._loop.create_task(self._coroutine)
             self._task.add_done_callback(self._ended)
@@ -245,9 +245,9 @@ class _Call(Generic[T]):
 
 
 class _OpenStream(Generic[T]):
-    """A stream that may be closed while its next item is awaited, as it is after a second Ctrl-C.
+    """A stream that may be closed while its next item is awaited, as happens after a second Ctrl-C.
 
-    An asynchronous generator refuses that.
+    An asynchronous generator refuses to be closed at that moment.
     """
 
     def __init__(self, source: AsyncGenerator[T, None]) -> None:
@@ -255,7 +255,7 @@ class _OpenStream(Generic[T]):
         self._awaiting: asyncio.Task[Any] | None = None
 
     async def next(self) -> Any:
-        """Return its next item, a T, or _END."""
+        """Return the next item, a T, or _END after the last one."""
         self._awaiting = asyncio.current_task()
         try:
             return await anext(self._source, _END)

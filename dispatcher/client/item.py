@@ -119,7 +119,7 @@ class Tokens:
         return f"{self._last:016x}{secrets.token_hex(16)}"
 
     def now(self) -> float:
-        """Unix seconds, not before the time in any token that was made."""
+        """Return Unix seconds that are no earlier than the time in any token made so far."""
         return max(self._last, self._clock()) / 1e9
 
 

@@ -23,11 +23,12 @@ _log = logging.getLogger("batch_dispatcher.client")
 
 
 class Outage:
-    """Of one client, for all of its calls.
+    """Record of how long Redis has been unreachable, shared by all calls of one client.
 
-    What will not pass by itself (a wrong password, a right that is missing, a reply that nobody foresaw,
-    another program's key under one of ours) is raised at once. The rest is borne for `retry_for_s`; None:
-    until the call's own end, but `first_s` at most where the queue was never reached.
+    Errors that do not pass by themselves (a wrong password, a missing right, an unexpected reply, a key of
+    another program under one of our names) are raised at once. Calls are retried after other errors for
+    `retry_for_s`. With `None` they are retried until the call's own time limit, but for no more than
+    `first_s` if the queue was never reached.
     """
 
     def __init__(self, retry_for_s: float | None, place: str, *, first_s: float = FIRST_S) -> None:

@@ -148,7 +148,7 @@ class SequenceAbortedError(SequenceError):
 
 
 class SequenceDeniedError(SequenceError):
-    """Its sequence belongs to another producer: one with another secret, or another result list."""
+    """The request's sequence belongs to a producer with another secret, or with another result list."""
 
 
 class SequenceEndedError(SequenceError):

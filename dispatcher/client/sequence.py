@@ -27,7 +27,7 @@ AHEAD_MOST = 50
 """Of one sequence whose bodies are known: so many are submitted and unanswered, for each of them is claimed
 and given back once before its turn."""
 MARK_GRACE_S = 60.0
-"""A cancel is remembered for so long behind the last deadline of what it cancels."""
+"""Seconds for which a cancel is remembered after the last deadline of the requests that it cancels."""
 CANCEL_S = 5.0
 """Leaving a block waits no longer for what it cancels."""
 _OF_ITEM = tuple(each.name for each in fields(Item) if each.name not in ("body", "sequence"))
@@ -38,18 +38,19 @@ CarryWord = Carry | Literal["off", "messages"]
 
 @dataclass(frozen=True, slots=True)
 class SequenceDoors:
-    """What a sequence asks of its client."""
+    """Methods of a client that its sequences use."""
 
     enqueue: Callable[..., Awaitable[Handle]]
     take: Callable[[Handle, float | None], Awaitable[Result]]
-    """Its result, which stays kept."""
+    """Return the result of a request, and keep it until `give_back`."""
     arrived: Callable[[Handle], Awaitable[object]]
-    """Return when its result is there, and take nothing."""
+    """Wait until the result of a request is there, without taking it."""
     give_back: Callable[[Result], None]
     cancel: Callable[[Handle], Awaitable[bool]]
     known: Callable[[str], Awaitable[SequenceSeen | None]]
     cancel_all: Callable[[str, float], Awaitable[bool]]
-    """With the seconds for which requests of it may wait to be claimed."""
+    """Cancel a sequence. The second argument is the time in seconds for which its requests may wait to be
+    claimed."""
 
 
 class OpenSequence:
@@ -183,8 +184,8 @@ class OpenSequence:
         self._over, self._cancelled = "it was cancelled", True
         if not self._unanswered and self._began is None:
             return False
-        # First the sequence, with all that was submitted of it until now: else the first request that was
-        # cancelled would abort it, which is remembered. Then each request, for what runs and is not its head.
+        # The sequence is cancelled first, because a request that is cancelled alone would abort it, which is
+        # remembered. Then each request is cancelled, because one that is not the head may run, too.
         waiting = [each for each in self._unanswered if not each.done]
         latest = max((each.deadline for each in waiting), default=0.0)
         done = await self._doors.cancel_all(self.id, max(0.0, latest - time.time()) + MARK_GRACE_S)

@@ -1,4 +1,5 @@
-"""What a client asks of the queue for its sequences: the secret by which they are its own, and their end."""
+"""Calls that a client makes to the queue for its sequences: to get the secret that proves ownership, and to
+cancel a sequence."""
 
 from __future__ import annotations
 
@@ -19,19 +20,21 @@ if TYPE_CHECKING:
 
 
 class SequenceCalls:
-    """Calls of one client. Each goes on trying while Redis is away, as `call` does."""
+    """The calls of one client. Each is retried while Redis is unreachable, as `call` does."""
 
     def __init__(
         self, call: Callable[..., Awaitable[Any]], desk: Callable[[], RedisDesk], tokens: Tokens
     ) -> None:
-        """`call`: make a call to the queue, perhaps until a time of the monotonic clock."""
+        """`call` makes a call to the queue, with an optional time limit on the monotonic clock."""
         self._call, self._desk, self._tokens = call, desk, tokens
         self._secret = ""
         self._lock = asyncio.Lock()
 
     async def with_secret(self, item: Item) -> Item:
-        """The item with the secret that programs with our client share, where it is of a sequence and has no
-        secret of its own."""
+        """Return the item with the secret that all programs with our client share.
+
+        An item that belongs to no sequence, or has a secret of its own, is returned as it is.
+        """
         turn = Turn(item.sequence) if isinstance(item.sequence, str) else item.sequence
         if turn is None or turn.secret:
             return item
@@ -43,8 +46,11 @@ class SequenceCalls:
         return replace(item, sequence=structs.replace(turn, secret=self._secret))
 
     async def cancel(self, sequence_id: str, for_s: float = CANCEL_TTL_S) -> bool:
-        """Cancel all of a sequence that was submitted until now. `for_s`: how long some of it may wait to be
-        claimed. False: nothing of it was alive, as far as dispatchers know."""
+        """Cancel all requests of a sequence that were submitted until now.
+
+        `for_s` is the longest time that one of them may still wait to be claimed. Return False if, as far as
+        dispatchers know, the sequence has ended or is not there.
+        """
         at = self._tokens.now()  # by the clock that stamps the requests of this client
         done: bool = await self._call(lambda: self._desk().cancel_sequence(sequence_id, at, for_s))
         return done

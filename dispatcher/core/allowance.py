@@ -6,7 +6,7 @@ from dispatcher.core.budget import Budget, Reason, Signal
 from dispatcher.core.value import Value
 
 _UNREAD = (Reason.UNREADABLE, Reason.STALE)
-"""The pool is not as the newest reading showed it, for all that is known."""
+"""Reasons that mean that the newest reading may no longer show the state of the pool."""
 
 
 class Allowance(Value, frozen=True):

@@ -85,7 +85,8 @@ class BatchRule:
     max_items: int | None = None
     """A longer list is sent in several calls; None: until the server says what it takes."""
     check_every: int = CHECK_EVERY
-    """An item of one in so many merged calls is asked alone as well, and the two answers are compared."""
+    """Number of merged calls per check. A check sends one item of the call again on its own, and compares
+    the two answers."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,11 +65,11 @@ class CallSize:
     takes: int | None = None
     """The longest list that the server takes, as configured or learned; None: not known."""
     tokens: float = inf
-    """The same of tokens."""
+    """The largest number of tokens that the server takes in a list, as configured or learned."""
     check_every: int = CHECK_EVERY
-    """Of so many merged calls that follow the first ones, one has an item of it checked."""
+    """Number of merged calls per check of one item, once the first calls have been checked."""
     why_off: str = ""
-    """Why nothing is merged though it is asked for; empty: it is, or it does not pay."""
+    """Reason why nothing is merged although the mode asks for it. Empty if calls may be merged."""
     rates: dict[int, float] = field(default_factory=dict)
     """Items per unit-second by size, as measured last. In `auto` only."""
     gain: float | None = None
@@ -85,18 +85,18 @@ class CallSize:
     """Epochs of the best size until the next trial, at the least."""
     _trials: int = 0
     _lost_unit_s: float = 0.0
-    """By the newest trial."""
+    """Unit-seconds that the newest trial lost."""
     _since_unit_s: float = 0.0
-    """Unit-seconds of calls since then."""
+    """Unit-seconds of calls since the newest trial."""
     _tried_at: float = float("-inf")
     _call_s: float = 0.0
-    """What a call of the best size takes, from the lease of its first item on."""
+    """Seconds that a call of the best size takes, from the lease of its first item on."""
     _load: float = 0.0
-    """Of recent calls of the best size, on average."""
+    """Average load of recent calls of the best size."""
     _taught_at: float = inf
-    """When something was learned that holds still."""
+    """Time at which the newest fact that still holds was learned."""
     _since_check: int = 0
-    """Merged calls since an item of one was last checked."""
+    """Number of merged calls since the last check of an item."""
     _configured: tuple[int | None, float] = (None, inf)
 
     def __post_init__(self) -> None:

@@ -39,12 +39,12 @@ from dispatcher.core.counting import FLUSH_S
 GROWTH = 1.24
 """Factor by which more requests may run than ran with nobody waiting."""
 GROWTH_LIVE, LIVE_S = 1.16, 2.0
-"""The same where a beat takes LIVE_S at the most: there are more steps then, and they are smaller."""
+"""GROWTH if a beat takes no longer than LIVE_S: there are more steps then, and they are smaller."""
 GROWTH_REALTIME = 1.1
-"""The same for requests that are not ours: realtime that fills most of a pool leaves little room."""
+"""GROWTH for requests that are not ours: realtime requests that fill most of a pool leave little room."""
 GROWTH_CAREFUL, LONG_S = 1.04, 10.0
-"""GROWTH_REALTIME where a beat takes LIVE_S at the most and ours take longer than LONG_S, or none has been
-answered yet: what is sent too much then holds its slots for as long."""
+"""GROWTH_REALTIME if a beat takes no longer than LIVE_S, and if our requests take longer than LONG_S or none
+has been answered yet. If too many requests are sent then, they hold their slots for long."""
 PROBE, CLIMBS = 0.04, 3
 """Share of the ceiling by which the first probe exceeds it (one request at least); each further one that
 follows a success exceeds it by twice as much, and after CLIMBS successes the ceiling is dropped."""
@@ -128,9 +128,10 @@ class Capacity:
     share: float | None = None
     """The estimate. `None` if it is a known capacity and nothing else was learned."""
     ceiling: float | None = None
-    """Requests that ran while others waited. `None` if that was not seen, or was disproved."""
+    """Requests that ran while others waited. `None` if no request was seen waiting, or the ceiling was
+    disproved."""
     confirmed: int = 0
-    """How often in a row the ceiling was measured, by probes that failed."""
+    """Number of times in a row that the ceiling was measured, by probes that failed."""
     _known: bool | None = None
     """Whether the capacity was known at the last reading. `None` before the first one."""
     _configured: float = 0.0
@@ -275,7 +276,7 @@ class Capacity:
         return True
 
     def _surely(self, sight: Sight, *counts: PoolCounts | None) -> float | None:
-        """Return the most requests that certainly ran by these counts. `None` if there are no counts."""
+        """Return the largest number of requests that the counts prove to have run. `None` without counts."""
         shown = [each for each in counts if each is not None]
         # After a reading in which somebody waited, a picker that held requests back may just have sent them
         # to model servers whose queues it has not read again: only counts of one moment prove anything then.
@@ -300,8 +301,11 @@ class Capacity:
     def _nobody_waits(
         self, sight: Sight, surely: float | None, witness: PoolCounts | None, reserve: float
     ) -> None:
-        """Let the estimate grow as far as what ran proves room. `witness`: the count that may disprove a
-        ceiling; one of different moments does so in two readings in a row."""
+        """Let the estimate grow as far as the requests that ran prove room.
+
+        `witness` is the count that may disprove a ceiling. If its numbers are of different moments, it has to
+        contradict the ceiling in two readings in a row.
+        """
         one = 1.0 / sight.configured
         share = 1.0 if self.share is None else self.share
         if self.ceiling is not None:

@@ -1,22 +1,24 @@
-"""What the pages of an endpoint picker teach together, though none of them says it. Pure.
+"""Facts about an endpoint picker that follow from several of its metrics pages together. Pure.
 
-**Is its saturation a count, and of what?** The picker's concurrency detector divides the requests that it
-sent and saw no answer of by its endpoints × maxConcurrency. So on every page, with one whole number k,
+**Is its saturation a count, and of what?** The picker's concurrency detector divides the number of requests
+that it sent and that are unanswered by its endpoints × maxConcurrency. So on every page, with one whole
+number k,
 
     saturation × ready endpoints × k = requests in flight
 
-Its other detectors are pressure scores, for which no such k is found: they follow the KV cache and the
-queues of the model servers. Where enough pages with enough different fills agree on one k to the last digit,
-the saturation is a count and k is maxConcurrency: the capacity of an endpoint, which no series tells. One
-page that contradicts it ends the belief.
+The other detectors compute pressure scores from the KV cache and the queues of the model servers. No such k
+fits them. If enough pages with enough different numbers in flight agree on one k to the last digit, the
+saturation is a count and k is maxConcurrency: the capacity of an endpoint, which no series shows. One page
+that contradicts the k ends the belief.
 
-A saturation may be the maximum of several detectors, or of requests and tokens. It is a count then as long
-as one of them is the largest, and pages of that time agree on a k. Where pages after them go on to show more
-than the count, and no whole number explains it, the k is taken back for good.
+A saturation may be the maximum of several detectors, or of requests and tokens. It is a count only while the
+detector that counts requests is the largest, and pages of that time agree on a k. If later pages keep showing
+more than the count, and no whole number explains it, the k is taken back for good.
 
-**What does the picker not know of?** It counts at once what it sent itself; the averages of running and
-waiting requests hold all that the model servers have, but as they were at the last flush, up to FLUSH_S ago.
-What they had more at that moment came another way: past the picker, or through its predecessor.
+**Which requests does the picker not know of?** It counts the requests that it sent itself at once. Its
+averages of running and waiting requests include all requests in the model servers, but as of the last flush,
+up to FLUSH_S ago. Requests that the servers had beyond its own count at that moment came another way: past
+the picker, or through its predecessor.
 """
 
 from __future__ import annotations
@@ -49,9 +51,10 @@ agree on k."""
 EXACT = 1e-6
 """Relative: both numbers come from whole ones."""
 ABOVE_S = 30.0
-"""After so long, and PAGES pages, a saturation above the count is no matter of endpoints that come and go."""
+"""Seconds (and PAGES pages) for which endpoints that come and go may keep the saturation above the count."""
 SAME_START_S = 5.0
-"""No picker teaches anything within so short a time of its beginning: its first averages come later."""
+"""Start times that differ by no more than this many seconds are one start. A picker that restarted sooner has
+taught nothing, because its first averages come later."""
 RACE = 2.0
 RACE_SHARE = 0.1
 """The two counters of one page are not read at one moment: they may differ by this many requests, or this
@@ -74,29 +77,30 @@ class Count:
     """Whether a picker's saturation is a count of requests, and of how many per endpoint (k)."""
 
     k: int | None = None
-    """maxConcurrency; None: not known, or no longer."""
+    """maxConcurrency. `None` if it is not known, or no longer."""
     last: int | None = None
     """The k that was believed last, contradicted or not."""
     _candidate: int | None = None
     _since: float = 0.0
-    """Of when the first page was that showed it."""
+    """Time of the first page that showed the candidate."""
     _pages: int = 0
     _fills: set[float] = field(default_factory=set)
     _seen: tuple[PickerPage, ...] = ()
     _odd: bool = False
     """The newest page was off by more than a race explains."""
     _doubted: bool = False
-    """What looked like a k was contradicted."""
+    """Whether a candidate was contradicted."""
     mixed: bool = False
-    """The saturation is a count at times only: it proves nothing any more."""
+    """Whether the saturation is a count only at times, so that it can prove nothing any more."""
     _above_since: float | None = None
-    """Of when the first page was of those in a row that showed more than the count explains."""
+    """Time of the first page of the current run of pages that show more than the count explains."""
     _above: int = 0
-    """How many they are."""
+    """Number of pages in the current run of pages that show more than the count explains."""
 
     @property
     def per_endpoint(self) -> float | None:
-        """Requests that an endpoint runs at once by the picker's pages. `None` if they do not tell."""
+        """Number of requests that an endpoint runs at once by the picker's pages. `None` if they do not show
+        it."""
         match self.guess:
             case "picker":
                 return float(self.last or 0)
@@ -107,7 +111,7 @@ class Count:
 
     @property
     def guess(self) -> Guess:
-        """Where `per_endpoint` comes from."""
+        """The source of `per_endpoint`."""
         if self.last is not None and self.last <= USUAL_MOST:
             return "picker"
         # A pressure score may look like a count on one page, but then not on the next.
@@ -124,15 +128,15 @@ class Count:
         self._contradicted()
 
     def forget(self) -> None:
-        """Nothing was learned: there is another picker."""
+        """Forget everything that was learned, because there is another picker."""
         unknown = Count()
         for each in fields(self):
             setattr(self, each.name, getattr(unknown, each.name))
 
     def learn(self, pages: Sequence[PickerPage], at: float, *, proves: bool = True) -> None:
-        """Take in one sample: a page of each replica, of `at`. The same sample again teaches nothing.
+        """Take in one sample, a page of each replica at the time `at`. A repeated sample changes nothing.
 
-        `proves`: whether it can prove a k, and not only contradict one.
+        `proves` says whether the sample may prove a k, and not only contradict one.
         """
         if tuple(pages) == self._seen:
             return
@@ -175,7 +179,7 @@ class Count:
         return not (self._odd and (before or fitting(page) is not None))
 
     def _look_above(self, page: PickerPage, at: float) -> None:
-        """Take the k back if the saturation goes on to be more than that count."""
+        """Take back the k if the saturation stays above the count that the k explains."""
         if self.last is None:
             return
         most = page.in_flight + max(RACE, RACE_SHARE * page.in_flight)
@@ -201,19 +205,18 @@ class Count:
 
 @dataclass(slots=True)
 class KnownPickers:
-    """The replicas of the picker that taught what is known."""
+    """The replicas of the picker from which the current knowledge was learned."""
 
     _started: dict[str, float | None] = field(default_factory=dict)
-    """When the process of each began, by its address. `None` if its page does not show that."""
+    """Start time of each replica's process by its address. `None` if its page does not show the time."""
 
     def began(self, seen: Mapping[str, float | None]) -> bool:
-        """Whether there is a replica that was not there before, or began anew. It may be configured otherwise
-        than those that are known."""
+        """Return whether a replica is new or has restarted, so that its configuration may be another one."""
         before = self._started
         new = bool(before) and any(
             address not in before or _differs(started, before[address]) for address, started in seen.items()
         )
-        # A replica that cannot be scraped for a moment is not a new one when it is back.
+        # A replica that could not be scraped for a moment is not a new one when it is back.
         kept = {} if new else before
         self._started = kept | {
             address: kept.get(address) if started is None else started for address, started in seen.items()
@@ -222,8 +225,10 @@ class KnownPickers:
 
 
 def _differs(started: float | None, before: float | None) -> bool:
-    """Whether these are the beginnings of two processes. The kernel tells one a little differently when the
-    clock is set."""
+    """Return whether these are the start times of two processes.
+
+    The kernel reports the start of one process a little differently after the clock was set.
+    """
     return started is not None and before is not None and abs(started - before) > SAME_START_S
 
 

@@ -1,10 +1,10 @@
-"""Requests that were evicted from the pool: how long each waits before it is sent again. Pure.
+"""Pauses of requests that were evicted from the pool, before they are sent again. Pure.
 
-An eviction says that others were more important just then. It is no failure of the request and no lack of
-capacity, so it costs no attempt and closes nothing; but a request that is evicted again and again wastes what
-it had done each time, so it waits longer each time.
+A request is evicted to make room for more important ones. That is no failure of the request and no lack of
+capacity, so it costs no attempt and does not close the gate. But each eviction wastes the work that was done,
+so the request waits longer each time.
 
-Kept in memory: another replica, or a restart, begins to count anew.
+The counts are kept in memory: after a restart, or at another replica, they begin at 0.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections import OrderedDict
 from dispatcher.core.outcome import RetryPolicy
 
 KEPT = 8192
-"""Requests remembered at the most."""
+"""Largest number of requests that are remembered."""
 
 
 class Evictions:
-    """How often each request was evicted, by its entry in the queue."""
+    """Number of evictions of each request, by its entry in the queue."""
 
     def __init__(self) -> None:
         self._times: OrderedDict[int, int] = OrderedDict()
 
     def evicted(self, entry: int, policy: RetryPolicy, rand: float, retry_after_s: float | None) -> float:
-        """Count an eviction, and return how many seconds the request waits.
+        """Count an eviction, and return the seconds for which the request waits.
 
-        `rand`: uniform in [0, 1); many are evicted at the same moment, and are not to return together.
+        `rand` is uniform in [0, 1), so that requests which were evicted together do not return together.
         """
         times = self._times.pop(entry, 0)
         self._times[entry] = times + 1
@@ -36,5 +36,5 @@ class Evictions:
         return max((0.5 + rand / 2) * pause_s, min(retry_after_s or 0.0, policy.max_s))
 
     def ended(self, entry: int) -> None:
-        """Forget a request: it was answered."""
+        """Forget a request that was answered."""
         self._times.pop(entry, None)

@@ -23,9 +23,9 @@ REQUEST_ID = "x-request-id"
 SESSION_TOKEN = "x-session-token"  # noqa: S105 -- the name of a header
 """Of llm-d's session affinity: the server that an answer came from, and that the next request is to go to."""
 INFERENCE_TTL = "x-llm-d-inference-ttl"
-"""How long a request may wait in the endpoint picker, as a Go duration (llm-d-router#2649)."""
+"""Request header: longest time to wait in the endpoint picker, as a Go duration (llm-d-router#2649)."""
 QUEUE_DURATION = "x-llm-d-flow-queue-duration-ms"
-"""In an answer: how long its request waited there (llm-d-router#2490)."""
+"""Response header: milliseconds that the request waited in the endpoint picker (llm-d-router#2490)."""
 DROP_REASON = "x-llm-d-request-dropped-reason"
 """In an answer: the endpoint picker itself refused the request."""
 

@@ -27,7 +27,7 @@ DELTA_S = USUAL_S
 """δ, unless our exchanges show another (`Travel`): no request takes longer between us and the gateway, either
 way."""
 HALF_LIFE_S = 60.0
-"""Age at which what was measured of the duration of requests counts half."""
+"""Age in seconds at which a measurement of the duration of requests counts half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,12 @@ class LoadLedger:
     _units: array[int] = field(default_factory=lambda: array("q"))
     _others: list[_LeaseCount] = field(default_factory=list)
     _measured_at: float | None = None
-    """When `measure` was called last."""
+    """Time of the last call of `measure`."""
     _answers: int = 0
-    """Requests answered since then."""
+    """Number of requests answered since the last call of `measure`."""
     _answered: float = 0.0
-    """Requests answered until then, and `_busy_s` the time that all requests spent at the gateway; older ones
-    count less (HALF_LIFE_S)."""
+    """Number of requests answered before the last call of `measure`, where older ones count less
+    (HALF_LIFE_S). `_busy_s` is the time that all requests spent at the gateway, weighted the same way."""
     _busy_s: float = 0.0
 
     def sent(self, key: Hashable, at: float, units: int = 1) -> None:
@@ -109,7 +109,7 @@ class LoadLedger:
         return took_s
 
     def measure(self, at: float) -> None:
-        """Measure how long requests take, by how many are at the gateway now. Called with each reading."""
+        """Measure the duration of requests by the number at the gateway now. Called with each reading."""
         last, self._measured_at = self._measured_at, at
         if last is None or at <= last or not (self._live or self._answers):
             return
@@ -120,10 +120,10 @@ class LoadLedger:
 
     @property
     def mean_s(self) -> float:
-        """How long a request of this process takes, on average. 0 until one was answered.
+        """Return the average duration of a request of this process. 0 until one was answered.
 
-        By Little's law: the number of requests in flight over the number answered each second. The mean of
-        those answered would be too short as long as the long ones are still in flight.
+        It is the number of requests in flight divided by the number answered per second (Little's law). The
+        mean over the answered requests alone would be too short while long requests are still in flight.
         """
         return self._busy_s / self._answered if self._answered else 0.0
 

@@ -127,8 +127,8 @@ class Limiter:
     # ── events: the gateway ─────────────────────────────────────────────────────────────────────────────
 
     def looped(self, late_s: float) -> None:
-        """Note how late the event loop has been lately, at the most. Answers may have come so much earlier
-        than they were seen."""
+        """Note the largest recent delay of the event loop. Answers may have come earlier by this much than
+        they were seen."""
         self._tracking.looped(late_s)
 
     def in_flight_when_refused(self, now: float, units: int = 1) -> int:
@@ -196,7 +196,7 @@ class Limiter:
 
     @property
     def learned(self) -> Capacity:
-        """The pool's capacity as readings showed it."""
+        """The pool's capacity as learned from readings."""
         return self._tracking.learned
 
     @property
@@ -216,10 +216,11 @@ class Limiter:
 
     @property
     def not_ours(self) -> tuple[float | None, float | None]:
-        """Requests of the newest reading that cannot be ours, and those of them that wait in the picker.
+        """Requests of the newest reading that cannot be ours: outside the picker's queue, and in it.
 
-        What was in flight when the sample was taken is not what is in flight now, so the most that may have
-        been ours in the sample's window is taken off. A signal that counts requests is asked if there is one.
+        The number of our requests in flight now is not the number at the time of the sample. So the largest
+        number that may have been in flight within the sample's window is subtracted. A signal that counts
+        requests is preferred to one that does not.
         """
         tracks = [(each.reading, each.interval.hi) for each in self._tracking.tracks.values() if each.reading]
         believed = [each for each in tracks if 0.0 <= each[0].load <= PLAUSIBLE_MOST]

@@ -76,7 +76,8 @@ class Sequenced:
     cause: str = ""
     due_at: float | None = None
     owner: str | None = None
-    """Who may use it (`Turn.owner`), fixed by the request that began it; `None` until one has."""
+    """The producer that may use the sequence (`Turn.owner`), fixed by the request that began it. `None`
+    before that."""
 
     @property
     def waiting(self) -> int:
@@ -155,17 +156,18 @@ class Over:
 
 @dataclass(frozen=True, slots=True)
 class CancelMark:
-    """A cancelled sequence: its requests that were submitted before are not to run, claimed or not."""
+    """Record that a sequence was cancelled. Its requests that were submitted earlier must not run, whether
+    they were claimed by then or not."""
 
     at: float
-    """Unix seconds of the cancel."""
+    """Unix time of the cancel."""
     until: float
-    """When the mark is forgotten, by the clock of the queue."""
+    """Time at which the mark is forgotten, by the clock of the queue."""
     undated: bool = True
-    """Requests whose time of submission is unknown count as submitted before."""
+    """Whether a request with an unknown time of submission counts as submitted before the cancel."""
 
     def covers(self, submitted_at: float, now: float) -> bool:
-        """Whether a request of that time of submission (0: unknown) was submitted before the cancel."""
+        """Return whether a request was submitted before the cancel. 0 is an unknown time of submission."""
         if now >= self.until:
             return False
         return submitted_at <= self.at if submitted_at else self.undated

@@ -26,11 +26,11 @@ from dispatcher.core.serverload import (
 
 GATEWAY = "the gateway"
 TEACHES_NOTHING = ("rejected-no-endpoints", "rejected-shutting-down", "rejected-context-cancelled")
-"""How drop reasons begin that say nothing of the pool's size."""
+"""Prefixes of drop reasons that say nothing about the pool's size."""
 INTERNAL = "rejected-internal"
-"""How the drop reason of a picker begins that failed by itself: about the request or the picker."""
+"""Prefix of the drop reason when the picker itself failed: it concerns the request or the picker."""
 EVICTED = "evicted"
-"""How drop reasons begin that say that the request ran, and had to make room for more important ones."""
+"""Prefix of drop reasons of requests that ran, and were stopped to make room for more important ones."""
 _NOT_ADMITTED = b"request cannot be admitted"
 
 
@@ -43,28 +43,28 @@ class Delivered(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Overloaded:
-    """The gateway refused for now: 429; 503 or 500 with a drop reason; 500 "request cannot be admitted"; a
-    model server whose own queue is full."""
+    """The gateway refused the request for now: a 429, a 503 or 500 with a drop reason, a 500 "request cannot
+    be admitted", or a refusal by a model server whose own queue is full."""
 
     status: int
     reason: str
     """The drop reason, SERVER_FULL, or the empty string."""
     capacity: bool
-    """Refused for lack of capacity: may teach what fits."""
+    """Whether the refusal was for lack of capacity, so that the limiter may learn from it."""
     retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    """The request ran and was stopped for more important ones. That is policy: no attempt is counted, nothing
-    closes, and nothing is learned of the capacity."""
+    """The request ran and was stopped for more important ones. This is policy: no attempt is counted, the
+    gate stays open, and nothing is learned about the capacity."""
 
     status: int
     reason: str
     """The drop reason."""
     retry_after_s: float | None = None
     rest_s: float = 0.0
-    """Seconds until it is sent again."""
+    """Seconds until the request is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class Retry:
     undelivered: bool = False
     """Nothing was tried: the delivery is taken back."""
     last_try: str = ""
-    """What the try came to; empty: it was not sent."""
+    """The outcome of the try in words. Empty if the request was not sent."""
     awaits: str = ""
     """The model that it waits for."""
 
@@ -203,11 +203,12 @@ class Bury:
 Decision = Answered | Errored | Retry | Bury
 
 _WHY_CHARS = 200
-"""Of what a try came to, which is kept for each request that is tried again."""
+"""Longest text about the outcome of a try, which is kept for each request that is tried again."""
 
 
 def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
-    """The deadline has passed; `last_try`: what the last try came to, if there was one."""
+    """Return the end of a request whose deadline has passed. `last_try` is the outcome of the last try, if
+    any."""
     counts = ((attempts, "attempt"), (refusals, "refusal"))
     tries = " and ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
     why = (f" after {tries}" if tries else "") + (f"; the last try: {last_try}" if last_try else "")
@@ -215,7 +216,7 @@ def too_late(last_try: str, attempts: int, refusals: int) -> Errored:
 
 
 def told(outcome: Failed | Overloaded | Evicted | Unreachable) -> str:
-    """What a try came to, in a line of bounded length, with the beginning of what the gateway said."""
+    """Return the outcome of a try in one line of bounded length, with the beginning of the answer."""
     match outcome:
         case Overloaded(status, reason):
             said = f"the gateway refused it for now: {status}{reason and f', {reason}'}"
@@ -240,14 +241,15 @@ def after(
     policy: RetryPolicy,
     rand: float,
 ) -> Decision:
-    """What happens to a request after a try. Total: every outcome gives exactly one decision.
+    """Decide what happens to a request after a try. Every outcome gives exactly one decision.
 
-    `attempts` and `refusals` count those before this try, `last_try` is what the try before it came to;
-    `deadline` and `now` are on one clock; `rand` is uniform in [0, 1).
+    `attempts` and `refusals` are counted without this try. `last_try` is the outcome of the try before this
+    one. `deadline` and `now` are on one clock. `rand` is uniform in [0, 1).
 
-    Failed number k waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up to max_s; number
-    max_attempts is the last. Overloaded is back at once the first time, number k + 1 waits
-    min(max_s, base_s × 2^(k − 1)). No delay passes the deadline, so that the sweep answers on time.
+    After failed attempt k the request waits rand × min(max_s, base_s × 2^(k − 1)), or a longer Retry-After up
+    to max_s; attempt max_attempts is the last. After its first refusal for overload the request returns at
+    once, and after refusal k + 1 it waits min(max_s, base_s × 2^(k − 1)). No delay passes the deadline, so
+    that the sweep answers on time.
     """
     match outcome:
         case Delivered(status, body):
@@ -349,11 +351,11 @@ def classify(
 def _refused(
     status: int, reason: str, body: bytes, retry_after_s: float | None, who: str
 ) -> Overloaded | Evicted | Failed | None:
-    """What a 429, 500 or 503 says of the pool; None: nothing."""
+    """Return what a 429, 500 or 503 says about the pool. `None` if it says nothing."""
     if reason.startswith(EVICTED):
         return Evicted(status, reason, retry_after_s)
     if status == 500 and _NOT_ADMITTED in body:
-        # A plugin's opinion on this one request: closes the gate, but says nothing about the pool's size.
+        # A plugin refused this one request. That closes the gate, but says nothing about the pool's size.
         return Overloaded(status, reason, capacity=False, retry_after_s=retry_after_s)
     if reason.startswith(INTERNAL):
         return Failed(f"{who} answered {status}, {INTERNAL}", status, body, retry_after_s=retry_after_s)
@@ -367,7 +369,7 @@ def _refused(
 def _refused_in_stream(
     status: int, headers: Mapping[str, str], body: bytes, retry_after_s: float | None
 ) -> Overloaded | Evicted | None:
-    """A refusal that came as the last event of a stream, whose status was sent before it was known."""
+    """Return the refusal in the last event of a stream, whose status was sent before the refusal."""
     event = error_of_stream(headers, body)
     if event is None:
         return None
@@ -378,10 +380,10 @@ def _refused_in_stream(
 
 
 def cut_answer(status: int, headers: Mapping[str, str], end: bytes) -> Overloaded | Evicted | None:
-    """What an answer says that broke off in its body, and whose last bytes are `end`; None: nothing.
+    """Return what an answer says whose body broke off after the bytes `end`. `None` if it says nothing.
 
-    Envoy ends the connection of a request that is evicted after the first bytes of its answer, without a
-    word (kubernetes-sigs/gateway-api-inference-extension#2669): such a cut says nothing.
+    If a request is evicted after the first bytes of its answer, Envoy ends the connection without a reason
+    (kubernetes-sigs/gateway-api-inference-extension#2669). Such a cut says nothing.
     """
     reason = headers.get(DROP_REASON, "").strip()
     if reason.startswith(EVICTED):

@@ -41,10 +41,11 @@ class RecentTries:
         """When, and its kind of failure; empty: it was answered."""
 
     def ended(self, at: float, outcome: Outcome, status: int | None) -> None:
-        """A try has ended. `outcome`: as it counts; `status`: what the gateway answered, if it did.
+        """Count a try that has ended. `status` is the status of the gateway's answer, if there was one.
 
-        A refusal for overload closes the gate, which says so, an eviction is no failure, and what was not
-        sent or waits for its model says nothing of the gateway: none of them is counted.
+        Some outcomes are not counted: a refusal for overload, which the closed gate reports; an eviction,
+        which is no failure; and a request that was not sent, or waits for its model, because it says nothing
+        about the gateway.
         """
         match outcome:
             case Delivered() | TooLarge():

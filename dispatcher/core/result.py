@@ -14,7 +14,7 @@ _LIST_CHARS = 100
 
 
 class ErrorCode(StrEnum):
-    """Why a request has no answer of the gateway: `error_code` of its result."""
+    """Reason why a request has no answer of the gateway: `error_code` of its result."""
 
     DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
     CANCELLED = "CANCELLED"
@@ -26,17 +26,17 @@ class ErrorCode(StrEnum):
     DELIVERIES_EXHAUSTED = "DELIVERIES_EXHAUSTED"
     TOO_LARGE = "TOO_LARGE"
     SEQUENCE_ABORTED = "SEQUENCE_ABORTED"
-    """An earlier request of its sequence has failed, or an operator gave the sequence up."""
+    """An earlier request of the sequence has failed, or an operator aborted the sequence."""
     SEQUENCE_DENIED = "SEQUENCE_DENIED"
-    """Its sequence belongs to another producer."""
+    """The sequence belongs to another producer."""
     SEQUENCE_ENDED = "SEQUENCE_ENDED"
-    """Its sequence was over, and takes no more."""
+    """The sequence has ended, and takes no more requests."""
     SEQUENCE_FULL = "SEQUENCE_FULL"
-    """Too many requests of its sequence wait."""
+    """Too many requests of the sequence wait."""
     SEQUENCE_INDEX = "SEQUENCE_INDEX"
-    """Another request of its sequence has its index, or that one's turn has passed."""
+    """Another request of the sequence has the index, or the turn of the index has passed."""
     MODEL_NOT_FOUND = "MODEL_NOT_FOUND"
-    """Its model is not served here."""
+    """The model of the request is not served by the pool."""
 
 
 class PoppedResult(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 RETRY_AFTER_CAP_S = 86400.0
-"""A longer Retry-After is taken for this much; policy cuts it further."""
+"""Largest Retry-After in seconds; a longer one counts as this. The retry policy may shorten it further."""
 
 
 def retry_after(headers: Mapping[str, str], now_unix: float) -> float | None:
-    """Return the seconds that an answer asks to wait; None where it asks for none, or not legibly."""
+    """Return the seconds that an answer asks to wait. `None` if it asks for no wait, or in no valid form."""
     value = headers.get("retry-after")
     if value is None:
         return None
-    # A date is meant by the clock of who wrote it.
+    # A date is meant by the clock of the server that wrote it, which the Date header shows.
     theirs = _http_date(headers.get("date", ""), now_unix)
     return parse_retry_after(value, now_unix if theirs is None else theirs)
 
 
 def parse_retry_after(value: str, now_unix: float) -> float | None:
-    """Seconds to wait, from delta seconds or any of HTTP's three date formats; None when it is neither.
+    """Return the seconds to wait, given as seconds or in one of HTTP's three date formats. `None` if neither.
 
-    A date in the past is 0; nothing is longer than a day.
+    A date in the past gives 0. The result is at most one day.
     """
     value = value.strip(" \t")
     if value.isascii() and value.isdigit():
@@ -39,7 +39,8 @@ _DATE = re.compile(
       | \ (?P<month_>[A-Z][a-z]{2})\ (?P<day_>[ \d]\d)\ (?P<time_>\d\d:\d\d:\d\d)\ (?P<year_>\d{4}) )""",
     re.VERBOSE | re.ASCII,
 )
-"""RFC 9110 5.6.7: `Sun, 06 Nov 1994 08:49:37 GMT`, `Sunday, 06-Nov-94 …`, `Sun Nov  6 08:49:37 1994`."""
+"""Date formats of RFC 9110 5.6.7: `Sun, 06 Nov 1994 08:49:37 GMT`, `Sunday, 06-Nov-94 08:49:37 GMT` and
+`Sun Nov  6 08:49:37 1994`."""
 
 
 def _http_date(value: str, now_unix: float) -> float | None:
@@ -52,7 +53,7 @@ def _http_date(value: str, now_unix: float) -> float | None:
         if len(year) == 2:
             this = datetime.fromtimestamp(now_unix, UTC).year
             year = this - 49 + (int(year) - (this - 49)) % 100  # from 49 years ago to 50 ahead
-        # A leap second is the second before, to whoever waits.
+        # datetime knows no leap second: it counts as the second before.
         return datetime(
             int(year), _MONTHS.index(month) + 1, int(day), hour, minute, min(second, 59), tzinfo=UTC
         ).timestamp()

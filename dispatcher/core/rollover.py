@@ -1,19 +1,20 @@
 """The versions of one model: which of them take work, and which one a request is sent to. Pure.
 
-Wanted is what the policy says of the listed ones, without those that an operator drains. Ready is what is
-warm: at one endpoint where requests can be confined to those that are, else at each that lists it, or at any
-once it is open. Where no warm-up is configured all are.
+A version is wanted if the policy selects it among the listed versions and no operator drains it. It is ready
+if it is warm: at one endpoint if requests can be confined to warm endpoints, otherwise at each endpoint that
+lists it, or at any one once it is open. Without a configured warm-up, every version is ready.
 
-    availability  Open are the wanted that are ready. Until all of them are, also what was open before, and
-                  if that leaves none the newest that is ready: while one is warm there is one open.
-    resource      What is not wanted closes at once, and a wanted version is warmed and opened only when
-                  nothing of any replica is under way to one that is not wanted. In between none may be open.
-                  Work that names a version itself counts, too, and waits for as long as it would be in the
-                  way: at one that is not wanted until all are open that are, else nothing else may ever
-                  begin; at one that is wanted until nothing is under way to those that are not.
+    availability  The wanted versions that are ready are open. Until all wanted versions are ready, the
+                  versions that were open before stay open. If there are none, the newest version that is
+                  ready is open, so that one is open as long as one is warm.
+    resource      A version that is no longer wanted closes at once. A wanted version is warmed and opened
+                  only when no replica has requests in flight to an unwanted version. In between, no version
+                  may be open. Requests that name a version count as well, and wait: for an unwanted version
+                  until all wanted ones are open, as otherwise nothing else might ever begin; for a wanted
+                  version until nothing is in flight to an unwanted one.
 
-Nothing here depends on when it was looked, but for what was open before and the steps that are told: two
-replicas that see the same choose the same.
+The result does not depend on the time of a look, except for the versions that were open before and the steps
+that are reported. Two replicas that see the same choose the same.
 """
 
 from __future__ import annotations

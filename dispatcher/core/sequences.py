@@ -16,11 +16,11 @@ Lives   A reset begins a further life behind the one that runs, and all that com
         with its last request, by idle, by age, by abort or cancel; what of it still waits begins the next
         (`Life.next` is then the first of those), or is refused.
 Owner   The request that begins a sequence fixes its owner (`Turn.owner`: a secret, or a result list).
-        Requests of others are refused as long as the sequence is known, and change nothing of it.
-Cancel  A cancel ends the sequence as far as it is known, and leaves a mark (`CancelMark`). A request that was
-        submitted before is refused as CANCELLED when its turn is asked for, or ends before that without a
-        trace in the sequence; one that was submitted afterwards begins the sequence anew. So it makes no
-        difference how many of the requests had been claimed.
+        Requests of other owners are refused while the sequence is known, and change nothing in it.
+Cancel  A cancel ends the sequence and leaves a mark (`CancelMark`). A request that was submitted before the
+        cancel is refused as CANCELLED when its turn is asked for, or ends earlier and leaves no trace in the
+        sequence. A request that was submitted afterwards begins the sequence anew. So it makes no difference
+        how many of the requests had been claimed.
 Over    Requests that will not go any more are answered by whoever sweeps, without a lease (`unserved`): no
         gate and no limit keeps them from their result.
 """
@@ -98,7 +98,7 @@ class Sequences:
 
     def _refused(self, one: Sequenced | None, turn: Turn, now: float) -> Barred | None:
         most = self.terms.max_waiting
-        # Before anything else: the answer to a stranger depends on nothing but whose the sequence is.
+        # This check comes first: the answer to another producer must show nothing else about the sequence.
         if one is not None and one.owner is not None and one.owner != turn.owner:
             return denied()
         mark = self.marks.get(turn.id)
@@ -400,7 +400,7 @@ class Sequences:
         one = self.known.get(name)
         if one is not None and one.status in _OVER:
             return False
-        if one is None:  # nothing of it was claimed yet: what comes is refused all the same
+        if one is None:  # no request of it was claimed yet; later ones must be refused all the same
             self._told = True
             one = self._unbegun(name, now)
         self._close(one, _ABORT, why, now)
@@ -413,8 +413,12 @@ class Sequences:
         return one
 
     def cancel(self, name: str, mark: CancelMark, now: float) -> int | None:
-        """Answer all that waits CANCELLED, and what was submitted before the mark when it is claimed; the
-        sequence ends, with its head where there is one: its entry, or 0. None: nothing of it is alive."""
+        """End the sequence. Its waiting requests are answered CANCELLED, and so are requests that were
+        submitted before the mark when they are claimed.
+
+        Return the entry of its head, with which the sequence ends, or 0 if it has no head. `None` if the
+        sequence is not known or has ended.
+        """
         before = self.marks.get(name)
         if before is not None and now < before.until:
             mark = CancelMark(max(mark.at, before.at), max(mark.until, before.until))
@@ -439,11 +443,10 @@ class Sequences:
         return 0 if one.head is None else one.head.entry
 
     def forget(self, name: str, now: float) -> bool | None:
-        """Know nothing of it any more, so that its id begins anew. False: something of it runs or waits.
-        None: nothing is known of it.
+        """Forget the sequence, so that its id begins anew. Return False, and do nothing, if a request of it
+        runs or waits. `None` if the sequence is not known.
 
-        Of a cancel it stays known that requests submitted before are not to run, as far as they say when they
-        were submitted.
+        A cancel is still remembered for requests that say that they were submitted before it.
         """
         one, mark = self.known.get(name), self.marks.get(name)
         marked = mark is not None and mark.undated and now < mark.until

@@ -1,12 +1,12 @@
-"""Model servers that refuse a request because they are full, recognised by the body of the answer. Pure.
+"""Recognition of answers by which a model server refuses a request because it is full. Pure.
 
 A 503 without a drop reason may come from a proxy that finds no server, or from a server whose own queue is
-full. Only the second is overload, and only its body says so:
+full. Only the second is overload, and only the body of the answer shows the difference:
 
     vLLM from 0.29 on, `--max-num-queued-reqs` and `--max-num-queued-tokens`, 503 (vllm-project/vllm#49445)
         {"error": {"message": "The engine is currently busy and cannot accept new requests. …", "code": 503}}
         {"error": {"message": "The engine has reached its prefill token backlog limit. …", "code": 503}}
-    SGLang, `--max-queued-requests`, 503; where a stream was asked for, a 200 with the same as an event
+    SGLang, `--max-queued-requests`, 503; if a stream was asked for, a 200 with the same as an event
         {"object": "error", "message": "The request queue is full.", "code": 503}
         {"object": "error", "message": "The request is aborted by a higher priority request.", "code": 503}
     Ray Serve from 2.10 on, `max_queued_requests`, 503, plain text (ray.serve.exceptions.BackPressureError)
@@ -16,7 +16,7 @@ full. Only the second is overload, and only its body says so:
     text-generation-inference, text-embeddings-inference and Infinity, 429 or 503
         {"error": "Model is overloaded", "error_type": "overloaded"}
 
-A message has to begin with one of these phrases: a text in which one occurs may quote the request.
+A message has to begin with one of these phrases. A text that only contains one may quote the request.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 import msgspec
 
 SERVER_FULL = "server-full"
-"""Stands in the place of a drop reason, which such an answer does not have."""
+"""Drop reason that we assign to such an answer, because it has none of its own."""
 LOOKED_AT_BYTES = 16_384
-"""A longer body is no refusal, and of a stream only the end is looked at."""
+"""Largest body that may be a refusal, and length of the end of a stream that is searched for one."""
 _PHRASES = (
     "the engine is currently busy and cannot accept new requests",
     "the engine has reached its prefill token backlog limit",
@@ -50,9 +50,9 @@ def is_server_full(body: bytes) -> bool:
 
 
 def error_of_stream(headers: Mapping[str, str], end: bytes) -> Mapping[str, Any] | None:
-    """Return the error that a stream of events ends with, complete or cut; None where it ends with none.
+    """Return the error with which a stream of events ends, complete or cut. `None` if it ends without one.
 
-    `headers`: of the answer, names in lower case. `end`: the last bytes of the stream.
+    `headers` are those of the answer, with names in lower case. `end` is the last bytes of the stream.
     """
     if not headers.get("content-type", "").lstrip().lower().startswith("text/event-stream"):
         return None
@@ -72,7 +72,7 @@ def is_error_of_full_server(event: Mapping[str, Any]) -> bool:
 
 
 def texts_of(event: Mapping[str, Any]) -> list[str]:
-    """Return what an error says of its kind: its type, code and reason, where these are texts."""
+    """Return the type, code and reason of an error, as far as these are strings."""
     error = event.get("error")
     fields = error if isinstance(error, dict) else event
     said = (fields.get(name) for name in ("type", "code", "reason"))
@@ -87,7 +87,7 @@ def _message(event: Mapping[str, Any]) -> str:
 
 
 def _decoded(text: bytes) -> Mapping[str, Any]:
-    """An object of JSON; empty where it is none."""
+    """Return the JSON object in a text. Empty if the text is not a JSON object."""
     if text[:1] != b"{":
         return {}
     try:

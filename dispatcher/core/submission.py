@@ -22,7 +22,7 @@ class CallRefusedError(QueueUnavailableError):
 
 
 class QueueFullError(QueueUnavailableError):
-    """As many requests wait as may (`queue.max_pending`); nothing of the call was taken."""
+    """The call would leave more requests waiting than `queue.max_pending`. Nothing of it was accepted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class Tracking(Revised):
             self._travel.opened(opened_s)
 
     def looped(self, late_s: float) -> None:
-        """Note how late the event loop has been lately, at the most."""
+        """Note the largest recent delay of the event loop."""
         self._travel.looped(late_s)
 
     def count_leases(
@@ -302,7 +302,7 @@ class Tracking(Revised):
         self._reassess()
 
     def _sight(self, tracks: list[Track]) -> Sight:
-        """Return the newest sample's view of the whole pool, however many signals it was of."""
+        """Return the newest sample's view of the whole pool, made of all signals of that sample."""
         seen = [(t.reading, t.interval.hi, t.budget) for t in tracks if t.reading is not None and t.budget]
         apart = [r for r, _, _ in seen if _told_apart(r)]
         newest = max(apart or [r for r, _, _ in seen], key=lambda r: r.closed_at)
@@ -325,16 +325,16 @@ class Tracking(Revised):
     def _count(self, reading: Reading) -> PoolCounts | None:
         """Return the requests that ran and that waited at the moment of the sample.
 
-        The queues of the model servers may be those of up to SERVER_LAG_S ago, so that requests which came
-        since then and wait look as if they ran. Of ours only those certainly ran that were there all that
-        time, and of the others as many as were there at the sample before as well.
+        The queues of the model servers may be up to SERVER_LAG_S old, so that requests which came since then
+        and wait look as if they ran. Therefore only those of our requests certainly ran that were there all
+        that time, and only as many other requests as were also there at the sample before.
         """
         if reading.running is None:
             return None
         if reading.exact_counts:
             return PoolCounts(reading.running, reading.waiting, reading.running)
         in_queues = reading.waiting - reading.f_epp * reading.max_sys
-        # Without δ: what is sought is how much more of ours there was at the end than at the beginning.
+        # δ is 0 here, because only the change of our load between the beginning and the end matters.
         ours = self.held.between(reading.opened_at - SERVER_LAG_S, reading.closed_at, 0.0)
         now, before = max(0.0, reading.running + in_queues - ours.hi), self._others
         then = now

@@ -1,18 +1,17 @@
-"""δ: how long a request or its answer takes between us and the gateway at the most, by our exchanges. Pure.
+"""δ, the longest time that a request or its answer takes between us and the gateway. Pure.
 
-Nothing tells it. What is known:
+No series shows δ. It is estimated from:
 
-    from the start   USUAL_S: a network of one's own, and a gateway that decides in milliseconds.
-    openings         Opening a connection takes a whole round trip, and more with TLS. Once several were
-                     timed, the slowest of the newest is taken instead: less than USUAL_S, so that short
+    from the start   USUAL_S is the value for a local network and a gateway that decides in milliseconds.
+    openings         Opening a connection takes a whole round trip, and more with TLS. Once several openings
+                     were timed, the slowest of the newest replaces USUAL_S. It may be less, so that short
                      requests are seen to be there at all, or more, up to a quarter of a short exchange.
-    readings         One that shows fewer of ours than were surely there under δ shows that δ is more
-                     (uploads, tokenization), if one explains it that is at most MOST_S, and less than half of
-                     an exchange. It is forgotten little by little.
-    event loop       A loop that is late sees answers later than they came, by so
-                     much: that is added.
+    readings         A reading that shows fewer of our requests than were surely there under δ shows that δ is
+                     larger (uploads, tokenization), if a δ explains it that is at most MOST_S and less than
+                     half of an exchange. This increase is forgotten little by little.
+    event loop       A late event loop sees answers later than they came. Its delay is added.
 
-A reading that no such δ explains is not of our pool: that is the limiter's to say.
+A reading that no such δ explains is not of our pool. The limiter decides what follows from that.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ EXCHANGES = 64
 EACH_WAY, EACH_WAY_MOST = 0.25, 0.45
 """Of a short exchange: the most that openings make of one way, and what no way takes."""
 LATE_MOST_S = 2.0
-"""The most that a late event loop adds."""
+"""Largest delay of the event loop, in seconds, that is added to δ."""
 STEP = 1.25
 FORGOTTEN = 0.99
 """With each reading, of what readings showed."""
@@ -46,7 +45,7 @@ class Travel:
     _exchanges: deque[float] = field(default_factory=lambda: deque(maxlen=EXCHANGES))
     _shown: float = 0.0
     _late_s: float = 0.0
-    """How late the event loop has been lately, at the most."""
+    """Largest recent delay of the event loop."""
 
     def opened(self, seconds: float) -> None:
         """A connection to the gateway was opened, in so long."""
@@ -57,7 +56,7 @@ class Travel:
         self._exchanges.append(max(0.0, seconds))
 
     def looped(self, late_s: float) -> None:
-        """Note how late the event loop has been lately, at the most."""
+        """Note the largest recent delay of the event loop."""
         self._late_s = min(max(0.0, late_s), LATE_MOST_S)
 
     def reckon(self) -> None:

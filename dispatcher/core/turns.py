@@ -27,9 +27,10 @@ LIVES_MOST = 100
 UNPARK_MOST = 100
 """Sequences that one step lets begin."""
 _TOKEN_TIME_CHARS = 16
-"""Hexadecimal digits of nanoseconds with which a token of our clients begins."""
+"""Number of hexadecimal digits, a time in nanoseconds, with which a token of our clients begins."""
 _SAME_MOMENT_S = 5.0
-"""A time in a token that is further from `created` is taken for random digits."""
+"""Largest difference between `created` and the time in a token. A larger one means that the token begins with
+random digits."""
 
 
 class OnError(StrEnum):
@@ -55,27 +56,30 @@ class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request's place in a sequence, as its producer wrote it."""
 
     id: str
-    """Of the sequence: 1 to 256 bytes."""
+    """Id of the sequence, 1 to 256 bytes."""
     index: int | None = None
-    """Its number, from 0 on; None: behind all that the sequence has when the request comes."""
+    """Number of the request in the sequence, from 0 on. `None` puts it behind all requests that the sequence
+    has when it comes."""
     last: bool = False
     """The sequence ends with it."""
     reset: bool = False
     """The sequence begins anew with it, after all that came before it."""
     on_error: OnError | None = None
-    """None: as the settings say."""
+    """`None` stands for the value in the settings."""
     carry: Carry | None = None
-    """None: as the settings say."""
+    """`None` stands for the value in the settings."""
     secret: str = ""
-    """Proves that the producer may use the sequence; empty: the name of its result list does."""
+    """Secret that proves that the producer may use the sequence. If it is empty, the name of the producer's
+    result list is the proof."""
     owner: str = ""
-    """Set by `parse` and never written into a member: a digest of the secret, or of the name of the result
-    list; empty: the default list."""
+    """Digest of the secret, or of the name of the result list. Empty for the default list. `parse` sets it;
+    it is never written into a member."""
     submitted_at: float = 0.0
-    """Set by `parse` and never written into a member: Unix seconds; 0: the member does not tell."""
+    """Unix time at which the request was submitted. 0 if the member does not say. `parse` sets it; it is
+    never written into a member."""
 
     def __repr__(self) -> str:
-        """Without the secret, for logs."""
+        """Return the fields for logs, without the secret."""
         shown = ("id", "index", "last", "reset", "on_error", "carry")
         return f"Turn({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
@@ -94,7 +98,7 @@ class TurnFields(msgspec.Struct):
     ) = None
 
     def turn(self, results: str, submitted_at: float) -> Turn | None:
-        """None where the id is too long in bytes."""
+        """Return the turn. `None` if the id has too many bytes."""
         if len(self.id.encode()) > MAX_SEQUENCE_BYTES:
             return None
         return Turn(
@@ -111,9 +115,10 @@ class TurnFields(msgspec.Struct):
 
 
 def owner_of(secret: str, results: str) -> str:
-    """A digest that identifies who may use a sequence, by a secret or, without one, by a result list.
+    """Return a digest of the secret, or without a secret of the result list, that may use a sequence.
 
-    The two are told apart: names of lists can be guessed, and a guessed name must not do as a secret.
+    A secret and a list of the same name have different digests: a name can be guessed, and must not pass for
+    the secret.
     """
     if not secret and not results:
         return ""
@@ -122,8 +127,10 @@ def owner_of(secret: str, results: str) -> str:
 
 
 def submission_time(created: int, token: str) -> float:
-    """Unix seconds at which a request was submitted: `data.created`, or the more exact time at the head of
-    the token of our clients, where the two agree. 0 without `created`."""
+    """Return the Unix time at which a request was submitted. 0 without `created`.
+
+    It is `data.created`, or the more exact time at the head of a token of our clients if the two agree.
+    """
     if not created or len(token) < _TOKEN_TIME_CHARS:
         return float(created)
     try:

@@ -24,7 +24,7 @@ from dispatcher.core.lanes import MODEL_BYTES
 from dispatcher.core.wanted import VersionPolicy
 
 NAMINGS_MOST = 20_000
-"""Names of which it is remembered what a pattern makes of them."""
+"""Largest number of names whose match with a pattern is remembered."""
 _DIGITS = re.compile("([0-9]+)")
 _LITERAL = re.compile("[A-Za-z0-9_/:-]*")
 
@@ -184,7 +184,10 @@ def naming_of(name: str, terms: FamilyTerms) -> VersionNaming | None:
 
 @lru_cache(maxsize=NAMINGS_MOST)
 def naming_by(name: str, match: re.Pattern[str] | None) -> VersionNaming | None:
-    """Read a name by a pattern, which costs 15 µs, once: each new name is asked for by several parts."""
+    """Return the parts of a name that a pattern finds. `None` if the name does not match.
+
+    Matching takes 15 µs and several callers ask for each new name, so the result is remembered.
+    """
     if not name or len(name.encode(errors="replace")) > MODEL_BYTES:
         return None
     label: str = name

@@ -60,12 +60,12 @@ class HeldLease:
     cut: Cut | None = None
     """Why its answer is no longer waited for."""
     answered_at: float | None = None
-    """When its try ended; None: it was not tried, or its try was cut."""
+    """Time at which its try ended. `None` if it was not tried, or its try was cut."""
     claimed_at: float = 0.0
     confirmed_at: float = 0.0
-    """When the newest call was asked that told it to be ours, by the clock of `Tenure`."""
+    """Time of the newest call that confirmed the lease as ours, by the clock of `Tenure`."""
     answer: AnswerMemory | None = None
-    """The memory that its answer takes; None: none that is counted."""
+    """Memory that the answer takes. `None` if there is no answer, or its memory is not counted."""
     trail: Trail | None = None
     """What is traced of it; None: nothing."""
     goes: Goes | None = None

@@ -156,8 +156,10 @@ class Tries:
                 self._end(held, running.request, forwarded, seen)
 
     def _hold_answer(self, ends: Sequence[HeldLease], forwarded: Forwarded) -> None:
-        """Have the memory of an answer given back when the queue has confirmed the last of the ends that it
-        leads to. Where others follow from it, what they need of it was copied."""
+        """Have the memory of an answer given back when the queue has confirmed the end of all these leases.
+
+        Tries that follow from the answer have copies of what they need.
+        """
         if forwarded.held is None:
             return
         ends = [held for held in ends if held in self._holding]

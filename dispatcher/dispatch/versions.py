@@ -369,7 +369,7 @@ def pin_key(terms: FamilyTerms, request: Request) -> str:
     if terms.pin is Pin.JOB:
         name = next((f"job {job}" for label in JOB_LABELS if (job := request.labels.get(label))), "")
     if not name and terms.pin is not Pin.REQUEST and request.sequence is not None:
-        # With its owner, else who names another's sequence could keep that from its version.
+        # The name includes the owner, so that another producer cannot keep the sequence from its version.
         name = f"sequence {request.sequence.owner} {request.sequence.id}"
     if not name:
         return ""

@@ -342,7 +342,7 @@ class Warming:
             )
             sent = await self._gateway.forward(request, token=token, deadline=ends_at, may_send=_may)
             if sent.held is not None:
-                sent.held.free()  # only the beginning of it is looked at, and nothing is kept
+                sent.held.free()  # only the beginning of the answer is used, and nothing of it is kept
             self._seen(sent)
             return sent.outcome
         finally:

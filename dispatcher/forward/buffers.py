@@ -1,17 +1,17 @@
-"""A bound on the bytes of answers that all tries together hold.
+"""A bound on the memory that the answers of all tries take together.
 
-An answer is held from the first byte that is read until its result is written to the queue. A few hundred
-large ones at once would take more memory than the pod has, so reading pauses while the bound is reached, and
-the gateway feels that at its socket.
+An answer is held in memory from the first byte that is read until its result is written to the queue. A few
+hundred large answers at once would take more memory than the pod has. So reading pauses while the bound is
+reached, and the gateway has to wait at its socket.
 
-    room      the bytes that answers may take, but for as many as the largest answer may have
-    beyond    while there is no room, the first that waits is read to its end all the same, and takes what was
-              set aside for that; the next one may when that is written. So some answer always gets on,
-              whatever the others hold, and the bound is kept.
+    room      the bound, less the size of the largest answer. Answers share this number of bytes.
+    beyond    one answer that is read to its end although there is no room. It takes the bytes that were set
+              aside for the largest answer. The next one may do so when its result is written. So one answer
+              always makes progress, and the bound is kept.
 
-Who waits is served in the order of asking. Each connection has read up to 128 KB ahead beside that (300 KB
-over TLS), which is not counted; neither are the parts of merged answers while single calls are made to
-compare them.
+Answers that wait are served in the order in which they asked. Two kinds of memory are not counted: the up to
+128 KB that each connection reads ahead (300 KB over TLS), and the parts of a merged answer while single calls
+are made to compare them.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from collections import deque
 
 
 class AnswerBuffers:
-    """What the answers of one gateway hold. `largest_bytes`: no answer has more."""
+    """Bytes that the answers of one gateway hold. `largest_bytes` is the size of the largest answer."""
 
     def __init__(self, limit_bytes: int, largest_bytes: int) -> None:
         self._used = 0
-        """Of all answers but the one that is `_beyond`."""
+        """Bytes of all answers except the one that is `_beyond`."""
         self._beyond: AnswerHold | None = None
         self._waiting: deque[tuple[AnswerHold, int, asyncio.Future[None]]] = deque()
         self.resize(limit_bytes, largest_bytes)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that all answers hold now."""
+        """Number of bytes that all answers hold now."""
         return self._used + (self._beyond.size if self._beyond is not None else 0)
 
     def resize(self, limit_bytes: int, largest_bytes: int) -> None:
-        """Keep another bound from now on; answers that hold more than it allows are read to their end."""
+        """Change the bound. Answers that already hold more than it allows are read to their end."""
         self._room = max(0, limit_bytes - largest_bytes)
         self._wake()
 
     def take(self, hold: AnswerHold, more: int) -> bool:
-        """Let an answer have more bytes; False: there is no room for them now."""
+        """Let an answer have more bytes. Return False if there is no room for them now."""
         if hold is not self._beyond:
             if self._used + more <= self._room:
                 self._used += more
@@ -55,7 +55,7 @@ class AnswerBuffers:
 
     async def wait_for(self, hold: AnswerHold, more: int) -> None:
         """Take the bytes when there is room for them."""
-        may = not self._waiting or hold is self._beyond  # else it would overtake who has waited longer
+        may = not self._waiting or hold is self._beyond  # else it would overtake answers that wait already
         if may and self.take(hold, more):
             return
         granted = asyncio.get_running_loop().create_future()
@@ -70,7 +70,7 @@ class AnswerBuffers:
             raise
 
     def give_back(self, hold: AnswerHold, size: int) -> None:
-        """An answer needs so many bytes fewer."""
+        """Take back `size` bytes of an answer."""
         hold.size -= size
         if hold is not self._beyond:
             self._used -= size
@@ -89,7 +89,7 @@ class AnswerBuffers:
 
 
 class AnswerHold:
-    """The bytes of one answer."""
+    """Number of bytes that one answer holds."""
 
     __slots__ = ("_buffers", "_shares", "size")
 
@@ -104,19 +104,19 @@ class AnswerHold:
             await self._buffers.wait_for(self, size - self.size)
 
     def shrink(self, size: int) -> None:
-        """The answer has come, and has no more than `size` bytes."""
+        """Keep only `size` bytes, for an answer that turned out to be no larger."""
         if size < self.size:
             self._buffers.give_back(self, self.size - size)
 
     def share(self, shares: int) -> None:
-        """Have the bytes given back when `free` was called so many times; 0: now."""
+        """Give the bytes back after `shares` calls of `free`, or at once if it is 0."""
         self._shares = shares
         if not shares:
             self._shares = 1
             self.free()
 
     def free(self) -> None:
-        """One of those who share the answer needs it no longer. More often than it is shared: no effect."""
+        """Give up one share of the answer. Calls beyond the number of shares have no effect."""
         self._shares -= 1
         if self._shares == 0:
             self._buffers.give_back(self, self.size)

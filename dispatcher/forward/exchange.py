@@ -72,7 +72,7 @@ async def exchange(
 
 
 def _plain(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Names in lower case."""
+    """Return the headers by name in lower case. Repeated ones are joined."""
     plain: dict[str, str] = {}
     for raw_name, raw_value in headers:
         name, value = raw_name.lower().decode("latin-1"), raw_value.decode("latin-1")
@@ -87,8 +87,11 @@ async def read(
     chunks: list[bytes],
     current: Progress,
 ) -> bytes | None:
-    """The body, decoded; None when it is larger than the limit. `chunks`: takes in what comes, so that
-    something is known of a body that breaks off. `current`: makes room for what comes."""
+    """Return the body, decoded. `None` if it is larger than the limit.
+
+    The bytes are appended to `chunks` as they arrive, so that the beginning of a body that breaks off is
+    known. `current` makes room for them.
+    """
     length = headers.get("content-length", "")
     if length.isdecimal():
         if int(length) > limit_bytes:
@@ -103,7 +106,7 @@ async def read(
         await current.make_room(size)
     body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
     if content_encoding := headers.get("content-encoding"):
-        await current.make_room(limit_bytes)  # nobody knows how large it becomes
+        await current.make_room(limit_bytes)  # the decoded size is not known in advance
         unpacked_body = await unpacked(body, content_encoding, limit_bytes)
         if current.hold is not None and unpacked_body is not None:
             current.hold.shrink(len(unpacked_body))
@@ -112,7 +115,7 @@ async def read(
 
 
 def _seconds_of(milliseconds: str) -> float | None:
-    """None: that is no number, or no time that a request can have waited."""
+    """Return the time in seconds. `None` if it is no number, or no time that a request can have waited."""
     try:
         seconds = float(milliseconds) / 1000
     except ValueError:
@@ -121,7 +124,7 @@ def _seconds_of(milliseconds: str) -> float | None:
 
 
 def _end_of(chunks: Sequence[bytes]) -> bytes:
-    """The last bytes of a body that broke off: as many as are looked at, and not all of a large one."""
+    """Return the last bytes of a body that broke off, about as many as are searched for an error."""
     end: list[bytes] = []
     size = 0
     for chunk in reversed(chunks):

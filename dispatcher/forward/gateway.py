@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 
 class _Watched(Generic[T]):
-    """What is made of files that others replace under us: made again when one has changed.
+    """A value made from files that other programs replace. It is made again when a file has changed.
 
-    A change that cannot be read leaves the old value in force, and is tried again.
+    If a changed file cannot be read, the old value stays in force and the read is tried again.
     """
 
     def __init__(self, paths: Sequence[str], make: Callable[[], T]) -> None:
@@ -47,15 +47,16 @@ class _Watched(Generic[T]):
         self._look_at = float("-inf")
         self._look = BackgroundRead(self._made_anew)
         self._looking = 0
-        """Tries that wait for the look."""
+        """Number of tries that wait for the current look at the files."""
         self._seen: object = None
         self._made: object = None
-        """What the newest look gave to all who waited for it."""
+        """Result of the newest look, the same object for all tries that waited for it."""
 
     async def refresh(self, now: float) -> bool:
-        """Look at the files, at most every WATCH_S; whether the value was made anew.
+        """Look at the files, at most every WATCH_S. Return whether the value was made again.
 
-        Tries that come while another one looks go on with the value that there is, or wait for the first one.
+        A try that comes during another one's look goes on with the current value, or waits for the first
+        value.
         """
         if now < self._look_at and not (self._looking and self.value is None):
             return False
@@ -78,7 +79,10 @@ class _Watched(Generic[T]):
         return True
 
     def _made_anew(self) -> tuple[object, T] | None:
-        """What the files look like and what was made of them; None if they are as they were. In a thread."""
+        """Return the state of the files and the value made from them. `None` if the files have not changed.
+
+        Runs in a thread.
+        """
         seen = [looks(path) for path in self.paths if path]
         if seen == self._seen and not self.fault:
             return None
@@ -158,7 +162,8 @@ class HttpGateway:
         if deadline <= started:
             return Forwarded(TooLate(), started, started)
         wire = await self._refresh(started)
-        # Only now: the settings may have changed while files were read, and a token is for its own gateway.
+        # The plan is read last. The settings may have changed during the reads, and a token must only go to
+        # its own gateway.
         plan = self._plan
         url = plan.url(request.endpoint)
         if isinstance(url, Refused):
@@ -224,7 +229,7 @@ class HttpGateway:
 
 
 def _go_duration(seconds: float) -> str:
-    """A time as Go writes it; never 0, which would mean without end."""
+    """Return a time as a Go duration. It is never 0, which would mean no limit."""
     return f"{max(1, int(seconds * 1000))}ms"
 
 

@@ -35,13 +35,13 @@ STREAMED_BYTES = 262_144
 """Larger payloads are written in pieces, so that a slow gateway does not make us hold them twice."""
 
 READ_AHEAD_BYTES = 16_384
-"""A connection whose answer is not taken reads up to twice as much, and what one call brings beside."""
+"""Read-ahead of a connection. While its answer waits it reads up to twice this, and the bytes of one call."""
 READ_BYTES = 65_536
-"""What one call to read takes at the most. asyncio would take 256 KB, and so each of hundreds of connections
-would hold that, whatever the bound on answers."""
+"""Largest number of bytes that one call reads. asyncio's default is 256 KB, which each of hundreds of
+connections would hold beyond the bound on answers."""
 
 INTERIM_MOST = 8
-"""So many 1xx may come before an answer."""
+"""Largest number of 1xx responses before an answer."""
 
 _TIMEOUT = aiohttp.ClientTimeout(connect=CONNECT_S, sock_connect=CONNECT_S)
 
@@ -61,23 +61,23 @@ class Progress:
     """Only a new connection will do."""
     may_send: Callable[[], bool] = lambda: True
     unsent: bool = False
-    """It might not be sent when it came to that."""
+    """Whether `may_send` forbade to send the request."""
     token_header: str = ""
-    """A header of the answer that is wanted; empty: none."""
+    """Name of a header of the answer whose value is wanted. Empty if none is."""
     token: str = ""
-    """What it says."""
+    """Value of that header."""
     queued_s: float | None = None
-    """How long the request waited in the endpoint picker, as the answer says."""
+    """Seconds that the request waited in the endpoint picker, as the answer says."""
     hold: AnswerHold | None = None
-    """The memory that the answer takes; None: it is not counted."""
+    """Memory that the answer takes. `None` if it is not counted."""
     timer: asyncio.Timeout | None = None
-    """Ends the try."""
+    """The time limit of the try."""
     deadline: float = float("inf")
-    """No pause prolongs the try beyond this."""
+    """Loop time beyond which no pause prolongs the try."""
 
     async def make_room(self, size: int) -> None:
-        """Wait until the answer may have so many bytes. That time is ours, and not a slow server's: the limit
-        of time does not count it."""
+        """Wait until the answer may have `size` bytes. The time limit of the try is extended by the wait,
+        which is not the fault of a slow server."""
         if self.hold is None or size <= self.hold.size:
             return
         timer, now = self.timer, asyncio.get_running_loop().time
@@ -150,7 +150,7 @@ class _Connector(aiohttp.TCPConnector):
         if not current.reused:
             self._used.add(protocol)
             transport: Any = connection.transport
-            if hasattr(transport, "max_size"):  # asyncio's own; over TLS it is not to be set
+            if hasattr(transport, "max_size"):  # only a plain asyncio transport lets it be set
                 transport.max_size = READ_BYTES
             _detect_dead_peer(connection.transport)
         current.connected_at = self._loop.time()

@@ -134,31 +134,36 @@ class Desk(Protocol):
         ...
 
     async def sequence(self, sequence_id: str) -> SequenceSeen | None:
-        """One, with the first of its line; None: nothing is known of it (any more)."""
+        """Return one sequence with the first of its waiting requests. `None` if it is not known."""
         ...
 
     async def release_sequence(self, sequence_id: str) -> bool:
-        """Let one that is held go on with the next of its line; False: it is not held."""
+        """Let a sequence that is held go on with its next request. Return False if it is not held."""
         ...
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        """Have what waits of it, and what comes, answered SEQUENCE_ABORTED with that sentence; what runs goes
-        on to its end. So does one of which nothing was claimed yet. False: it is over already."""
+        """Have the waiting and later requests of a sequence answered SEQUENCE_ABORTED, and say `why`.
+
+        A running request goes on to its end. A sequence can be aborted before any request of it was claimed.
+        Return False if the sequence was aborted before, or has ended.
+        """
         ...
 
     async def cancel_sequence(self, sequence_id: str, at: float | None = None, for_s: float = ...) -> bool:
-        """Have all that waits of it answered CANCELLED, and what runs of it cancelled where its producer gave
-        it a token; it ends with that.
+        """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled if
+        its producer gave it a token.
 
-        Requests that were submitted until `at` (Unix seconds; `None`: now, by the queue's clock) and are
-        claimed within `for_s` are answered CANCELLED, too: those that do not say when they were submitted
-        count among them until the sequence is forgotten. What is submitted later begins the sequence anew.
-        False: nothing of it is alive, as far as dispatchers know.
+        Requests that were submitted until `at` (Unix time; `None` for now, by the queue's clock) and are
+        claimed within `for_s` are answered CANCELLED, too. Until the sequence is forgotten, these include
+        requests that do not say when they were submitted. Requests that are submitted later begin the
+        sequence anew. Return False if, as far as dispatchers know, the sequence has ended or is not there.
         """
         ...
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
-        """Know nothing of it any more: neither that it was aborted or has ended, nor its next index, so that
-        what comes begins it anew, but for what was submitted before it was cancelled. False: something of it
-        runs or waits, and nothing was done; None: nothing is known of it."""
+        """Forget a sequence: its next index, and that it was aborted or has ended. Later requests begin it
+        anew, except for those that were submitted before it was cancelled.
+
+        Return False, and do nothing, if a request of it runs or waits. `None` if it is not known.
+        """
         ...

@@ -11,32 +11,32 @@ from dispatcher.core.value import Value
 
 
 class AnswerMemory(Protocol):
-    """The memory that an answer takes."""
+    """Memory that an answer takes."""
 
     def share(self, shares: int) -> None:
-        """Have it given back when `free` was called so many times; 0: now."""
+        """Give the memory back after `shares` calls of `free`, or at once if it is 0."""
         ...
 
     def free(self) -> None:
-        """One of those who share the answer needs it no longer."""
+        """Give up one share of the answer."""
         ...
 
 
 class Forwarded(Value, frozen=True):
-    """What came of one try."""
+    """The result of one try."""
 
     outcome: Outcome
     sent_at: float
-    """When the connection it went over was there; `ended_at` where none ever was."""
+    """Time at which the connection for the request was ready; `ended_at` if there was none."""
     ended_at: float
     opened_s: float | None = None
-    """How long opening that connection took; None: it was there before, or none ever was."""
+    """Seconds that opening the connection took. `None` if it was open before, or was never opened."""
     session: str = ""
-    """What the answer's header `Session.token_header` says; empty: there is none, or none was asked for."""
+    """Value of the answer's header `Session.token_header`. Empty if there is none, or none was asked for."""
     queued_s: float | None = None
-    """How long the request waited in the endpoint picker; None: the answer does not say."""
+    """Seconds that the request waited in the endpoint picker. `None` if the answer does not say."""
     held: AnswerMemory | None = None
-    """The memory that the answer takes until its result is written; None: it is not counted."""
+    """Memory that the answer takes until its result is written. `None` if it is not counted."""
 
 
 class Gateway(Protocol):

@@ -181,7 +181,7 @@ class Release:
     undelivered: bool = False
     """The delivery is taken back: it was given back untouched (drain, unreachable), not lost."""
     last_try: str = ""
-    """What the try came to; empty: what is known of an earlier one stays."""
+    """The outcome of the try in words. If it is empty, the text of an earlier try stays."""
     awaits: str = ""
     """The model that it waits for, which is not served: in a lane that no claim takes from, until `recall`,
     and no delay counts. As the head of its sequence it stays that. Empty: it waits for none."""

@@ -45,11 +45,12 @@ DECIDED_MOST = 1000
 REPLY_TTL_S = 60
 """How long a repetition of a call gets the same reply."""
 ACTIVE_BYTES = 65_536
-"""Of the tokens that can be cancelled under one id, packed: some thousand of them."""
+"""Largest packed list of the tokens that can be cancelled under one id: some thousand tokens."""
 TOKENS_SOUGHT = 16
-"""Under one id: so many are sought by their tokens, of more all requests of their deadlines are read."""
+"""Largest number of tokens under one id whose requests are looked up by token. For more, all requests with
+their deadlines are read."""
 CANCEL_TTL_S = 604_800
-"""How long a request is cancelled by whoever found it under `request-active:<id>`."""
+"""Seconds for which the cancel of a request that was found under `request-active:<id>` stays in force."""
 
 DONE, LOST, BAD_LIST, STUCK, TOO_LARGE = range(5)
 """What became of a result. DONE: written. LOST: its lease, or its place, is another's by now. BAD_LIST: its

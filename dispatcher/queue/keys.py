@@ -73,9 +73,9 @@ SHARED_BY_CLIENTS = "sequences:secret"
 _SUFFIXES = (*(suffix for suffix, _ in (*KEYS.values(), *BOARD_KEYS.values()) if suffix), SHARED_BY_CLIENTS)
 _OF_A_CLIENT = re.compile(r"batch-results:(?:\{[0-9a-f]{16}\}|[0-9a-f]{16})")
 BOX_KEPT, BOX_OWNER = "kept", "owner"
-"""What stands behind the name of a client's result list in the names of its own two keys."""
+"""Suffixes that a client appends to the name of its result list to name its two other keys."""
 _OF_GO_CLIENTS = ("result-claimed", "result-claim-owners", "result-claims-idx", "result-ack-tombstones")
-"""The same of llm-d's Go producer (`ReceiveResult`), behind whatever list it reads."""
+"""Suffixes that llm-d's Go producer (`ReceiveResult`) appends to the name of the list that it reads."""
 _OF_A_BOX = re.compile(
     rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})|.*:(?:{'|'.join(_OF_GO_CLIENTS)})",
     re.DOTALL,
@@ -187,7 +187,8 @@ class Names:
         return f"{self.prefix}:cancel:{request_id}:{token}"
 
     def owner(self, turn: Turn) -> str:
-        """Who may use the sequence of this turn; empty: whoever uses the default list, named or not."""
+        """Return the producer that may use the sequence of this turn. Empty for the users of the default
+        list, whether they name it or not."""
         return "" if turn.owner == self._owner_by_default else turn.owner
 
     @cached_property
@@ -196,7 +197,7 @@ class Names:
 
     @property
     def sequence_secret(self) -> str:
-        """Where the programs with our client find the secret of their sequences, which they share."""
+        """The key of the secret that all programs with our client share for their sequences."""
         return f"{self.prefix}:{SHARED_BY_CLIENTS}"
 
     def answers(self, request_id: str) -> str:

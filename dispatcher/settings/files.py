@@ -9,7 +9,7 @@ from pathlib import Path
 from dispatcher.settings.reading import BackgroundRead, read_in_time, read_regular
 
 MAX_TOKEN_BYTES = 64 * 1024
-"""Far more than any server takes as a header."""
+"""Largest token file. Servers take headers that are much smaller than this."""
 _VISIBLE = re.compile(rb"[!-~]+")
 
 
@@ -36,9 +36,9 @@ def looks(path: str | Path) -> tuple[int, int, int] | None:
 
 
 def read_token(path: str | Path) -> str:
-    """The token: visible ASCII characters, with white space around it at the most. Raises TokenFileError.
+    """Return the token in a file, without the white space around it. It must be visible ASCII.
 
-    It takes READ_S at the longest. On an event loop, use a TokenReader.
+    Raises TokenFileError, and blocks for up to READ_S. On an event loop, use a TokenReader.
     """
     try:
         return read_in_time(partial(read_token_blocking, path))
@@ -47,7 +47,7 @@ def read_token(path: str | Path) -> str:
 
 
 def read_token_blocking(path: str | Path) -> str:
-    """Return the token. Raises TokenFileError. A file system that hangs keeps the thread."""
+    """Return the token in a file. Raises TokenFileError. Blocks for as long as the file system hangs."""
     try:
         content = read_regular(path, MAX_TOKEN_BYTES)
     except OSError as error:
@@ -64,14 +64,14 @@ def read_token_blocking(path: str | Path) -> str:
 
 
 class TokenReader:
-    """Reads a token file beside the event loop, which goes on where the file system hangs."""
+    """Reads a token file in a thread, so that the event loop goes on if the file system hangs."""
 
     def __init__(self) -> None:
         self._path = ""
         self._read: BackgroundRead[str] | None = None
 
     async def read(self, path: str) -> str:
-        """Return the token as the file has it now. Raises TokenFileError."""
+        """Return the token that the file holds now. Raises TokenFileError."""
         if self._read is None or path != self._path:
             self._path, self._read = path, BackgroundRead(partial(read_token_blocking, path))
         try:

@@ -94,7 +94,7 @@ def load_client(
 
 
 def read(path: Path | str | None) -> str | Problem:
-    """The text of a configuration file; empty where there is none. It takes READ_S at the longest."""
+    """Return the text of a configuration file. Empty without a path. Blocks for up to READ_S."""
     if path is None:
         return ""
     path = Path(path)
@@ -105,7 +105,7 @@ def read(path: Path | str | None) -> str | Problem:
 
 
 def read_blocking(path: Path) -> str | Problem:
-    """Return the text of a configuration file. A file system that hangs keeps the thread."""
+    """Return the text of a configuration file. Blocks for as long as the file system hangs."""
     try:
         raw = read_regular(path, MAX_BYTES)
     except OSError as error:
@@ -129,9 +129,10 @@ def name_of(path: Path | str | None) -> str:
 
 
 def directory_of(path: Path | str | None) -> Path:
-    """What relative paths in a file are relative to: its directory; without a file the working directory.
+    """Return the directory to which relative paths in a file are relative.
 
-    A link leads nowhere else: a mounted ConfigMap is full of them. What is not a file lies nowhere.
+    It is the directory of the path as given, because the files of a mounted ConfigMap are links. Without a
+    path, or if it is not a regular file, it is the working directory.
     """
     if path is None or not Path(path).is_file():
         return Path.cwd()

@@ -1,7 +1,7 @@
 """Reads of small files that others provide: tokens, configurations, warm-ups.
 
-Such a file may be a pipe that nobody writes to, or be on a file system that no longer answers. Neither may
-stop the process, or keep it from ending.
+Such a file may be a pipe without a writer, or on a file system that no longer answers. Neither may stop the
+process, or keep it from ending.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 READ_S = 5.0
-"""Time limit of a read. A token takes less than a millisecond, certificates a second of a slow CPU."""
+"""Time limit of a read. A token takes less than a millisecond, and certificates a second on a slow CPU."""
 
 
 _HANGS = "its file system does not answer"
 
 
 def read_regular(path: str | Path, max_bytes: int) -> bytes:
-    """Return what a regular file holds, up to `max_bytes` and one more, by which a larger file is known.
+    """Return the content of a regular file, up to `max_bytes` and one more byte that shows a larger file.
 
     Links are followed: mounted ConfigMaps and Secrets consist of links. Raises OSError, also for a file of
     another kind.
     """
-    # Without O_NONBLOCK the open of a pipe waits for a writer, for ever if there is none.
+    # Without O_NONBLOCK, opening a pipe would wait until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:  # noqa: PTH123 -- of a descriptor
+    with open(descriptor, "rb") as file:  # noqa: PTH123 -- Path cannot open a descriptor
         require_regular(os.fstat(descriptor))
         return file.read(max_bytes + 1)
 
 
 def require_regular(found: os.stat_result) -> None:
-    """Raise OSError unless this is a regular file, or /dev/null, the usual way to say that there is none."""
+    """Raise OSError unless this is a regular file, or /dev/null, which commonly stands for an empty file."""
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError("it is a directory")
     is_null = stat.S_ISCHR(found.st_mode) and found.st_rdev == Path(os.devnull).stat().st_rdev
@@ -48,7 +48,7 @@ def require_regular(found: os.stat_result) -> None:
 
 
 def read_in_time(read: Callable[[], T], *, timeout_s: float = READ_S) -> T:
-    """Return what `read` returns, or raise what it raises, or TimeoutError. It blocks."""
+    """Return the result of `read`, or raise its error, or TimeoutError. Blocks the caller."""
     running = _begin(read)
     wait([running], timeout_s)
     if not running.done():
@@ -57,7 +57,7 @@ def read_in_time(read: Callable[[], T], *, timeout_s: float = READ_S) -> T:
 
 
 class BackgroundRead(Generic[T]):
-    """A blocking read that runs beside the event loop, one at a time."""
+    """A blocking read that runs in a thread beside the event loop, one at a time."""
 
     def __init__(self, read: Callable[[], T], *, timeout_s: float = READ_S) -> None:
         self._read = read
@@ -66,10 +66,10 @@ class BackgroundRead(Generic[T]):
         self._running: Future[T] | None = None
 
     async def __call__(self) -> T:
-        """Return what `read` returns, or raise what it raises.
+        """Return the result of `read`, or raise its error.
 
-        Callers that come while a read runs share it. Raises TimeoutError `timeout_s` after it began, and at
-        once for as long as it goes on after that: a file system that hangs is not asked again.
+        Callers that come while a read runs share it. Raises TimeoutError `timeout_s` after the read began,
+        and at once while the same read still goes on. A file system that hangs is not asked again.
         """
         if self._running is None or self._running.done():
             self._running, self._started_at = _begin(self._read), time.monotonic()
@@ -87,11 +87,11 @@ class BackgroundRead(Generic[T]):
 def _begin(read: Callable[[], T]) -> Future[T]:
     """Run a read in a daemon thread.
 
-    When a process ends, an executor waits for its threads, and would wait for ever for one that a file system
-    does not let go.
+    An executor would wait for its threads when the process ends, and for ever for a thread that a hanging
+    file system does not release.
     """
     running: Future[T] = Future()
-    running.set_running_or_notify_cancel()  # from now on no cancelled caller takes it from the others
+    running.set_running_or_notify_cancel()  # a caller that is cancelled can no longer cancel it for others
 
     def work() -> None:
         try:

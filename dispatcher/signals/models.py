@@ -33,7 +33,7 @@ from dispatcher.signals.listing import Inquirer, ListTarget
 from dispatcher.signals.rewrites import RewriteWatch
 
 AT_ONCE = 16
-"""So many endpoints are asked at the same time."""
+"""Largest number of endpoints that are asked at the same time."""
 PATIENCE_S, PATIENCE_LEAST_S, PATIENCE_SHARE = 5.0, 1.0, 0.9
 """An endpoint has nine tenths of the interval, never more nor less than these seconds."""
 FOUND_WITHIN_S = 10.0
@@ -41,7 +41,7 @@ FOUND_WITHIN_S = 10.0
 GAP_S = 0.5
 """Between two rounds, however often the endpoints change."""
 _MATCHED_AT_ONCE = 256
-"""New names, before others have their turns: 4 ms."""
+"""Number of new names that are matched before other tasks may run. It takes 4 ms."""
 _NOT_ASKED = "no model server was asked for its models yet"
 _BY_GATEWAY = "the gateway is asked for all models, so no model server is known"
 
@@ -96,11 +96,11 @@ class ModelWatch:
         self._generation = 0
         self._inquirer: Inquirer | None = None
         self._made_of: object = None
-        """What the inquirer was made of: settings, and how its files looked."""
+        """Settings and state of the files from which the inquirer was made."""
         self._tls: ssl.SSLContext | None = None
         self._known: _Known = _NOT_ASKED
         self._matched: Set[str] = frozenset()
-        """Names of the round before."""
+        """Names in the previous round."""
 
     def __repr__(self) -> str:
         return f"<ModelWatch: {self._serving.observe}, endpoints {self._endpoints.addresses}>"
@@ -224,8 +224,11 @@ class ModelWatch:
         return _Round(tuple(task.result() for task in asked), _BY_GATEWAY if gateway else known)
 
     async def _match_new_names(self, listings: Iterable[Listing]) -> None:
-        """Match new names against the patterns of the settings, a few at a time: a server may list 10,000 new
-        ones in each round, and whoever hears of the round does not let others have their turns."""
+        """Match new names against the patterns of the settings, a few at a time, so that other tasks may run.
+
+        A server may list 10,000 new names in each round, and the callbacks of the round would match them all
+        without a pause.
+        """
         names = dict.fromkeys(name for each in listings for name in each.models or ())
         before, self._matched = self._matched, names.keys()
         families = [FamilyTerms(each.name, each.pattern) for each in self._settings.models if each.is_family]
@@ -245,7 +248,7 @@ class ModelWatch:
         return serving.observe == "gateway" or (serving.observe == "auto" and nowhere)
 
     async def _servers(self) -> tuple[ListTarget, ...] | None:
-        """The model servers; None: none is known. Raises TokenFileError."""
+        """Return the model servers as targets. `None` if none is known. Raises TokenFileError."""
         serving = self._serving
         if not serving.urls and self._endpoints.addresses is None:
             return None
@@ -257,7 +260,7 @@ class ModelWatch:
         return tuple(_server(url, token, self._token_setting) for url in found)
 
     async def _gateway(self) -> ListTarget:
-        """The gateway. Raises TokenFileError."""
+        """Return the gateway as a target. Raises TokenFileError."""
         gateway = self._settings.gateway
         token = await self._tokens.read(gateway.token_file) if gateway.token_file else ""
         return _gateway(gateway, token)
@@ -345,7 +348,7 @@ def _label(url: SecretUrl) -> str:
 
 
 def _gateway(gateway: GatewaySettings, token: str) -> ListTarget:
-    """The gateway, with all that its requests have but what is a request's own."""
+    """Return the gateway as a target, with the headers that all requests to it have in common."""
     headers = dict(gateway.headers)
     if token:
         headers["Authorization"] = f"Bearer {token}"

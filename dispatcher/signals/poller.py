@@ -150,22 +150,22 @@ class Poller:
         self._failures: dict[str, tuple[Unread, ...]] = {}
         self._replicas: tuple[str, ...] | None = None
         self._endpoints: int | None = None
-        """Ready endpoints in Kubernetes, if that is known."""
+        """Number of ready endpoints in Kubernetes, if it is known."""
         self._in_use: tuple[Signal, ...] = ()
         self._source: SourceName | None = None
         self._told: object = None
         self._patience = Patience(0.0, 0.0)
         self._read_from: SourceName | None = None
-        """Whose samples they are."""
+        """The source of the newest readings."""
         self._failing_since: float | None = None
         self._count = Count()
         self._lessons: dict[str, Lessons] = {}
         self._learned: int | None = None
-        """The picker's k that was told of last."""
+        """The picker's k that was reported last."""
         self._compared: tuple[int, float | None] | None = None
         """The picker's k and the setting beside it, as they were compared last."""
         self._searching = False
-        """Nobody named the capacity in the last verdict that could tell."""
+        """Whether the capacity had to be searched for, by the last verdict that could tell."""
         self._changed = asyncio.Event()
 
     def reconfigure(self, sources: Sequence[Source], signals: SignalsSettings, policy: Policy) -> None:
@@ -176,8 +176,10 @@ class Poller:
         self._changed.set()
 
     def discovered(self, addresses: tuple[str, ...] | None, endpoints: int | None = None) -> None:
-        """The EPP's pods, and how many endpoints are ready, as the Kubernetes watch sees them; None: there is
-        no watch, or it sees nothing."""
+        """Take in the EPP's pods and the number of ready endpoints from the Kubernetes watch.
+
+        Both are `None` if there is no watch, or it sees nothing.
+        """
         self._endpoints = endpoints
         if addresses == self._replicas:
             return

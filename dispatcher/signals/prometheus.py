@@ -279,7 +279,8 @@ class _ScrapedReplica:
             for row in self.rows
             if (family := _family(row)) is not None and _series(row) not in gone
         ]
-        # By the server's clock: below 0 is a rounding. No number, or less than 0, is no time that it took.
+        # Ages are by the server's clock, and one below 0 is a rounding error. A duration that is no positive
+        # number is ignored.
         about = [row for row in self.rows if _TOOK in row.labels]
         took_s = max((row.value for row in about if row.name != STARTED and row.value > 0), default=0.0)
         samples += [row for row in about if row.name == STARTED]
@@ -301,10 +302,10 @@ def _family(row: Sample) -> Family | None:
 
 
 def pool_query(pool: str, namespace: str, max_age_s: float) -> str:
-    """One PromQL query for every series of a pool, for the age of each, and for how long each scrape took.
+    """Return one PromQL query for every series of a pool, their ages, and facts about their targets.
 
-    Samples come back labelled with their family: dispatcher_value for values, dispatcher_age for ages; and
-    with dispatcher_took, beside when the process of each target began.
+    A label of each sample says what it is: dispatcher_value names the family of a value, and dispatcher_age
+    that of an age. dispatcher_took marks the duration of a scrape and the start time of a target's process.
     """
     here = f'namespace=~"{_literal(namespace)}|"'
     parts: list[str] = []

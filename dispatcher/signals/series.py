@@ -38,7 +38,7 @@ class Family(Enum):
     STALE = ("llm_d_epp_flow_control_stale_endpoints",)
     """Written by utilization detectors alone; its label is a name that the operator chose."""
     DETECTORS = ("llm_d_epp_flow_control_detector_saturation",)
-    """What each detector says where the pool's saturation is the maximum of several."""
+    """Saturation of each detector, if the pool's saturation is the maximum of several."""
 
     @property
     def pool_label(self) -> str | None:
@@ -57,16 +57,16 @@ _POOL_LABEL = {
 }
 
 INFO = ("llm_d_epp_info", "inference_extension_info")
-"""Which build it is: on each picker's page from the start, also where there is nothing else."""
+"""Series that names the build. Each picker's page has it from the start, even without any other series."""
 STARTED = "process_start_time_seconds"
-"""When the process began, which any program's page may have."""
+"""Start time of the process. The page of any program may have it."""
 NAMES = frozenset(name for family in Family for name in family.value).union(INFO, (STARTED,))
-"""Every series that is looked at."""
+"""Names of all series that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What one EPP replica shows of the pool, in one sample. None: it has no such series."""
+    """One sample of what an EPP replica shows of the pool. A value is `None` if there is no such series."""
 
     opened_at: float
     closed_at: float
@@ -74,13 +74,13 @@ class View:
     queued: float | None = None
     """Requests that wait in this replica."""
     running: float | None = None
-    """Mean per ready endpoint, flushed every FLUSH_S."""
+    """Mean number of running requests per ready endpoint, flushed every FLUSH_S."""
     waiting: float | None = None
-    """The same, waiting in the model servers."""
+    """Mean number of requests that wait in a model server, flushed together with `running`."""
     deferred: float = 0.0
-    """The part of `waiting` that says nothing about how full the model servers are."""
+    """Part of `waiting` that does not wait for capacity of the model servers."""
     kv_cache: float | None = None
-    """The same, the share of the KV cache in use."""
+    """Mean share of the KV cache in use, flushed together with `running`."""
     server_queued: float | None = None
     """Requests that wait in all model servers together, as of when this replica last read their metrics."""
     ready: float | None = None
@@ -89,28 +89,28 @@ class View:
     utilization: frozenset[str] = frozenset()
     """The names of the utilization detectors that it runs."""
     stale: float = 0.0
-    """Endpoints whose metrics were too old for a utilization detector, in its last look at them."""
+    """Number of endpoints whose metrics were too old for a utilization detector when it last read them."""
     detectors: Mapping[str, float] = field(default_factory=dict)
-    """The saturation of each detector by name, where the pool's is the maximum of several."""
+    """Saturation of each detector by name, if the pool's is the maximum of several."""
     address: str = ""
-    """Where it was scraped. Empty if the view is not of one picker."""
+    """Address that was scraped. Empty if the view is not of one picker."""
     started: float | None = None
-    """When its process began, in Unix time. `None` if its page does not show that."""
+    """Unix time at which the process began. `None` if its page does not show it."""
     capacity: float | None = None
-    """max_SYS in requests, where the operator has an own query for it."""
+    """max_SYS in requests, if the operator has a query of his own for it."""
     per_endpoint: float | None = None
     """Requests that a model server runs at once by its own page."""
     own: bool = False
-    """The saturation is from the operator's own query."""
+    """Whether the saturation is from the operator's own query."""
     of_now: bool = False
-    """The averages are of this sample's moment: nobody flushes them."""
+    """Whether the averages are of the moment of the sample, and not of the last flush."""
     raw: Mapping[str, float] = field(default_factory=dict)
     histograms: Histograms | None = None
-    """Of the requests' latencies; None: not looked at this time."""
+    """Histograms of the requests' latencies. `None` if they were not read this time."""
 
     @property
     def idle(self) -> bool:
-        """It knows of no endpoint, and has nothing of its own."""
+        """Whether the replica knows of no endpoint and has no requests."""
         return not self.ready and not self.in_flight and not self.queued
 
     @property
@@ -126,10 +126,11 @@ class View:
 
     @property
     def page(self) -> PickerPage | None:
-        """What may show that the saturation is a count; None where it cannot.
+        """Values that may show that the saturation is a count. `None` if they cannot.
 
-        Of several detectors only one may count: the one that is no utilization detector, if it is the only
-        such one. Its own saturation is taken then, for the pool's may be another detector's at any moment.
+        If there are several detectors, only one of them may be a count: the only one that is no utilization
+        detector. Its own saturation is used then, because the pool's may be that of another detector at any
+        moment.
         """
         saturation = self.saturation
         others = [value for name, value in self.detectors.items() if name not in self.utilization]
@@ -238,13 +239,13 @@ def _combine(family: Family, samples: Sequence[Sample]) -> float:
 
 
 def _count_of(samples: Sequence[Sample]) -> float:
-    """Return the most of what the samples count, NaN for what is no count: the limiter must refuse it."""
+    """Return the largest of the samples. NaN if it is no count, so that the limiter refuses it."""
     most = largest([sample.value for sample in samples] or [0.0])
     return most if most >= 0 else math.nan
 
 
 def _detectors(samples: Sequence[Sample], raw: dict[str, float]) -> Mapping[str, float]:
-    """The saturation of each detector, where there are several; of its stages the fullest counts."""
+    """Return the saturation of each detector, that of its fullest stage. Empty unless there are several."""
     found: dict[str, list[float]] = {}
     for sample in samples:
         found.setdefault(sample.labels.get("detector", ""), []).append(sample.value)

@@ -47,8 +47,9 @@ class ModelServer(Enum):
 _SWAPPED = "vllm:num_requests_swapped"
 """Of vLLM before its engine V1: requests that lost their place, and wait for it."""
 _BY_REASON = "vllm:num_requests_waiting_by_reason"
-"""Waiting requests of newer versions of vLLM by what they wait for. `capacity` is a full server; `deferred`
-is a grammar, a remote KV cache or a LoRA adapter."""
+"""Series of newer versions of vLLM with the waiting requests by reason. Requests with the reason `capacity`
+wait because the server is full; those with `deferred` wait for a grammar, a remote KV cache or a LoRA
+adapter."""
 _PAGE = Sought(
     frozenset(name for kind in ModelServer for names in kind.value for name in names) | {_SWAPPED, _BY_REASON}
 )
@@ -63,7 +64,7 @@ class _ServerPage:
     running: float
     waiting: float
     deferred: float
-    """Part of `waiting` that would wait in an empty server as well."""
+    """Part of `waiting` that would also wait in an empty server."""
     kv_cache: float | None
     limit: float | None
     """Requests that the server runs at once. `None` if its page does not show a usable number."""
@@ -139,10 +140,10 @@ def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
 
 
 def _deferred(samples: Sequence[Sample], waiting: float) -> float:
-    """Return how many of the waiting requests do not wait for the server's capacity.
+    """Return the number of waiting requests that do not wait for the server's capacity.
 
-    The series are gauges of their own, so they may disagree. Then fewer requests are deferred: no more than
-    all that wait less those that wait for capacity, and none by numbers that cannot be.
+    The series are separate gauges and may disagree. The result is then the smaller number: at most all
+    waiting requests less those that wait for capacity, and 0 if a number is impossible.
     """
     reasons = [sample for sample in samples if sample.name == _BY_REASON]
     deferred = total(each.value for each in reasons if each.labels.get("reason") == "deferred")

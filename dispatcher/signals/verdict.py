@@ -16,12 +16,15 @@ from dispatcher.core.poll import Unread
 from dispatcher.signals.series import Family, View, largest, smallest, total
 
 PerEndpointFrom = Literal["setting", "server"] | Guess
-"""The source of the number of requests per endpoint; `server`: the model servers' own pages."""
+"""The source of the number of requests per endpoint. `server` stands for the model servers' own pages."""
 
 
 class Lessons:
-    """What a source's views have taught so far. `count`: shared by the sources of one picker. `before`: the
-    lessons under the configuration before, whose pickers are known."""
+    """Facts that were learned from the views of a source.
+
+    `count` is shared by the sources of one picker. `before` is the lessons under the previous configuration,
+    whose pickers are known.
+    """
 
     def __init__(self, count: Count | None = None, before: Lessons | None = None) -> None:
         self.count = Count() if count is None else count
@@ -29,14 +32,14 @@ class Lessons:
         self.pickers: KnownPickers = KnownPickers() if before is None else before.pickers
 
     def learn(self, views: Sequence[View], endpoints: int | None = None) -> None:
-        """Take in the views of one poll. `endpoints`: how many are ready in Kubernetes, if that is known."""
+        """Take in the views of one poll. `endpoints` is the number of ready ones in Kubernetes, if known."""
         if self.pickers.began({each.address: each.started for each in views if each.address}):
             self.count.forget()
         views = active(views)
         pages = [each.page for each in views]
         known = [page for page in pages if page is not None]
         if len(known) == len(pages):
-            # A detector divides by all endpoints, so that fewer on the page suggest a k that is too large.
+            # A detector divides by all endpoints. If the page shows fewer, the k that fits it is too large.
             whole = endpoints is None or all(page.ready >= endpoints for page in known)
             self.count.learn(known, max(each.closed_at for each in views), proves=whole)
         else:
@@ -87,20 +90,21 @@ def judge(
 ) -> Verdict:
     """Make the readings that `signals.use` asks for out of the views of all EPP replicas.
 
-    `lessons`: what the polls before taught, this one included; without them only what this one does.
-    `endpoints`: how many are ready in Kubernetes, if that is known.
+    `lessons` holds what was learned up to this poll, which it includes. Without lessons, only this poll is
+    used. `endpoints` is the number of ready endpoints in Kubernetes, if it is known.
 
-    Several replicas: flow control is a matter of each one, so the fullest counts and the queues add up. The
-    averages and the ready endpoints are the whole pool's in each replica's eyes: adding them up would count
-    the pool twice, so the most loaded view and the smallest capacity count. Where nobody knows whether their
-    saturations are counts, each of what it sent itself, requests are counted beside them.
+    If there are several replicas, each one has its own flow control, so the fullest saturation counts and the
+    queues are added up. The averages and the ready endpoints are those of the whole pool in each replica's
+    view. Adding them up would count the pool twice, so the most loaded view and the smallest capacity count.
+    If it is not known whether the saturations are counts of what each replica sent itself, requests are
+    counted as well.
     """
     if lessons is None:
         lessons = Lessons()
         lessons.learn(views, endpoints)
     raw = _raw(views)
     views = active(views)
-    # The maximum of several detectors is no count, whatever one of them is.
+    # The maximum of several detectors is no count, even if one of them is.
     k = None if any(each.composite for each in views) else lessons.count.k
     capacity_known = _capacity_known(views, policy, lessons.count)
     wanted = _wanted(views, use, k, capacity_known)
@@ -181,9 +185,9 @@ def _wanted(views: Sequence[View], use: str, k: int | None, capacity_known: bool
 def _with_unseen(view: View, endpoints: int | None) -> float | None:
     """Return the saturation with each endpoint that it may leave out counted as full.
 
-    A utilization detector may leave out stale endpoints, so that its saturation is 0 when all are stale
-    (`stalenessPolicy: ignore`), and its page does not tell whether it does. `endpoints`: those in Kubernetes,
-    where the capacity is that of all of them and not of those that the page shows.
+    A utilization detector may leave out stale endpoints (`stalenessPolicy: ignore`), so that its saturation
+    is 0 when all endpoints are stale. Its page does not show whether it does. `endpoints` is the number of
+    endpoints in Kubernetes if the capacity is that of all of them, and not of those on the page.
     """
     if view.saturation is None or view.own or not view.utilization:
         return view.saturation
@@ -194,7 +198,7 @@ def _with_unseen(view: View, endpoints: int | None) -> float | None:
     if unseen == 0:
         return view.saturation
     share = unseen / everything if unseen < everything else 1.0
-    # NaN stays NaN, and is refused by the limiter.
+    # NaN must stay NaN, so that the limiter refuses it.
     full = math.nan if math.isnan(unseen) else share + (1.0 - share) * view.saturation
     return largest((view.saturation, full))
 

@@ -81,7 +81,7 @@ class _Asked(msgspec.Struct):
 
 
 def _completion(exchange: Exchange, id_: str, text: str, generated: int) -> bytes:
-    """The answer to a completion, or to a chat completion by its path."""
+    """Return the answer to a completion or, by the path of the request, to a chat completion."""
     read = len(exchange.body) // 4
     choice = {"message": {"role": "assistant", "content": text}} if _is_chat(exchange) else {"text": text}
     return msgspec.json.encode(
@@ -98,7 +98,7 @@ def _completion(exchange: Exchange, id_: str, text: str, generated: int) -> byte
 
 
 def _events(exchange: Exchange, id_: str, count: int) -> Iterator[bytes]:
-    """The same in pieces, as it is streamed."""
+    """Yield the events of a streamed completion or chat completion."""
     head = _head(exchange, id_, "chat.completion.chunk")
     for n in range(count):
         text = f"t{n}"

@@ -96,18 +96,19 @@ class BudgetStatus:
     headroom: int | None = None
     max_sys: float | None = None
     max_sys_by: str | None = None
-    """How `max_sys` is known: one of CAPACITIES."""
+    """Source of `max_sys`: one of CAPACITIES."""
     configured_max_sys: float | None = None
-    """The capacity that somebody names; more than `max_sys` where less fitted. `None` if nobody does."""
+    """The known capacity. It is more than `max_sys` if less than that fitted. `None` if it is not known."""
     per_endpoint: float | None = None
-    """Requests per endpoint that the capacity is reckoned with; None: it comes another way."""
+    """Requests per endpoint from which the capacity is computed. `None` if it has another source."""
     per_endpoint_from: Literal["setting", "server", "picker", "suggestion", "search"] | None = None
     picker_max_concurrency: int | None = None
-    """As the picker's pages show it; None: they do not."""
+    """maxConcurrency by the picker's pages. `None` if they do not show it."""
     max_sys_confirmed: int = 0
-    """How often the learned capacity was measured in a row; 0 if nothing is learned."""
+    """Number of times in a row that the learned capacity was measured. 0 if nothing is learned."""
     reserve_problem: str | None = None
-    """Why the reserve is little for requests as long as ours; None: it is not, or nobody is there to wait."""
+    """Reason why the reserve is too small for requests as long as ours. `None` if it is not, or if there are
+    no realtime requests that could wait."""
     terms: Sequence[Terms] = ()
 
     def term(self, name: str) -> Mapping[str, float]:
@@ -118,25 +119,24 @@ class BudgetStatus:
 
 @dataclass(frozen=True, slots=True)
 class SignalsStatus:
-    """What is read of the pool."""
+    """State of the signals that are read from the pool."""
 
     source: str | None
     reading_age_s: float | None
     detector: str | None = None
     """What is known of the picker's saturation detector."""
     signals_problem: str | None = None
-    """Why they cannot be read; None while they can."""
+    """Reason why the signals cannot be read. `None` while they can."""
     signals_failing_s: float | None = None
-    """For how long they could not be read; None while they can."""
+    """Seconds for which the signals could not be read. `None` while they can."""
     signals_close_in_s: float | None = None
-    """How long the readings before stand meanwhile; 0: no longer. None while they can be read."""
+    """Seconds for which the previous readings are still used. `None` while the signals can be read."""
     readings: Sequence[Mapping[str, Any]] = ()
     """The newest reading of each signal with the raw values it came from."""
     realtime: float | None = None
-    """Requests of the newest reading that cannot be ours, whatever was in flight when it was taken; without
-    those that wait in the picker."""
+    """Number of requests in the newest reading that cannot be ours, without those that wait in the picker."""
     realtime_waiting: float | None = None
-    """Those that wait in the picker."""
+    """Number of requests that wait in the picker and cannot be ours."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,7 +204,7 @@ async def test_the_secret_of_a_sequence_is_shown_nowhere(queue_server: Server, q
 async def test_requests_submitted_one_by_one_are_of_one_sequence(
     queue_server: Server, queue: OwnerAndDesk
 ) -> None:
-    """Each has a result list of its own, where its id finds it."""
+    """Each request has a result list of its own, which is found by the request's id."""
     for _ in range(2):
         sent = await verb(queue_server, "submit", "{}", "--sequence", "chat", "--no-wait")
         assert sent.code == 0

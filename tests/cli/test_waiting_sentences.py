@@ -1,4 +1,4 @@
-"""Who waits for a result is told why, once for each reason."""
+"""A user who waits for a result sees each reason for the wait once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ REFUSED = "the gateway answered 401: it does not accept our credentials; look at
 
 
 def test_an_hour_of_refused_credentials_is_told_in_three_lines() -> None:
-    """The request rests, is tried, and is refused again, for an hour."""
+    """For an hour the request pauses, is tried and is refused again."""
     sentences = WaitingSentences()
     printed = []
     for second in range(3600):

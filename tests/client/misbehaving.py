@@ -1,4 +1,4 @@
-"""What a function under `batched` may return or raise, by name. Worker processes import this module."""
+"""Results and errors of a function under `batched`, by name. Worker processes import this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import numpy as np
 
 Call = tuple[int, str]
-"""A caller's number, and the name of what its item makes the function do; `fine`: return its result."""
+"""Number of a caller, and the name of what its item makes the function do. `fine` returns a result."""
 
 
 def results(calls: list[Call]) -> list[Any]:
@@ -24,7 +24,7 @@ def results(calls: list[Call]) -> list[Any]:
 
 
 class Frame:
-    """A data frame as pandas and polars have it: its length is that of rows, and it iterates over columns."""
+    """A data frame like those of pandas and polars: its length counts rows, and it iterates over columns."""
 
     def __init__(self, rows: int, columns: int) -> None:
         self._rows = rows
@@ -42,7 +42,7 @@ class Frame:
 
 
 class Sized:
-    """An object with a length of its own, whatever it iterates over."""
+    """An object whose length need not be the number of items that it iterates over."""
 
     def __init__(self, length: Callable[[], int], over: Callable[[], Iterator[Any]]) -> None:
         self.length, self.over = length, over
@@ -59,7 +59,7 @@ def fails(error: BaseException) -> Never:
 
 
 class Odd(Exception):  # noqa: N818 -- its name says what it is
-    """An exception each of whose ways to be looked at may fail."""
+    """An exception that fails when it is inspected in one way: printed, pickled or unpickled, for example."""
 
     def __init__(self, how: str) -> None:
         super().__init__(how)
@@ -86,14 +86,14 @@ class Odd(Exception):  # noqa: N818 -- its name says what it is
 
 
 class OddBaseError(BaseException):
-    """What is no Exception, and has no words."""
+    """An error that is a BaseException, but no Exception, and has no message."""
 
     def __str__(self) -> str:
         fails(KeyboardInterrupt())
 
 
 class Claims:
-    """A result that fails when it is asked what it is."""
+    """A result that fails when it is asked for its class."""
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
@@ -130,7 +130,7 @@ RIGHT: dict[str, Callable[[list[Call]], Any]] = {
     ),
     "own list emptied": empties_its_list,
 }
-"""Each caller has its own result."""
+"""Functions after which each caller has its own result."""
 
 REFUSED: dict[str, Callable[[list[Call]], Any]] = {
     "nothing": lambda _: None,
@@ -151,7 +151,8 @@ REFUSED: dict[str, Callable[[list[Call]], Any]] = {
     "square frame": lambda calls: Frame(len(calls), len(calls)),
     "own list changed": changes_its_list,
 }
-"""It is no item's fault: all have the same error, and the function is called once."""
+"""Functions whose result is refused through no fault of an item: all callers get the same error, and the
+function is called once."""
 
 BLAMED: dict[str, Callable[[list[Call]], Any]] = {
     "raises": lambda _: fails(LookupError("bad")),
@@ -174,7 +175,7 @@ BLAMED: dict[str, Callable[[list[Call]], Any]] = {
     "no iterator": lambda _: Sized(lambda: 4, lambda: fails(LookupError("no iterator"))),
     "iterates and raises": lambda calls: Sized(lambda: 4, lambda: map(fails, [LookupError("in it")])),
 }
-"""The exception of one item, and the others have their results."""
+"""Functions that raise because of one item, whose caller gets the exception. The others get their results."""
 
 FATAL: dict[str, Callable[[list[Call]], Any]] = {
     "exits": lambda _: fails(SystemExit(7)),
@@ -183,7 +184,7 @@ FATAL: dict[str, Callable[[list[Call]], Any]] = {
     "cancelled": lambda _: fails(asyncio.CancelledError()),
     "no exception": lambda _: fails(OddBaseError()),
 }
-"""What ends a thread, a loop or a process."""
+"""Functions that raise what ends a thread, a loop or a process."""
 
 
 def killed(_: list[Call]) -> Any:
@@ -191,7 +192,7 @@ def killed(_: list[Call]) -> Any:
 
 
 def exits_beside_a_thread(_: list[Call]) -> Any:
-    """The interpreter waits for a thread that never ends."""
+    """Exit while another thread, which the interpreter waits for, never ends."""
     threading.Thread(target=threading.Event().wait).start()
     sys.exit(7)
 
@@ -203,7 +204,7 @@ ALONE: dict[str, Callable[[], Any]] = {
     "exit in its place": lambda: SystemExit(7),
     "class in its place": lambda: ValueError,
 }
-"""Instead of one item's result."""
+"""Exceptions that are returned in the place of one item's result."""
 FROM_PROCESS: dict[str, Callable[[], Any]] = {
     "result that exits when pickled": lambda: Odd("reduce exits"),
     "result that cannot be made again": lambda: [Odd("unpickling exits")],
@@ -212,11 +213,11 @@ RESULTS: dict[str, Callable[[], Any]] = {
     "mock of an exception": lambda: Mock(spec=ValueError),
     "object that fails when asked for its class": Claims,
 }
-"""What is an odd result, but no exception."""
+"""Odd results that are no exceptions."""
 
 
 def behave(calls: list[Call]) -> Any:
-    """Do what the first item that names something else than `fine` says."""
+    """Do what the first item says that does not say `fine`."""
     whole = (
         RIGHT | REFUSED | BLAMED | FATAL | {"killed": killed, "exits beside a thread": exits_beside_a_thread}
     )
@@ -228,7 +229,7 @@ def behave(calls: list[Call]) -> Any:
 
 
 class Misbehaving:
-    """For a worker process."""
+    """A class under `batched`, which runs in a worker process."""
 
     def transform(self, calls: list[Call]) -> Any:
         return behave(calls)

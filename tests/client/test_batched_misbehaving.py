@@ -1,4 +1,4 @@
-"""`batched`, whatever the function returns or raises: each caller gets its own result or an error."""
+"""Under `batched`, each caller gets its own result or an error, whatever the function returns or raises."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from tests.client.misbehaving import (
 )
 
 TOGETHER = batched(max_size=4, timeout_s=600, idle_flush=False)
-"""A call is made of four items, so a test knows who goes with whom."""
+"""A decorator whose calls always have four items, so that a test knows which items are called together."""
 HANGS_S = 30
-"""A caller that has no outcome by then is one that waits for ever. No test that passes waits for it."""
+"""Seconds after which a caller without an outcome counts as waiting for ever. Tests that pass never wait."""
 
 
 async def behave_async(calls: list[Call]) -> Any:
@@ -55,7 +55,7 @@ class Mode:
         self.name, self.function = name, function
 
     def outcomes(self, calls: list[Call]) -> list[Any]:
-        """What each of these callers got, who came together; errors too."""
+        """Return the result or the error that each of these simultaneous callers got."""
         if self.name == "async, called from threads":
             with ThreadPoolExecutor(len(calls)) as threads:
                 futures = [threads.submit(self.function.sync, call, timeout=HANGS_S) for call in calls]
@@ -64,7 +64,7 @@ class Mode:
 
 
 def on_loop(function: Batched[Call, Any], calls: list[Call]) -> list[Any]:
-    """What each caller got, on a loop that goes on after a task raised what ends it."""
+    """Return what each caller got, on a loop that is restarted when a task raises what ends a loop."""
     loop = asyncio.new_event_loop()
     try:
         tasks = [loop.create_task(outcome(function, call)) for call in calls]
@@ -106,7 +106,7 @@ def four(fate: str) -> list[Call]:
 
 
 def assert_goes_on(mode: Mode) -> None:
-    """Later callers are served, whatever the ones before have met."""
+    """Assert that later callers are served, whatever happened to earlier ones."""
     assert mode.outcomes(four("fine")) == [("of", n) for n in range(4)]
 
 
@@ -195,7 +195,7 @@ FATES = ["fine"] * 6 + [
     *FATAL,
     *ALONE,
 ]
-"""Of two items a transposed array has as many rows as it should."""
+"""Fates for the property test. A transposed array is left out, because with two items its length is right."""
 
 
 @pytest.mark.parametrize("function", [behave, behave_async])
@@ -215,7 +215,7 @@ def test_each_caller_has_its_own_result_or_an_error(
 
 
 class BeginsSlowly:
-    """A worker that is ready when it is let."""
+    """A worker that becomes ready when `let` is set."""
 
     def __init__(self) -> None:
         self.entered, self.let, self.ended = threading.Event(), threading.Event(), threading.Event()

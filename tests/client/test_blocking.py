@@ -108,7 +108,7 @@ async def test_ctrl_c_ends_the_wait_and_cancels_what_nobody_awaits(
 
 
 class SlowToEnd:
-    """A client whose stream yields once, interrupts the program while it awaits the next result, and takes
+    """A client whose stream yields once, interrupts the program while it awaits the next result, and needs
     many rounds of the loop to end."""
 
     def __init__(self) -> None:

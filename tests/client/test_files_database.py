@@ -1,6 +1,6 @@
-"""The journal's file: one owner at any moment, also while another one removes it.
+"""A journal's file has one owner at any moment, also while another process removes the file.
 
-The moments are met by audit hooks: Python calls them between two steps of the code under test.
+The tests act at exact moments through audit hooks, which Python calls between two steps of the tested code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ sys.addaudithook(_audit)
 
 @contextmanager
 def once(event: str, act: Callable[[tuple[Any, ...]], None]) -> Iterator[None]:
-    """Do this at the next event of the name."""
+    """Call `act` at the next audit event of this name."""
     _hooks[event] = act
     try:
         yield
@@ -59,7 +59,7 @@ def test_a_journal_is_removed_while_nobody_else_can_have_it(path: Path) -> None:
 
 
 def test_who_opened_what_was_removed_meanwhile_does_not_work_on_it(path: Path) -> None:
-    """It has the file open, and then its owner removes it, and a third one makes a new one."""
+    """After a journal has opened the file, the owner removes it and a third journal creates a new one."""
     first = FileJournal(path)
     others: list[FileJournal] = []
 

@@ -127,7 +127,7 @@ async def test_a_keep_that_redis_lost_is_begun_anew(answering: Answering, one_re
 async def test_another_programs_key_in_its_place_is_said_and_waited_for_by_nobody(
     answering: Answering, one_redis: Server, key: str
 ) -> None:
-    """A result that was sent to that name made a list of it, before such names were refused."""
+    """Before such names were refused, a result that was sent to the name made a list of the key."""
     with one_redis.client() as raw:
         raw.lpush(key, "result")
         async with (

@@ -309,7 +309,7 @@ async def test_all_that_was_submitted_is_cancelled_claimed_or_not_and_the_id_is_
 
     with suppress(KeyError):
         await give_up()
-    for lease, request in taking.running:  # what was at work is broken off
+    for lease, request in taking.running:  # running requests are cancelled
         result = failed(request.id, ErrorCode.CANCELLED, "cancelled", token=request.token)
         await taking.queue.settle([Settlement(lease, result, request.results, request.id, request.token)])
     async with taking.always():
@@ -322,7 +322,7 @@ async def test_all_that_was_submitted_is_cancelled_claimed_or_not_and_the_id_is_
 async def test_a_request_that_is_submitted_while_its_sequence_is_cancelled_is_cancelled(
     one_redis: Server, taking: TurnTaking
 ) -> None:
-    """Its hook takes long, and so it is stamped after the mark."""
+    """The request gets its time of submission after the cancel, because the client's hook takes long."""
     waits, go_on = asyncio.Event(), asyncio.Event()
 
     async def before(_: Item) -> None:

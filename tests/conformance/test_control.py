@@ -11,7 +11,7 @@ from tests.conformance.worlds import World, answer, claim, full_claim, permit
 from tests.support import wait_until
 
 SLOP_S = 60.0
-"""So long may a few calls take on a machine with much else to do. It is much less than STEP_S."""
+"""Longest time in seconds that a few calls take on a busy machine. It is much less than STEP_S."""
 
 
 def now() -> float:

@@ -1,5 +1,5 @@
-"""A sequence is used by the producer that began it and by nobody else, and a cancel ends what was submitted
-before it, claimed or not."""
+"""Only the producer that began a sequence can use it, and a cancel ends all requests that were submitted
+before it, whether they were claimed or not."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ CANCELLED = Barred(ErrorCode.CANCELLED, "the sequence was cancelled")
 UNDATED = replace(CANCELLED, why=f"{CANCELLED.why}, and no data.created says that the request came later")
 CARRY = b'[{"role":"user","content":"in confidence"}]'
 LEFT: dict[str, Any] = {"token": "server-1", "carry": CARRY}
-"""What a turn leaves to the next one."""
+"""State that a turn leaves to the next one."""
 
 
 def asked(
     name: str, *, secret: str = "", results: str = "", created: int | None = None, of: str = "s", **turn: Any
 ) -> bytes:
-    """A request of a sequence by a producer with that secret and that result list."""
+    """Return a request of a sequence by a producer with this secret and this result list."""
     told = {"id": of, **({"secret": secret} if secret else {}), **turn}
     data = {"id": name, "deadline": LATER, "payload": {}, "sequence": told}
     data |= {} if created is None else {"created": created}
@@ -100,7 +100,7 @@ async def test_others_learn_nothing_of_a_sequence_that_is_over_and_do_not_keep_i
 
 
 async def test_a_request_of_another_producer_that_ends_before_its_turn_leaves_no_trace(world: World) -> None:
-    """It would abort the sequence, or make its index a past one."""
+    """Otherwise it could abort the sequence, or mark its index as passed."""
     queue = world.owner()
     await put(world, asked("mine-0", index=0, secret=SECRET))
     await done(queue, await goes(queue), **LEFT)
@@ -161,7 +161,7 @@ async def test_the_owner_stays_the_owner_over_resets_and_the_end_of_a_life(world
     assert (await take(queue))[1] == {"theirs": DENIED}
 
 
-# Cancelled, claimed or not.
+# A cancel ends requests whether they were claimed or not.
 
 
 async def claimed_before(queue: Queue, how_many: int) -> dict[str, Any]:
@@ -190,7 +190,7 @@ async def test_what_was_submitted_before_a_cancel_is_cancelled_and_what_comes_la
 
 
 async def test_a_request_that_ends_after_a_cancel_and_before_its_turn_leaves_no_trace(world: World) -> None:
-    """Each is cancelled by its own token as well, as the client does."""
+    """The client cancels each request by its own token as well, so that it may end in this way."""
     queue = world.owner()
     await put(world, asked("other", of="other"))
     await goes(queue)

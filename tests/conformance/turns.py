@@ -1,4 +1,4 @@
-"""What tests of sequences do to them: claim, ask for turns, end them."""
+"""Steps that tests of sequences share: claim requests, ask for their turns and end them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ async def lined_up(queue: Queue, leases: Sequence[Lease], terms: SequenceTerms =
 async def take(
     queue: Queue, terms: SequenceTerms = TERMS, most: int = 100
 ) -> tuple[dict[str, Lease], dict[str, Verdict]]:
-    """Claim and line up: the leases that are left, and what was said of each."""
+    """Claim requests and ask for their turns. Return the leases that are left, and the verdicts by id."""
     leases = await claim(queue, most)
     said = dict(zip(map(name_of, leases), await lined_up(queue, leases, terms), strict=True))
     return {name_of(one): one for one in leases if not isinstance(said[name_of(one)], Waits)}, said
 
 
 async def goes(queue: Queue, terms: SequenceTerms = TERMS) -> Lease:
-    """The one that goes now: all others wait."""
+    """Return the lease of the only request that goes now."""
     left, said = await take(queue, terms)
     (lease,) = left.values()
     assert isinstance(said[name_of(lease)], Goes), said
@@ -63,7 +63,7 @@ async def fail(queue: Queue, lease: Lease) -> None:
 
 
 async def serve_unserved(queue: Queue) -> dict[str, str]:
-    """What is answered without a lease: code by id."""
+    """Answer the requests that need no lease. Return the code of each by its id."""
     told = {}
     while found := await queue.unserved(2):
         items = []

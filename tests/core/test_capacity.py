@@ -290,7 +290,7 @@ def test_counts_of_different_moments_disprove_a_ceiling_only_twice_in_a_row() ->
 
 
 def test_counts_of_different_moments_disprove_no_ceiling_beside_averages() -> None:
-    """Averages are of one moment. What the picker sent since it read its servers only looks as if it ran."""
+    """Averages are of one moment. Requests that the picker sent after it read the queues only seem to run."""
     pool = Pool(2000).learned(100)
     pool.calm(11, running=99)
     for _ in range(5):
@@ -358,7 +358,7 @@ def test_any_waiting_request_stops_the_growth_of_an_unknown_capacity() -> None:
 
 
 def test_counts_of_different_moments_prove_no_room_right_after_somebody_waited() -> None:
-    """A picker that held requests back may just have sent them to model servers it has not asked again."""
+    """A picker may just have sent its waiting requests to model servers whose queues it has not reread."""
     pool = Pool(8, known=False)
     pool.sees(8, surely=8)
     grown = pool.estimate

@@ -232,7 +232,7 @@ def test_a_count_that_is_one_of_several_detectors_is_taken_back_for_good() -> No
     ids=["a count", "less than the count", "another count"],
 )
 def test_endpoints_that_go_for_long_take_back_no_count(between: PickerPage) -> None:
-    """Each that goes is on the page for up to five seconds more, and the saturation above the count."""
+    """An endpoint that goes stays on the page for up to five seconds, with the saturation above the count."""
     count = taught([page(fill) for fill in FULL])
     for fill in range(10, 40):
         count.learn([PickerPage(fill / (2 * 16), 3, fill + 0.3)])
@@ -242,7 +242,7 @@ def test_endpoints_that_go_for_long_take_back_no_count(between: PickerPage) -> N
 
 
 def test_pages_that_cannot_prove_a_k_can_contradict_one() -> None:
-    """The detector divides by four endpoints of which two are shown: the pages agree on twice the k."""
+    """The detector divides by four endpoints but the page shows two, so the pages agree on twice the k."""
     count = Count()
     for fill in FULL:
         count.learn([page(fill, k=32)], proves=False)

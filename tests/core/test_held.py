@@ -205,7 +205,7 @@ def test_memory_does_not_grow_with_the_work_done() -> None:
 
 
 def test_mean_duration_counts_requests_that_are_still_in_flight() -> None:
-    """A hundred requests of which ten end within the first seconds: those alone would show 2 s."""
+    """Ten of a hundred requests end within the first seconds. Their mean alone would be 2 s."""
     held = LoadLedger(HORIZON_S)
     held.measure(0.0)
     assert held.mean_s == 0.0, "none was answered"

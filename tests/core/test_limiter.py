@@ -828,7 +828,7 @@ def test_one_poll_tells_all_there_is() -> None:
 
 
 def test_reopening_after_a_long_closure_lets_no_more_be_sent_than_was_proven() -> None:
-    """Where nobody names the capacity, a gate that reopened once let 285 requests go at once."""
+    """An earlier version sent 285 requests at once when the gate reopened and the capacity was not known."""
     limiter = Limiter(Policy(reserve=0.0), (Signal.REQUESTS,))
 
     def read(at: float, running: int) -> None:
@@ -852,8 +852,8 @@ def test_reopening_after_a_long_closure_lets_no_more_be_sent_than_was_proven() -
 
 
 def mixed(at: float, sent: int, in_servers: int = 0, in_picker: int = 0) -> Reading:
-    """What a picker shows of 8 endpoints whose capacity nobody names: its own counters as of now, and the
-    queues of the model servers as of up to half a second before."""
+    """Return a reading of 8 endpoints of unknown capacity: the picker's own counters are of now, and the
+    queues of the model servers are up to half a second old."""
     return Reading(
         Signal.REQUESTS,
         at,
@@ -869,7 +869,7 @@ def mixed(at: float, sent: int, in_servers: int = 0, in_picker: int = 0) -> Read
 
 
 def estimate(limiter: Limiter, reading: Reading) -> float:
-    """The capacity in requests after that reading."""
+    """Return the estimated capacity in requests after this reading."""
     limiter.reading(reading, reading.closed_at)
     budget = limiter.allowance(reading.closed_at + 0.25).budget
     assert budget is not None

@@ -137,7 +137,7 @@ def test_requests_travel_together_and_each_gets_its_own_answer() -> None:
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_a_server_that_mixes_up_answers_later_is_found_as_soon_as_the_rule_says(every: int) -> None:
-    """With two items a call, each check of a call that is mixed up shows it."""
+    """With two items per call, each check of a call with mixed-up answers finds them."""
     texts = ones(40)
     rule = replace(RULE, forming=replace(RULE.forming, max_size=2), check_every=every)
 

@@ -1,4 +1,4 @@
-"""A real Envoy before a scripted server."""
+"""A real Envoy in front of a scripted server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bytes of all answers together are bounded, and every answer is read in the end."""
+"""The memory of all answers together is bounded, and every answer is read in the end."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_512_answers_of_a_megabyte_stay_under_the_bound_and_all_arrive(
 
 
 async def test_answer_is_read_though_others_hold_all_the_room(gateway_to: MakeGateway) -> None:
-    """The results of the first cannot be written yet."""
+    """The first answers keep their memory, because their results cannot be written yet."""
     async with serving(always(body=b"x" * MB)) as server:
         gateway = gateway_to(server.url, max_response_bytes=MB, max_buffered_bytes=2 * MB)
         first, second = await forward(gateway), await forward(gateway)
@@ -133,7 +133,7 @@ async def test_answer_without_a_result_is_freed_or_handed_over(
 
 
 async def test_partly_read_answers_never_wait_for_each_other_for_ever() -> None:
-    """Each has a part, and none has room for its rest."""
+    """Each answer has been read in part, and there is no room for the rest of any."""
     buffers = AnswerBuffers(limit_bytes=30, largest_bytes=10)
     holds = [AnswerHold(buffers) for _ in range(5)]
     for hold in holds:

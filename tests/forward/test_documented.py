@@ -83,7 +83,7 @@ async def test_each_answer_of_the_stand_in_leads_where_the_table_says(gateway_to
 async def test_each_answer_behind_a_real_envoy_leads_where_the_table_says(
     gateway_to: MakeGateway, tmp_path: Path
 ) -> None:
-    """Envoy hands on what its upstream answered, and ends a stream that its upstream has cut."""
+    """Envoy forwards the answer of its upstream, and ends a stream that the upstream has cut."""
 
     async def pool(connection: Connection) -> None:
         while True:

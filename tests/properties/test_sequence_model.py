@@ -65,7 +65,7 @@ class SequenceModel(Twins):
         for turn in turns:
             self.serial += 1
             fields = {"id": f"r-{self.serial}", "deadline": NEVER, "payload": {}, "sequence": turn}
-            # Most were submitted after any cancel; some before, and some do not say when.
+            # Most requests were submitted after any cancel, some before, and some do not say when.
             fields["created"] = {0: PAST, 4: None}.get(self.serial % 7, NEVER)
             member = json.dumps({"request_kind": "redis", "data": fields}).encode()
             self.add(float(PAST if late else NEVER - 10 + self.serial % 3), member)

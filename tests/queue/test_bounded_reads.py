@@ -1,4 +1,4 @@
-"""What somebody else wrote is read with a bound, however large it is."""
+"""Data that other programs wrote is read with a bound, however large it is."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ READS |= {
 }
 LARGE = b"x" * (4 << 20)
 FEW_BYTES = 64 * 1024
-"""What a look at a few requests may bring over the network."""
+"""Largest number of bytes that a look at a few requests may read over the network."""
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def admin(any_server: Server) -> redis.Redis:
 
 
 def reads_of_scripts() -> set[str]:
-    """`COMMAND what` of each call that returns what somebody wrote."""
+    """Return `COMMAND key` for each call in a Lua script that reads data which other programs may write."""
     found = set()
     for script in (ROOT / "dispatcher" / "queue" / "lua").glob("*.lua"):
         text = re.sub(r"--.*", "", script.read_text(encoding="utf-8"))
@@ -87,7 +87,7 @@ def test_every_read_has_a_row_and_every_row_a_read() -> None:
 
 
 class Sent:
-    """How many bytes the server sent since this was made."""
+    """Number of bytes that the server has sent since this object was created."""
 
     def __init__(self, admin: redis.Redis) -> None:
         self._admin = admin
@@ -133,7 +133,7 @@ async def test_marker_of_another_type_cancels_nothing(queue: OwnerAndDesk, admin
 async def test_large_markers_of_a_finished_request_are_not_read_whole(
     queue: OwnerAndDesk, admin: redis.Redis
 ) -> None:
-    """They stay, for they are not of this request; the copy that a GET makes in the server is never made."""
+    """The markers stay, because they are not of this request, and no GET copies them inside the server."""
     admin.zadd(NAMES.queue, {member("x", token="t"): 1})
     (lease,) = (await claim(queue)).leases
     for key in ("request-active:x", "request-cancel:x"):
@@ -147,7 +147,7 @@ async def test_large_markers_of_a_finished_request_are_not_read_whole(
 
 
 async def test_large_token_under_an_id_cancels_nothing(queue: OwnerAndDesk, admin: redis.Redis) -> None:
-    """`cancel` by id takes the token that a producer of llm-d has left there."""
+    """`cancel` by id uses the token that a producer of llm-d has left under the id."""
     admin.set("request-active:x", LARGE)
     sent = Sent(admin)
     assert not await queue.cancel("x")

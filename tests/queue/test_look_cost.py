@@ -79,7 +79,7 @@ async def test_large_members_are_read_in_smaller_pages(
 async def test_request_of_our_client_is_found_among_many_of_one_deadline_by_its_token(
     any_server: Server, client: redis.asyncio.Redis, returned: bool
 ) -> None:
-    """Neighbours sort before and behind it, by capitals and bytes above ASCII too, which no locale mixes."""
+    """Members sort before and behind the request by their bytes, in an order that differs from a locale's."""
     odd = [b"A", b"{", b'{"internal":{"retry_count":0,"request_token":"T', "\u00e4".encode(), b"\xff", b"z"]
     async with queues(any_server.url, "a") as (queue,):
         made = {each + b"%d" % at: DEADLINE for at in range(1000) for each in odd}
@@ -109,7 +109,7 @@ async def test_leased_request_is_found_before_all_of_its_deadline_are_read(
 async def test_token_that_stands_elsewhere_is_found_among_those_of_its_deadline(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    """A member of another form, that was copied or accepted anew."""
+    """A member that was copied or accepted anew may have its token at another place."""
     sought = member("sought", DEADLINE, token="t").replace(b'{"internal":{', b'{"internal":{"labels":{},')
     async with queues(any_server.url, "a") as (queue,):
         await queue.submit([Submission(sought, float(DEADLINE), "sought", "t", DEADLINE)])

@@ -1,4 +1,4 @@
-"""What sequences leave in Redis: for how long, and what of an older version's is taken over."""
+"""Data of sequences in Redis: how long it is kept, and how data of an older version is taken over."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MINE, THEIRS = "a secret of mine, all mine", "a secret of theirs, theirs"
 
 
 async def next_turn(queue: OwnerAndDesk, secret: str) -> Verdict:
-    """What is said of one more request; it ends at once if it goes."""
+    """Submit one more request and return the verdict on its turn. If it goes, it ends at once."""
     turn = parse(encode_member("r", b"{}", NEVER, sequence=Turn("s", secret=secret))).sequence
     assert turn is not None
     await queue.backend.scripts.client.zadd(NAMES.queue, {encode_member("r", b"{}", NEVER, sequence=turn): 1})
@@ -34,7 +34,7 @@ async def next_turn(queue: OwnerAndDesk, secret: str) -> Verdict:
 async def test_a_sequence_that_an_older_version_wrote_last_is_of_whoever_comes_next(
     any_server: Server, client: redis.asyncio.Redis
 ) -> None:
-    """It keeps no owner: what it does not know it does not write back."""
+    """An older version does not write the owner back, because it does not know the field."""
     async with queues(any_server.url, "a") as (queue,):
         assert isinstance(await next_turn(queue, MINE), Goes)
         key = f"{NAMES.prefix}:sequences"

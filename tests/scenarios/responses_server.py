@@ -1,5 +1,5 @@
 """A model server behind HTTP with OpenAI's Responses API, which keeps the conversations itself, and with chat
-completions, whose answer repeats all that was said."""
+completions, whose answer repeats the whole conversation."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ OF_NO_DAY = (
     "batch_dispatcher_warm_",
     "batch_dispatcher_picker_wait_",
 )
-"""Nothing that this day submits travels with others, or is of a sequence, and nobody watches models
-(tests/monitoring has these). The stand-in does not say how long a request waited in the picker."""
+"""Prefixes of series that do not move on this day, which has no merged calls, no sequences and no watched
+models (tests/monitoring has these). The stand-in does not report the wait in the picker."""
 
 
 class Listener:
@@ -133,7 +133,7 @@ class Day:
         self.wrong += [str(each) for each in found if each.problem != "no data"]
 
     def has_seen_all(self) -> bool:
-        """Ask every expression. Return whether each that this day can move has returned something by now."""
+        """Query every expression. Return whether each that this day can move has returned a value by now."""
         self.look()
         missing = {each for each in self.empty or () if not any(name in each[1] for name in OF_NO_DAY)}
         if missing:

@@ -338,7 +338,7 @@ def test_a_gateway_that_fails_what_it_gets_is_told_until_it_works_again(stage: S
 
 
 def test_token_files_that_are_pipes_stop_nothing(stage: Stage, tmp_path: Path) -> None:
-    """Nobody writes into them: to open one in the usual way would wait for ever, and SIGTERM with it."""
+    """The pipes have no writer. Opening one without O_NONBLOCK would block for ever, and delay SIGTERM."""
     world = stage.world()
     for name in ("gateway", "epp"):
         os.mkfifo(tmp_path / name)

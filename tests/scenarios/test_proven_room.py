@@ -1,7 +1,8 @@
 """The limit stays within the room that readings prove, however late the event loop and readings are.
 
-Realtime takes 20 of 32 slots, so that batch work may take 10. A reading does not tell whose requests it
-counted: each of ours that is taken to be in it, though it has left the pool, would let one more in.
+Realtime takes 20 of 32 slots, so that batch work may take 10. A reading does not show whose requests it
+counted. If one of ours was wrongly taken to be in a reading after it had left the pool, one too many would be
+sent.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ ROOM_FOR_TEN = scenario(realtime=[(0.0, 1e6)] * 20)
 
 
 async def most_in_the_pool(stage: Stage) -> int:
-    """Have more work than fits, and a dispatcher that dies halfway and comes back. Return the most of ours in
-    the pool at once."""
+    """Submit more work than fits, and let a dispatcher die halfway and come back. Return the largest number
+    of our requests in the pool at once."""
     await stage.submit(3000)
     ends_at, dies_at, most = stage.now + SECONDS, stage.now + SECONDS / 2, 0
     while stage.now < ends_at:

@@ -96,7 +96,7 @@ def test_a_producer_with_the_least_rights_reads_nothing_of_another_ones_conversa
         assert {each.get("error_code") for each in told} == {"SEQUENCE_DENIED"}
         assert {each["error_message"] for each in told} == {"its sequence belongs to another producer"}
         assert "4711" not in json.dumps(told)
-        if secret:  # without one, who names the list may add to the sequence, and reads nothing either
+        if secret:  # without one, naming the list is enough to add to the sequence, but not to read it
             bob.put("b-list", form(SMUGGLED), attacks[0], results=alice.results)
             assert alice.result()["error_code"] == "SEQUENCE_DENIED"
         alice.put("a-1", form("and my name?"), turn)

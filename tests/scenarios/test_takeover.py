@@ -225,7 +225,7 @@ HttpGateway.forward = stop_first
 def test_what_was_claimed_before_its_process_stopped_is_not_sent_when_it_wakes(
     stage: Stage, tmp_path: Path
 ) -> None:
-    """It stops itself between claim and send, at a moment that no signal from here would meet."""
+    """The process stops itself between claim and send, a moment that no signal from the test would meet."""
     world = stage.world(slots=SLOTS, seconds=0.2)
     plain = stage.settings(world, queue={"lease_s": 5, "owner_timeout_s": 1})
     asked = tmp_path / "asked"

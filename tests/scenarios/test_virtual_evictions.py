@@ -1,4 +1,4 @@
-"""A picker that evicts batch requests for realtime costs what the evictions cost, and no request."""
+"""A picker that evicts batch requests for realtime costs the evicted work, but no request is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dispatcher.core.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 SHARE = 0.1
-"""Of the tries are evicted, each after a part of what it takes."""
+"""Share of the tries that are evicted, each after a part of its duration."""
 
 
 def evict(stage: Stage, share: float, prefix: str = "") -> None:
@@ -75,7 +75,7 @@ async def test_evictions_cost_what_they_took_and_no_request(
 async def test_request_that_is_always_evicted_waits_longer_each_time_and_ends_by_its_deadline(
     stage: Stage,
 ) -> None:
-    """Two counted attempts would be its last."""
+    """The request would fail after two attempts, if evictions counted as attempts."""
     evict(stage, 1.0, "victim")
     (victim,) = await stage.submit(1, "victim", deadline_s=120.0)
     others = await stage.submit(2000)

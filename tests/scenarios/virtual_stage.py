@@ -60,13 +60,13 @@ class Setting:
     scrape_s: float = 1.0
     lag_s: float = 0.01
     way_s: float = 0.003
-    """How long requests travel, and answers."""
+    """Transit time of requests and answers."""
     answer_s: float | None = None
-    """How long answers travel, if that is another time."""
+    """Transit time of answers, if it differs from that of requests."""
     late_s: float = 0.0
-    """How late the dispatchers' event loops say that they are."""
+    """Delay that the dispatchers' event loops report."""
     work_s: float = 0.5
-    """Of a request in an empty pool; in a full one it takes twice as long."""
+    """Duration of a request in an empty pool. In a full pool it takes twice as long."""
     queue_limit: int | None = None
     realtime: Sequence[tuple[float, float]] = ()
     """(when, work in seconds) of realtime requests."""

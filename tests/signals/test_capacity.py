@@ -218,7 +218,7 @@ async def test_a_deleted_pool_has_no_endpoints(server: ApiServer) -> None:
 async def test_a_pool_without_a_picker_bounds_the_capacity_and_says_what_is_missing(
     server: ApiServer,
 ) -> None:
-    """The newest Gateway API Inference Extension does not demand the reference."""
+    """The newest Gateway API Inference Extension does not require the reference to a picker."""
     alone = pool()
     del alone["spec"]["endpointPickerRef"]
     server.put(POOLS, alone)

@@ -228,7 +228,7 @@ def test_a_utilization_detector_ends_what_was_learned() -> None:
 
 
 def stale(endpoints: str) -> View:
-    """A page of the utilization detector, four endpoints ready, of which so many are stale."""
+    """Return a page of the utilization detector with four ready endpoints, of which `endpoints` are stale."""
     text = golden("router-newest-flow-control-on")
     before = 'stale_endpoints{detector="utilization-detector"} 0'
     assert before in text
@@ -244,7 +244,7 @@ def stale(endpoints: str) -> View:
     [("0", 0.4), ("1", 0.25 + 0.75 * 0.4), ("4", 1.0), ("5", 1.0), ("+Inf", 1.0)],
 )
 def test_stale_endpoints_are_no_room(endpoints: str, f_sys: float) -> None:
-    """A picker may leave them out of its saturation, and reads 0 when all of them are stale."""
+    """A picker may leave stale endpoints out of its saturation, which is then 0 when all are stale."""
     verdict = judge([stale(endpoints)], "saturation", POLICY, "epp")
     (reading,) = verdict.readings
     assert reading.f_sys == pytest.approx(f_sys)
@@ -276,7 +276,7 @@ def test_endpoints_that_kubernetes_alone_sees_are_no_room(policy: Policy, f_sys:
 
 @pytest.mark.parametrize(("endpoints", "k"), [(None, 200), (2, 200), (4, None)])
 def test_pages_without_all_endpoints_prove_no_capacity(endpoints: int | None, k: int | None) -> None:
-    """The detector divides by four endpoints, of which the page shows two for long."""
+    """The detector divides by four endpoints, but the page shows two of them for a long time."""
     lessons = Lessons()
     for number, each in enumerate((*KNOWN, 140)):
         lessons.learn([filled(each, ready=2.0, closed_at=CLOSED_AT + 2 * number)], endpoints)
@@ -284,7 +284,7 @@ def test_pages_without_all_endpoints_prove_no_capacity(endpoints: int | None, k:
 
 
 def composite(requests: int, other: float, *, kind: str = "utilization", tokens: float = 0.0) -> View:
-    """A page with the maximum of the concurrency detector (maxConcurrency 100) and another one."""
+    """Return a page with the maximum of the concurrency detector (maxConcurrency 100) and another one."""
     saturations = {"requests": requests / 400, kind: other}
     if tokens:
         saturations["tokens"] = tokens
@@ -317,13 +317,13 @@ def test_of_several_detectors_the_one_that_counts_is_read_by_itself(other: float
     assert (verdict.per_endpoint, verdict.per_endpoint_from) == (100, "picker")
     assert verdict.detector == "the maximum of requests, utilization"
     exact = {reading.signal: (reading.f_sys, reading.exact) for reading in verdict.readings}
-    # The maximum is no count at any moment, so requests are counted beside it.
+    # The maximum may stop being a count at any moment, so requests are counted beside it.
     assert exact == {SATURATION: (max(140 / 400, other), False), REQUESTS: (140 / 400, True)}
 
 
 @pytest.mark.parametrize("tokens", [0.01, 0.9])
 def test_of_several_detectors_nothing_is_proven_where_it_is_not_known_which_counts(tokens: float) -> None:
-    """The pages of the concurrency detector would prove its k for as long as it dominates."""
+    """The pages of the concurrency detector would prove its k while it is the larger one."""
     pages = [composite(each, 0.02, tokens=tokens) for each in (*KNOWN, 140)]
     verdict = judge(pages[-1:], "auto", Policy(), "epp", taught_by(pages))
     assert (verdict.per_endpoint_from, verdict.signals) == ("search", (SATURATION, REQUESTS))
@@ -333,7 +333,7 @@ def test_of_several_detectors_nothing_is_proven_where_it_is_not_known_which_coun
 
 
 def test_maxima_of_several_pickers_have_requests_counted_beside_them() -> None:
-    """Each is of what that picker sent, whatever is known of a detector."""
+    """Each maximum covers only the requests that its own picker sent."""
     lessons = taught_by([composite(each, 0.02, kind="tokens") for each in KNOWN])
     pages = [composite(each, 0.02, kind="tokens") for each in (140, 150)]
     verdict = judge(pages, "saturation", POLICY, "epp", lessons)
@@ -355,7 +355,7 @@ def at_address(requests: int, number: int, *, address: str = "a:9090", started: 
     ],
 )
 def test_what_a_picker_taught_is_forgotten_with_it(changed: dict[str, Any], k: int | None) -> None:
-    """The next one may be configured otherwise, and says so after some pages."""
+    """The next picker may be configured differently, which its pages show only after a while."""
     lessons = Lessons()
     for number, each in enumerate(KNOWN):
         lessons.learn([at_address(each, number)])
@@ -531,7 +531,7 @@ def test_what_is_not_a_finite_number_reaches_the_limiter_as_such(series: str, va
 
 
 def test_a_page_of_any_program_is_no_pickers() -> None:
-    """When it began says each of them."""
+    """The page of any program shows the start time of its process."""
     page = Page(NAMES)
     page.feed(b"process_start_time_seconds 1.7e+09\n")
     made = view(page.close(), "qwen", OPENED_AT, CLOSED_AT)

@@ -431,7 +431,7 @@ async def test_servers_are_verified_by_what_they_are_asked_by(tmp_path: Path) ->
 
 
 async def test_others_have_their_turns_while_thousands_of_new_names_are_matched() -> None:
-    """Nor is a name matched again in the rounds that follow."""
+    """A name is also not matched again in the rounds that follow."""
     names = tuple(f"turns-{number}" for number in range(2_000))
     models = "models: [{name: turns, match: 'turns-(?P<version>.*)'}]\n"
     most, last = 0, naming_by.cache_info().misses

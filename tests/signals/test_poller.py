@@ -254,7 +254,7 @@ async def test_what_is_learned_is_logged_once_and_each_setting_that_differs() ->
 
 
 async def test_a_picker_that_began_anew_is_not_judged_by_the_number_of_the_one_before() -> None:
-    """It was told to count with what is set here, and restarted. It was not asked meanwhile."""
+    """The picker was set to the number in our settings and restarted, between two polls."""
     epp = Scripted("epp")
 
     def pages(k: int, started: float, fills: Iterable[int]) -> Iterator[View]:

@@ -99,7 +99,7 @@ async def test_servers_add_up_and_nothing_is_taken_for_older_than_the_pages() ->
 
 
 def waits(reasons: dict[str, str]) -> str:
-    """A page of vLLM on which two requests wait, with the reasons of a newer version."""
+    """Return a page of vLLM with two waiting requests and the series of a newer version with the reasons."""
     lines = [
         f'vllm:num_requests_waiting_by_reason{{engine="0",model_name="m",reason="{reason}"}} {number}'
         for reason, number in reasons.items()
@@ -115,7 +115,7 @@ def waits(reasons: dict[str, str]) -> str:
         ({"deferred": "1"}, 1),
         ({"capacity": "2"}, 2),
         ({"deferred": "1", "a newer reason": "1"}, 1),
-        # The series disagree, or cannot be: as many wait for capacity as any of them allows.
+        # The series disagree, or are impossible: the largest number that one of them allows counts.
         ({"capacity": "2", "deferred": "2"}, 2),
         ({"capacity": "5", "deferred": "1"}, 2),
         ({"capacity": "0", "deferred": "3"}, 2),

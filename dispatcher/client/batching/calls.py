@@ -31,9 +31,9 @@ class Raised:
 
 
 def raised(name: str, error: BaseException) -> Raised:
-    """Return the outcome for callers: the error itself where a future can carry it, else a BatchError.
+    """Return the outcome for callers: the error itself if a future can carry it, otherwise a BatchError.
 
-    Never raises, whatever methods the error has.
+    Never raises, even if the methods of the error do.
     """
     # A stop of an iteration would end the loop of a caller who iterates, and asyncio's futures refuse one.
     if isinstance(error, Exception) and not isinstance(error, StopIteration | StopAsyncIteration):
@@ -52,7 +52,7 @@ def is_error(value: object) -> TypeGuard[BaseException]:
 
 
 def described(error: BaseException) -> str:
-    """Return the error's type and words; only the type where its own `__str__` fails."""
+    """Return the error's type and message; only the type if its own `__str__` fails."""
     kind = type(error).__name__
     try:
         return f"{kind}: {error}"
@@ -61,9 +61,9 @@ def described(error: BaseException) -> str:
 
 
 def answers(name: str, returned: Any, count: int) -> list[Any]:
-    """Return the results of `count` items one by one; an exception among them becomes a `Raised`.
+    """Return the results of `count` items as a list; an exception among them becomes a `Raised`.
 
-    Raises WrongLengthError for anything but one result for each item, and what iterating `returned` raises.
+    Raises WrongLengthError unless `returned` has one result for each item, and any error of its iterator.
     """
     kind = type(returned).__name__
     wanted = f"it must return a list with one result for each of {count} items, in their order"
@@ -80,7 +80,7 @@ def answers(name: str, returned: Any, count: int) -> list[Any]:
         results = iter(returned)
     except TypeError as error:  # an array without a dimension has a length that raises, too
         raise WrongLengthError(f"{name} returned a {kind}: {wanted}") from error
-    # The length that an object claims may be another than it iterates over, which may be without end.
+    # An object may have another length than it iterates over, and may iterate without end.
     found = list(islice(results, count + 1))
     if len(found) != count:
         many = len(found) if len(found) < count else f"more than {count}"

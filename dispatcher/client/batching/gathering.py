@@ -123,7 +123,7 @@ class Gathering(Generic[T, R]):
 
 
 def tell(waiters: Iterable[Waiter[T, R]], outcomes: Iterable[R | Raised]) -> None:
-    """Give each waiter its outcome, in the thread of its future. Skip those that have given up."""
+    """Give each waiter its outcome, in the thread of its future. Skip waiters that have given up."""
     for waiter, outcome in zip(waiters, outcomes, strict=True):
         if waiter.future.done():
             continue

@@ -220,9 +220,9 @@ class _LoopThread(threading.Thread):
         self._stopped = False
 
     def run(self) -> None:
-        """Run the loop, again where a task raised what ends one (SystemExit, KeyboardInterrupt).
+        """Run the loop, and restart it when a task raises SystemExit or KeyboardInterrupt, which end a loop.
 
-        That is the error of the task's own callers. All others wait on this loop as well.
+        The task's own callers get that error. All other callers need the loop to go on.
         """
         while not self._stopped:
             with contextlib.suppress(BaseException):
@@ -230,7 +230,7 @@ class _LoopThread(threading.Thread):
         self.loop.close()
 
     def stop(self) -> None:
-        """End the loop. From any thread."""
+        """End the loop. May be called from any thread."""
         self._stopped = True
         with contextlib.suppress(RuntimeError):  # it has ended
             self.loop.call_soon_threadsafe(self.loop.stop)

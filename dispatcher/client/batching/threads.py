@@ -214,7 +214,7 @@ class ThreadWaiters(Generic[T, R]):
 
     def _work(self, worker: Worker[T, R], ready: Future[None] | None) -> None:
         try:
-            # Whoever waited for it may have been cancelled: the worker starts with the first item then.
+            # If the caller that waited for the start was cancelled, the worker starts with the first item.
             if ready is not None and ready.set_running_or_notify_cancel():
                 try:
                     worker.start()

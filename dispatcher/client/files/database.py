@@ -1,4 +1,4 @@
-"""The SQLite file of a journal: opened by one process alone, and removed by that one."""
+"""The SQLite file of a journal. One process at a time has it open, and removes it in the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dispatcher.client.errors import BatchError
 
 _CACHE_KIB = 16_384
 _OPENINGS = 5
-"""Times that a file may be replaced while it is opened, before that is an error."""
+"""Number of attempts to open a file that other processes keep replacing."""
 
 
 class JournalError(BatchError):
@@ -19,7 +19,7 @@ class JournalError(BatchError):
 
 
 def open_locked(path: Path) -> sqlite3.Connection:
-    """Return a connection with a transaction begun. While it is open, nobody else can open the path so.
+    """Return a connection with a transaction begun, which locks the file against other processes.
 
     Raises JournalError.
     """
@@ -29,9 +29,9 @@ def open_locked(path: Path) -> sqlite3.Connection:
             database = _connect(path)
             if _names(path, pinned):
                 return database
-            # Its owner removed it between our opening it and our locking it: nobody else will find this file.
+            # The owner removed the file between our open and our lock: no other process will find it.
             database.close()
-        except JournalError:  # what SQLite says of such a file
+        except JournalError:  # SQLite may also fail because the file was removed
             if _names(path, pinned):
                 raise
         finally:
@@ -40,17 +40,17 @@ def open_locked(path: Path) -> sqlite3.Connection:
 
 
 def remove_locked(path: Path) -> None:
-    """Remove the file of an open connection, which is closed after this.
+    """Remove the file of an open connection. The caller closes the connection afterwards.
 
-    After the close it could be the file of another process that has opened it since.
+    Once the connection is closed, another process may have opened the file.
     """
-    # The log first: once the database is gone, a new one may have a log of that name.
+    # The log is removed first. Once the database is gone, a new one may have a log of the same name.
     path.with_name(path.name + "-wal").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
 def journal_error(path: Path, error: sqlite3.Error) -> JournalError:
-    """Return what SQLite says in words that tell what to do."""
+    """Return an error that says what went wrong in SQLite and what to do."""
     if "locked" in str(error):
         return JournalError(f"{path} is in use: another process works on this output")
     if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY")):
@@ -96,7 +96,7 @@ def _pin(path: Path) -> int:
 
 
 def _names(path: Path, pinned: int) -> bool:
-    """Whether the path still names this file: a lock on another one keeps nobody away from it."""
+    """Return whether the path still names the pinned file. If not, another process may lock the new file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(pinned), path.stat())
     return False

@@ -1,10 +1,10 @@
 -- Say which requests are to be cancelled.
 -- KEYS   own…
--- ARGV   markers of llm-d's producers: '' they lie in other slots, 'must' this user has to be able to read them, 'may' those
---        that it cannot read count as none; then for each request: id, token, 1 if the token is short enough for a marker
---        under the queue's own name, or 0
--- Returns for each 1: a marker of its id holds its token; or 0
--- Keeps: reads only, of each marker no more than its request's token has bytes.
+-- ARGV   how to treat the markers of llm-d's producers: '' skips them, because they are in other slots; 'must' fails if this
+--        user may not read one; 'may' ignores one that it may not read. Then for each request: id, token, 1 if the
+--        token is short enough for a marker under the queue's own name, or 0
+-- Returns for each request 1 if a marker of its id holds its token, or 0
+-- Keeps: only reads, and from each marker no more than one byte beyond the length of the token.
 need('GETRANGE')
 local foreign, told = ARGV[1], {}
 for at = 2, #ARGV, 3 do

@@ -1,7 +1,8 @@
 -- Look at requests where they lie, a page at a time.
 -- KEYS   own…
--- ARGV   how: "rank" (in the order of one set), "near" (the tokens that are active under the id, where they lie by their deadlines; all
---        leases; and as long as not all of those tokens are found, all requests of those deadlines), "entries" (all that were claimed once), "pending" (all that never were); the set's name, or the
+-- ARGV   how: "rank" (in the order of one set), "near" (requests with the tokens that are active under the id, looked up by
+--        their deadlines; then all leases; then, until each of those tokens is found, all requests with those deadlines),
+--        "entries" (all that were claimed once), "pending" (all that were never claimed); the set's name, or the
 --        id; where to begin (a rank, a range and a rank, a cursor: two arguments); most, bytes, bytes of the largest
 --        member that is told whole; then for each word how many spellings, and these: a member must hold one of each word
 -- Returns {next range (-1: at the end), next offset, looked at, bytes of these, 0, or 1: they are too many, ask for fewer,
@@ -93,11 +94,11 @@ if how == 'rank' then
 end
 
 if how == 'near' then
-  -- Range 0: by their tokens, then all leases. Range 1 and up: the bands of equal deadlines, which may be long.
+  -- Range 0 looks up the tokens, and then reads all leases. Ranges from 1 on are bands of equal deadlines, which may be long.
   local tokens, count, seen, deadlines = active(which), 0, {}, {}
   for _ in pairs(tokens) do count = count + 1 end
 
-  -- Whether this page tells a request for each token that is active under the id.
+  -- Returns whether this page has a request for each token that is active under the id.
   local function all_told()
     for token in pairs(tokens) do
       local found = false
@@ -107,7 +108,7 @@ if how == 'near' then
     return count > 0
   end
 
-  -- By bytes, as Redis sorts: `<` goes by the locale.
+  -- Compares bytes, because Redis sorts by bytes and `<` compares by the locale.
   local function is_before(one, text)
     for at = 1, #text do
       local mine, theirs = string.byte(one, at), string.byte(text, at)
@@ -116,8 +117,8 @@ if how == 'near' then
     return false
   end
 
-  -- Requests of one score lie in the order of their bytes, and a member begins with its token: as our client writes it
-  -- (core/request.py), or as the queue contract has it. So a million of one deadline need some twenty reads.
+  -- Requests of one score are sorted by their bytes, and a member begins with its token, in the form of our client
+  -- (core/request.py) or of the queue contract. So a binary search among a million requests takes some twenty reads.
   local function tell_beginning(key, letter, score, text)
     local first = call('ZCOUNT', key, '-inf', '(' .. score)
     local low, high = first, first + call('ZCOUNT', key, score, score)

@@ -7,15 +7,16 @@ local OURS = string.sub(RETURNED, 1, -1 - #'returned')
 local function active_key(id) return OURS .. 'active:' .. id end
 local function cancel_key(id, token) return OURS .. 'cancel:' .. id .. ':' .. token end
 
--- Whoever writes a marker chooses its size, so no more of it is read than what proves that it is another value.
--- Returns false for a key of another type, and where this user may not read it: the error is the second value.
+-- Returns whether a marker holds the value. The producer chooses the size of a marker, so only one byte more than the value
+-- is read. If the key is of another type, or this user may not read it, returns false and the error.
 local function holds(key, value)
   local found = redis.pcall('GETRANGE', key, 0, #value)
   if type(found) == 'table' then return false, found end
   return found == value
 end
 
--- More than ACTIVE_BYTES of tokens count as none: each submission under the id would read all of them again.
+-- Returns the tokens that are active under an id, with their deadlines. More than ACTIVE_BYTES count as none, because each
+-- submission under the id would read all of them again.
 local function active(id)
   local packed = call('GETRANGE', active_key(id), 0, ACTIVE_BYTES)
   if packed == '' or #packed > ACTIVE_BYTES then return {} end

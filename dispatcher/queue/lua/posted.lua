@@ -1,8 +1,8 @@
--- Read the outbox in the order of its numbers, no more than so many bytes at once.
+-- Read elements of the outbox in the order of their numbers, up to a number of bytes.
 -- KEYS   the outbox
--- ARGV   after (exclusive, or -inf), most, bytes
--- Returns its elements; one at least where there is one, however large
--- Keeps: reads only.
+-- ARGV   number after which to begin (or -inf), largest number of elements, largest number of bytes
+-- Returns the elements. The first one is returned however large it is.
+-- Keeps: only reads.
 local found, size, after = {}, 0, ARGV[1]
 while #found < tonumber(ARGV[2]) and size < tonumber(ARGV[3]) do
   local one = redis.call('ZRANGEBYSCORE', KEYS[1], after, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)

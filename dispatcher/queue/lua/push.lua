@@ -6,7 +6,7 @@
 need('TYPE', 'EXPIRE', 'GETRANGE', 'LPUSH', 'SET')
 local found = redis.call('TYPE', KEYS[1]).ok
 if found ~= 'none' and found ~= 'list' then return 0 end
--- Whoever may name the list may name a key like its marker, of any type and size.
+-- A producer that may name the list may also write a key with the marker's name, of any type and size.
 local NUMBER_BYTES = 32
 local newest = redis.pcall('GETRANGE', KEYS[2], 0, NUMBER_BYTES)
 if newest == '' then newest = '0' end

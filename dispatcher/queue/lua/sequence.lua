@@ -1,12 +1,12 @@
 -- Show sequences, or decide about one.
 -- KEYS   own…
--- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why, terms for a queue in which there
---        was no sequence yet (packed, as line_up has them); "cancel", id, Unix time (empty: now), how many seconds requests
---        from before may wait; "forget", id
--- Returns for a list: {cursor, {as `row` has it…}}; to show: a row, or false; released, aborted: 1, or 0 where there was nothing
---         to decide; cancelled: the entry of its head or 0, or false where nothing of it was alive; forgotten: 1, 0 where
---         something of it runs or waits, false where nothing is known of it
--- Keeps: what waits is answered, or goes on; a head goes on to its end. What was submitted before a cancel does not begin.
+-- ARGV   "list", cursor, most, a status (empty: any); "show", id; "release", id; "abort", id, why, default terms for a queue
+--        that has had no sequence yet (packed as for line_up); "cancel", id, Unix time (empty: now), seconds for which earlier
+--        requests may wait to be claimed; "forget", id
+-- Returns for "list" {cursor, {a `row`…}}; for "show" a row, or false; for "release" and "abort" 1, or 0 if there was nothing
+--         to do; for "cancel" the entry of the head or 0, or false if the sequence had ended or was not known; for "forget" 1,
+--         0 if a request of the sequence runs or waits, or false if it is not known
+-- Keeps: waiting requests are answered or go on, and a head goes on to its end. No request from before a cancel begins.
 need('HSCAN', 'HGET', 'HSET', 'HDEL', 'ZADD', 'ZREM', 'ZRANGE', 'ZRANGEBYSCORE', 'GET', 'SET', 'TTL')
 local verb, now = ARGV[1], clock()
 all()
@@ -58,7 +58,7 @@ if verb == 'forget' then
   keep_turns(now)
   return 1
 end
--- One that nothing was claimed of yet is over before it begins.
+-- Returns a sequence of which no request was claimed yet, so that it can end before it begins.
 local function unbegun(id)
   local unborn = added(id)
   begin(unborn)

@@ -6,8 +6,8 @@
 -- SEQUENCED   the lane in which seats wait, by score. PARKED: ids of those that may not begin yet, by the best score
 -- OVER        '<life>:<code>:<why>' by life: its seats are to be answered. LOOKS: ids by when the sweep looks at them
 --
--- <prefix>:sequences:cancelled:<id>  a sequence was cancelled: the Unix time of that, and ' dated' where requests that do not say
---             when they were submitted are not meant; as long as requests from before may wait to be claimed
+-- <prefix>:sequences:cancelled:<id>  the Unix time at which the sequence was cancelled, followed by ' dated' if the cancel does
+--             not cover requests without a time of submission; it expires when no earlier request can wait to be claimed
 --
 -- The seat of an entry (TURN in its state): IN_LINE, then these:
 local S_ID, S_LIFE, S_INDEX, S_LAST, S_THEN = 2, 3, 4, 5, 6
@@ -91,7 +91,7 @@ local function know(ids, found)
   for number, packed in ipairs(found) do known_ones[ids[number]] = packed and read(ids[number], packed) end
 end
 
--- The mark of a sequence that was cancelled; false: it was not.
+-- Marks of cancelled sequences by id; false for a sequence that was not cancelled.
 local marks = {}
 local function mark_key(id) return string.sub(RETURNED, 1, -1 - #'returned') .. 'sequences:cancelled:' .. id end
 local function mark_of(id)
@@ -103,7 +103,7 @@ local function mark_of(id)
   return marks[id]
 end
 
--- Why a request of that time of submission (0: unknown) ends with a cancel of its sequence; nil: it does not.
+-- Returns the reason why a cancel of its sequence ends a request with this time of submission (0: unknown), or nil.
 local function why_cancelled(id, submitted_at)
   local mark = mark_of(id)
   if not mark then return nil end
@@ -400,13 +400,13 @@ end
 
 local function is_full(most) return 'SEQUENCE_FULL', string.format('%.0f requests of its sequence wait already', most) end
 
--- Why a turn is refused: code and sentence; nil: it is not. A turn has .id, .index (nil: behind all), .last, .reset, .owner,
--- .submitted_at.
+-- Returns the code and the message by which a turn is refused, or nil. A turn has .id, .index (nil: behind all), .last, .reset,
+-- .owner and .submitted_at.
 local function refused(one, turn, now)
   local terms = all()
   local most = terms.max_waiting
-  -- Before anything else: the answer to a stranger depends on nothing but whose the sequence is. A sequence that a
-  -- dispatcher of an older version wrote last has no owner, and gets one by its next request.
+  -- This check comes first, so that the answer to another producer shows nothing but that the sequence is not its own. A
+  -- sequence that a dispatcher of an older version wrote last has no owner; its next request fixes the owner.
   if one and one.owner and one.owner ~= turn.owner then return 'SEQUENCE_DENIED', 'its sequence belongs to another producer' end
   local cancelled = why_cancelled(turn.id, turn.submitted_at)
   if cancelled then return 'CANCELLED', cancelled end

@@ -2,13 +2,13 @@
 -- KEYS   own…, reply record, reply records of earlier calls that nobody will repeat…
 -- ARGV   reply_s, channel, number of requests, then score, member…, then of those that can be cancelled: id, token,
 --        deadline…
--- Returns how many were not pending already; the error QUEUEFULL where more would wait than queue.max_pending
+-- Returns the number of requests that were not pending already; the error QUEUEFULL if more than queue.max_pending would wait
 -- Keeps: all or none (a full Redis refuses the first ZADD); a repeated call adds nothing, even if a
 -- dispatcher took the request in between.
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return tonumber(recorded) end
--- Dispatchers tell queue.max_pending when they sweep. Whoever calls ZADD itself passes this by.
+-- Each sweep of a dispatcher writes queue.max_pending here. Producers that call ZADD themselves are not limited.
 local most, there = tonumber(call('HGET', CONTROL, 'max_pending:' .. PENDING) or 0), call('ZCARD', DELAYED)
 for _, set in ipairs(WAITING) do there = there + call('ZCARD', set) end
 if most > 0 and there + tonumber(ARGV[3]) > most then

@@ -149,7 +149,7 @@ class Line:
         self.dead_max = dead_max
         self.largest = max_payload_bytes + ENVELOPE_BYTES
         self.max_pending = 0
-        """As a sweep told it last; 0: no limit."""
+        """`queue.max_pending` as the newest sweep gave it. 0 for no limit."""
         self.dead_dropped = 0
         """The dead that went because there were more than dead_max."""
         self.pending: dict[bytes, Entry] = {}

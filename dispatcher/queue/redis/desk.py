@@ -26,7 +26,7 @@ from dispatcher.queue.requeue import accept_anew
 
 _BATCH = 1000
 _PAUSE_BYTES = 65_536
-"""Of who paused the queue and why."""
+"""Largest record of who paused the queue and why."""
 _USED_UP = re.compile(r"no answer after (\d{1,9}) attempts?, the last: ")
 """How core.outcome begins the reason of a request whose attempts are used up."""
 
@@ -184,7 +184,7 @@ class RedisDesk:
         return await sequences.page(self.backend, most, after, status)
 
     async def sequence(self, sequence_id: str) -> SequenceSeen | None:
-        """One, with the first of its line; None: nothing is known of it."""
+        """Return one sequence with the first of its waiting requests. `None` if it is not known."""
         return await sequences.show(self.backend, sequence_id)
 
     async def ids_of(self, entries: Sequence[int]) -> dict[int, str]:
@@ -198,20 +198,24 @@ class RedisDesk:
         return found
 
     async def release_sequence(self, sequence_id: str) -> bool:
-        """Let one that is held go on; False: it is not held."""
+        """Let a sequence that is held go on. Return False if it is not held."""
         done = bool(await sequences.decide(self.backend, "release", sequence_id))
         return await self._decided(done=done)
 
     async def abort_sequence(self, sequence_id: str, why: str) -> bool:
-        """Answer what waits of it, and what comes, SEQUENCE_ABORTED; False: it is over already."""
+        """Have the waiting and later requests of a sequence answered SEQUENCE_ABORTED. Return False if it was
+        aborted before, or has ended."""
         return await self._decided(done=await sequences.abort(self.backend, sequence_id, why))
 
     async def cancel_sequence(
         self, sequence_id: str, at: float | None = None, for_s: float = CANCEL_TTL_S
     ) -> bool:
-        """Answer what waits of it CANCELLED, cancel what runs, and have what was submitted until `at` (Unix
-        seconds; `None`: now, by the clock of Redis) answered CANCELLED when a dispatcher claims it within
-        `for_s`. False: nothing of it is alive, as far as dispatchers know."""
+        """End a sequence. Its waiting requests are answered CANCELLED, and its running one is cancelled.
+
+        Requests that were submitted until `at` (Unix time; `None` for now, by the clock of Redis) and are
+        claimed within `for_s` are answered CANCELLED, too. Return False if, as far as dispatchers know, the
+        sequence has ended or is not there.
+        """
         told = "" if at is None else repr(at)
         head = await sequences.decide(self.backend, "cancel", sequence_id, told, for_s)
         if head:
@@ -223,19 +227,22 @@ class RedisDesk:
         return head is not None
 
     async def sequence_secret(self) -> str:
-        """The secret of the sequences of programs with our client; it is made where there is none yet."""
+        """Return the secret that all programs with our client share for their sequences. Create it if there
+        is none."""
         return await producer.sequence_secret(self.backend.scripts, self.names)
 
     async def take_over_secret(self, other: RedisDesk) -> None:
-        """Have the secret of sequences at the other queue where there is none here yet, so that programs with
-        our client go on with the sequences of requests that were copied from there."""
+        """Copy the secret of sequences from another queue, unless this one has a secret.
+
+        Programs with our client can then go on with the sequences of requests that were copied from there.
+        """
         there, here = other.backend.scripts, self.backend.scripts
         secret = await there.attempt(lambda: there.client.get(other.names.sequence_secret))
         if secret:
             await here.attempt(lambda: here.client.set(self.names.sequence_secret, secret, nx=True))
 
     async def forget_sequence(self, sequence_id: str) -> bool | None:
-        """Know nothing of it any more; False: something of it runs or waits, None: nothing is known."""
+        """Forget a sequence. Return False if a request of it runs or waits; `None` if it is not known."""
         told = await sequences.decide(self.backend, "forget", sequence_id)
         return None if told is None else await self._decided(done=bool(told))
 

@@ -1,4 +1,4 @@
-"""The markers by which requests are cancelled. Producers write them: each is read with a bound."""
+"""The markers by which requests are cancelled. Producers write them, so each read has a bound."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dispatcher.queue.redis.scripts import Argument, Scripts, in_steps
 from dispatcher.queue.redis.steps import key_of
 
 _MOST = 1000
-"""Requests that one call asks about."""
+"""Largest number of requests that one call asks about."""
 Foreign = Literal["", "must", "may"]
-"""Whether a script looks at the markers of llm-d's producers, as lua/cancelled.lua says."""
+"""Whether a script looks at the markers of llm-d's producers. lua/cancelled.lua explains the values."""
 
 
 async def cancelled(backend: Backend, requests: Sequence[tuple[str, str]], *, foreign: Foreign) -> list[bool]:
-    """Return for each (request id, token) whether a marker of that id holds that token.
+    """Return for each (request id, token) whether a marker of the id holds the token.
 
-    Markers are compared inside the server, each once, for a producer may have written any size.
+    Each marker is compared once, inside the server, because a producer may have written one of any size.
     """
     asked = {pair: (key_of(pair[0]), key_of(pair[1])) for pair in requests if pair[1]}
     marked: set[tuple[str, str]] = set()
@@ -35,7 +35,7 @@ async def cancelled(backend: Backend, requests: Sequence[tuple[str, str]], *, fo
 
 
 async def cancelled_elsewhere(scripts: Scripts, requests: Sequence[tuple[str, str]]) -> list[bool]:
-    """Return the same by the markers of llm-d's producers alone, which lie in any slot of a Cluster."""
+    """Return the same by the markers of llm-d's producers alone, which may be in any slot of a Cluster."""
     longest: dict[bytes, int] = {}
     for request_id, token in requests:
         if token:
@@ -47,7 +47,7 @@ async def cancelled_elsewhere(scripts: Scripts, requests: Sequence[tuple[str, st
     async def read() -> list[bytes | Exception]:
         pipe = scripts.client.pipeline(transaction=False)
         for key, size in longest.items():
-            pipe.getrange(key, 0, size)  # one byte more than the token: a longer value is another one
+            pipe.getrange(key, 0, size)  # one byte more than the token, to recognise a longer value
         found: list[bytes | Exception] = await pipe.execute(raise_on_error=False)
         for each in found:
             if isinstance(each, Exception) and not _is_of_another_type(each):
@@ -62,7 +62,8 @@ async def cancelled_elsewhere(scripts: Scripts, requests: Sequence[tuple[str, st
 
 
 async def active_of(scripts: Scripts, request_id: str) -> bytes:
-    """Return the token that a producer of llm-d has left under the id; empty: none, or too long a one."""
+    """Return the token that a producer of llm-d has left under the id. Empty if there is none, or it is too
+    long."""
 
     async def read() -> bytes:
         try:

@@ -112,7 +112,7 @@ class Outbox:
 
 
 async def posted(backend: Backend, after: str, most: int) -> Sequence[bytes]:
-    """Read what waits in the outbox: at most a megabyte of it, or one element."""
+    """Return the next elements of the outbox: at most a megabyte, or one element if it is larger."""
     args: list[Argument] = [after, most, SCRIPT_BYTES]
     found: Sequence[bytes] = (await backend.scripts.run("posted", [backend.names.outbox], args)).value
     return found

@@ -69,12 +69,17 @@ _SETTLED = {
 class RedisQueue:
     """One owner's access to a queue. Implements ports.Queue.
 
-    `owner`: unique among the dispatchers, those that died included. `lease_s` must be the same for all of
-    them. `owner_timeout_s`: after so long without a call it is taken for dead; 0: only its leases run out.
-    `prover`: knows which owners have ended, so that nobody waits for their silence.
-    `result_ttl_s`: 0 keeps result lists for ever. `max_pending`: more may not be submitted; 0: no limit.
-    `max_payload_bytes`: where a member is too long to have a smaller payload, its head alone is moved
-    (core/oversize.py). A call takes a few seconds at most, retries included, but for large values.
+    `owner` is unique among all dispatchers, including those that died.
+    `lease_s` must be the same for all dispatchers.
+    `owner_timeout_s` is the time without a call after which the owner is taken for dead. With 0, only its
+    leases run out.
+    `prover` knows which owners have ended, so that nobody has to wait for a timeout.
+    `result_ttl_s` is the lifetime of result lists. 0 keeps them for ever.
+    `max_pending` is the largest number of requests that may wait. 0 is no limit.
+    `max_payload_bytes` is the largest payload. Of a member that is too long to have a smaller one, only the
+    head is moved (core/oversize.py).
+
+    A call takes a few seconds at most, including retries, except for large values.
     """
 
     def __init__(
@@ -99,7 +104,7 @@ class RedisQueue:
         self._me = OwnerTerms(owner, owner_timeout_s, lease_s)
         self._largest = max_payload_bytes + ENVELOPE_BYTES
         self._unmoved: Counter[int] = Counter()
-        """How often a large member did not get through, by its entry."""
+        """Number of times that a large member could not be moved, by its entry."""
         self._prover = prover
         self._ttl_s = result_ttl_s
         self._dead_max = dead_max

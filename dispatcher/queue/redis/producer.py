@@ -65,11 +65,11 @@ async def cancel(backend: Backend, request_id: str, request_token: str, theirs: 
 
 
 async def sequence_secret(scripts: Scripts, names: Names) -> str:
-    """The secret of the sequences of all programs with our client, made by the first that asks.
+    """Return the secret that all programs with our client share for their sequences. Create it if needed.
 
-    Only users with an operator's rights may read it, and they may read what sequences carry anyway. So it
-    keeps out producers with lesser rights, while a program that is restarted, its replicas and the command
-    line go on with each other's sequences.
+    Only users with an operator's rights may read the secret, and they may read the contents of sequences
+    anyway. So it keeps out producers with lesser rights, while a restarted program, its replicas and the
+    command line can go on with each other's sequences.
     """
 
     async def agreed() -> bytes:
@@ -163,7 +163,7 @@ async def unserved_s(scripts: Scripts, names: Names) -> float | None:
 
 
 async def last_kept(scripts: Scripts, box: Box) -> int:
-    """The highest number in the keep; 0 where there is none. Raises WrongKeyError for a keep that is none."""
+    """Return the highest number in the keep. 0 if there is no keep. Raises WrongKeyError if it is no hash."""
     kind = (await scripts.attempt(lambda: scripts.client.type(box.keep))).decode()
     if kind not in ("none", "hash"):
         raise WrongKeyError(f"{box.keep} holds a {kind}, not a hash")
@@ -176,7 +176,7 @@ async def kept(scripts: Scripts, box: Box) -> AsyncIterator[tuple[int, bytes]]:
     while True:
         scan = partial(scripts.client.hscan, box.keep, cursor, count=count)
         cursor, found = await scripts.attempt(scan, size=SCRIPT_BYTES)
-        # Nobody knows yet how large they are: about a megabyte at once.
+        # The sizes are not known in advance. Aim at about a megabyte per call.
         size = sum(map(len, found.values()))
         count = max(1, min(_SCANNED_MOST, 4 * count, SCRIPT_BYTES * max(1, len(found)) // (size + 1)))
         for name, result in found.items():

@@ -158,7 +158,7 @@ class OddReplyError(BrokenCallError, CallRefusedError):
 
 
 class WrongKeyError(QueueUnavailableError):
-    """Another program's key stands in the way: it does not pass by itself."""
+    """A key of another program is in the place of one of ours. Retrying does not help."""
 
 
 _ERRORS: Mapping[str, type[QueueUnavailableError]] = {"WRONGKEY": WrongKeyError, "QUEUEFULL": QueueFullError}

@@ -191,8 +191,8 @@ async def show(backend: Backend, sequence_id: str) -> SequenceSeen | None:
 
 
 async def abort(backend: Backend, sequence_id: str, why: str) -> bool:
-    """False: it is over already."""
-    # The dispatchers bring their terms with the first sequence; until then these count.
+    """Abort a sequence. Return False if it was aborted before, or has ended."""
+    # Dispatchers send their terms with the first sequence. Until then the default terms apply.
     args: list[Argument] = ["abort", _clean(sequence_id), sentence(why), _packed_terms(SequenceTerms())]
     return bool((await backend.run("sequence", args)).value)
 
