@@ -65,6 +65,8 @@ class Setting:
     """How long answers travel, if that is another time."""
     late_s: float = 0.0
     """How late the dispatchers' event loops say that they are."""
+    call_s: float = 0.0
+    """How long calls to the queue take."""
     work_s: float = 0.5
     """Of a request in an empty pool; in a full one it takes twice as long."""
     queue_limit: int | None = None
@@ -197,6 +199,7 @@ class Stage:
             self.setting.policy,
             [Signal.SATURATION],
             self.setting.options,
+            call_s=self.setting.call_s,
         )
         replica.limiter.looped(self.setting.late_s)
         # No two replicas scrape at the same moment.
