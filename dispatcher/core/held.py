@@ -26,6 +26,10 @@ from dispatcher.core.travel import USUAL_S
 DELTA_S = USUAL_S
 """δ, unless our exchanges show another (`Travel`): no request takes longer between us and the gateway, either
 way."""
+CALLS_S = 10.0
+"""Time for which a slow call to the queue counts."""
+NOTING_MOST = 0.02
+"""Share of the time of a lease that noting its end may take before other owners' leases prove no room."""
 HALF_LIFE_S = 60.0
 """Age in seconds at which a measurement of the duration of requests counts half."""
 
@@ -71,6 +75,8 @@ class LoadLedger:
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _units: array[int] = field(default_factory=lambda: array("q"))
     _others: list[_LeaseCount] = field(default_factory=list)
+    _queue_took: tuple[float, float] = 0.0, float("-inf")
+    """Longest time that a recent call took that writes to the queue, and when that was."""
     _measured_at: float | None = None
     """Time of the last call of `measure`."""
     _answers: int = 0
@@ -127,10 +133,24 @@ class LoadLedger:
         """
         return self._busy_s / self._answered if self._answered else 0.0
 
+    def queue_took(self, seconds: float, at: float) -> None:
+        """Note how long a call took that writes to the queue. The longest of the last CALLS_S counts."""
+        longest, since = self._queue_took
+        if seconds >= longest or at - since > CALLS_S:
+            self._queue_took = seconds, at
+
     def counted(self, at: float, others: int, young: int) -> None:
-        """Other owners held `others` units, of which `young` may not have been sent yet."""
+        """Note that other owners held `others` units, of which `young` may not have been sent yet.
+
+        A lease lasts until the end of its request is noted in the queue, so some of the others' requests have
+        left the gateway already (`_ended_share` of them on average). Twice as many are left out of the bound,
+        or all where that share is more than NOTING_MOST, because requests that were claimed together end
+        together.
+        """
         others = max(0, others)
-        surely = max(0, others - max(0, young))
+        share = self._ended_share
+        ended = others if share > NOTING_MOST else round(2 * others * share)
+        surely = max(0, others - max(0, young) - ended)
         counts = self._others
         if counts:
             last = counts[-1]
@@ -144,6 +164,16 @@ class LoadLedger:
         counts.append(_LeaseCount(at, surely, others, repeats))
         if len(counts) > 1024 and counts[512].at < at - self.horizon_s:
             del counts[:512]
+
+    @property
+    def _ended_share(self) -> float:
+        """Share of the time of a lease that noting its end takes, where the others' requests and calls to the
+        queue take as long as ours. 1 as long as this process has had no request."""
+        noting_s = self._queue_took[0]
+        if noting_s <= 0:
+            return 0.0
+        requests = max(self._answered, len(self._live))
+        return noting_s / (self._busy_s / requests + noting_s) if requests else 1.0
 
     @property
     def others(self) -> int:

@@ -116,6 +116,10 @@ class Limiter:
         """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""
         self._tracking.share(limit, read_at)
 
+    def queue_took(self, seconds: float, now: float) -> None:
+        """Note how long a call took that writes to the queue."""
+        self._tracking.held.queue_took(seconds, now)
+
     def waiting(self, count: int, now: float) -> None:
         """How many requests could be claimed now."""
         self._waiting = count

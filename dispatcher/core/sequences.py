@@ -342,7 +342,9 @@ class Sequences:
                 one.due_at = None
                 due.append(one)
         for one in sorted(due, key=lambda one: one.lives[0].number):
-            self._look(one, now, is_there)
+            # A sequence that ended while an earlier one was looked at is no longer known.
+            if self.known.get(one.id) is one:
+                self._look(one, now, is_there)
         for _ in range(1 + len(due)):
             self._unpark(now)
         self.marks = {name: mark for name, mark in self.marks.items() if now < mark.until}

@@ -151,7 +151,9 @@ class QueueAccess:
 
     def heard(self, asked_at: float) -> None:
         """A call that shows that we live, asked at `asked_at`, has just been answered."""
-        self.tenure.heard(asked_at, self.clock())
+        at = self.clock()
+        self.tenure.heard(asked_at, at)
+        self._limiter.queue_took(at - asked_at, at)
 
     def ours(self, held: HeldLease) -> bool:
         """Whether its lease is surely still ours, so that its request may be sent."""

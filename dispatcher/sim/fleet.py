@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import Any, cast
 
 from dispatcher.core.allowance import Allowance
 from dispatcher.core.budget import Policy as Budgeting
@@ -20,7 +22,7 @@ from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
-from dispatcher.ports import Forwarded, Gateway, Settled
+from dispatcher.ports import Forwarded, Gateway, Queue, Settled
 from dispatcher.queue.memory import MemoryQueue, MemoryStore
 from dispatcher.signals.verdict import Verdict
 from dispatcher.sim.policies import Policy
@@ -60,6 +62,27 @@ class _MeterAlone(Journal):
         pass
 
 
+class _SlowQueue:
+    """A queue whose calls take `call_s`, half of it each way."""
+
+    def __init__(self, queue: Queue, call_s: float) -> None:
+        self._queue = queue
+        self._way_s = call_s / 2
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._queue, name)
+        if not inspect.iscoroutinefunction(method):
+            return method
+
+        async def call(*args: Any, **named: Any) -> Any:
+            await asyncio.sleep(self._way_s)
+            answer = await method(*args, **named)
+            await asyncio.sleep(self._way_s)
+            return answer
+
+        return call
+
+
 class Replica:
     """One dispatcher process: the loop, its limiter, its door to the queue. Runs as soon as it is made."""
 
@@ -76,13 +99,14 @@ class Replica:
         seed: object = 0,
         grain: int = 1,
         clock: Callable[[], float] | None = None,
+        call_s: float = 0.0,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
         self._signals = tuple(uses)
         self._patience = Patience(0.0, budgeting.max_age_s)
         self.queue = MemoryQueue(store, owner, clock=clock, owner_timeout_s=options.owner_timeout_s)
         self.dispatcher = Dispatcher(
-            self.queue,
+            cast(Queue, _SlowQueue(self.queue, call_s)) if call_s else self.queue,
             gateway,
             self.limiter,
             options,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dispatcher.core.lives import CancelMark
@@ -388,6 +388,7 @@ class Life(World):
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 300))
+@example(486703748, 51)  # a sequence ends while the same sweep looks at another one
 def test_no_history_leaves_a_request_for_ever(seed: int, steps: int) -> None:
     life = Life(seed)
     life.live(steps)

@@ -318,3 +318,13 @@ def test_whatever_happens_in_whatever_order_each_request_has_one_result(
         assert stage.peak <= stage.setting.most + 1
 
     perform(scene, replicas=replicas, scrape_s=scrape_s, lease_s=6.0)
+
+
+@pytest.mark.parametrize("stops_at", [0.1, 0.3, 0.6, 0.8, 1.1, 1.4])
+@scenario(call_s=0.5)
+async def test_dispatcher_that_stops_leaves_no_lease_of_a_claim_under_way(
+    stage: Stage, stops_at: float
+) -> None:
+    await stage.submit(200)
+    await asyncio.sleep(stops_at)
+    await stage.close()

@@ -65,6 +65,8 @@ class Setting:
     """Transit time of answers, if it differs from that of requests."""
     late_s: float = 0.0
     """Delay that the dispatchers' event loops report."""
+    call_s: float = 0.0
+    """Duration of calls to the queue."""
     work_s: float = 0.5
     """Duration of a request in an empty pool. In a full pool it takes twice as long."""
     queue_limit: int | None = None
@@ -197,6 +199,7 @@ class Stage:
             self.setting.policy,
             [Signal.SATURATION],
             self.setting.options,
+            call_s=self.setting.call_s,
         )
         replica.limiter.looped(self.setting.late_s)
         # No two replicas scrape at the same moment.

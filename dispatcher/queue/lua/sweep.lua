@@ -202,7 +202,10 @@ local function sweep_sequences(now, most)
     if one then due[#due + 1] = one else call('ZREM', LOOKS, id) end
   end
   table.sort(due, function(a, b) return a.lives[1][NUMBER] < b.lives[1][NUMBER] end)
-  for _, one in ipairs(due) do look_at(one, now) end
+  for _, one in ipairs(due) do
+    -- A sequence that ended while an earlier one was looked at is no longer stored.
+    if not one.gone then look_at(one, now) end
+  end
   if call('ZCARD', PARKED) > 0 then
     for _ = 0, #due do unpark(now) end
   end
