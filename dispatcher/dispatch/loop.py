@@ -19,6 +19,7 @@ lease's token.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -56,8 +57,6 @@ TURN_S = 1.0
 """The loop turns at least this often."""
 LAST_HAND_IN_S = 10.0
 """How long a stopping process tries to hand in what it has."""
-DRAIN_STEP_S = 0.05
-"""Pause between two looks at whether the turn under way has ended, in a process that stops."""
 
 
 class Dispatcher:
@@ -115,7 +114,8 @@ class Dispatcher:
         """When it was asked for the first time."""
         self._stop = asyncio.Event()
         self._stop_by = float("inf")
-        self._turning = False
+        self._at_rest = asyncio.Event()
+        """Set between two turns."""
         self._alarm: asyncio.TimerHandle | None = None
         self._tasks = asyncio.TaskGroup()
 
@@ -178,14 +178,15 @@ class Dispatcher:
         while True:
             await self._access.wake.wait()
             self._access.wake.clear()
-            self.turned_at, self._turning = now(), True
+            self.turned_at = now()
+            self._at_rest.clear()
             if self._handing.done:
                 await self._hand_in()
             if not self._options.observe:
                 await self._take()
                 await self._send_together()
-            self._turning = False
             self._set_alarm()
+            self._at_rest.set()
 
     def _set_alarm(self) -> None:
         """Wake when the allowance wants to be asked again, and each second at the latest."""
@@ -392,11 +393,10 @@ class Dispatcher:
 
     async def _run_dry(self) -> None:
         """Let what runs finish in time, give back the rest, hand everything in."""
-        # The turn under way may have asked for leases, which are known only when the queue answers. Later turns
-        # claim nothing.
-        turned_at = self.turned_at
-        while self._turning and self.turned_at == turned_at and now() < self._stop_by:
-            await asyncio.sleep(DRAIN_STEP_S)
+        # A claim may be under way. Its leases are known only when the queue answers. Later turns claim nothing.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self._stop_by):
+                await self._at_rest.wait()
         while len(self._holding) and now() < self._stop_by:
             await self._holding.emptied(self._stop_by - now())
         for held in self._holding:
