@@ -393,7 +393,7 @@ class Dispatcher:
 
     async def _run_dry(self) -> None:
         """Let what runs finish in time, give back the rest, hand everything in."""
-        # A claim may be under way. Its leases are known only when the queue answers. Later turns claim nothing.
+        # A claim may be under way. Its leases are known when the queue answers. Later turns claim nothing.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._stop_by):
                 await self._at_rest.wait()

@@ -1,4 +1,4 @@
-"""The limit stays within the room that readings prove, however late the event loop, readings and queue calls are.
+"""The limit stays within the room that readings prove, however late event loop, readings and queue calls are.
 
 Realtime takes 20 of 32 slots, so that batch work may take 10. A reading does not show whose requests it
 counted. If one of ours was wrongly taken to be in a reading after it had left the pool, one too many would be
