@@ -584,7 +584,7 @@ def run(bench: Bench, examples: int, steps: int, *, derandomize: bool) -> None:
 
 @pytest.mark.timeout(300)
 def test_scripts_do_what_the_twin_does(bench: Bench) -> None:
-    run(bench, examples=80, steps=40, derandomize=True)
+    run(bench, examples=130, steps=40, derandomize=True)
 
 
 @pytest.mark.long
