@@ -113,6 +113,11 @@ build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(
 		"$$crds"/*_inferencemodelrewrites.yaml build/controlplane/crds
 	@touch $@
 
+# Only the standard library of Python is needed, so that this is the first command of a newcomer.
+image: ## Build the image and push it: REGISTRY=registry.example/team [TAG=…] [PLATFORMS=linux/amd64,linux/arm64]
+	@test -n "$(REGISTRY)" || { echo "name the registry from which your nodes pull: make image REGISTRY=registry.example/team" >&2; exit 1; }
+	@$(PYTHON) deploy/publish.py "$(REGISTRY)" --tag "$(TAG)" --platforms "$(PLATFORMS)" --base "$(BASE)" --pip-conf "$(PIP_CONF)"
+
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.
 define long
 	@ls $(1)/test_*.py >/dev/null 2>&1 || { echo "$(1) holds no tests yet" >&2; exit 1; }
