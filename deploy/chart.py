@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
-from chart_values import LABEL, OWN
+from chart_values import LABEL, OWN, PARTS
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -164,8 +164,8 @@ def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[
     properties = {}
     for name, value in values.items():
         here = f"{path}{name}"
-        if here in OWN:
-            found = dict(OWN[here])
+        if rule := OWN.get(here) or PARTS.get(here):
+            found = dict(rule)
         elif isinstance(value, dict) and here not in keys:
             found = _own(value, f"{here}.", keys)
         else:
@@ -173,12 +173,14 @@ def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[
         if here in keys:
             found["description"] = keys[here].about
         properties[name] = found
-    # All are in values.yaml: a missing one was taken out by a null, which only lists and free maps bear.
+    # Every value has a default, so a missing one was removed by null. The templates allow that for lists and
+    # for the maps that they hand on.
     there = [
         name
         for name, rule in properties.items()
         if values[name] is not None
         and rule.get("type") != "array"
+        and f"{path}{name}" not in PARTS
         and {key: rule[key] for key in rule if key != "description"} != {"type": "object"}
     ]
     return {"type": "object", "additionalProperties": False, "required": there, "properties": properties}
@@ -271,8 +273,9 @@ _README = """# batch-dispatcher
 {description}.
 
 ```sh
-helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set gateway.url=http://gateway
-helm test qwen-batch
+helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set gateway.url=http://gateway \\
+    --set image.registry=registry.example/team
+helm test qwen-batch --logs
 ```
 
 One release per pool; any number of them in a namespace. [The install guide](../../../docs/install.md) leads

@@ -93,7 +93,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "rules": {
         "monitoring": {
-            "runbook": "https://wiki/runbook.md",
+            "runbookUrl": "https://wiki/runbook.md",
             "rules": {
                 "enabled": True,
                 "labels": {"release": "prometheus"},
@@ -179,6 +179,28 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "terminationGracePeriodSeconds": 600,
         "checkHook": {"enabled": True},
         "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
+    },
+    "pods-of-your-own-making": {
+        "image": {"registry": "registry.example:5000/ml"},
+        "valkey": {"image": {"registry": "registry.example:5000"}},
+        "envFrom": [{"secretRef": {"name": "proxy"}}, {"configMapRef": {"name": "more"}, "prefix": "MORE_"}],
+        "extraInitContainers": [
+            {
+                "name": "first",
+                "image": "first:1",
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "resources": {"requests": {"memory": "16Mi"}},
+            }
+        ],
+        "runtimeClassName": "gvisor",
+        "dnsPolicy": "None",
+        "dnsConfig": {"nameservers": ["192.0.2.1"], "options": [{"name": "ndots", "value": "1"}]},
+        "resources": {"limits": {"memory": None, "hugepages-2Mi": "4Mi", "example.com/device": 1}},
+        "readinessProbe": {"successThreshold": 2},
     },
     "sidecar": {
         **QUEUE,
