@@ -243,15 +243,22 @@ class Stage:
     # The producers.
 
     async def submit(
-        self, count: int, prefix: str = "r", *, deadline_s: float = 1e6, **metadata: str
+        self,
+        count: int,
+        prefix: str = "r",
+        *,
+        deadline_s: float = 1e6,
+        model: str = "",
+        **metadata: str,
     ) -> list[str]:
         """Put requests into the queue and wake the dispatchers."""
         deadline = int(EPOCH + self.now + deadline_s)
         first = len(self.submitted)
+        payload = b'{"model": "%b"}' % model.encode() if model else b"{}"
         names = [f"{prefix}-{first + i:06d}" for i in range(count)]
         submissions = [
             Submission(
-                encode_member(name, b"{}", deadline, created=0, token=TOKEN, metadata=metadata),
+                encode_member(name, payload, deadline, created=0, token=TOKEN, metadata=metadata),
                 score_of(deadline),
                 name,
                 TOKEN,
