@@ -233,6 +233,12 @@ class Limiter:
             runs = reading.running + reading.waiting - waits
         return max(0.0, runs - ours), min(waits, max(0.0, runs + waits - ours))
 
+    def counted_as_calls(self, now: float) -> tuple[int, int] | None:
+        """Return the units that this process has at the gateway and how many calls they are, where readings
+        count calls. `None` if they count units, or if it makes no difference."""
+        held = self._tracking.held
+        return (held.own, held.calls) if self._tracking.counts_calls(now) else None
+
     @property
     def work(self) -> bool:
         """Some request could be claimed when the queue was asked last."""
