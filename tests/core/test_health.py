@@ -120,8 +120,8 @@ CASES = [
         "degraded",
         "signals",
         (
-            "The signals are too old: the newest sample of saturation is 40.0 s old. No request waits, and none "
-            "would be sent."
+            "The signals are too old: the newest sample of saturation is 40.0 s old. "
+            "No request waits, and none would be sent."
         ),
     ),
     (
@@ -135,8 +135,8 @@ CASES = [
         "failing",
         "gateway",
         (
-            "The gateway cannot be reached: 401: set gateway.token_file. Nothing more is sent, 0 requests wait "
-            "and 100 wait for a retry."
+            "The gateway cannot be reached: 401: set gateway.token_file. "
+            "Nothing more is sent, 0 requests wait and 100 wait for a retry."
         ),
     ),
     (
