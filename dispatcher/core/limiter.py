@@ -263,6 +263,11 @@ class Limiter:
         """Mean duration of the requests of this process. 0 until one was answered."""
         return self._tracking.held.mean_s
 
+    @property
+    def usual_s(self) -> float:
+        """Duration of an ordinary answered request of this process. 0 until one was answered."""
+        return self._tracking.usual_s
+
     def knows_pool(self, now: float) -> bool:
         """Whether the newest readings still show the state of the pool."""
         return self._tracking.stale(now) is None and self._gate.unreadable(now) is None

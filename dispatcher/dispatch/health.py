@@ -63,10 +63,12 @@ class HealthWatch:
                 models_why=held_back[0][2] if held_back else "",
                 running=self.holding.running,
                 unanswered=self.recent.unanswered,
+                all_failed=self.recent.all_failed(at),
                 failures=self.recent.failures(at),
                 rejections=self.recent.rejections(at),
                 answered_at=self.recent.answered_at,
-                usual_s=self.limiter.mean_s,
+                usual_s=self.limiter.usual_s,
+                mean_s=self.limiter.mean_s,
             )
         )
 

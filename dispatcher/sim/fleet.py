@@ -100,6 +100,7 @@ class Replica:
         grain: int = 1,
         clock: Callable[[], float] | None = None,
         call_s: float = 0.0,
+        journal: Journal | None = None,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
         self._signals = tuple(uses)
@@ -110,7 +111,7 @@ class Replica:
             gateway,
             self.limiter,
             options,
-            _MeterAlone(Metrics()),
+            journal or _MeterAlone(Metrics()),
             random.Random(f"{seed}/{owner}"),
             weigh=lambda request: grain,
         )

@@ -22,7 +22,7 @@ from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request, encode_member
 from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import score_of
-from dispatcher.dispatch import Options
+from dispatcher.dispatch import Journal, Options
 from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryStore
 from dispatcher.sim import virtual
@@ -31,6 +31,7 @@ from dispatcher.sim.metrics import Exporter, Signals
 from dispatcher.sim.road import Road, RoadGateway
 from dispatcher.sim.world import Job, World
 from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.metrics import Metrics as Counters
 
 TOKEN = "0" * 32
 
@@ -65,6 +66,8 @@ class Setting:
     """Transit time of answers, if it differs from that of requests."""
     late_s: float = 0.0
     """Delay that the dispatchers' event loops report."""
+    journal: bool = False
+    """Whether tries are counted, which the health needs."""
     call_s: float = 0.0
     """Duration of calls to the queue."""
     work_s: float = 0.5
@@ -200,6 +203,7 @@ class Stage:
             [Signal.SATURATION],
             self.setting.options,
             call_s=self.setting.call_s,
+            journal=Journal(Counters()) if self.setting.journal else None,
         )
         replica.limiter.looped(self.setting.late_s)
         # No two replicas scrape at the same moment.
