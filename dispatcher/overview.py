@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reason
+from dispatcher.core.health import COUNTED_WITHIN_S, HealthRecord
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
@@ -38,13 +39,19 @@ def overview(
     batching: Batching | None = None,
     lineup: LineUp | None = None,
     models: Models | None = None,
+    health: HealthRecord | None = None,
 ) -> Status:
     """All that is known at `now`. `running`: requests of this process at the gateway; `slow`: what is wrong
     with its pace; `recent`: how its last tries went."""
     allowance = limiter.allowance(now)
+    known = limiter.knows_pool(now)
     signals = _signals(limiter, poll, now)
     little = _little_reserve(allowance, limiter, settings, queue)
-    budget = _budget(allowance, limiter, settings, poll, watched, little)
+    budget = (
+        _budget(allowance, limiter, settings, poll, watched, little)
+        if known
+        else show.BudgetStatus(reserve=settings.budget.reserve)
+    )
     failing = None if recent is None else _tries_failing(recent, limiter, now)
     told = [
         _explained(allowance, limiter.in_flight, observe=process.observe),
@@ -57,7 +64,9 @@ def overview(
         *_counted_as_calls(limiter, now),
         *(f"Beware: {each}." for each in (slow, little) if each),
     ]
+    line = _line(queue, now)
     return Status(
+        health=_health(health or HealthRecord(), line, now),
         process=process,
         gate=show.GateStatus(
             reason=str(allowance.reason),
@@ -78,7 +87,7 @@ def overview(
             watch_unsure_s=None if watched.unsure_since is None else round(now - watched.unsure_since, 3),
             watch_problems=[str(problem) for problem in watched.problems],
         ),
-        line=_line(queue),
+        line=line,
         price=_price(poll.price) if poll else show.PriceStatus(),
         batching=_batching(batching) if batching else show.BatchingStatus(),
         sequences=show.SequencesStatus(
@@ -87,6 +96,18 @@ def overview(
             sequence_servers=dict(lineup.servers) if lineup else {},
         ),
         models=_models(models, now) if models else show.ModelsStatus(),
+    )
+
+
+def _health(record: HealthRecord, line: show.LineStatus, now: float) -> show.HealthStatus:
+    newest, rate = record.newest, line.service_rate
+    return show.HealthStatus(
+        health=newest.health,
+        health_cause=newest.cause,
+        health_sentence=newest.sentence,
+        health_since_s=None if record.since is None else round(now - record.since, 1),
+        health_look_at=newest.cause.look_at,
+        done_in_s=round(line.pending / rate, 1) if rate and line.pending else None,
     )
 
 
@@ -248,7 +269,7 @@ def _max_sys(
 
 def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.SignalsStatus:
     readings = limiter.readings
-    realtime, waiting = limiter.not_ours
+    realtime, waiting = limiter.not_ours if limiter.knows_pool(now) else (None, None)
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None
@@ -277,8 +298,11 @@ def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.Sign
     )
 
 
-def _line(queue: QueueView) -> show.LineStatus:
+def _line(queue: QueueView, now: float) -> show.LineStatus:
     counts, ahead = queue.counts, queue.outlook
+    old = queue.counted_at is not None and now - queue.counted_at > COUNTED_WITHIN_S
+    if old or queue.problem is not None:
+        counts = ahead = None
     replicas = ahead.replicas if ahead else ()
     return show.LineStatus(
         pending=counts.pending if counts else None,

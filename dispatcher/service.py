@@ -268,6 +268,7 @@ class Service:
     def status(self) -> Status:
         now = _now()
         self._count()
+        self.dispatcher.health.assess(now)
         return overview(
             now,
             process=ProcessStatus(
@@ -294,6 +295,7 @@ class Service:
             batching=self.dispatcher.batching,
             lineup=self.dispatcher.lineup,
             models=self.dispatcher.models,
+            health=self.dispatcher.health.record,
         )
 
     def _count(self) -> None:

@@ -99,6 +99,7 @@ LONGER = {
     "dispatcher.client.batch": "one class, whose methods are what users of the client call",
     "dispatcher.core.sequences": "one state machine: each step beside the others that it must leave right",
     "dispatcher.dispatch.loop": "one loop: what it does each turn, how it starts and how it stops",
+    "dispatcher.overview": "one status: a function for each of its subjects",
     "dispatcher.ports.queue": "the protocol of the loop, each value beside the step that it crosses with",
     "dispatcher.service": "every part of a dispatcher is built, started and stopped here, in one order",
     "dispatcher.signals.capacity": "one watch: what it finds of a pool moves with what it watches",

@@ -46,7 +46,8 @@ def rows(shown: dict[str, Any], width: int, clock: str) -> list[str]:
     problem = [shown["queue_problem"]] if shown["queue_problem"] else []
     if not gate:
         return [*told, *words.lines(shown), *problem]
-    told += [f"{gate['reason']}: {gate['explanation']}", *problem, "", *_pool(gate, width), ""]
+    told += [*words.health(shown), f"{gate['reason']}: {gate['explanation']}", *problem, ""]
+    told += [*_pool(gate, width), ""]
     counts = [f"{name} {shown[name]}" for name in words.COUNTS if shown[name] is not None]
     told.append(f"{shown['queue'] or gate['queue']}: {'  '.join(counts)}")
     if shown["queue"] not in (None, gate["queue"]):

@@ -13,8 +13,8 @@ COUNTS = ("pending", "leased", "delayed", "dead")
 
 
 def lines(shown: dict[str, Any]) -> list[str]:
-    """All that is known, a line each."""
-    told = []
+    """Return all that is known, a line each, the health of the dispatcher first."""
+    told = [*health(shown)]
     if not shown["queue_problem"]:
         counts = "  ".join(f"{name} {shown[name]}" for name in COUNTS)
         told.append(f"{shown['queue']}: {counts}")
@@ -55,13 +55,14 @@ def line(shown: dict[str, Any]) -> str:
     told.append(f"limit {gate.get('limit')}  in flight {gate.get('in_flight')}")
     if gate.get("service_rate"):
         told.append(f"{gate['service_rate']:.3g}/s")
-    return "  ".join([*told, gate["reason"]])
+    state = gate.get("health")
+    return "  ".join([*told, f"{state} ({gate['reason']})" if state else gate["reason"]])
 
 
 def paragraph(shown: dict[str, Any]) -> str:
     """Why what is sent is sent, and not more."""
     gate, foreign = shown["dispatcher"], _foreign(shown)
-    told = []
+    told = [] if foreign else health(shown)
     if gate and not foreign:
         told.append(gate["explanation"])
         if refused := gate.get("config_problem"):
@@ -86,6 +87,18 @@ def paragraph(shown: dict[str, Any]) -> str:
     if gate and gate["reading_age_s"] is not None:
         told.append(f"The newest sample, from {gate['source']}, is {gate['reading_age_s']:.1f} s old.")
     return " ".join(told)
+
+
+def health(shown: dict[str, Any]) -> list[str]:
+    """Return one line: how the dispatcher's work goes, since when, why, and where to look first. It is empty
+    where no dispatcher answers, or one of a version that does not say."""
+    gate = shown["dispatcher"]
+    if not gate or not gate.get("health"):
+        return []
+    since_s, look_at = gate["health_since_s"], gate["health_look_at"]
+    since = "" if since_s is None else f" for {duration(since_s)}"
+    state = str(gate["health"]).capitalize()
+    return [f"{state}{since}: {gate['health_sentence']}{f' Look at: {look_at}.' if look_at else ''}"]
 
 
 def _counted(number: int, one: str, more: str) -> str:

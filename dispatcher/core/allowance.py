@@ -35,12 +35,11 @@ def explain(allowance: Allowance, in_flight: int) -> str:
     """One sentence from an allowance: what is sent, and why not more."""
     terms = ""
     budget = allowance.budget
-    if budget is not None and budget.fault is None:
+    if budget is not None and budget.fault is None and allowance.reason not in _UNREAD:
         fits = f", which fitted where {budget.configured:g} are configured" if budget.learned else ""
         fits = fits if budget.known else ", as far as the search for the capacity has come"
-        since = "the reading before, which no longer counts: " if allowance.reason in _UNREAD else ""
         terms = (
-            f" ({since}{allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
+            f" ({allowance.signal}: pool {budget.f_sys:.0%} full, queue {budget.f_epp:.0%}, "
             f"reserve {budget.reserve:.0%} leave D = {budget.d:.3f} of {budget.max_sys:.5g} requests{fits}, "
             f"headroom {budget.headroom})"
         )
@@ -53,7 +52,7 @@ def explain(allowance: Allowance, in_flight: int) -> str:
         case Reason.FULL:
             told = f"{in_flight} in flight fill the {limited}: each completion is replaced"
         case Reason.IDLE:
-            told = f"nothing waits to be sent, {in_flight} in flight under a {limited}"
+            told = f"no request is ready to be sent, {in_flight} in flight under a {limited}"
         case _ if allowance.because:
             told = (
                 f"{in_flight} in flight under a {limited}, and the queue gives no more: {allowance.because}"

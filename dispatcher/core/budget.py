@@ -58,7 +58,7 @@ class Reason(StrEnum):
     # Closed above this line (the limit is 0), open below.
     SATURATED = ("saturated", "the pool is fuller than the reserve allows")
     FULL = ("full", "our work fills what there is")
-    IDLE = ("idle", "nothing waits to be sent")
+    IDLE = ("idle", "no request is ready to be sent")
     OPEN = ("open", "there is room, and work for it")
 
     rank: int

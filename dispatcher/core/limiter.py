@@ -259,6 +259,25 @@ class Limiter:
         """Why there is no gateway, whatever reason is shown; None: there is one, as far as one can know."""
         return None if self._gate.reach.closure is None else self._gate.reach.closure.why
 
+    @property
+    def signals_problem(self) -> str | None:
+        """Reason why the newest poll could not read the signals. `None` if it could."""
+        return None if self._gate.failure is None else self._gate.failure.why
+
+    @property
+    def mean_s(self) -> float:
+        """Mean duration of the requests of this process. 0 until one was answered."""
+        return self._tracking.held.mean_s
+
+    @property
+    def usual_s(self) -> float:
+        """Duration of an ordinary answered request of this process. 0 until one was answered."""
+        return self._tracking.usual_s
+
+    def knows_pool(self, now: float) -> bool:
+        """Whether the newest readings still show the state of the pool."""
+        return self._tracking.stale(now) is None and self._gate.unreadable(now) is None
+
     def free(self, now: float) -> float | None:
         """What batch work may hold by the newest readings (`Tracking.free`)."""
         return self._tracking.free(now)

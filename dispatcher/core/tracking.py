@@ -175,6 +175,11 @@ class Tracking(Revised):
         return revisions
 
     @property
+    def usual_s(self) -> float:
+        """Median duration of the newest answered requests of this process. 0 until there was one."""
+        return self._travel.median_s
+
+    @property
     def due_at(self) -> list[float]:
         """When each pending sample may be acted upon."""
         return [r.closed_at + self._travel.delta_s for t in self.tracks.values() for r in t.pending]

@@ -50,6 +50,8 @@ class QueueView:
     """What is known of the queue, for people."""
 
     counts: Counts | None = None
+    counted_at: float | None = None
+    """When these were counted, by the clock of the loop."""
     shared: Shared | None = None
     outlook: Outlook | None = None
     problem: str | None = None

@@ -37,6 +37,7 @@ from dispatcher.dispatch.access import QueueAccess, QueueView, now, withheld
 from dispatcher.dispatch.admission import BY_ITSELF, TO_SEND, Case, admit, judge
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.handing import HandingIn
+from dispatcher.dispatch.health import HealthWatch
 from dispatcher.dispatch.holding import HeldLease, Holding, Try
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
@@ -107,6 +108,9 @@ class Dispatcher:
         self.batching = self._tries.batching
         self.lineup = self._tries.lineup
         self.models, self.warming = self._tries.models, self._tries.warming
+        self.health = HealthWatch(
+            limiter, self.view, journal.recent, self._holding, self.models, observing=options.observe
+        )
         self._handing = HandingIn(self._access, self._lanes, journal, self._forget)
         self._nonce = self._probe_nonce = ""
         """Of a claim or probe whose reply was lost: the next one repeats it."""
@@ -129,6 +133,7 @@ class Dispatcher:
             beside.append(tasks.create_task(self._turns(), name="turns"))
             beside.append(tasks.create_task(self.models.recalling(), name="recall"))
             beside.append(tasks.create_task(self.warming.run(), name="warm-up"))
+            beside.append(tasks.create_task(self.health.run(), name="health"))
             self.poke()
             await self._stop.wait()
             await self._run_dry()

@@ -115,7 +115,7 @@ class Upkeep:
         while True:
             counts = await self._access.ask("counts", self._queue.counts())
             if counts is not None:
-                self._access.view.counts = counts
+                self._access.view.counts, self._access.view.counted_at = counts, now()
                 for event, told in self._sequences.look(counts.news, now()):
                     emit(event, **told)
                 self._limiter.waiting(counts.claimable, now())

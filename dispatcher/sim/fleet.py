@@ -101,6 +101,7 @@ class Replica:
         weigh: Callable[[Request], int] = units_of,
         clock: Callable[[], float] | None = None,
         call_s: float = 0.0,
+        journal: Journal | None = None,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
         self._signals = tuple(uses)
@@ -111,7 +112,7 @@ class Replica:
             gateway,
             self.limiter,
             options,
-            _MeterAlone(Metrics()),
+            journal or _MeterAlone(Metrics()),
             random.Random(f"{seed}/{owner}"),
             weigh=weigh,
         )

@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from dispatcher.core.budget import Reason, Signal
 from dispatcher.core.harvest import Work
+from dispatcher.core.health import Health
 from dispatcher.core.outcome import (
     TEACHES_NOTHING,
     Delivered,
@@ -174,6 +175,12 @@ def status_class(status: int | None) -> str:
 
 # ── the gate and its budget ─────────────────────────────────────────────────────────────────────────────────
 
+HEALTH = _states(
+    "health",
+    lambda s: s.health.health,
+    "1 for the health of the dispatcher: whether work gets done; 0 for all others",
+    state=tuple(Health),
+)
 GATE = _states("gate", lambda s: s.gate.reason, "1 for the gate's reason, 0 for all others", reason=REASONS)
 GATE_SECONDS = _counter("gate_seconds", "Seconds that the gate's reason was this one", reason=REASONS)
 PAUSED = _gauge("paused", lambda s: float(s.line.paused), "1 while an operator has paused the queue")

@@ -58,6 +58,12 @@ class Event(Enum):
         logging.INFO,
         "The gate's reason changed: every term of the law, and the sentence that explains it",
     )
+    HEALTH = ("health", logging.INFO, "The dispatcher works, is idle, or waits for a reason that is no fault")
+    UNHEALTHY = (
+        "unhealthy",
+        logging.WARNING,
+        "The dispatcher is degraded or failing, or cannot know: `cause`, `why`, and where to look first",
+    )
     QUEUE_UNREACHABLE = ("queue-unreachable", logging.ERROR, "Redis cannot be reached; nothing new is sent")
     QUEUE_BACK = ("queue-back", logging.INFO, "Redis can be reached again")
     MODEL = (

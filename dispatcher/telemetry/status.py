@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import islice
 from typing import Any, Literal, get_args
 
+from dispatcher.core.health import Cause, Health
 from dispatcher.settings import Source
 
 CAPACITIES: Mapping[str, str] = {
@@ -69,6 +70,21 @@ class GateStatus:
     """The dispatcher whose request tries just now, for all, whether there is a gateway again."""
     tries_problem: str | None = None
     """How many of the last tries of this process failed, and how; None: few, or the gateway is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthStatus:
+    """Whether work gets done, and if not, why (`core/health.py`)."""
+
+    health: Health
+    health_cause: Cause = Cause.NONE
+    health_sentence: str = ""
+    health_since_s: float | None = None
+    """Age of this health with this cause."""
+    health_look_at: str = ""
+    """Where an operator looks first. Empty if nothing needs a look."""
+    done_in_s: float | None = None
+    """Time until all that waits is done at the present rate. `None` if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +302,11 @@ class Status:
     batching: BatchingStatus = field(default_factory=BatchingStatus)
     sequences: SequencesStatus = field(default_factory=SequencesStatus)
     models: ModelsStatus = field(default_factory=ModelsStatus)
+    health: HealthStatus = field(default_factory=lambda: HealthStatus(Health.UNKNOWN))
 
     def json(self) -> dict[str, Any]:
         """One flat object."""
-        told: dict[str, Any] = {}
+        told: dict[str, Any] = asdict(self.health)
         for part in fields(self):
             told.update(asdict(getattr(self, part.name)))
         return told

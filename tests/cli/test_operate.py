@@ -22,6 +22,7 @@ from aiohttp.test_utils import TestServer
 from typer.testing import CliRunner
 
 from dispatcher.cli import app, words
+from dispatcher.core.health import Cause, Health
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Burial, Permit, Settlement, Submission
 from dispatcher.queue.keys import Names
@@ -29,6 +30,7 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.telemetry.status import (
     BudgetStatus,
     GateStatus,
+    HealthStatus,
     LineStatus,
     PriceStatus,
     ProcessStatus,
@@ -172,6 +174,7 @@ def dispatchers() -> dict[str, Any]:
             ],
         ),
         PriceStatus(0.3, 0.39, 0.016, 0.029, "realtime", 40, "epp: ttft", 0.24, None),
+        health=HealthStatus(Health.FAILING, Cause.GATEWAY, "The gateway is away.", 312.0, "gateway.url"),
     ).json()
 
 
@@ -194,7 +197,9 @@ def test_replicas_are_as_the_queue_told_last(
 async def test_status_shows_what_the_runbook_looks_for(configured: Ask) -> None:
     async with told(json.dumps(dispatchers())) as port:
         lines = (await asyncio.to_thread(configured, "status", port)).stdout.splitlines()
-    assert lines[1:] == [
+    assert lines == [
+        "Failing for 5 minutes: The gateway is away. Look at: gateway.url.",
+        f"{NAMES.queue}: pending 0  leased 0  delayed 0  dead 0",
         "full: 18 in flight.",
         "The capacity is 32 by budget.per_endpoint, 32, × ready endpoints.",
         "The changed configuration is refused, the one before is in force: budget.reserv: unknown",

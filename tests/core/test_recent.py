@@ -21,7 +21,7 @@ from dispatcher.core.outcome import (
     WithoutModel,
     classify,
 )
-from dispatcher.core.recent import KEPT, KINDS, LEAST, PART, RECENT_S, RESET, TOLD_MOST, RecentTries
+from dispatcher.core.recent import KEPT, KINDS, KINDS_MOST, LEAST, PART, RECENT_S, RESET, RecentTries
 
 FINE = Delivered(200, b"{}")
 BROKEN = classify(500, {}, b"Traceback", 0.0)
@@ -122,7 +122,7 @@ def test_sentence_is_bounded_and_has_no_words_of_the_gateway(tries: list[Outcome
     assert len(told) <= LONGEST
     kinds = told.partition("failed: ")[2].rpartition(", the newest")[0].split("), ")
     names = {kind.partition(" (")[0] for kind in kinds}
-    assert len(names) <= TOLD_MOST + 1
+    assert len(names) <= KINDS_MOST + 1
     assert not {each for each in names if not each.isdigit()} - {
         *KINDS.values(),
         RESET,

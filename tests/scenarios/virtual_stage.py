@@ -23,7 +23,7 @@ from dispatcher.core.request import Request, encode_member
 from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import score_of
 from dispatcher.core.units import units_of
-from dispatcher.dispatch import Options
+from dispatcher.dispatch import Journal, Options
 from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryStore
 from dispatcher.sim import virtual
@@ -32,6 +32,7 @@ from dispatcher.sim.metrics import Exporter, Signals
 from dispatcher.sim.road import Road, RoadGateway
 from dispatcher.sim.world import Job, World
 from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.metrics import Metrics as Counters
 
 TOKEN = "0" * 32
 
@@ -66,6 +67,8 @@ class Setting:
     """Transit time of answers, if it differs from that of requests."""
     late_s: float = 0.0
     """Delay that the dispatchers' event loops report."""
+    journal: bool = False
+    """Whether tries are counted, which the health needs."""
     call_s: float = 0.0
     """Duration of calls to the queue."""
     work_s: float = 0.5
@@ -204,6 +207,7 @@ class Stage:
             self.setting.options,
             call_s=self.setting.call_s,
             weigh=self.setting.weigh,
+            journal=Journal(Counters()) if self.setting.journal else None,
         )
         replica.limiter.looped(self.setting.late_s)
         # No two replicas scrape at the same moment.

@@ -20,7 +20,7 @@ const MEANINGS = {
   "no-room": "requests that are not ours take everything but the reserve",
   "saturated": "the pool is fuller than the reserve allows",
   "full": "our work fills what there is",
-  "idle": "nothing waits to be sent",
+  "idle": "no request is ready to be sent",
   "open": "there is room, and work for it"
 };
 const OPEN = [
