@@ -176,18 +176,6 @@ async def test_gone_means_list_again(server: ApiServer, as_status: bool) -> None
         await seen.ready(2)
 
 
-async def test_a_watch_that_says_nothing_is_left_when_its_time_is_up(server: ApiServer) -> None:
-    populate(server, 1)
-    server.faults.deaf = True
-    async with watching(server, watch_s=0.5) as seen:
-        await seen.ready(1)
-        await wait_until(lambda: server.asked(PODS, watch=True))
-        server.put(PODS, pod("p1"))
-        server.faults.deaf = False
-        await seen.ready(2)
-        assert not seen.now.problems
-
-
 async def test_another_selector_counts_other_pods(server: ApiServer) -> None:
     populate(server, 3)
     server.put(PODS, pod("b0", app="sglang"))
