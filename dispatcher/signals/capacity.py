@@ -55,6 +55,8 @@ class Endpoints:
     """Host and port of each ready endpoint; None: not known."""
     problems: tuple[ClusterProblem, ...] = ()
     """All that keeps something from being known, or makes it 0."""
+    notices: tuple[ClusterProblem, ...] = ()
+    """That the API server asks to wait, while what was seen counts."""
     unsure_since: float | None = None
     """When the API was last heard of something that `ready` is counted from and cannot be asked now, on the
     loop's clock; None: all of it is followed."""
@@ -211,6 +213,7 @@ class CapacityWatch:
             epp_addresses=replicas,
             addresses=served_at,
             problems=tuple(dict.fromkeys(problems)),
+            notices=tuple(dict.fromkeys(mirror.notice for mirror in mirrors if mirror.notice is not None)),
             unsure_since=self._unsure_since(found),
             whole=all(mirror.settled for mirror in mirrors),
         )
@@ -378,7 +381,11 @@ class CapacityWatch:
         for problem in endpoints.problems:
             if problem not in before.problems:
                 emit(Event.KUBERNETES_PROBLEM, problem=problem.what, hint=problem.hint, ready=endpoints.ready)
-        if before.problems and not endpoints.problems:
+        if endpoints.notices and not before.notices:
+            notice = endpoints.notices[0]
+            emit(Event.KUBERNETES_THROTTLED, what=notice.what, hint=notice.hint, ready=endpoints.ready)
+        wrong_before, wrong = before.problems or before.notices, endpoints.problems or endpoints.notices
+        if wrong_before and not wrong:
             emit(Event.KUBERNETES_FINE, ready=endpoints.ready)
         self._on_change(endpoints)
 

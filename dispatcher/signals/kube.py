@@ -68,6 +68,11 @@ class ApiError(Exception):
         return self.status in (401, 403, 404)
 
     @property
+    def throttled(self) -> bool:
+        """The API server is there, and asks to wait."""
+        return self.status == 429
+
+    @property
     def slow(self) -> bool:
         """It took its whole time: no cut that the next try mends."""
         return isinstance(self.__cause__, TimeoutError)
@@ -183,7 +188,7 @@ class Api:
         what = f"the Kubernetes API answered {response.status} ({_line(message) or response.reason})"
         hint = ""
         after = response.headers.get("Retry-After", "")
-        retry_after_s = float(after) if after.isdigit() else 0.0
+        retry_after_s = float(after) if after.isascii() and after.isdigit() else 0.0
         if response.status == 401:
             session = self._session
             if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
@@ -191,6 +196,9 @@ class Api:
             hint = f"the credentials of {self._access}: they are expired, or not yet valid"
         elif response.status == 400:
             hint = f"{self._access}: the server's address, http or https"
+        elif response.status == 429:
+            what = f"the Kubernetes API server asks to wait{f' {retry_after_s:g} s' if retry_after_s else ''}"
+            hint = "its API Priority and Fairness: apiserver_flowcontrol_rejected_requests_total"
         return ApiError(what, hint, status=response.status, retry_after_s=retry_after_s)
 
 

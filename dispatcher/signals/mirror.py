@@ -44,6 +44,8 @@ SOON_S, SOON_FOR_S, LATE_S = 4.0, 300.0, 30.0
 """The longest pause in the first SOON_FOR_S of a failure, and after that."""
 UNSERVED_S = 300.0
 """The longest pause while a collection is not served (404); each is four times the one before."""
+RETRY_AFTER_MOST_S = 60.0
+"""The longest Retry-After that is honoured. API Priority and Fairness asks for 32 s at most."""
 _PAGE = 500
 _LIST_S = 60.0
 _OVERDUE_S = 5.0
@@ -152,6 +154,19 @@ class Mirror(Generic[V]):
     @property
     def problem(self) -> ClusterProblem | None:
         """What is wrong now, with what mends it."""
+        return None if self._throttled else self._complaint
+
+    @property
+    def notice(self) -> ClusterProblem | None:
+        """That the API server asks to wait while what was seen counts, which is no problem yet."""
+        return self._complaint if self._throttled else None
+
+    @property
+    def _throttled(self) -> bool:
+        return self.failure is not None and self.failure.throttled and self.synced and not self.given_up
+
+    @property
+    def _complaint(self) -> ClusterProblem | None:
         if self.failure is None:
             return None
         if self.failure.status != 403:
@@ -200,7 +215,7 @@ class Mirror(Generic[V]):
                 soon = self._loop.time() - failing_since < SOON_FOR_S
                 most_s = _PAUSE_CUT_S if self._opened else SOON_S if soon else LATE_S
                 pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures - 1, 16))
-            asked_s = min(LATE_S, failure.retry_after_s) if failure is not None else 0.0
+            asked_s = min(RETRY_AFTER_MOST_S, failure.retry_after_s) if failure is not None else 0.0
             await self._api.pause(max(pause_s * random.uniform(0.5, 1.0), asked_s), self._wake)
             self._wake.clear()
 
@@ -284,7 +299,7 @@ class Mirror(Generic[V]):
             self._changed()
 
     def _failed(self, failure: ApiError, times: int) -> None:
-        if times > 1 or failure.standing or failure.slow:
+        if times > 1 or failure.standing or failure.slow or failure.throttled:
             self.failure = failure
             self._changed()
 

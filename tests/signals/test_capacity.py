@@ -423,7 +423,7 @@ async def test_an_answer_that_is_none_is_a_problem_and_no_end(server: ApiServer,
     server.faults.busy_s = 1 if fault == "busy" else None
     async with watching(server) as seen:
         await seen.problem(
-            "the Kubernetes API", "sends text/plain" if fault == "garbage" else "answered 429 ("
+            "the Kubernetes API", "sends text/plain" if fault == "garbage" else "server asks to wait 1 s"
         )
         asked = [each.at for each in server.asked(POOLS, watch=False)]
         if fault == "busy":

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from dispatcher.signals.mirror import (
+    HOLD_S,
+    RETRY_AFTER_MOST_S,
     SILENCE_S,
     UNSERVED_S,
     WATCH_LEAST_S,
     WATCH_MOST_S,
 )
 from dispatcher.signals.rewrites import RewriteWatch
+from dispatcher.telemetry.events import Event, diverted
 from tests.signals.apiserver import (
     OLD_REWRITES,
     PODS,
@@ -73,6 +77,76 @@ def test_what_a_stream_holds_back_is_seen_when_it_was_silent_for_too_long(tmp_pa
             assert on.seen.now.problems == ()
 
     run(scenario())
+
+
+class TestAServerThatAsksToWait:
+    """429 with Retry-After, as of API Priority and Fairness and of a server that stops."""
+
+    def test_is_no_problem_while_what_was_seen_counts(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            told: list[Event] = []
+            with diverted(lambda event, fields: told.append(event)):
+                async with stage(tmp_path) as on:
+                    await on.fine(3, 5.0)
+                    on.server.faults.busy_s = 8
+                    on.server.cut()
+                    await on.until(lambda: on.seen.now.notices, 1.0)
+                    (notice,) = on.seen.now.notices
+                    assert notice.what == "the Kubernetes API server asks to wait 8 s"
+                    await on.pause(HOLD_S - 5.0)
+                    assert (on.seen.now.ready, on.seen.now.problems) == (3, ())
+                    on.server.faults.busy_s = None
+                    await on.fine(3, 8.0 + 1.0)
+                    refused = [each.at for each in on.server.refused(429) if each.collection == PODS]
+                    assert all(after - before >= 8.0 for before, after in pairwise(refused))
+            assert told == [Event.KUBERNETES_THROTTLED, Event.KUBERNETES_FINE]
+
+        run(scenario())
+
+    def test_is_one_when_it_no_longer_counts(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            async with stage(tmp_path) as on:
+                await on.fine(3, 5.0)
+                on.server.faults.busy_s = 5
+                on.server.cut()
+                await on.ready(None, HOLD_S + 1.0)
+                assert "the Kubernetes API server asks to wait 5 s" in str(on.seen.now.problems)
+                assert "no longer counts" in str(on.seen.now.problems)
+                assert on.seen.now.notices == ()
+
+        run(scenario())
+
+    def test_is_not_waited_for_longer_than_the_bound(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            async with stage(tmp_path) as on:
+                await on.fine(3, 5.0)
+                on.server.faults.busy_s = 100_000
+                on.server.cut()
+                await on.pause(2.0)
+                on.server.faults.busy_s = None
+                await on.fine(3, RETRY_AFTER_MOST_S)
+
+        run(scenario())
+
+    def test_leaves_the_rewrites_as_they_were_without_a_warning(self, tmp_path: Path) -> None:
+        async def scenario() -> None:
+            told: list[Event] = []
+            with diverted(lambda event, fields: told.append(event)):
+                async with rewrites(tmp_path) as (server, watch):
+                    server.put(REWRITES, rewrite("a", (["chat"], ["v1"])))
+                    await asyncio.sleep(1.0)
+                    server.faults.busy_s = 8
+                    server.cut()
+                    await asyncio.sleep(HOLD_S - 5.0)
+                    assert server.refused(429)
+                    assert (watch.problems, told) == ((), [])
+                    assert watch.aliases.exact == {"chat": ("v1",)}
+                    await asyncio.sleep(15.0)
+                    (problem,) = watch.problems
+                    assert problem.what == "the Kubernetes API server asks to wait 8 s"
+                    assert told == [Event.KUBERNETES_PROBLEM]
+
+        run(scenario())
 
 
 class TestACollectionThatIsNotServed:
