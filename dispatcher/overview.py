@@ -59,7 +59,7 @@ def overview(
         *_failing(allowance, signals),
         *_fitted(budget, settings),
         *(_awaited(models) if models else ()),
-        *(f"Kubernetes: {each}." for each in watched.problems),
+        *(f"Kubernetes: {each}." for each in (*watched.problems, *watched.notices)),
         *_in_turn(queue, settings),
         *_counted_as_calls(limiter, now),
         *(f"Beware: {each}." for each in (slow, little) if each),

@@ -45,6 +45,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
+    "Server": "batch-dispatcher",  # aiohttp would name its version and Python's
 }
 
 
@@ -261,6 +262,12 @@ class _AdminConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._make_room(self)
+
+    def handle_error(self, *args: Any, **more: Any) -> web.StreamResponse:
+        """Answer what is no HTTP, which reaches no application, with the same headers as all else."""
+        response = super().handle_error(*args, **more)
+        response.headers.update(_HEADERS)
+        return response
 
     def log_exception(self, *args: Any, **more: Any) -> None:
         """A traceback only for a defect of ours, not for what is no HTTP."""

@@ -30,10 +30,9 @@ from dispatcher.signals.digests import (
     endpoint_addresses,
 )
 from dispatcher.signals.kube import Api, ApiError, ClusterProblem
-from dispatcher.signals.mirror import WATCH_S, Mirror, Resource, rule
+from dispatcher.signals.mirror import HOLD_S, Mirror, Resource, rule
 from dispatcher.telemetry.events import Event, diverted, emit
 
-HOLD_S = 60.0
 _GROUP = "inference.networking.k8s.io"
 _OLD_GROUP = "inference.networking.x-k8s.io"
 _CRDS = f"the CRDs of the Gateway API Inference Extension (inferencepools.{_GROUP})"
@@ -56,6 +55,8 @@ class Endpoints:
     """Host and port of each ready endpoint; None: not known."""
     problems: tuple[ClusterProblem, ...] = ()
     """All that keeps something from being known, or makes it 0."""
+    notices: tuple[ClusterProblem, ...] = ()
+    """That the API server asks to wait, while what was seen counts."""
     unsure_since: float | None = None
     """When the API was last heard of something that `ready` is counted from and cannot be asked now, on the
     loop's clock; None: all of it is followed."""
@@ -105,7 +106,6 @@ class CapacityWatch:
         *,
         access: ClusterAccess | None = None,
         hold_s: float = HOLD_S,
-        watch_s: float = WATCH_S,
     ) -> None:
         self._name = pool.name
         self._namespace = pool.namespace
@@ -113,11 +113,12 @@ class CapacityWatch:
         self._on_change = on_change
         self._access = ClusterAccess() if access is None else access
         self._hold_s = hold_s
-        self._watch_s = watch_s
         self._running = False
         self._known = Endpoints()
         self._counted = False
         """Whether the number of endpoints was ever known."""
+        self._has_older = False
+        """Whether the pool is known by the older version of the API."""
         self._timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
@@ -153,7 +154,7 @@ class CapacityWatch:
 
         def place(digest: Callable[[msgspec.Raw], V]) -> _MovableMirror[V]:
             return _MovableMirror(
-                tasks, lambda resource: Mirror(api, resource, digest, self._look, watch_s=self._watch_s)
+                tasks, lambda resource: Mirror(api, resource, digest, self._look, hold_s=self._hold_s)
             )
 
         self._pool, self._old_pool = place(digest_pool), place(digest_old_pool)
@@ -201,7 +202,7 @@ class CapacityWatch:
                         f"{where} has no ready endpoint: no endpoint picker runs", "the picker's pods"
                     )
                 )
-        places = (self._pool, self._old_pool, self._pods, self._slices)
+        mirrors = self._mirrors
         self._counted = self._counted or ready is not None
         if ready is None and self._counted:
             problems.append(
@@ -212,8 +213,9 @@ class CapacityWatch:
             epp_addresses=replicas,
             addresses=served_at,
             problems=tuple(dict.fromkeys(problems)),
+            notices=tuple(dict.fromkeys(mirror.notice for mirror in mirrors if mirror.notice is not None)),
             unsure_since=self._unsure_since(found),
-            whole=all(place.mirror is None or place.mirror.settled for place in places),
+            whole=all(mirror.settled for mirror in mirrors),
         )
 
     # The pool.
@@ -232,8 +234,11 @@ class CapacityWatch:
         if newer == _NOT_THERE or newer.status in (403, 404):
             self._old_pool.point(self._pools_of(_OLD_GROUP, "v1alpha2"))
         older = self._seen(self._old_pool)
+        had_older, self._has_older = self._has_older, isinstance(older, InferencePool)
         if isinstance(older, InferencePool):
             return self._found(self._old_pool, older)
+        if had_older and self._pool.mirror is not None and self._pool.mirror.unserved:
+            self._pool.mirror.retry()  # the pool may have moved to the newer version
         if isinstance(newer, ApiError) and newer.status not in (403, 404):
             return _Found(None, self._problems(self._pool), answered=False)
         # It was deleted, or its CRD was and it with that.
@@ -259,8 +264,7 @@ class CapacityWatch:
         mirror = place.mirror
         if mirror is None:
             return None
-        failed_for_good = mirror.failure is not None and mirror.failure.status == 404
-        if mirror.synced and not failed_for_good and not self._given_up(mirror):
+        if mirror.synced and not mirror.unserved and not mirror.given_up:
             return mirror.items.get(self._name, _NOT_THERE)
         return mirror.failure
 
@@ -295,6 +299,11 @@ class CapacityWatch:
 
     # What is seen of the rest.
 
+    @property
+    def _mirrors(self) -> list[Mirror[Any]]:
+        places = (self._pool, self._old_pool, self._pods, self._slices)
+        return [place.mirror for place in places if place.mirror is not None]
+
     def _ready(self, pool: InferencePool) -> int | None:
         mirror = self._pods.mirror
         if mirror is None:
@@ -302,7 +311,7 @@ class CapacityWatch:
         if not mirror.synced:
             # Another selector than before: what was known stands until the new pods are counted.
             return self._known.ready if mirror.failure is None else None
-        if self._given_up(mirror):
+        if mirror.given_up:
             return None
         return sum(pod.ready for pod in mirror.items.values()) * len(pool.ports)
 
@@ -335,23 +344,19 @@ class CapacityWatch:
             del mirrors[0]  # the older version has it
         return min((each.heard_at for each in mirrors if each is not None and each.failure), default=None)
 
-    def _given_up(self, mirror: Mirror[Any]) -> bool:
-        return mirror.failure is not None and self._loop.time() >= mirror.heard_at + self._hold_s
-
     def _had(self, place: _MovableMirror[Any]) -> bool:
         """Whether it was seen once."""
         return place.mirror is not None and place.mirror.synced
 
     def _set_timer(self) -> None:
-        """Look again when something that fails was last heard of `hold_s` ago."""
+        """Look again when something that fails ceases to count."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        mirrors = [place.mirror for place in (self._pool, self._old_pool, self._pods, self._slices)]
         ends = [
-            mirror.heard_at + self._hold_s
-            for mirror in mirrors
-            if mirror is not None and mirror.failure is not None and not self._given_up(mirror)
+            mirror.holds_until
+            for mirror in self._mirrors
+            if mirror.holds_until is not None and not mirror.given_up
         ]
         if ends:
             self._timer = self._loop.call_at(min(ends), self._look)
@@ -376,7 +381,11 @@ class CapacityWatch:
         for problem in endpoints.problems:
             if problem not in before.problems:
                 emit(Event.KUBERNETES_PROBLEM, problem=problem.what, hint=problem.hint, ready=endpoints.ready)
-        if before.problems and not endpoints.problems:
+        if endpoints.notices and not before.notices:
+            notice = endpoints.notices[0]
+            emit(Event.KUBERNETES_THROTTLED, what=notice.what, hint=notice.hint, ready=endpoints.ready)
+        wrong_before, wrong = before.problems or before.notices, endpoints.problems or endpoints.notices
+        if wrong_before and not wrong:
             emit(Event.KUBERNETES_FINE, ready=endpoints.ready)
         self._on_change(endpoints)
 

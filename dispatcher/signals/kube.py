@@ -7,10 +7,10 @@ of each pod costs a hundred times what is kept of it, and the Watch hides when i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,11 @@ class ApiError(Exception):
         return self.status in (401, 403, 404)
 
     @property
+    def throttled(self) -> bool:
+        """The API server is there, and asks to wait."""
+        return self.status == 429
+
+    @property
     def slow(self) -> bool:
         """It took its whole time: no cut that the next try mends."""
         return isinstance(self.__cause__, TimeoutError)
@@ -92,7 +97,7 @@ class Api:
         if session is not None:
             await session.client.close()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def get(
         self, path: str, query: Sequence[tuple[str, str]], total_s: float
     ) -> AsyncIterator[aiohttp.StreamReader]:
@@ -113,16 +118,17 @@ class Api:
         except ValueError as error:  # a line longer than the buffer, or not the JSON that it should be
             raise ApiError(f"the Kubernetes API's answer cannot be read: {words(error)}", hint) from error
 
-    async def pause(self, seconds: float) -> None:
-        """Wait, until the files with the credentials change at the longest."""
+    async def pause(self, seconds: float, wake: asyncio.Event) -> None:
+        """Wait, until `wake` is set or the files with the credentials change at the longest."""
         loop = asyncio.get_running_loop()
         until, read_from = loop.time() + seconds, self._read_from
-        while (left_s := until - loop.time()) > 0:
-            await asyncio.sleep(min(left_s, _LOOK_S))
+        while (left_s := until - loop.time()) > 0 and not wake.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wake.wait(), min(left_s, _LOOK_S))
             if read_from.changed():
                 return
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _connected(self) -> AsyncIterator[Any]:
         """A client with the credentials of now, that the server has not refused so far."""
         async with self._connecting:
@@ -179,7 +185,10 @@ class Api:
             message = msgspec.json.decode(body, type=ApiStatus).message
         except msgspec.MsgspecError:
             message = body[:200].decode("utf-8", "replace").strip()
+        what = f"the Kubernetes API answered {response.status} ({_line(message) or response.reason})"
         hint = ""
+        after = response.headers.get("Retry-After", "")
+        retry_after_s = float(after) if after.isascii() and after.isdigit() else 0.0
         if response.status == 401:
             session = self._session
             if session is not None and asyncio.get_running_loop().time() - session.made_at >= _AGAIN_S:
@@ -187,13 +196,10 @@ class Api:
             hint = f"the credentials of {self._access}: they are expired, or not yet valid"
         elif response.status == 400:
             hint = f"{self._access}: the server's address, http or https"
-        after = response.headers.get("Retry-After", "")
-        return ApiError(
-            f"the Kubernetes API answered {response.status} ({_line(message) or response.reason})",
-            hint,
-            status=response.status,
-            retry_after_s=float(after) if after.isdigit() else 0.0,
-        )
+        elif response.status == 429:
+            what = f"the Kubernetes API server asks to wait{f' {retry_after_s:g} s' if retry_after_s else ''}"
+            hint = "its API Priority and Fairness: apiserver_flowcontrol_rejected_requests_total"
+        return ApiError(what, hint, status=response.status, retry_after_s=retry_after_s)
 
 
 class ApiStatus(msgspec.Struct):

@@ -1,16 +1,25 @@
-"""List-and-watch of one kind of Kubernetes object: a mirror of it is kept.
+"""Mirror of one collection of Kubernetes objects, kept by list and watch.
 
     list ──▶ watch from there ──▶ ended or cut: watch again from the last version seen, bookmarks included
-      ▲                       └─▶ 410 Gone, as a status or as an event, or what cannot be read: list again
-      └── any other failure: again after a pause that doubles, with jitter
+      ▲                       ├─▶ no line for SILENCE_S: list again
+      │                       └─▶ 410 Gone, as a status or as an event, or what cannot be read: list again
+      └── any other failure: again after a pause that grows, with jitter
 
-The API was **heard** when a list was complete, a watch began, an event or a bookmark came, or the server
-ended a watch as agreed. A server goes on with a watch that runs when the token behind it expires or its right
-is taken away, and a frozen one keeps it open without a word. So watches are short: what one proves ends with
-it, and silence is never older than one watch.
+The API was **heard** when a list was complete, a watch began, an event or a bookmark came, or the stream of a
+watch was ended or cut: until then its server would have sent what changed. A server goes on with a watch that
+runs when the token behind it expires or its right is taken away, and sends what changes; it refuses the next
+watch.
+
+A watch lasts 5 to 10 minutes, as those of client-go do, so it has to be noticed when it is dead: its
+connection is half open, something on the way keeps its bytes back, or its server hangs while the kernel goes
+on to answer TCP keep-alive. kube-apiserver sends a bookmark about once a minute. A watch without a line for
+longer than that is left and the collection listed, which is right in each of these cases, and also where a
+server sends no bookmarks.
 
 The pause after a failure stays short for some minutes, for most are short themselves. After that it grows:
-an audit log should not fill with refusals that nobody mends. New credentials end any pause.
+an audit log should not fill with refusals that nobody mends. A collection that the server does not serve
+(404) is no failure that passes, and most clusters lack one that is asked for: its pause grows at once, and
+further. New credentials end any pause.
 """
 
 from __future__ import annotations
@@ -25,14 +34,23 @@ import msgspec
 
 from dispatcher.signals.kube import Api, ApiError, ApiStatus, ClusterProblem
 
-WATCH_S = 20.0
+HOLD_S = 60.0
+"""What was seen counts until this long after the API was last heard of it."""
+WATCH_LEAST_S, WATCH_MOST_S = 300.0, 600.0
+"""Range of the time that a watch asks for; a random one, so that replicas do not come back together."""
+SILENCE_S = 75.0
+"""A watch without a line for this long is dead. kube-apiserver sends a bookmark each 60 to 62 s."""
 SOON_S, SOON_FOR_S, LATE_S = 4.0, 300.0, 30.0
 """The longest pause in the first SOON_FOR_S of a failure, and after that."""
+UNSERVED_S = 300.0
+"""The longest pause while a collection is not served (404); each is four times the one before."""
+RETRY_AFTER_MOST_S = 60.0
+"""The longest Retry-After that is honoured. API Priority and Fairness asks for 32 s at most."""
 _PAGE = 500
 _LIST_S = 60.0
 _OVERDUE_S = 5.0
 """So much longer than agreed a watch may take to end."""
-_PAUSE_LEAST_S, _PAUSE_CUT_S = 0.05, 0.5
+_PAUSE_LEAST_S, _PAUSE_CUT_S, _PAUSE_UNSERVED_S = 0.1, 0.5, 1.0
 _ALIVE_S = 1.0
 """A watch that lived so long was one; its end is no failure."""
 
@@ -82,7 +100,7 @@ class Mirror(Generic[V]):
         digest: Callable[[msgspec.Raw], V],
         changed: Callable[[], None],
         *,
-        watch_s: float = WATCH_S,
+        hold_s: float = HOLD_S,
     ) -> None:
         self.resource = resource
         self.items: dict[str, V] = {}
@@ -97,7 +115,9 @@ class Mirror(Generic[V]):
         self._api = api
         self._digest = digest
         self._changed = changed
-        self._watch_s = watch_s
+        self._hold_s = hold_s
+        self._wake = asyncio.Event()
+        """Set to end the pause that lasts, or the next one."""
         self._version = ""
         self._fruitful = False
         """Whether the last round brought anything, or lasted."""
@@ -117,8 +137,36 @@ class Mirror(Generic[V]):
         return self.watched or self.failure is not None
 
     @property
+    def holds_until(self) -> float | None:
+        """When what was seen ceases to count, on the loop's clock; None while the collection is followed."""
+        return None if self.failure is None else self.heard_at + self._hold_s
+
+    @property
+    def given_up(self) -> bool:
+        """Whether what was seen no longer counts."""
+        return self.holds_until is not None and self._loop.time() >= self.holds_until
+
+    @property
+    def unserved(self) -> bool:
+        """Whether the API server does not serve the collection."""
+        return self.failure is not None and self.failure.status == 404
+
+    @property
     def problem(self) -> ClusterProblem | None:
         """What is wrong now, with what mends it."""
+        return None if self._throttled else self._complaint
+
+    @property
+    def notice(self) -> ClusterProblem | None:
+        """That the API server asks to wait while what was seen counts, which is no problem yet."""
+        return self._complaint if self._throttled else None
+
+    @property
+    def _throttled(self) -> bool:
+        return self.failure is not None and self.failure.throttled and self.synced and not self.given_up
+
+    @property
+    def _complaint(self) -> ClusterProblem | None:
         if self.failure is None:
             return None
         if self.failure.status != 403:
@@ -129,9 +177,13 @@ class Mirror(Generic[V]):
             f"the Role there: it needs the rule {rule([where.group], where.plural)}",
         )
 
+    def retry(self) -> None:
+        """Ask at once, because the collection may be served by now."""
+        self._wake.set()
+
     async def run(self) -> None:
         """Keep the mirror, until cancelled."""
-        failures, failing_since = 0, 0.0
+        failures, unserved, failing_since = 0, 0, 0.0
         while True:
             began_at = self._loop.time()
             self._fruitful = self._opened = False
@@ -142,8 +194,12 @@ class Mirror(Generic[V]):
                 await self._watch()
             except ApiError as error:
                 failure = error
-            if failure is not None and (failure.status == 410 or failure.garbled):
+            dead = self._opened and failure is not None and failure.slow
+            if self._opened and not dead:
+                self._hear()
+            if failure is not None and (failure.status == 410 or failure.garbled or dead):
                 self._version = ""
+            unserved = unserved + 1 if failure is not None and failure.status == 404 else 0
             failures = 0 if self._fruitful else failures + 1
             if failures == 0:
                 await asyncio.sleep(random.uniform(0.0, 0.05))
@@ -152,12 +208,16 @@ class Mirror(Generic[V]):
                 failing_since = began_at
             if failure is not None and not self._opened:
                 self._failed(failure, failures)
-            # A stream that begins and is cut is a nuisance on the way; what it missed comes with the next.
-            soon = self._loop.time() - failing_since < SOON_FOR_S
-            most_s = _PAUSE_CUT_S if self._opened else SOON_S if soon else LATE_S
-            pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures, 16)) * random.uniform(0.5, 1.0)
-            asked_s = min(LATE_S, failure.retry_after_s) if failure is not None else 0.0
-            await self._api.pause(max(pause_s, asked_s))
+            if unserved:
+                pause_s = min(UNSERVED_S, _PAUSE_UNSERVED_S * 4.0 ** min(unserved - 1, 8))
+            else:
+                # A stream that begins and is cut is a nuisance on the way: the next brings what it missed.
+                soon = self._loop.time() - failing_since < SOON_FOR_S
+                most_s = _PAUSE_CUT_S if self._opened else SOON_S if soon else LATE_S
+                pause_s = min(most_s, _PAUSE_LEAST_S * 2.0 ** min(failures - 1, 16))
+            asked_s = min(RETRY_AFTER_MOST_S, failure.retry_after_s) if failure is not None else 0.0
+            await self._api.pause(max(pause_s * random.uniform(0.5, 1.0), asked_s), self._wake)
+            self._wake.clear()
 
     async def _list(self) -> None:
         """Read the whole collection, page by page; the mirror changes when all of it is here."""
@@ -185,24 +245,24 @@ class Mirror(Generic[V]):
     async def _watch(self) -> None:
         """Follow the collection from the last version on; returns when the server ends the stream."""
         self.verb = "watch"
-        # The times differ, so that replicas that were started together do not come back together.
-        lasts_s = self._watch_s * random.uniform(0.75, 1.25)
+        lasts_s = random.uniform(WATCH_LEAST_S, WATCH_MOST_S)
         query = [
             *self.resource.query,
             ("watch", "true"),
             ("resourceVersion", self._version),
             ("allowWatchBookmarks", "true"),
-            ("timeoutSeconds", str(max(1, round(lasts_s)))),
+            ("timeoutSeconds", str(round(lasts_s))),
         ]
-        async with self._api.get(self.resource.path, query, lasts_s + min(lasts_s, _OVERDUE_S)) as body:
+        async with self._api.get(self.resource.path, query, lasts_s + _OVERDUE_S) as body:
             self._opened = True
             self._up()
             opened_at = self._loop.time()
             try:
-                async for line in body:
-                    if line.strip():
-                        self._apply(msgspec.json.decode(line, type=_WatchEvent))
-                self._hear()
+                async with asyncio.timeout(SILENCE_S) as silence:
+                    async for line in body:
+                        silence.reschedule(self._loop.time() + SILENCE_S)
+                        if line.strip():
+                            self._apply(msgspec.json.decode(line, type=_WatchEvent))
             finally:
                 if self._loop.time() - opened_at >= _ALIVE_S:
                     self._fruitful = True
@@ -239,7 +299,7 @@ class Mirror(Generic[V]):
             self._changed()
 
     def _failed(self, failure: ApiError, times: int) -> None:
-        if times > 1 or failure.standing or failure.slow:
+        if times > 1 or failure.standing or failure.slow or failure.throttled:
             self.failure = failure
             self._changed()
 

@@ -17,7 +17,7 @@ from dispatcher.settings import PoolSettings
 from dispatcher.signals.cluster import ClusterAccess
 from dispatcher.signals.digests import ModelRewrite, digest_rewrite
 from dispatcher.signals.kube import Api, ClusterProblem
-from dispatcher.signals.mirror import WATCH_S, Mirror, Resource
+from dispatcher.signals.mirror import Mirror, Resource
 from dispatcher.telemetry.events import Event, emit
 
 GROUPS = ("llm-d.ai", "inference.networking.x-k8s.io")
@@ -74,12 +74,10 @@ class RewriteWatch:
         on_change: Callable[[], None],
         *,
         access: ClusterAccess,
-        watch_s: float = WATCH_S,
     ) -> None:
         self._pool = pool
         self._on_change = on_change
         self._access = access
-        self._watch_s = watch_s
         self._mirrors: list[Mirror[ModelRewrite]] = []
         self.aliases = Aliases()
         self.problems: tuple[ClusterProblem, ...] = ()
@@ -96,9 +94,7 @@ class RewriteWatch:
             async with asyncio.TaskGroup() as tasks:
                 for group in GROUPS:
                     resource = Resource(group, _VERSION, _PLURAL, self._pool.namespace)
-                    self._mirrors.append(
-                        Mirror(api, resource, digest_rewrite, self._look, watch_s=self._watch_s)
-                    )
+                    self._mirrors.append(Mirror(api, resource, digest_rewrite, self._look))
                 for mirror in self._mirrors:
                     tasks.create_task(mirror.run(), name=f"watch of {mirror.resource.plural}")
         finally:
@@ -107,17 +103,17 @@ class RewriteWatch:
 
     def _look(self) -> None:
         before = self.aliases, self.settled
-        unserved = [mirror.failure is not None and mirror.failure.status == 404 for mirror in self._mirrors]
-        items = [
-            item
-            for mirror, gone in zip(self._mirrors, unserved, strict=True)
-            if not gone
-            for item in mirror.items.items()
-        ]
+        served = [mirror for mirror in self._mirrors if not mirror.unserved]
+        items = [item for mirror in served for item in mirror.items.items()]
         self.aliases = aliases(items, self._pool.name)
         self.settled = self.settled or all(mirror.settled for mirror in self._mirrors)
-        problems = [mirror.problem for mirror, gone in zip(self._mirrors, unserved, strict=True) if not gone]
+        problems = [mirror.problem for mirror in served]
         self._complain(tuple(dict.fromkeys(problem for problem in problems if problem is not None)))
+        if before[0] != self.aliases:
+            # Rewrites that go from one group may have come in the other.
+            for mirror in self._mirrors:
+                if mirror.unserved:
+                    mirror.retry()
         if before != (self.aliases, self.settled):
             self._on_change()
 

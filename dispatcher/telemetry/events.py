@@ -38,6 +38,11 @@ class Event(Enum):
     )
     KUBERNETES_ABSENT = ("kubernetes-absent", logging.INFO, "No cluster is known: nothing is watched")
     KUBERNETES_PROBLEM = ("kubernetes-problem", logging.WARNING, "The watch lacks something, and says what")
+    KUBERNETES_THROTTLED = (
+        "kubernetes-throttled",
+        logging.INFO,
+        "The API server asks to wait (429); what was seen counts meanwhile",
+    )
     KUBERNETES_FINE = ("kubernetes-fine", logging.INFO, "The watch sees all that it needs again")
 
     DEAD_DROPPED = ("dead-dropped", logging.WARNING, "More dead than queue.dead_max: the oldest went")

@@ -72,7 +72,18 @@ async def test_every_answer_is_guarded_by_headers(http: aiohttp.ClientSession) -
                 assert answer.headers["X-Content-Type-Options"] == "nosniff"
                 assert answer.headers["Referrer-Policy"] == "no-referrer"
                 assert answer.headers["Cache-Control"] == "no-store"
+                assert answer.headers["Server"] == "batch-dispatcher", "no versions"
                 assert "Access-Control-Allow-Origin" not in answer.headers
+
+
+async def test_what_is_no_http_learns_no_versions() -> None:
+    async with Stage().open() as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nbroken\r\n\r\n")
+        async with asyncio.timeout(5):
+            head = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        assert b"\r\nServer: batch-dispatcher\r\n" in head
 
 
 async def test_page_is_small_and_takes_nothing_from_elsewhere(http: aiohttp.ClientSession) -> None:

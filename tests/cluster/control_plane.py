@@ -235,6 +235,7 @@ def control_plane(directory: Path) -> Iterator[ControlPlane]:
             f"--listen-peer-urls={peer}",
             f"--initial-advertise-peer-urls={peer}",
             f"--initial-cluster=default={peer}",
+            "--experimental-watch-progress-notify-interval=5s",  # as kubeadm has it: bookmarks need it
         )
         api = start(
             "api",

@@ -30,6 +30,9 @@ PODS = "v1/pods"
 SLICES = "discovery.k8s.io/v1/endpointslices"
 REWRITES = "llm-d.ai/v1alpha2/inferencemodelrewrites"
 OLD_REWRITES = "inference.networking.x-k8s.io/v1alpha2/inferencemodelrewrites"
+BOOKMARK_S = 60.0
+"""Time between the bookmarks of a watch. kube-apiserver 1.34 sends them 59 to 62 s apart where its etcd
+notifies of progress, as kubeadm has it."""
 _KINDS = {
     POOLS: "InferencePool",
     OLD_POOLS: "InferencePool",
@@ -178,7 +181,9 @@ class Faults:
     cut_s: float | None = None
     """Watches are cut so long after they began, in the middle of a line."""
     deaf: bool = False
-    """Watches begin and then say nothing, not even goodbye."""
+    """Watches begin and then say nothing, not even goodbye, as behind a proxy that buffers."""
+    no_bookmarks: bool = False
+    """As of an API server whose etcd notifies of no progress, while nothing changes in the collection."""
     mute: bool = False
     """No request is answered at all."""
     busy_s: int | None = None
@@ -458,8 +463,14 @@ class ApiServer:
         seen: int,
         marks: asyncio.Queue[None],
     ) -> None:
+        loop = asyncio.get_running_loop()
+        bookmark_at = loop.time() + BOOKMARK_S
         while True:
             await self._goes.wait()
+            if loop.time() >= bookmark_at:
+                bookmark_at = loop.time() + BOOKMARK_S
+                if not self.faults.no_bookmarks:
+                    marks.put_nowait(None)
             news = self._news[collection]
             events = self._events[collection]
             for version, before, after in events[bisect_right(events, seen, key=itemgetter(0)) :]:
@@ -481,7 +492,8 @@ class ApiServer:
                 asyncio.ensure_future(_arrived(marks)),
             ]
             try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                left_s = max(0.0, bookmark_at - loop.time())
+                await asyncio.wait(waits, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for wait in waits:
                     wait.cancel()
