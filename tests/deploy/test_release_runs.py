@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -204,4 +205,4 @@ def test_helm_test_says_that_no_dispatcher_answers(tmp_path: Path) -> None:
         )
     assert done.returncode == 1
     (last,) = (line for line in done.stderr.splitlines() if line.startswith("no result for "))
-    assert "within 11 s: no dispatcher answers: nobody on" in last
+    assert re.search(r"within 1[01] s: no dispatcher answers: nobody on", last)

@@ -59,7 +59,7 @@ def test_the_pickers_number_is_learned_and_compared(
     if limit == 15:
         world.control(metrics="gone")
         one.wait_for(reason="unreadable")
-        assert "The capacity is 16 by budget.per_endpoint, 8, × ready endpoints" in said(one), "it still is"
+        assert "The capacity is" not in said(one), "nobody knows how many endpoints are ready now"
 
 
 def test_what_is_not_proven_is_said_as_check_says_it(stage: Stage) -> None:
