@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dispatcher.core.health import HealthRecord
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.recent import RecentTries
 from dispatcher.dispatch.access import QueueView
@@ -25,6 +26,7 @@ def status_of(
     running: int = 0,
     models: Models | None = None,
     recent: RecentTries | None = None,
+    health: HealthRecord | None = None,
 ) -> Status:
     return overview(
         now,
@@ -38,4 +40,5 @@ def status_of(
         slow=None,
         models=models,
         recent=recent,
+        health=health,
     )

@@ -216,17 +216,22 @@ class Models:
 
     # For people.
 
-    def seen(self) -> list[tuple[ModelSeen, int]]:
-        """The models that are known, each with how many requests wait for it, most first; bounded. A version
-        is told of with its model, and apart only where it is named or somebody waits for it by its name."""
+    def names(self) -> list[str]:
+        """Return the names of the models that are known, most waited for first. The name of a version is
+        among them only if the settings name it or requests wait for it by its name."""
         if self._pool is None:
             return []
-        pool, at = self._pool, now()
         versions = {each.name for family in self.versions for each in family.versions()}
-        apart = versions - pool.terms.named.keys() - self.awaited.keys()
-        known = [name for name in pool.known() if name not in apart]
-        names = sorted(known, key=lambda name: -self.awaited.get(name, 0))
-        return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names[:SHOWN_MOST]]
+        apart = versions - self._pool.terms.named.keys() - self.awaited.keys()
+        known = [name for name in self._pool.known() if name not in apart]
+        return sorted(known, key=lambda name: -self.awaited.get(name, 0))
+
+    def seen(self) -> list[tuple[ModelSeen, int]]:
+        """Return the first SHOWN_MOST of `names`, each with the number of requests that wait for it."""
+        if self._pool is None:
+            return []
+        pool, at, names = self._pool, now(), self.names()[:SHOWN_MOST]
+        return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names]
 
     def _look(self, pool: PoolModels, name: str, at: float) -> ModelSeen:
         """One model; one with versions as they are."""

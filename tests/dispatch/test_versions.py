@@ -46,7 +46,8 @@ def told_of(scene: Scene) -> ModelsStatus:
     """What /status says of models."""
     settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
     at = asyncio.get_running_loop().time()
-    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
+    view, models = scene.dispatcher.view, scene.dispatcher.models
+    return status_of(scene.limiter, at, settings, queue=view, models=models).models
 
 
 async def used(scene: Scene) -> set[str]:
@@ -487,7 +488,8 @@ def test_operator_drains_a_whole_model_by_the_name_that_requests_have() -> None:
 def explained(scene: Scene) -> str:
     settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
     at = asyncio.get_running_loop().time()
-    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).gate.explanation
+    view, models = scene.dispatcher.view, scene.dispatcher.models
+    return status_of(scene.limiter, at, settings, queue=view, models=models).gate.explanation
 
 
 def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
