@@ -70,6 +70,16 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
         "limit": 0 if closed else 21,
         "in_flight": 14,
         "running": 14,
+        "health": "waiting" if closed else "working",
+        "health_cause": "room" if closed else "none",
+        "health_sentence": "The pool has no room for batch work, 1,284 requests wait."
+        if closed
+        else "14 requests are in flight, 1,284 requests wait.",
+        "health_since_s": 75.0,
+        "health_look_at": "`batch-dispatcher explain`, and the traffic that is not batch work"
+        if closed
+        else "",
+        "done_in_s": None if closed else 300.0,
         "signal": "saturation",
         "f_sys": 0.66,
         "f_epp": 0.0,
