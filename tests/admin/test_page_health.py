@@ -9,17 +9,9 @@ import pytest
 
 from dispatcher.admin.stream import STREAMS_MOST
 from tests.admin.opened import drawn, live, quiet, says, shown, soon
-from tests.admin.stage import Stage, configured, dead_request, merged, quarter_of_an_hour, status
+from tests.admin.stage import FAILING, Stage, configured, dead_request, merged, quarter_of_an_hour, status
 from tests.browser import Page
 
-FAILING: dict[str, Any] = {
-    "health": "failing",
-    "health_cause": "failures",
-    "health_sentence": "Every try fails. 20 of the last 20 tries failed: 20 × 500; 1,284 requests wait.",
-    "health_since_s": 95.0,
-    "health_look_at": "the logs of gateway and model servers, and `batch-dispatcher dead list`",
-    "done_in_s": None,
-}
 UNREAD: dict[str, Any] = {"reason": "unreadable", "open": False, "limit": 0} | dict.fromkeys(
     ("f_sys", "f_epp", "max_sys", "max_sys_by", "configured_max_sys", "realtime", "realtime_waiting")
 )
@@ -32,7 +24,7 @@ async def test_health_comes_first_and_is_the_largest_text(page: Page) -> None:
     stage = Stage(told=status("full", done_in_s=7380.0))
     async with shown(stage, page):
         assert await page.text("#state") == "Working for 1 min 15 s"
-        assert await page.text("#sentence") == "14 requests are in flight, 1,284 requests wait."
+        assert await page.text("#sentence") == stage.told["health_sentence"]
         assert await page.text("#lead") == "Done inabout 2 h 3 min at the present rate"
         assert await page.ask("document.title") == "working · qwen"
         stage.told |= FAILING
