@@ -11,8 +11,8 @@ PYTEST := $(BIN)/pytest
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo simulate test coverage check format docs picture worlds tools bench chaos fuzz soak image-test \
-	cluster-test audit constraints clean
+.PHONY: help setup demo simulate test coverage check format docs picture worlds tools image bench chaos fuzz soak \
+	image-test cluster-tools cluster-test audit constraints clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +113,11 @@ build/controlplane/.installed: $(addprefix $(CONTROL_PLANE)/,go.mod go.sum) | $(
 		"$$crds"/*_inferencemodelrewrites.yaml build/controlplane/crds
 	@touch $@
 
+# Only the standard library of Python is needed, so that this is the first command of a newcomer.
+image: ## Build the image and push it: REGISTRY=registry.example/team [TAG=…] [PLATFORMS=linux/amd64,linux/arm64]
+	@test -n "$(REGISTRY)" || { echo "name the registry from which your nodes pull: make image REGISTRY=registry.example/team" >&2; exit 1; }
+	@$(PYTHON) deploy/publish.py "$(REGISTRY)" --tag "$(TAG)" --platforms "$(PLATFORMS)" --base "$(BASE)" --pip-conf "$(PIP_CONF)"
+
 # The long forms. A directory without tests fails with a word: nothing that did not run is called green.
 define long
 	@ls $(1)/test_*.py >/dev/null 2>&1 || { echo "$(1) holds no tests yet" >&2; exit 1; }
@@ -142,7 +147,11 @@ image-test: setup ## Build the image and run it as a locked-down pod would (as r
 # A network of its own, which nothing leaves: pods get addresses of a range that is nobody's (RFC 5737).
 cluster-test: PYTEST := unshare --user --map-root-user --net -- sh -c 'ip link set lo up && \
 	ip address add 192.0.2.1/24 dev lo && exec "$$@"' - $(BIN)/pytest
-cluster-test: setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes control plane (etcd; builds it)
+# The first prerequisite, because the others build for minutes.
+cluster-tools:
+	@for tool in etcd unshare ip; do PATH="$$PATH:/usr/sbin:/sbin" command -v $$tool >/dev/null || \
+		{ echo "make cluster-test needs $$tool (Debian: apt-get install etcd-server util-linux iproute2)" >&2; exit 1; }; done
+cluster-test: cluster-tools setup tools build/controlplane/.installed ## Install the chart on a real Kubernetes control plane (etcd; builds it)
 	$(call long,tests/cluster,long,1800)
 
 # Of what is pinned, not of what is installed: those that users get. Needs an advisory source to be reached.

@@ -1,7 +1,8 @@
 """What of the chart is made from the program: schema, facts for templates, README, versions.
 
 `pool`, `gateway` and `config` of the values are the settings' own sections, so their schema is made of the
-models. The chart's own values take their types from values.yaml; OWN has what a default cannot say.
+models. The chart's own values take their types from values.yaml, and what a default cannot say from
+chart_values.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import yaml
+from chart_values import LABEL, OWN, PARTS
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -27,7 +29,6 @@ CHART = Path(__file__).parent / "helm" / "batch-dispatcher"
 
 NOT_HERE = {"queue.data_dir", "queue.fsync", "admin.host"}
 """An embedded queue in a pod would have no producers, and probes come from outside it."""
-LABEL = "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 _PATTERNS: tuple[tuple[Any, str], ...] = (
     (Label, LABEL),
     (UrlPath, "^/([^/]|$)"),
@@ -133,84 +134,6 @@ def settings_facts() -> str:
 
 # ── the chart's own part ──
 
-_PORTS = {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65535}}
-_EGRESS = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"to": {"type": "array", "items": {"type": "object"}}, "ports": _PORTS},
-}
-_SECRET_KEY: dict[str, Any] = {
-    "type": "object",
-    "additionalProperties": False,
-    "properties": {"name": {"type": "string"}, "key": {"type": "string", "minLength": 1}},
-}
-_NAMED: dict[str, Any] = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "required": ["name"],
-        "properties": {"name": {"type": "string", "minLength": 1}},
-    },
-}
-_OR_NOTHING = {"type": ["boolean", "null"]}
-_INTERVAL = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
-_IMAGE: dict[str, dict[str, Any]] = {
-    "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
-    "pullPolicy": {"enum": ["IfNotPresent", "Always", "Never"]},
-    "repository": {"type": "string", "minLength": 1},
-}
-OWN: Mapping[str, dict[str, Any]] = {
-    "pool.name": {"type": "string", "pattern": f"^$|{LABEL}"},
-    "pool.namespace": {"type": "string", "pattern": f"^$|{LABEL}"},
-    "gateway.url": {"type": "string", "pattern": "^$|^https?://"},
-    "valkey.enabled": _OR_NOTHING,
-    "rbac.modelRewrites": _OR_NOTHING,
-    "valkey.existingSecret": _SECRET_KEY,
-    "test.existingSecret": _SECRET_KEY,
-    "imagePullSecrets": {
-        "type": "array",
-        "items": {**_NAMED["items"], "additionalProperties": False},
-    },
-    **dict.fromkeys(("extraEnv", "extraVolumes", "extraVolumeMounts", "extraContainers"), _NAMED),
-    "valkey.maxmemory": {"type": "string", "pattern": "^[0-9]+([kmg]b?)?$"},
-    "replicas": {"type": "integer", "minimum": 0},
-    "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
-    "podDisruptionBudget.enabled": _OR_NOTHING,
-    "podDisruptionBudget.maxUnavailable": {
-        "type": ["integer", "string"],
-        "minimum": 1,
-        "pattern": "^[0-9]+%$",
-    },
-    "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
-    "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
-    "monitoring.podMonitor.interval": _INTERVAL,
-    "monitoring.serviceMonitor.interval": _INTERVAL,
-    "inferenceObjective.priority": {"type": "integer", "maximum": -1},
-    "inferenceObjective.apiVersion": {
-        "enum": ["llm-d.ai/v1alpha2", "inference.networking.x-k8s.io/v1alpha2"],
-    },
-    "keda.minReplicas": {"type": "integer", "minimum": 0},
-    "keda.maxReplicas": {"type": "integer", "minimum": 1},
-    "keda.backlog": {"type": "integer", "minimum": 1},
-    "keda.pollingInterval": {"type": "integer", "minimum": 1},
-    "keda.redis.existingSecret": {
-        "type": "object",
-        "additionalProperties": False,
-        "properties": {**_SECRET_KEY["properties"], "usernameKey": {"type": "string"}},
-    },
-    "keda.redis.address": {"type": "string", "pattern": "^$|^[^/:@]+:[0-9]+$"},
-    "keda.prometheus.url": {"type": "string", "pattern": "^$|^https?://"},
-    "keda.prometheus.deadlineSlack": {"type": "integer", "minimum": 1},
-    "test.deadline": {"type": "integer", "minimum": 1},
-    **{f"image.{name}": rule for name, rule in _IMAGE.items()},
-    **{f"valkey.image.{name}": rule for name, rule in _IMAGE.items()},
-    **{
-        f"networkPolicy.egress.{name}": _EGRESS
-        for name in ("dns", "gateway", "queue", "picker", "models", "prometheus", "apiServer", "tracing")
-    },
-}
-"""What the default in values.yaml does not tell of a value."""
-
 
 def schema() -> str:
     """values.schema.json: draft 7, which every Helm 3 reads."""
@@ -241,8 +164,8 @@ def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[
     properties = {}
     for name, value in values.items():
         here = f"{path}{name}"
-        if here in OWN:
-            found = dict(OWN[here])
+        if rule := OWN.get(here) or PARTS.get(here):
+            found = dict(rule)
         elif isinstance(value, dict) and here not in keys:
             found = _own(value, f"{here}.", keys)
         else:
@@ -250,12 +173,14 @@ def _own(values: Mapping[str, Any], path: str, keys: Mapping[str, Key]) -> dict[
         if here in keys:
             found["description"] = keys[here].about
         properties[name] = found
-    # All are in values.yaml: a missing one was taken out by a null, which only lists and free maps bear.
+    # Every value has a default, so a missing one was removed by null. The templates allow that for lists and
+    # for the maps that they hand on.
     there = [
         name
         for name, rule in properties.items()
         if values[name] is not None
         and rule.get("type") != "array"
+        and f"{path}{name}" not in PARTS
         and {key: rule[key] for key in rule if key != "description"} != {"type": "object"}
     ]
     return {"type": "object", "additionalProperties": False, "required": there, "properties": properties}
@@ -348,8 +273,9 @@ _README = """# batch-dispatcher
 {description}.
 
 ```sh
-helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set gateway.url=http://gateway
-helm test qwen-batch
+helm install qwen-batch deploy/helm/batch-dispatcher --set pool.name=qwen --set gateway.url=http://gateway \\
+    --set image.registry=registry.example/team
+helm test qwen-batch --logs
 ```
 
 One release per pool; any number of them in a namespace. [The install guide](../../../docs/install.md) leads

@@ -47,7 +47,10 @@ def _alert(rule: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, An
         "annotations": {
             "summary": put_in(rule["summary"]),
             "description": put_in(rule["description"]),
-            "runbook_url": put_in(f"$runbook#{rule['alert'].lower()}"),
+            # Alertmanager makes a link of runbook_url: only a URL may be one.
+            "runbook_url" if settings["runbook"].startswith("http") else "runbook": put_in(
+                f"$runbook#{rule['alert'].lower()}"
+            ),
         },
     }
 

@@ -62,6 +62,7 @@ def overview(
         *(_awaited(models) if models and counts else ()),
         *(f"Kubernetes: {each}." for each in watched.problems),
         *_in_turn(counts, settings),
+        *_counted_as_calls(limiter, now),
         *(f"Beware: {each}." for each in (slow, little) if each),
     ]
     line = _line(queue, counts, now)
@@ -134,6 +135,16 @@ def _in_turn(counts: Counts | None, settings: Settings) -> list[str]:
         most = settings.sequences.max_active
         some.append(f"{told.parked} not begun, for sequences.max_active ({most}) are alive")
     return [f"Sequences: {', '.join(some)}."] if some else []
+
+
+def _counted_as_calls(limiter: Limiter, now: float) -> list[str]:
+    """Where readings count calls and a rule for batching counts items: what to change."""
+    counted = limiter.counted_as_calls(now)
+    if counted is None:
+        return []
+    units, calls = counted
+    fewer = f"The metrics count calls: {units} units of this process are {calls} there"
+    return [f"{fewer}. Set `unit: call` in batching.rules, and as many calls are sent as fit."]
 
 
 def _explained(allowance: Allowance, in_flight: int, *, observe: bool) -> str:

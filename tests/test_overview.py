@@ -85,6 +85,40 @@ def test_realtime_is_of_the_signal_that_counts_requests() -> None:
     assert load_of(read(float("nan")), sent=0.0) == (None, None)
 
 
+def merging(*, beyond_calls: float, seconds: int) -> Status:
+    """Of a pool of 64 in which each second a reading showed 20 of realtime and 8 calls of 6 items of ours."""
+    limiter = Limiter(Policy(per_endpoint=64), [Signal.REQUESTS])
+    for number in range(8):
+        limiter.sent(number, 0.0, 6)
+    load = 20 + 8 + min(40.0, beyond_calls)
+    for at in range(1, seconds):
+        limiter.reading(
+            Reading(Signal.REQUESTS, at, at, load / 64, 0.0, max_sys=64, beyond_calls=beyond_calls), at + 0.1
+        )
+        limiter.allowance(at + 0.5)
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    return status_of(limiter, seconds - 0.5, settings)
+
+
+@pytest.mark.parametrize("beyond_calls", [0.0, 10.0, 40.0, float("inf")])
+def test_realtime_is_shown_right_beside_merged_calls_however_they_are_counted(beyond_calls: float) -> None:
+    told = merging(beyond_calls=beyond_calls, seconds=5)
+    assert (told.gate.in_flight, told.signals.realtime) == (48, 20.0)
+    assert told.gate.open
+
+
+@pytest.mark.parametrize(
+    ("beyond_calls", "seconds", "said"), [(0.0, 30, True), (0.0, 10, False), (40.0, 30, False)]
+)
+def test_metrics_that_count_calls_are_told_where_items_are_counted(
+    beyond_calls: float, seconds: int, *, said: bool
+) -> None:
+    """Not at once: what the picker's averages have beyond its calls is known some seconds later."""
+    told = merging(beyond_calls=beyond_calls, seconds=seconds).gate.explanation
+    sentence = "The metrics count calls: 48 units of this process are 8 there. Set `unit: call`"
+    assert (sentence in told) is said
+
+
 def test_long_requests_with_little_reserve_are_told_where_people_look() -> None:
     told = status(48.0)
     assert told.budget.reserve_problem is not None

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from dispatcher.check import gateway, queue, signals
+from dispatcher.check import gateway, queue, serving, signals
 from dispatcher.check.addresses import CONNECT_S, Address, addresses, all_away
 from dispatcher.check.finding import Finding, Findings, Probe, Slow, known
 from dispatcher.pace import PaceWatch
@@ -37,13 +37,14 @@ T = TypeVar("T")
 
 
 async def connections(settings: Settings, tell: Callable[[Finding], None]) -> None:
-    """Try the gateway, the queue, Kubernetes and the signals; each is told once those before it are."""
+    """Try the gateway, the queue, Kubernetes, the signals and `serving.urls`; each is told once those before
+    it are."""
     await ask(prepare(settings, await reach(settings)), tell)
 
 
 async def reach(settings: Settings) -> dict[Address, str]:
     """The addresses that accept no connection, each with what is wrong."""
-    urls = [settings.gateway.url, *signals.urls(settings), settings.tracing.endpoint]
+    urls = [settings.gateway.url, *signals.urls(settings), *serving.urls(settings), settings.tracing.endpoint]
     asked = addresses(urls) | queue.asked(settings)
 
     async def one(address: Address) -> str | None:
@@ -70,7 +71,11 @@ def prepare(settings: Settings, away: Mapping[Address, str]) -> dict[str, Probe]
         "queue.url": queue.probe(settings, away),
         "signals": signals.probe(settings, away),
     }
-    return probes | ({"tracing.endpoint": _traces(settings, away)} if settings.tracing.endpoint else {})
+    if serving.urls(settings):
+        probes["serving.urls"] = serving.probe(settings, away)
+    if settings.tracing.endpoint:
+        probes["tracing.endpoint"] = _traces(settings, away)
+    return probes
 
 
 def _traces(settings: Settings, away: Mapping[Address, str]) -> Probe:

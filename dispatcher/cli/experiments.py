@@ -9,16 +9,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import typer
 
 from dispatcher.cli.screen import fail, fold, warn
+from dispatcher.sim import plot as picture
 from dispatcher.sim import report
 from dispatcher.sim.experiment import Name, Run
 from dispatcher.sim.parallel import RunFailedError, Wanted, play_all
 from dispatcher.sim.setting import Setting
-from dispatcher.sim.sweep import Bound, Sweep, choose
+from dispatcher.sim.sweep import Bound, Sweep, SweepResult, choose
 from dispatcher.standin.trace import Trace
 
 PATIENCE_S = 1.0
@@ -28,9 +30,15 @@ COST = {Name.NONE: 1.0, Name.ALL_KNOWING: 2.0, Name.LAW: 8.0}
 
 
 def compare(
-    setting: Setting, traffic: Trace, names: Sequence[Name], processes: int, *, as_json: bool
-) -> report.Comparison:
-    """Each policy beside the others, as a table or as JSON."""
+    setting: Setting,
+    traffic: Trace,
+    names: Sequence[Name],
+    processes: int,
+    *,
+    as_json: bool,
+    plot: Path | None = None,
+) -> None:
+    """Show each policy beside the others, as a table or as JSON. `plot`: where to draw the timeline."""
     played = [name for name in Name if name in {*names, Name.ALL_KNOWING, Name.NONE}]
     # Longest first, but for what every row is measured by.
     order = sorted(played, key=lambda name: (name not in (Name.NONE, Name.ALL_KNOWING), -_cost(name)))
@@ -50,15 +58,15 @@ def compare(
     found = report.comparison(setting, traffic.name, names, runs)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2, ensure_ascii=False))
-        return found
-    lines.explain(
-        report.legend(setting, traffic.name, sheet),
-        report.closures(setting, zip([row.policy.value for row in found.rows], found.rows, strict=True)),
-    )
-    for row in found.rows:
-        if row.policy is Name.LAW:
-            typer.echo(_folded(report.sentence(row)))
-    return found
+    else:
+        lines.explain(
+            report.legend(setting, traffic.name, sheet),
+            report.closures(setting, zip([row.policy.value for row in found.rows], found.rows, strict=True)),
+        )
+        for row in found.rows:
+            if row.policy is Name.LAW:
+                typer.echo(_folded(report.sentence(row)))
+    _draw(plot, lambda path: picture.draw(found, path))
 
 
 def sweep(
@@ -70,8 +78,10 @@ def sweep(
     bounds: Sequence[Bound],
     *,
     as_json: bool,
+    plot: Path | None = None,
 ) -> bool:
-    """A row for each value; whether one of them keeps the bounds, if there are any."""
+    """Show a row for each value, and return whether one of them keeps the bounds, if there are any. `plot`:
+    where to draw what each value brings and costs."""
     names = [name for name in names if name is not Name.NONE] or [Name.LAW]
     cases = [(value, name) for value in swept.values for name in names]
     wanted = [Wanted(setting, Name.NONE, report.moment_s(setting))]
@@ -117,7 +127,21 @@ def sweep(
         if answer is not None:
             colour = typer.colors.GREEN if answer.value is not None else typer.colors.YELLOW
             typer.secho(_folded(answer.sentence), fg=colour, bold=True)
+    values = [(value, row) for (value, _), row in zip(cases, rows, strict=True)]
+    result = SweepResult(swept.option, traffic.name, setting, values)
+    _draw(plot, lambda path: picture.draw_sweep(result, path))
     return answer is None or answer.value is not None
+
+
+def _draw(path: Path | None, draw: Callable[[Path], None]) -> None:
+    """Draw into the file, if one is named."""
+    if path is None:
+        return
+    try:
+        draw(path)
+    except (OSError, ValueError) as error:
+        raise fail(f"{path}: {error}") from error
+    typer.echo(f"drawn into {path}", err=True)
 
 
 def _ended(wanted: Sequence[Wanted], traffic: Trace, processes: int) -> Iterator[tuple[int, Run]]:

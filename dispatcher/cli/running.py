@@ -18,6 +18,7 @@ WAIT_S = 2.0
 LONGEST = 1 << 20
 """Bytes of an answer."""
 _LISTENED = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - what is listened on
+_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 PORT = 8080
 
 
@@ -29,10 +30,13 @@ class AdminAddress:
     port: int
     token_file: str = ""
     url: str = ""
-    """As it was given; empty: by the settings, a dispatcher of this machine."""
+    """The URL as it was given; empty if the settings name the address."""
 
     def __str__(self) -> str:
-        return self.url or f"admin.port {self.port} of this machine"
+        if self.url:
+            return self.url
+        at = f"{self.host}:{self.port}"
+        return f"admin.port {self.port} of this machine" if self.host in _LOOPBACK else at
 
 
 def address_of(admin: AdminSettings | None, url: str = "") -> AdminAddress | None:

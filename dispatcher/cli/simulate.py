@@ -123,7 +123,11 @@ def simulate(
         ),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw the timeline into this file (png, svg, pdf).")
+        Path | None,
+        typer.Option(
+            help="Draw into this file (png, svg, pdf): the timeline of each policy; with --sweep or --target "
+            "what each value brings batch work and costs realtime."
+        ),
     ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     seed: Annotated[int, typer.Option(help="Another seed, other batch requests.")] = 0,
@@ -255,8 +259,6 @@ def simulate(
         swept = parse_sweep(sweep) if sweep is not None else Sweep("reserve", RESERVES) if bounds else None
     except SweepError as error:
         raise fail(str(error), 2) from error
-    if plot is not None and swept is not None:
-        raise fail("--plot draws one setting: give --reserve instead of --sweep and --target", 2)
     if plot is not None and not picture.available():
         raise fail(f"--plot needs matplotlib: {picture.INSTALL}")
     where = traffic.Recorded(trace, prometheus, last, [query] if query else (), token_file)
@@ -315,15 +317,11 @@ def simulate(
         warn(warning)
     at_once = processes or cores()
     if swept is not None:
-        kept = experiments.sweep(setting, played, names, at_once, swept, bounds, as_json=json_output)
+        kept = experiments.sweep(
+            setting, played, names, at_once, swept, bounds, as_json=json_output, plot=plot
+        )
         raise typer.Exit(0 if kept else 1)
-    comparison = experiments.compare(setting, played, names, at_once, as_json=json_output)
-    if plot is not None:
-        try:
-            picture.draw(comparison, plot)
-        except (OSError, ValueError) as error:
-            raise fail(f"{plot}: {error}") from error
-        typer.echo(f"timeline drawn into {plot}", err=True)
+    experiments.compare(setting, played, names, at_once, as_json=json_output, plot=plot)
 
 
 def _coarse(setting: Setting, step_s: float | None, grain: int | None) -> tuple[Setting, Sequence[str]]:

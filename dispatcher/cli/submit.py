@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dispatcher.cli.result import awaited, print_result, still_queued
+from dispatcher.cli.result import awaited, print_result, progress, still_queued
 from dispatcher.cli.screen import answer, fail, remark, say, warn
 from dispatcher.cli.sought import answers
 from dispatcher.cli.submit_file import (
@@ -148,10 +148,10 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     if doubt := doubted(body, path):
         warn(f"the body {doubt}")
     within_s = sent.deadline - time.time() + GRACE_S
-    submitted = False
+    submitted, missing = False, ""
 
     async def act(desk: RedisDesk) -> PoppedResult | None:
-        nonlocal sent, submitted
+        nonlocal sent, submitted, missing
         if item.sequence is not None:
             turn = Turn(str(item.sequence), secret=await desk.sequence_secret())
             own = replace(item, sequence=turn)
@@ -161,7 +161,10 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
         if not wait:
             return None
         remark(f"{item.id} submitted")
-        return await awaited(target, desk, item.id, lambda: _answer(desk, sent), within_s)
+        result = await awaited(target, desk, item.id, lambda: _answer(desk, sent), within_s)
+        if result is None:
+            missing = await progress(target, desk, item.id)
+        return result
 
     try:
         result = ask(target, act)
@@ -172,7 +175,7 @@ def _submit_one(target: QueueTarget, item: Item, body: bytes, *, wait: bool, jso
     if not wait:
         answer({"id": item.id}) if json_output else say(item.id)
     elif result is None:
-        raise fail(f"no result for {item.id} within {within_s:.0f} s: is there a dispatcher?")
+        raise fail(f"no result for {item.id} within {within_s:.0f} s: {missing}")
     else:
         print_result(result, json_output=json_output)
 

@@ -143,6 +143,9 @@ class Reading:
     capacity_known: bool = True
     """`max_sys` is what a setting, the picker or the model servers say; otherwise the dispatcher starts there
     and has to find the capacity."""
+    beyond_calls: float = math.inf
+    """Number of items of our calls that it may count beyond one for each call: 0 if it counts calls, infinite
+    if it is of the model servers, which count items."""
     good_s: float | None = None
     """A sample of this source may grow so old before it is not acted upon; None: the policy's max_age_s."""
 

@@ -23,6 +23,8 @@ from dispatcher.core.recent import LEAST, RECENT_S, UnansweredTries
 
 COUNTED_WITHIN_S = 15.0
 """Age at which counts of the queue are no longer believed. They are renewed each second."""
+FAILS_S = 10.0
+"""Time for which every try must have failed, or was refused. In less, many retries may come in a row."""
 REFUSED_S = 60.0
 """Time for which a gateway may refuse every try before that is a fault and not a busy pool."""
 SILENT_S = 60.0
@@ -117,6 +119,8 @@ class HealthFacts:
     running: int = 0
     """Requests of this process in flight."""
     unanswered: UnansweredTries | None = None
+    all_failed: bool = False
+    """Whether none of the last tries was answered."""
     failures: str | None = None
     """How many of the last tries failed, in words. `None` if few did."""
     rejections: str | None = None
@@ -124,7 +128,9 @@ class HealthFacts:
     answered_at: float | None = None
     """When a try was last answered."""
     usual_s: float = 0.0
-    """Mean duration of the tries. 0 if it is not known."""
+    """Duration of an ordinary answered try. 0 if it is not known."""
+    mean_s: float = 0.0
+    """Mean duration of the tries, with those in flight. 0 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +158,10 @@ def assess(facts: HealthFacts) -> Assessment:
         return Assessment(Health.UNKNOWN, Cause.STARTING, "The requests in the queue are not counted yet.")
     if facts.now - facts.counted_at > COUNTED_WITHIN_S:
         return Assessment(Health.UNKNOWN, Cause.QUEUE, "The queue does not answer: its counts are too old.")
-    found = (rule(facts, facts.counts) for rule in RULES)
-    return next(assessment for assessment in found if assessment is not None)
+    for rule in RULES:
+        if (found := rule(facts, facts.counts)) is not None:
+            return found
+    return _about_to_send(facts, facts.counts)
 
 
 # ── the rules, in their order ───────────────────────────────────────────────────────────────────────────────
@@ -207,26 +215,28 @@ def _nothing_answered(facts: HealthFacts, queue: WaitingWork) -> Assessment | No
         return None
     if not tries.failed:
         return _all_refused(facts, tries, queue)
-    if tries.count < LEAST:
+    if not facts.all_failed or facts.now - tries.since < FAILS_S:
         return None
     refused = f", and it refused {tries.refused}" if tries.refused else ""
-    how = f"{facts.failures}{refused}" if facts.failures else f"The last {tries.failed} tries failed{refused}"
-    return Assessment(Health.FAILING, Cause.FAILURES, f"Every try fails. {how}; {_waits(queue)}.")
+    sentence = f"Every try fails. {facts.failures}{refused}; {_waits(queue)}."
+    return Assessment(Health.FAILING, Cause.FAILURES, sentence)
 
 
 def _all_refused(facts: HealthFacts, tries: UnansweredTries, queue: WaitingWork) -> Assessment | None:
     # A busy pool refuses all new requests too, for as long as those in flight take.
-    fault = tries.count >= LEAST and facts.now - tries.since >= max(REFUSED_S, 2 * facts.usual_s)
-    if facts.running and not fault:
+    lasts_s, busy_s = facts.now - tries.since, 2 * facts.mean_s
+    if tries.count < LEAST or lasts_s < max(FAILS_S, busy_s):
         return None
+    health = Health.FAILING if lasts_s >= max(REFUSED_S, busy_s) else Health.WAITING
     sentence = f"The gateway refuses every request as overloaded, {_waits(queue)}."
-    return Assessment(Health.FAILING if fault else Health.WAITING, Cause.REFUSALS, sentence)
+    return Assessment(health, Cause.REFUSALS, sentence)
 
 
 def _some_fail(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
     for cause, what in ((Cause.FAILURES, facts.failures), (Cause.REJECTIONS, facts.rejections)):
         if what is not None:
-            return Assessment(Health.DEGRADED, cause, f"{what}; {_waits(queue)}.")
+            dead = f" and {queue.dead:,} in all are dead" if queue.dead else ""
+            return Assessment(Health.DEGRADED, cause, f"{what}; {_waits(queue)}{dead}.")
     return None
 
 
@@ -312,7 +322,6 @@ RULES: tuple[Rule, ...] = (
     _idle,
     _held_back,
     _no_room,
-    _about_to_send,
 )
 
 
@@ -336,21 +345,30 @@ def _waits(queue: WaitingWork) -> str:
     return " and ".join(parts)
 
 
+_FAULTY = (Health.DEGRADED, Health.FAILING)
+
+
 class HealthRecord:
     """The health of one process over time: since when it holds, and which changes are logged."""
 
     HOLDS_S = 5.0
-    """Time for which a health must hold before it is logged."""
+    """Time for which a health must hold before it is logged, and for which a fault must be absent."""
 
     def __init__(self) -> None:
         self.newest = Assessment(Health.UNKNOWN, Cause.STARTING, "The dispatcher is starting.")
         self.since: float | None = None
         """When the health and its cause became what they are."""
+        self._faulty_at = float("-inf")
         self._logged: tuple[Health, Cause] = (Health.UNKNOWN, Cause.STARTING)
 
     def look(self, facts: HealthFacts) -> Assessment:
-        """Find the health anew and return it."""
+        """Find the health anew and return it. A fault is shown until it was not seen for HOLDS_S, because
+        where half of the tries fail, the last twenty of them may look fine for a moment."""
         newest = assess(facts)
+        if newest.health in _FAULTY:
+            self._faulty_at = facts.now
+        elif self.newest.health in _FAULTY and facts.now - self._faulty_at < self.HOLDS_S:
+            return self.newest
         if self.since is None or (newest.health, newest.cause) != (self.newest.health, self.newest.cause):
             self.since = facts.now
         self.newest = newest

@@ -11,13 +11,17 @@ taken somewhere in a window. What can be known are two bounds over that window [
 A request counts its units, whoever's it is. Other owners' are known by counts of their leases, taken now
 and then. The bounds take all counts within the window and the nearest on both sides of it; where a side has
 none, nothing is sure of them: they may have drained since the newest count.
+
+A call of several units may count less in a reading: one where the endpoint picker counts calls, and its
+units where the model servers count items. How far a reading goes beyond calls is `Reading.beyond_calls`.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -26,8 +30,6 @@ from dispatcher.core.travel import USUAL_S
 DELTA_S = USUAL_S
 """δ, unless our exchanges show another (`Travel`): no request takes longer between us and the gateway, either
 way."""
-CALLS_S = 10.0
-"""Time for which a slow call to the queue counts."""
 NOTING_MOST = 0.02
 """Share of the time of a lease that noting its end may take before other owners' leases prove no room."""
 HALF_LIFE_S = 60.0
@@ -36,7 +38,7 @@ HALF_LIFE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Bounds on the units of our requests (all replicas) that a reading may contain."""
+    """Bounds on what a reading may contain of our requests (all replicas), as it counts them."""
 
     lo: int
     hi: int
@@ -74,9 +76,11 @@ class LoadLedger:
     Arrays, for at thousands of requests a second they are most of what grows."""
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _units: array[int] = field(default_factory=lambda: array("q"))
+    _several_at: float = float("-inf")
+    """When the newest call of several units ended."""
     _others: list[_LeaseCount] = field(default_factory=list)
-    _queue_took: tuple[float, float] = 0.0, float("-inf")
-    """Longest time that a recent call took that writes to the queue, and when that was."""
+    queue_call_s: float = 0.0
+    """Longest time that a recent call took that writes to the queue."""
     _measured_at: float | None = None
     """Time of the last call of `measure`."""
     _answers: int = 0
@@ -101,6 +105,8 @@ class LoadLedger:
         start, units = sent
         self.own -= units
         self._answers += 1
+        if units > 1:
+            self._several_at = max(self._several_at, at)
         took_s = at - start
         if took_s < 0:
             took_s, at = 0.0, start
@@ -133,12 +139,6 @@ class LoadLedger:
         """
         return self._busy_s / self._answered if self._answered else 0.0
 
-    def queue_took(self, seconds: float, at: float) -> None:
-        """Note how long a call took that writes to the queue. The longest of the last CALLS_S counts."""
-        longest, since = self._queue_took
-        if seconds >= longest or at - since > CALLS_S:
-            self._queue_took = seconds, at
-
     def counted(self, at: float, others: int, young: int) -> None:
         """Note that other owners held `others` units, of which `young` may not have been sent yet.
 
@@ -169,7 +169,7 @@ class LoadLedger:
     def _ended_share(self) -> float:
         """Share of the time of a lease that noting its end takes, where the others' requests and calls to the
         queue take as long as ours. 1 as long as this process has had no request."""
-        noting_s = self._queue_took[0]
+        noting_s = self.queue_call_s
         if noting_s <= 0:
             return 0.0
         requests = max(self._answered, len(self._live))
@@ -184,18 +184,37 @@ class LoadLedger:
         """When others were last counted."""
         return self._others[-1].at if self._others else float("-inf")
 
-    def between(self, a: float, b: float, delta_s: float = DELTA_S) -> Interval:
-        least_others, most_others = self._others_between(a, b)
-        own_lo = self.least_own(a, b, delta_s)
-        return Interval(own_lo + least_others, self._most_own(a, b) + most_others, own_lo)
+    @property
+    def calls(self) -> int:
+        """Calls that this process has at the gateway."""
+        return len(self._live)
 
-    def least_own(self, a: float, b: float, delta_s: float) -> int:
-        """The part of `least` that is this process's own."""
+    def between(
+        self, a: float, b: float, delta_s: float = DELTA_S, beyond_calls: float = math.inf
+    ) -> Interval:
+        """Return the bounds for a reading of [a, b] that counts so far beyond calls."""
+        least_others, most_others = self._others_between(a, b)
+        own_lo, own_hi = self._least_own(a, b, delta_s), self._most_own(a, b)
+        units = Interval(own_lo + least_others, own_hi + most_others, own_lo)
+        if beyond_calls == math.inf or self._sends_single(a):
+            return units
+        surely = self._least_own(a, b, delta_s, calls=True) + math.floor(beyond_calls)
+        maybe = self._most_own(a, b, calls=True) + math.ceil(beyond_calls)
+        # How many calls others have is not known: they work on the same queue, and theirs may have several
+        # units as well. There are no more calls than units.
+        return Interval(min(units.lo, surely), min(units.hi, maybe + most_others), min(own_lo, surely))
+
+    def _sends_single(self, at: float) -> bool:
+        """Return whether no call of this process has had several units lately."""
+        return self.own == self.calls and self._several_at < at - self.horizon_s
+
+    def _least_own(self, a: float, b: float, delta_s: float, *, calls: bool = False) -> int:
+        """Return this process's own part of `least`: its units, or its `calls`."""
         first = bisect_left(self._ends, a + delta_s)
         starts: list[tuple[float, int]] = []
         ends: list[tuple[float, int]] = []
         held = 0
-        for start, units, end in self._ended_from(first):
+        for start, units, end in self._ended_from(first, calls=calls):
             begins, stops = start + delta_s, end - delta_s
             if begins > b or begins >= stops:
                 continue
@@ -205,7 +224,7 @@ class LoadLedger:
                 starts.append((begins, units))
             if stops < b:
                 ends.append((stops, units))
-        for start, units in self._live.values():
+        for start, units in self._running(calls=calls):
             begins = start + delta_s
             if begins <= a:
                 held += units
@@ -222,12 +241,12 @@ class LoadLedger:
             least = min(least, held)
         return least
 
-    def _most_own(self, a: float, b: float) -> int:
+    def _most_own(self, a: float, b: float, *, calls: bool = False) -> int:
         first = bisect_left(self._ends, a)
         starts: list[tuple[float, int]] = []
         ends: list[tuple[float, int]] = []
         held = 0
-        for start, units, end in self._ended_from(first):
+        for start, units, end in self._ended_from(first, calls=calls):
             if start > b:
                 continue
             if start <= a:
@@ -235,7 +254,7 @@ class LoadLedger:
             else:
                 starts.append((start, units))
             ends.append((end, units))
-        for start, units in self._live.values():
+        for start, units in self._running(calls=calls):
             if start <= a:
                 held += units
             elif start <= b:
@@ -260,8 +279,14 @@ class LoadLedger:
         bracketed = counts[0].at <= a and b <= counts[-1].at
         return min(c.surely for c in seen) if bracketed else 0, max(c.maybe for c in seen)
 
-    def _ended_from(self, first: int) -> Iterator[tuple[float, int, float]]:
-        return zip(self._starts[first:], self._units[first:], self._ends[first:], strict=True)
+    def _ended_from(self, first: int, *, calls: bool) -> Iterator[tuple[float, int, float]]:
+        """Return when each was sent, what it counts and when it ended."""
+        ends = self._ends[first:]
+        return zip(self._starts[first:], [1] * len(ends) if calls else self._units[first:], ends, strict=True)
+
+    def _running(self, *, calls: bool) -> Iterable[tuple[float, int]]:
+        """Return when each at the gateway was sent, and what it counts."""
+        return [(start, 1) for start, _ in self._live.values()] if calls else self._live.values()
 
     def _forget(self, now: float) -> None:
         old = bisect_left(self._ends, now - self.horizon_s)

@@ -116,9 +116,9 @@ class Limiter:
         """The newest limit of any replica: the next reading here moves that one, not an older one of ours."""
         self._tracking.share(limit, read_at)
 
-    def queue_took(self, seconds: float, now: float) -> None:
-        """Note how long a call took that writes to the queue."""
-        self._tracking.held.queue_took(seconds, now)
+    def queue_took(self, longest_s: float) -> None:
+        """Note the longest time that a recent call took that writes to the queue."""
+        self._tracking.held.queue_call_s = longest_s
 
     def waiting(self, count: int, now: float) -> None:
         """How many requests could be claimed now."""
@@ -238,6 +238,12 @@ class Limiter:
             runs = reading.running + reading.waiting - waits
         return max(0.0, runs - ours), min(waits, max(0.0, runs + waits - ours))
 
+    def counted_as_calls(self, now: float) -> tuple[int, int] | None:
+        """Return the units that this process has at the gateway and how many calls they are, where readings
+        count calls. `None` if they count units, or if it makes no difference."""
+        held = self._tracking.held
+        return (held.own, held.calls) if self._tracking.counts_calls(now) else None
+
     @property
     def work(self) -> bool:
         """Some request could be claimed when the queue was asked last."""
@@ -262,6 +268,11 @@ class Limiter:
     def mean_s(self) -> float:
         """Mean duration of the requests of this process. 0 until one was answered."""
         return self._tracking.held.mean_s
+
+    @property
+    def usual_s(self) -> float:
+        """Duration of an ordinary answered request of this process. 0 until one was answered."""
+        return self._tracking.usual_s
 
     def knows_pool(self, now: float) -> bool:
         """Whether the newest readings still show the state of the pool."""

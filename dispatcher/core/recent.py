@@ -99,6 +99,11 @@ class RecentTries:
             return None
         return f"Of the last {len(recent)} tries {len(kinds)} failed: {_most_frequent(kinds)}"
 
+    def all_failed(self, now: float) -> bool:
+        """Whether none of the recent tries was answered, and there were enough to say so."""
+        kinds = [kind for at, kind, _ in self._ended if now - at < RECENT_S]
+        return len(kinds) >= LEAST and all(kinds)
+
     def rejections(self, now: float) -> str | None:
         """Return `Of the last 20 answers 20 rejected their request: 404 (20)`, or `None` if too few did."""
         answers = [each for each in self._ended if now - each[0] < RECENT_S and not each[1]]

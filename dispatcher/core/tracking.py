@@ -39,6 +39,9 @@ STEADY = 0.05
 """Counts of different moments fit together if they changed by no more than this share between them."""
 OTHERS_RECENTLY_S = 3.0
 """A sample this old still shows how many of the requests that are not ours are not new."""
+CALLS_COUNTED_S = 15.0
+"""Readings that show fewer than our units for so long count calls. What the picker's averages show beyond
+calls is known after two of its flushes."""
 DISBELIEF = 2
 """So many readings in a row without the requests we surely had running mean: not our pool."""
 
@@ -71,6 +74,8 @@ class Tracking(Revised):
         """When the picker's counters were read last, and how many requests that are not ours it had sent."""
         self._applied_at = float("-inf")
         """When the newest sample was taken, of any signal."""
+        self._fewer_since: float | None = None
+        """Since when each reading shows fewer than our units. `None` if the newest one does not."""
 
     # ── events ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,6 +175,11 @@ class Tracking(Revised):
         return revisions
 
     @property
+    def usual_s(self) -> float:
+        """Median duration of the newest answered requests of this process. 0 until there was one."""
+        return self._travel.median_s
+
+    @property
     def due_at(self) -> list[float]:
         """When each pending sample may be acted upon."""
         return [r.closed_at + self._travel.delta_s for t in self.tracks.values() for r in t.pending]
@@ -255,6 +265,10 @@ class Tracking(Revised):
         ]
         return min(rooms) if rooms and len(rooms) == len(counting) else None
 
+    def counts_calls(self, now: float) -> bool:
+        """Return whether readings count our calls, and not the units in them."""
+        return self._fewer_since is not None and now - self._fewer_since >= CALLS_COUNTED_S
+
     # ── how ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _good_until(self, reading: Reading) -> float:
@@ -275,6 +289,10 @@ class Tracking(Revised):
         track.reading = reading
         track.capacity = self._capacity
         track.interval = self._ours_in(reading, reachable)
+        if reading.exact and self.held.own:
+            fewer = self.held.calls + reading.beyond_calls < self.held.own
+            since = reading.closed_at if self._fewer_since is None else self._fewer_since
+            self._fewer_since = since if fewer else None
         unseen = reading.exact and reading.load + 0.5 < track.interval.own_lo
         if unseen and self._travel.explained(lambda delta_s: self._shows(reading, delta_s)):
             track.interval, unseen = self._ours_in(reading, reachable), False
@@ -283,12 +301,16 @@ class Tracking(Revised):
 
     def _ours_in(self, reading: Reading, reachable: bool) -> Interval:
         """What of ours it contains; without a gateway nothing surely: what connects or hangs is not there."""
-        interval = self.held.between(reading.opened_at, reading.closed_at, self._travel.delta_s)
+        interval = self._ours_between(reading, reading.opened_at, self._travel.delta_s)
         return interval if reachable else interval.unsure_of_own()
+
+    def _ours_between(self, reading: Reading, opened_at: float, delta_s: float) -> Interval:
+        """What of ours it contains as it counts, if its window begins then and travel takes so long."""
+        return self.held.between(opened_at, reading.closed_at, delta_s, reading.beyond_calls)
 
     def _shows(self, reading: Reading, delta_s: float) -> bool:
         """Whether it shows all that we surely had there, if travel took so long."""
-        return reading.load + 0.5 >= self.held.least_own(reading.opened_at, reading.closed_at, delta_s)
+        return reading.load + 0.5 >= self._ours_between(reading, reading.opened_at, delta_s).own_lo
 
     def _learn(self) -> None:
         """What the newest sample teaches of the capacity."""
@@ -335,7 +357,7 @@ class Tracking(Revised):
             return PoolCounts(reading.running, reading.waiting, reading.running)
         in_queues = reading.waiting - reading.f_epp * reading.max_sys
         # δ is 0 here, because only the change of our load between the beginning and the end matters.
-        ours = self.held.between(reading.opened_at - SERVER_LAG_S, reading.closed_at, 0.0)
+        ours = self._ours_between(reading, reading.opened_at - SERVER_LAG_S, 0.0)
         now, before = max(0.0, reading.running + in_queues - ours.hi), self._others
         then = now
         if before is None or reading.closed_at > before[0]:

@@ -81,6 +81,11 @@ class Travel:
         return False
 
     @property
+    def median_s(self) -> float:
+        """Median duration of the newest exchanges. 0 while none is known."""
+        return sorted(self._exchanges)[len(self._exchanges) // 2] if self._exchanges else 0.0
+
+    @property
     def _short(self) -> float:
         """What a short exchange of ours takes; infinite while none is known."""
         return sorted(self._exchanges)[len(self._exchanges) // 4] if self._exchanges else float("inf")

@@ -29,6 +29,8 @@ from dispatcher.ports import (
 )
 from dispatcher.telemetry.events import Event, emit
 
+SLOW_FOR_S = 10.0
+"""Time for which a slow call to the queue counts."""
 PAUSE_S = (0.1, 1.0)
 """Pauses between tries while the queue cannot be reached: they double from the first to the second."""
 RESTS_S = (0.5, 10.0)
@@ -75,6 +77,8 @@ class QueueAccess:
         self.work = True
         self.pause_s = PAUSE_S[0]
         self._limiter = limiter
+        self._slowest_s, self._slowest_until = 0.0, float("-inf")
+        """Duration of the slowest call lately, and until when it counts."""
         self._lost: int | None = None
         self._away: dict[str, tuple[str, float]] = {}
         """Calls that failed last time: why, and until when nothing but their own success shows otherwise."""
@@ -155,7 +159,10 @@ class QueueAccess:
         """A call that shows that we live, asked at `asked_at`, has just been answered."""
         at = self.clock()
         self.tenure.heard(asked_at, at)
-        self._limiter.queue_took(at - asked_at, at)
+        took_s = at - asked_at
+        if took_s > self._slowest_s or at > self._slowest_until:
+            self._slowest_s, self._slowest_until = took_s, at + SLOW_FOR_S
+            self._limiter.queue_took(took_s)
 
     def ours(self, held: HeldLease) -> bool:
         """Whether its lease is surely still ours, so that its request may be sent."""

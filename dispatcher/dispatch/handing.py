@@ -11,7 +11,7 @@ the next claim, which has the nonce of that call.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -22,7 +22,7 @@ from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
 from dispatcher.dispatch.journal import Journal
 from dispatcher.dispatch.lanes import Lanes
-from dispatcher.ports import Burial, Claimed, Permit, Release, Settled, Settlement
+from dispatcher.ports import Burial, Claimed, Lease, Permit, Release, Settled, Settlement
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,12 @@ class HandingIn:
         self._lanes = lanes
         self._journal = journal
         self._drop = drop
+
+    def ends(self, leases: Iterable[Lease]) -> bool:
+        """Whether the request of one of these leases has ended for good, and is to be handed in."""
+        tokens = {lease.token for lease in leases}
+        ended = (ending for ending in self.done if not isinstance(ending, Release))
+        return any(endings.lease_of(ending).token in tokens for ending in ended)
 
     async def all(self, permit: Callable[[], Permit | None]) -> TakenOver | None:
         """Hand in what has finished. `permit`: by which others may be taken over for it; None: none may."""

@@ -1,4 +1,4 @@
-"""The health of this process, found each second and logged when it changes."""
+"""The health of this process, found when somebody asks, and logged when it changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dispatcher.dispatch.models import Models
 from dispatcher.ports import Counts
 from dispatcher.telemetry.events import Event, emit
 
-EACH_S = 1.0
+EACH_S = 2.0
+"""Time between two looks for the log. Whoever asks for the status has the health found anew."""
 _FAULTS = (Health.DEGRADED, Health.FAILING, Health.UNKNOWN)
 """Logged as warnings."""
 
@@ -49,7 +50,8 @@ class HealthWatch:
     def assess(self, at: float) -> Assessment:
         """Find the health anew and return it."""
         allowance = self.limiter.allowance(at)
-        held_back = self.models.held_back()
+        counts = self.view.counts
+        held_back = self.models.held_back() if counts is not None and counts.awaiting else ()
         return self.record.look(
             HealthFacts(
                 now=at,
@@ -58,15 +60,17 @@ class HealthWatch:
                 observing=self.observing,
                 queue_problem=self.view.problem,
                 signals_problem=self.limiter.signals_problem,
-                counts=None if self.view.counts is None else _waiting(self.view.counts),
+                counts=None if counts is None else _waiting(counts),
                 counted_at=self.view.counted_at,
                 models_why=held_back[0][2] if held_back else "",
                 running=self.holding.running,
                 unanswered=self.recent.unanswered,
+                all_failed=self.recent.all_failed(at),
                 failures=self.recent.failures(at),
                 rejections=self.recent.rejections(at),
                 answered_at=self.recent.answered_at,
-                usual_s=self.limiter.mean_s,
+                usual_s=self.limiter.usual_s,
+                mean_s=self.limiter.mean_s,
             )
         )
 

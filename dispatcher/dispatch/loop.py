@@ -272,7 +272,7 @@ class Dispatcher:
                     self._finish(endings.returned(lease, after_s=rest_s))
                     return
             if await self._start(claimed, self._probe_asked_at, permit, probe=True):
-                self.poke()  # it was not its turn: let another one probe, at once
+                self.poke()  # it was not sent, and is out of the way: let another one probe, at once
                 return
             self.warming.probe(claimed, allowance.probe)
         self.limiter.probed(now(), others=self._tries.others_wait)
@@ -286,8 +286,8 @@ class Dispatcher:
         probe: bool = False,
         goes: Sequence[Goes] = (),
     ) -> bool:
-        """Look at what was claimed by a call at `asked_at`, and start what may be sent. Whether some of it
-        wait for their turn, or their model. `goes`: what is known already of whose turn it is."""
+        """Start what may be sent of what a call at `asked_at` claimed. Return whether some of it wait for
+        their turn or their model, or a `probe` ended unsent. `goes`: what is known of whose turn it is."""
         admitted: list[tuple[HeldLease, Request]] = []
         most_bytes = self._options.max_payload_bytes
         for number, lease in enumerate(claimed.leases):
@@ -330,7 +330,7 @@ class Dispatcher:
                 self._finish(ending)
             elif not self._tries.batching.gathers(held, at, case.request.deadline - unix_now):
                 self._tries.begin(Try(case.lease.token, case.request, [held]), self._tasks)
-        return waits
+        return waits or (probe and self._handing.ends(claimed.leases))
 
     def _units_of(self, held: HeldLease, request: Request) -> float:
         item = self._tries.batching.item_of(held)

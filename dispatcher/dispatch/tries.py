@@ -143,7 +143,9 @@ class Tries:
         self._limiter.answered(running.token, forwarded.ended_at, forwarded.opened_s)
         outcome = self.models.outcome(running, forwarded.outcome, forwarded.sent_at)
         if not isinstance(outcome, WithoutModel):
-            outcome = self.stranger.judged(outcome)
+            request = running.request
+            path = request.endpoint or self.options.path
+            outcome = self.stranger.judged(outcome, path, request.payload, forwarded.ended_at)
         seen = forwarded if outcome is forwarded.outcome else forwarded.but(outcome=outcome)
         self._gateway_seen(running, seen)
         if running.bundled:

@@ -135,6 +135,14 @@ class ModelWatch:
         """What keeps InferenceModelRewrites from being seen; a model that only they name is absent then."""
         return self._rewrites.problems
 
+    async def ask_once(self) -> Sequence[Listing]:
+        """Ask each endpoint once, and return what each answered. Names that the cluster rewrites are known
+        only to `run`."""
+        try:
+            return (await self._round()).listings
+        finally:
+            await self._close()
+
     async def run(self) -> None:
         """Ask until cancelled. Costs nothing while the settings ask for nothing."""
         try:

@@ -250,6 +250,8 @@ class _Load:
     exact: bool
     flushed: bool = False
     """It is of any moment since the last flush."""
+    beyond_calls: float = math.inf
+    """As `Reading` has it. The picker counts calls, whatever is in them."""
 
 
 def _load(
@@ -265,7 +267,7 @@ def _load(
         return _Load(largest(saturations), exact=False)
     # Each replica counts what it sent itself, in shares of what it takes for the capacity.
     counted = total(page.saturation * page.ready * k for page in pages if page is not None)
-    return _Load(counted / max_sys, exact=True)
+    return _Load(counted / max_sys, exact=True, beyond_calls=0.0)
 
 
 def _reading(
@@ -290,6 +292,7 @@ def _reading(
         source=source,
         raw=raw,
         exact=load.exact,
+        beyond_calls=load.beyond_calls,
         running=apart.running,
         waiting=apart.waiting,
         exact_counts=apart.exact,
@@ -341,7 +344,8 @@ def _requests(views: Sequence[View], max_sys: float, outside: Outside) -> _Load 
     # averages will be there in a moment. Before GIE 1.5 there is none of running requests, though.
     started = [each for each in views if each.waiting is not None and each.ready is not None]
     if sent and len(started) == len(views) and math.isfinite(total(averages)):
-        return _Load((total(sent) + outside.requests) / max_sys, exact=True)
+        f_sys = (total(sent) + outside.requests) / max_sys
+        return _Load(f_sys, exact=True, beyond_calls=outside.requests)
     if len(averages) == len(views):
         flushed = not all(each.of_now for each in views)
         return _Load(largest(averages) / max_sys, exact=True, flushed=flushed)

@@ -19,6 +19,7 @@ from dispatcher.core.patience import Patience
 from dispatcher.core.poll import Poll, Unread
 from dispatcher.core.request import Request, encode_member
 from dispatcher.core.score import PRIORITIES, PRIORITY_STEP
+from dispatcher.core.units import units_of
 from dispatcher.dispatch import Dispatcher, Journal, Options
 from dispatcher.dispatch.endings import Ending
 from dispatcher.dispatch.holding import HeldLease
@@ -97,9 +98,10 @@ class Replica:
         options: Options,
         *,
         seed: object = 0,
-        grain: int = 1,
+        weigh: Callable[[Request], int] = units_of,
         clock: Callable[[], float] | None = None,
         call_s: float = 0.0,
+        journal: Journal | None = None,
     ) -> None:
         self.limiter = Limiter(budgeting, uses)
         self._signals = tuple(uses)
@@ -110,9 +112,9 @@ class Replica:
             gateway,
             self.limiter,
             options,
-            _MeterAlone(Metrics()),
+            journal or _MeterAlone(Metrics()),
             random.Random(f"{seed}/{owner}"),
-            weigh=lambda request: grain,
+            weigh=weigh,
         )
         self.task = tasks.create_task(self.dispatcher.run(), name=owner)
 
@@ -206,7 +208,8 @@ class Law(Policy):
         owner = f"dispatcher-{next(self._names)}"
         return Replica(
             self._tasks, self._store, owner, self._gateway, self.budgeting, self._setting.at_start,
-            self._options, seed=self._setting.seed, grain=self._setting.grain,
+            self._options, seed=self._setting.seed,
+            weigh=lambda _: self._setting.grain,
             clock=self._time if self._setting.clock_steps else None,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -91,9 +92,12 @@ class Exporter:
         views = [self.view(state, number) for number in range(self.pickers)]
         self._lessons.learn(views)
         found = judge(views, self.use, self.policy, "simulated", self._lessons)
-        # The world began at 0, and so did its averages.
-        begun = [replace(reading, opened_at=max(0.0, reading.opened_at)) for reading in found.readings]
-        return replace(found, readings=tuple(begun))
+        readings = [
+            # The world began at 0, and so did its averages. And it counts all that a request weighs.
+            replace(reading, opened_at=max(0.0, reading.opened_at), beyond_calls=math.inf)
+            for reading in found.readings
+        ]
+        return replace(found, readings=tuple(readings))
 
     def view(self, state: PoolState, number: int = 0) -> View:
         """The page of a replica of the picker, scraped at `state.at`."""

@@ -39,6 +39,8 @@ class Row:
     latency_p50_ratio: float | None
     latency_p99_ratio: float | None
     """Realtime requests, from arrival to answer: the percentile over the same without batch work."""
+    latency_p95_less_none_s: float | None
+    """The 95th percentile of those, less what it is without batch work."""
     refused: int
     refused_per_1000: float
     """Batch requests answered with 429, and their share of those sent."""
@@ -234,6 +236,7 @@ def row_of(run: Run, best: Run | None, idle: Run) -> Row:
         wait_p99_less_none_s=_less(percentile(run.waits, 0.99), percentile(idle.waits, 0.99)),
         latency_p50_ratio=_ratio(percentile(run.latencies, 0.5), percentile(idle.latencies, 0.5)),
         latency_p99_ratio=_ratio(percentile(run.latencies, 0.99), percentile(idle.latencies, 0.99)),
+        latency_p95_less_none_s=_less(percentile(run.latencies, 0.95), percentile(idle.latencies, 0.95)),
         refused=run.refused,
         refused_per_1000=1000 * run.refused / max(1, run.sent),
         refused_per_1000_settled=1000 * run.refused_settled / max(1, run.sent_settled),

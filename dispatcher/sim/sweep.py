@@ -70,6 +70,18 @@ def parse_sweep(text: str) -> Sweep:
 
 
 @dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What a sweep came to."""
+
+    option: str
+    trace: str
+    setting: Setting
+    """All that is the same for each value."""
+    rows: Sequence[tuple[float, Row]]
+    """Each value with its row, of each policy in turn."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Figure:
     value: Callable[[Row], float | None]
     told: Callable[[float], str]

@@ -373,6 +373,32 @@ async def test_data_dir_that_cannot_be_is_a_finding(tmp_path: Path) -> None:
     assert about(await found(tmp_path), "queue.data_dir").level == "failed"
 
 
+async def test_each_model_server_that_is_asked_for_its_models_is_tried(tmp_path: Path) -> None:
+    """A wrong path in serving.urls is answered 404, and the dispatcher would never learn what is served."""
+    listed = b'{"object": "list", "data": [{"id": "qwen", "owned_by": "vllm"}]}'
+    served = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(listed), listed)
+    missing = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+    nobody = f"127.0.0.1:{free_port()}"
+    async with gateway(served) as right, gateway(missing) as wrong:
+        asked = [right.url, f"{wrong.url}/models", f"http://{nobody}"]
+        told = await found(tmp_path, serving={"urls": asked}, models=[{"name": "qwen"}])
+    tried = [(each.level, each.what) for each in told if each.where == "serving.urls"]
+    assert tried == [
+        ("ok", f"{right.url.removeprefix('http://')}: serves qwen"),
+        ("failed", f"{wrong.url.removeprefix('http://')}/models: HTTP 404: there is no list of models"),
+        ("failed", f"{nobody}: connection refused"),
+    ]
+    assert "/v1/models" in about([each for each in told if "404" in each.what], "serving.urls").hint
+
+
+async def test_model_servers_that_all_refuse_connections_are_one_finding(tmp_path: Path) -> None:
+    asked = [f"http://127.0.0.1:{free_port()}" for _ in range(2)]
+    told = await found(tmp_path, serving={"urls": asked}, models=[{"name": "qwen"}])
+    (finding,) = [each for each in told if each.where == "serving.urls"]
+    assert finding.level == "failed"
+    assert finding.what.count("connection refused") == 2
+
+
 async def test_a_trace_endpoint_that_is_away_is_a_warning(tmp_path: Path) -> None:
     async with gateway(NO_CONTENT) as there:
         told = await found(tmp_path, tracing={"endpoint": there.url})

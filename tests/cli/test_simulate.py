@@ -259,6 +259,45 @@ def test_timeline_is_drawn(tmp_path: Path) -> None:
     assert "No such file" in refused.stderr
 
 
+def written_in(picture: Path) -> list[str]:
+    """The texts of an SVG, in the order in which they are drawn."""
+    return re.findall(r"<!-- (.+?) -->", picture.read_text())
+
+
+def test_timelines_name_policies_as_the_table_does_and_share_one_scale(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    picture = tmp_path / "out.svg"
+    done = simulate("--seconds", "60", "--policy", "all", "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    policies = [line.split()[0] for line in done.stdout.splitlines()[1:8]]
+    texts = written_in(picture)
+    assert [sum(text.startswith(f"{policy}: ") for text in texts) for policy in policies] == [1] * 7
+    assert any("cut off here" in text for text in texts), "one of them goes beyond the scale"
+    axes = picture.read_text().split('<g id="axes_')[1:]
+    scales = {tuple(re.findall(r"<!-- (\d+) -->", each.split("matplotlib.axis_")[2])) for each in axes}
+    assert len(axes) == 7
+    assert len(scales) == 1
+
+
+def test_sweep_is_drawn_with_what_each_value_brings_and_costs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
+    picture = tmp_path / "out.svg"
+    wanted = ("--seconds", "60", "--sweep", "reserve=.05,.3,.4", "--policy", "law,cap", "--json")
+    done = simulate(*wanted, "--plot", picture)
+    assert done.returncode == 0, done.stderr
+    added = [row["latency_p95_less_none_s"] for row in json.loads(done.stdout)["rows"][::2]]
+    assert added == sorted(added, reverse=True)
+    assert added[0] > added[-1] > 0
+    texts = written_in(picture)
+    for text in ("0.05", "0.3", "0.4", "reserve"):
+        assert texts.count(text) >= 2, f"{text} is below both panels"
+    assert {"batch work, tokens/s", "added to realtime's latency, 95th percentile, s"} <= set(texts)
+    assert [text for text in texts if text.startswith(("law: ", "cap: "))] == [
+        "law: this dispatcher",
+        "cap: H as a cap on its own requests",
+    ]
+
+
 def test_missing_matplotlib_names_the_extra_to_install(tmp_path: Path) -> None:
     (tmp_path / "run.py").write_text(
         "import sys\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dispatcher.cli.result import FORGOTTEN_S, WaitingSentences
+from dispatcher.cli.running import address_of
+from dispatcher.settings import AdminSettings
 
 REFUSED = "the gateway answered 401: it does not accept our credentials; look at gateway.token_file"
 
@@ -31,3 +33,13 @@ def test_another_reason_is_told_at_once_and_an_old_one_after_a_while() -> None:
     assert sentences.is_new(f"gateway-unreachable: {REFUSED}", 1.0)
     assert not sentences.is_new("gateway-unreachable: connection refused", 2.0)
     assert sentences.is_new("gateway-unreachable: connection refused", 3.0 + FORGOTTEN_S)
+
+
+def test_dispatcher_elsewhere_is_named_by_its_address() -> None:
+    """The test pod of the chart asks the release's Service, which is not "this machine"."""
+    for host, name in (
+        ("night.llm.svc", "night.llm.svc:8080"),
+        ("127.0.0.1", "admin.port 8080 of this machine"),
+        ("0.0.0.0", "admin.port 8080 of this machine"),
+    ):
+        assert str(address_of(AdminSettings(host=host))) == name

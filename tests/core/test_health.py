@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dispatcher.core.budget import Reason
 from dispatcher.core.health import (
     COUNTED_WITHIN_S,
-    REFUSED_S,
+    FAILS_S,
     RULES,
     SILENT_S,
     Assessment,
@@ -72,6 +72,7 @@ CASES = [
             BUSY,
             running=8,
             unanswered=ALL_FAILED,
+            all_failed=True,
             failures="Of the last 20 tries 20 failed: 500 (20)",
         ),
         "failing",
@@ -212,8 +213,10 @@ def test_every_health_cause_and_rule_occurs_in_a_case() -> None:
     found = [assess(case[0]) for case in CASES]
     assert {each.health for each in found} == set(Health)
     assert {each.cause for each in found} == set(Cause)
-    deciding = {next(rule for rule in RULES if rule(seen, seen.counts)) for seen, *_ in CASES if seen.counts}
-    assert deciding == set(RULES)
+    deciding = {
+        next((rule for rule in RULES if rule(seen, seen.counts)), None) for seen, *_ in CASES if seen.counts
+    }
+    assert deciding == {*RULES, None}, "None: requests are about to be sent"
 
 
 def test_counts_that_are_too_old_are_not_believed() -> None:
@@ -222,15 +225,23 @@ def test_counts_that_are_too_old_are_not_believed() -> None:
 
 
 def test_few_refusals_while_requests_run_are_no_fault() -> None:
-    for unanswered in (tries(refused=1), tries(refused=40, for_s=REFUSED_S - 1)):
+    for unanswered in (tries(refused=1), tries(refused=40, for_s=FAILS_S - 1)):
         assert assess(facts(running=8, unanswered=unanswered)).health is Health.WORKING
-    long = facts(running=8, unanswered=ALL_REFUSED, usual_s=600.0)
+    long = facts(running=8, unanswered=ALL_REFUSED, mean_s=600.0)
     assert assess(long).health is Health.WORKING, "the requests that fill the pool take as long"
 
 
 def test_failures_of_long_ago_say_nothing_of_now() -> None:
-    old = tries(failed=LEAST, newest_s=RECENT_S + 1)
+    old = tries(refused=LEAST, newest_s=RECENT_S + 1)
     assert assess(facts(unanswered=old)).health is Health.WORKING, "other replicas have sent the rest"
+
+
+def test_some_failures_in_a_row_are_not_all() -> None:
+    seen = facts(unanswered=tries(failed=LEAST), failures="Of the last 20 tries 9 failed: 500 (9)")
+    assert assess(seen).health is Health.DEGRADED
+    burst = tries(failed=40, for_s=FAILS_S - 1)
+    seen = facts(unanswered=burst, all_failed=True, failures="Of the last 20 tries 20 failed: 500 (20)")
+    assert assess(seen).health is Health.DEGRADED, "these may all be retries"
 
 
 def test_slow_answers_are_measured_by_what_is_usual() -> None:
@@ -256,6 +267,7 @@ situations = st.builds(
     counted_at=st.none() | st.floats(NOW - 30, NOW),
     running=st.integers(0, 3),
     unanswered=st.none() | st.builds(tries, failed=st.integers(0, 9), refused=st.integers(0, 9)),
+    all_failed=st.booleans(),
     failures=st.sampled_from([None, "3 failed"]),
     rejections=st.sampled_from([None, "3 rejected"]),
     answered_at=st.none() | st.floats(0, NOW),

@@ -93,6 +93,48 @@ def test_a_request_counts_as_so_many_requests_as_it_has_units(
     assert heavy.own == light.own
 
 
+@given(
+    STAYS,
+    st.lists(st.integers(1, 8), min_size=12, max_size=12),
+    TIMES,
+    TIMES,
+    st.integers(0, 60),
+)
+def test_a_reading_shows_each_call_once_and_its_other_units_as_far_as_it_goes_beyond_calls(
+    stays: list[Stay], units: list[int], one: float, other: float, beyond: int
+) -> None:
+    a, b = sorted((one, other))
+    heavy = LoadLedger(HORIZON_S)
+    for key, (sent, _) in enumerate(stays):
+        heavy.sent(key, sent, units[key])
+    for key, (_, answered) in enumerate(stays):
+        if answered is not None:
+            heavy.answered(key, answered)
+    all_units, calls = heavy.between(a, b), held_with(stays).between(a, b)
+    found = heavy.between(a, b, beyond_calls=beyond)
+    assert found == Interval(
+        lo=min(all_units.lo, calls.lo + beyond),
+        hi=min(all_units.hi, calls.hi + beyond),
+        own_lo=min(all_units.own_lo, calls.own_lo + beyond),
+    )
+    assert heavy.calls == held_with(stays).own
+
+
+def test_units_of_others_are_calls_only_while_ours_are() -> None:
+    held = LoadLedger(HORIZON_S)
+    for at in (0.0, 10.0, 100.0):
+        held.counted(at, 8, 0)
+    held.sent("a", 1.0)
+    assert held.between(5.0, 6.0, beyond_calls=0.0) == Interval(9, 9, 1)
+    held.sent("b", 2.0, 4)
+    assert held.between(5.0, 6.0, beyond_calls=0.0) == Interval(2, 10, 2)
+    assert held.between(5.0, 6.0, beyond_calls=2.5) == Interval(4, 13, 4)
+    assert held.between(5.0, 6.0) == Interval(13, 13, 5)
+    held.answered("b", 7.0)
+    assert held.between(8.0, 9.0, beyond_calls=0.0) == Interval(1, 9, 1), "others may have such calls still"
+    assert held.between(50.0, 60.0, beyond_calls=0.0) == Interval(9, 9, 1)
+
+
 @given(STAYS, st.randoms(use_true_random=False), TIMES, TIMES)
 def test_order_in_which_answers_are_told_does_not_matter(
     stays: list[Stay], random: Random, one: float, other: float

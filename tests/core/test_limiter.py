@@ -899,3 +899,15 @@ def test_queues_of_the_model_servers_and_of_the_picker_stop_the_growth() -> None
         before = estimate(limiter, mixed(1.0, 80))
         assert before > 80
         assert estimate(limiter, mixed(2.0, 90, **waiting)) <= before
+
+
+def test_merged_calls_that_are_counted_once_are_no_sign_of_another_pool() -> None:
+    """Of 48 items in eight calls the picker shows eight, and nothing else runs."""
+    pool = Limiter(POLICY, [REQUESTS])
+    for key in range(8):
+        pool.sent(key, T0, 6)
+    for at in (T0 + 1, T0 + 2, T0 + 3):
+        pool.reading(Reading(REQUESTS, at, at, 8 / 64, 0.0, 64, beyond_calls=0.0), at)
+        allowance = pool.allowance(at + 0.5)
+        assert not allowance.reason.closed
+        assert allowance.limit == 60, "eight of the 60 that fit are ours"

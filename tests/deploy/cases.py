@@ -93,7 +93,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
     "rules": {
         "monitoring": {
-            "runbook": "https://wiki/runbook.md",
+            "runbookUrl": "https://wiki/runbook.md",
             "rules": {
                 "enabled": True,
                 "labels": {"release": "prometheus"},
@@ -180,6 +180,28 @@ CASES: Mapping[str, Mapping[str, Any]] = {
         "checkHook": {"enabled": True},
         "podDisruptionBudget": {"enabled": True, "maxUnavailable": "50%"},
     },
+    "pods-of-your-own-making": {
+        "image": {"registry": "registry.example:5000/ml"},
+        "valkey": {"image": {"registry": "registry.example:5000"}},
+        "envFrom": [{"secretRef": {"name": "proxy"}}, {"configMapRef": {"name": "more"}, "prefix": "MORE_"}],
+        "extraInitContainers": [
+            {
+                "name": "first",
+                "image": "first:1",
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "readOnlyRootFilesystem": True,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "resources": {"requests": {"memory": "16Mi"}},
+            }
+        ],
+        "runtimeClassName": "gvisor",
+        "dnsPolicy": "None",
+        "dnsConfig": {"nameservers": ["192.0.2.1"], "options": [{"name": "ndots", "value": "1"}]},
+        "resources": {"limits": {"memory": None, "hugepages-2Mi": "4Mi", "example.com/device": 1}},
+        "readinessProbe": {"successThreshold": 2},
+    },
     "sidecar": {
         **QUEUE,
         "sidecar": {
@@ -202,133 +224,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Name → values over BASIC."""
-
-REFUSED: tuple[tuple[Mapping[str, Any], str], ...] = (
-    ({"pool": {"name": ""}}, "pool.name: is required"),
-    ({"gateway": {"url": ""}}, "gateway.url: is required"),
-    ({"gateway": {"url": "gateway:80"}}, "/gateway/url"),
-    ({"pool": {"name": "Qwen_7B"}}, "/pool/name"),
-    ({"pool": {"nam": "qwen"}}, "'nam'"),
-    ({"config": None}, "missing property 'config'"),
-    ({"redis": {"existingSecret": None}}, "missing property 'existingSecret'"),
-    ({"replica": 2}, "'replica'"),
-    ({"replicas": "2"}, "/replicas"),
-    ({"config": {"budget": {"reserve": 1.5}}}, "/config/budget/reserve"),
-    ({"config": {"budget": {"reserve": "10%"}}}, "/config/budget/reserve"),
-    ({"config": {"budget": {"reserv": 0.1}}}, "'reserv'"),
-    ({"config": {"budget": {"per_endpoint": "automatic"}}}, "/config/budget/per_endpoint"),
-    ({"config": {"budget": {"max_in_flight": 0}}}, "/config/budget/max_in_flight"),
-    ({"config": {"budget": {"upper": 0.5}}}, "config.budget.upper: must not be below"),
-    ({"config": {"pool": {"name": "qwen"}}}, "config.pool: pool stands at the top"),
-    ({"config": {"queues": {}}}, "'queues'"),
-    ({"config": {"batching": {"mode": "yes"}}}, "/config/batching/mode"),
-    (
-        {"config": {"batching": {"rules": [{"paths": ["/a"], "max_delay_s": "long"}]}}},
-        "/batching/rules/0/max_delay_s",
-    ),
-    ({"config": {"batching": {"rules": [{"shape": "embeddings"}]}}}, "missing property 'paths'"),
-    ({"config": {"batching": {"rules": [{"paths": []}]}}}, "/config/batching/rules/0/paths"),
-    (
-        {"config": {"batching": {"rules": [{"paths": ["/a"], "shape": "x"}]}}},
-        "/config/batching/rules/0/shape",
-    ),
-    ({"config": {"batching": {"rules": [{"paths": ["/a"], "max_size": 0}]}}}, "/batching/rules/0/max_size"),
-    ({"config": {"batching": {"rules": [{"paths": ["/a"], "preferred_sizes": [0]}]}}}, "/preferred_sizes/0"),
-    ({"config": {"queue": {"data_dir": "/data"}}}, "'data_dir'"),
-    ({"config": {"queue": {"url": "http://redis"}}}, "/config/queue/url"),
-    ({"config": {"queue": {"url": "redis://:secret@redis"}}}, "config.queue.url: holds a user or a password"),
-    (
-        {**QUEUE, "config": {"queue": {"url": "redis://redis"}}},
-        "redis.existingSecret.name, config.queue.url: name",
-    ),
-    ({**QUEUE, "valkey": {"enabled": True}}, "redis.existingSecret.name, valkey.enabled: name more than one"),
-    (
-        {"extraEnv": [{"name": "BATCH_DISPATCHER__QUEUE__URL", "value": "redis://redis"}]},
-        "extraEnv: BATCH_DISPATCHER__QUEUE__URL names another queue than the chart's own",
-    ),
-    ({"gateway": {"url": "https://me:secret@a"}}, "gateway.url: holds a user or a password"),
-    (
-        {"config": {"signals": {"prometheus": {"url": "http://me:secret@prometheus"}}}},
-        "(BATCH_DISPATCHER__SIGNALS__PROMETHEUS__URL)",
-    ),
-    (
-        {"config": {"tracing": {"endpoint": "http://me:secret@otel:4318"}}},
-        "(BATCH_DISPATCHER__TRACING__ENDPOINT)",
-    ),
-    ({"test": {"payload": "hi"}}, "test.payload: is no JSON object"),
-    ({"valkey": {"enabled": False}}, "valkey.enabled: is false, and no other queue is named"),
-    ({"config": {"queue": {"lease_s": 10, "owner_timeout_s": 20}}}, "config.queue.owner_timeout_s: must not"),
-    ({"config": {"retry": {"base_s": 90}}}, "config.retry.max_s: must not be below"),
-    (
-        {"config": {"signals": {"interval_s": 10, "max_age_s": 15}}},
-        "config.signals.max_age_s: must be at least two",
-    ),
-    ({"config": {"signals": {"source": "prometheus"}}}, "config.signals.prometheus.url: is required"),
-    ({"config": {"signals": {"source": "epps"}}}, "/config/signals/source"),
-    (
-        {"config": {"signals": {"prometheus": {"queries": {"capacities": "1"}}}}},
-        "'capacities'",
-    ),
-    ({"config": {"log": {"level": "verbose"}}}, "/config/log/level"),
-    ({"config": {"admin": {"port": 0}}}, "/config/admin/port"),
-    ({"config": {"shutdown": {"drain_s": -1}}}, "/config/shutdown/drain_s"),
-    ({"terminationGracePeriodSeconds": 60}, "terminationGracePeriodSeconds: must be above shutdown.drain_s"),
-    (
-        {"kubernetes": {"enabled": False}},
-        "kubernetes.enabled: is false, so nothing finds the endpoint picker",
-    ),
-    ({"secretFiles": {"gateway.token": {"secret": "a", "key": "b"}}}, "'gateway.token'"),
-    ({"secretFiles": {"gateway.token_file": {"secret": "a"}}}, "/secretFiles/gateway.token_file"),
-    ({"secretFiles": {"gateway.token_file": {"key": "b"}}}, "secretFiles: gateway.token_file: name either"),
-    (
-        {"secretFiles": {"gateway.tls.cert_file": {"secret": "a", "key": "b"}}},
-        "gateway.tls: cert_file and key_file",
-    ),
-    (
-        {"gateway": {"url": "http://a", "headers": {"Authorization": "Bearer x"}}},
-        "give a bearer token by secretFiles (gateway.token_file), else all headers by extraEnv from a Secret",
-    ),
-    (
-        {"gateway": {"url": "http://a", "headers": {"X-Api-Key": "x"}}},
-        "gateway.headers: X-Api-Key looks like a secret, which a ConfigMap must not hold: give all headers",
-    ),
-    (
-        {"config": {"signals": {"prometheus": {"url": "http://a", "headers": {"Cookie": "x"}}}}},
-        "(BATCH_DISPATCHER__SIGNALS__PROMETHEUS__HEADERS, a JSON object)",
-    ),
-    ({"imagePullSecrets": ["pull"]}, "/imagePullSecrets/0"),
-    ({"imagePullSecrets": [{"nam": "pull"}]}, "additional properties 'nam'"),
-    ({"extraEnv": ["A=b"]}, "/extraEnv/0"),
-    ({"inferenceObjective": {"create": True, "priority": 5}}, "/inferenceObjective/priority"),
-    (
-        {"gateway": {"url": "http://a", "objective": "batch"}, "inferenceObjective": {"create": True}},
-        "gateway.objective: is set by inferenceObjective.create",
-    ),
-    (
-        {"monitoring": {"rules": {"alerts": {"BatchDispatcherDwon": {"enabled": False}}}}},
-        "'BatchDispatcherDwon'",
-    ),
-    (
-        {"monitoring": {"rules": {"alerts": {"BatchDispatcherDown": {"for": "soon"}}}}},
-        "BatchDispatcherDown/for",
-    ),
-    ({**QUEUE, "keda": {"enabled": True}}, "keda.redis.address: is required"),
-    ({"keda": {"enabled": True, "minReplicas": 5}}, "keda.minReplicas: must not be above"),
-    ({**QUEUE, "sidecar": {"enabled": True}}, "sidecar.serviceAccount: is required"),
-    (
-        {**CASES["sidecar"], "networkPolicy": {"enabled": True}},
-        "networkPolicy.enabled: cannot be had with sidecar",
-    ),
-    (
-        {**CASES["sidecar"], "extraContainers": [{"name": "a"}]},
-        "extraContainers: cannot be had with sidecar",
-    ),
-    (
-        {"monitoring": {"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}},
-        "monitoring.serviceMonitor.enabled: each pod would be scraped twice",
-    ),
-)
-"""Values over BASIC, and what the message says: the key, and what is wrong with it."""
 
 PICKER = """
 apiVersion: apps/v1

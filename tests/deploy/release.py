@@ -23,6 +23,12 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "helm" / "batch-dispatcher"
 KUBERNETES = "1.34.0"
 NAMESPACE = "llm"
+OPERATOR = [
+    argument
+    for kind in ("PodMonitor", "ServiceMonitor", "PrometheusRule")
+    for argument in ("--api-versions", f"monitoring.coreos.com/v1/{kind}")
+]
+"""What tells `helm template` that the cluster serves the kinds of the Prometheus operator."""
 SECRETS = {"__URL": "redis://:secret@redis", "__HEADERS": '{"X-Api-Key": "secret"}', "": "password"}
 """What the Secrets of value sets hold, by the end of the variable's name."""
 BRIEF = {**os.environ, "GOGC": "off"}
@@ -126,6 +132,6 @@ def case(name: str) -> Release:
 
 @cache
 def _render(values: str, name: str, namespace: str) -> Release:
-    done = helm("template", name, "--namespace", namespace, values=json.loads(values))
+    done = helm("template", name, "--namespace", namespace, *OPERATOR, values=json.loads(values))
     assert done.returncode == 0, done.stderr
     return Release(done.stdout)

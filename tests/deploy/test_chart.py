@@ -215,13 +215,19 @@ def test_helm_test_can_be_another_user_of_the_queue() -> None:
     given = {**CASES["queue-by-secret"], "test": {"existingSecret": {"name": "producer"}}}
     by_variable = {
         "config": {"queue": {"url": "redis://redis"}},
-        "extraEnv": [{"name": "A", "value": "b"}, {**url, "value": "redis://:$(A)@redis"}],
+        "extraEnv": [
+            {"name": "A", "value": "b"},
+            {**url, "value": "redis://:$(A)@redis"},
+            {"name": "BATCH_DISPATCHER__ADMIN__PORT", "value": "9"},
+        ],
         "test": given["test"],
     }
     for values, others in ((given, []), (by_variable, [{"name": "A", "value": "b"}])):
         release = render(values)
         (asks,) = release.one("Pod")["spec"]["containers"]
-        assert asks["env"] == [of_producer, *others], "each variable once"
+        admin = {"HOST": "night-batch-dispatcher.llm.svc", "PORT": "8080"}
+        asked = [{"name": f"BATCH_DISPATCHER__ADMIN__{key}", "value": value} for key, value in admin.items()]
+        assert asks["env"] == [of_producer, *others, *asked], "each variable once"
         assert of_producer not in release.container["env"]
 
 
@@ -296,7 +302,7 @@ def test_commands_that_pods_run_exist() -> None:
                 verb, *rest = each["args"]
                 ran.add(verb)
                 assert {word for word in rest if word.startswith("-")} <= known_commands[verb], where
-    assert ran == {"run", "submit", "check"}
+    assert ran == {"run", "submit", "check", "status"}
 
 
 def test_commands_of_the_notes_exist() -> None:
@@ -304,6 +310,8 @@ def test_commands_of_the_notes_exist() -> None:
     verbs = re.findall(r"\{\{ \$run \}\} (\w+)$", notes, re.MULTILINE)
     assert verbs == ["check", "explain"]
     assert set(verbs) <= set(commands())
+    (simulate,) = re.findall(r"^  batch-dispatcher simulate (.+)$", notes, re.MULTILINE)
+    assert set(re.findall(r"--[a-z-]+", simulate)) <= commands()["simulate"]
     for value in re.findall(r"\b([a-z][A-Za-z]+(?:\.[A-Za-z]+)+)=true", notes):
         here: Any = yaml.safe_load((CHART / "values.yaml").read_text())
         for part in value.split("."):
@@ -345,9 +353,16 @@ def test_notes_are_whole(name: str, tmp_path: Path) -> None:
     for verb in ("check", "explain"):  # the image says where the configuration is
         assert f"exec deploy/{where} -c dispatcher -- batch-dispatcher {verb}\n" in notes
     assert "--config" not in notes
-    assert ("kubectl -n llm patch deployment picker" in notes) == (name == "sidecar")
+    patched = re.findall(r"patch deployment picker .+ configmap (\S+) -o jsonpath='{\.data\.(.+)}'", notes)
+    expected = [r"patch\.yaml", r"remove\.yaml"] if name == "sidecar" else []
+    assert patched == [("night-batch-dispatcher-sidecar", each) for each in expected]
     assert ("It only watches" in notes) == (name == "observing")
-    assert ("helm -n llm test night" in notes) == (name not in {"observing", "sidecar"})
+    assert ("helm -n llm test night --logs" in notes) == (name != "sidecar")
+    assert ("Send one request" in notes) == (name not in {"observing", "sidecar"})
+    assert ("--reset-then-reuse-values --set observe=false" in notes) == (name == "observing")
+    assert ("Left out: PodMonitor. The cluster does not serve" in notes) == (
+        name in {"pods-scraped", "sidecar"}
+    )
     assert ("Batch requests have no priority" in notes) == (name != "objective")
     assert ("Nobody scrapes it" in notes) == (name not in {"pods-scraped", "sidecar"})
     assert ("for trials" in notes) == (name != "sidecar")
@@ -419,7 +434,7 @@ def test_every_pod_meets_the_standard_restricted(name: str) -> None:
         assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
         assert spec["enableServiceLinks"] is False
         assert all({"configMap", "projected", "emptyDir"} & set(each) for each in spec.get("volumes", ()))
-        for container in spec["containers"]:
+        for container in [*spec["containers"], *spec.get("initContainers", ())]:
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
@@ -480,9 +495,9 @@ def test_fence_lets_through_what_the_settings_need_and_nothing_else() -> None:
         assert policy["ingress"][0]["ports"][0]["port"] == case(name).settings().admin.port
         return [tuple(sorted({each["port"] for each in rule["ports"]})) for rule in policy["egress"]]
 
-    assert ports("fenced") == [(53,), (6379,), (80,), (9090,), (443, 6443)]
+    assert ports("fenced") == [(53,), (8080,), (6379,), (80,), (9090,), (443, 6443)]
     assert ports("fenced-all") == [
-        (53,), (8443,), (6379, 26379), (443, 9090), (8000,), (9090,), (443, 6443), (4318,), (8126,),
+        (53,), (8080,), (8443,), (6379, 26379), (443, 9090), (8000,), (9090,), (443, 6443), (4318,), (8126,),
     ]  # fmt: skip
     models = [{"name": "m"}]
     for serving, more, asked in (
@@ -495,7 +510,7 @@ def test_fence_lets_through_what_the_settings_need_and_nothing_else() -> None:
     ):
         fenced = render({"networkPolicy": {"enabled": True}, "config": {"serving": serving, **more}})
         egress = fenced.one("NetworkPolicy", "batch-dispatcher")["spec"]["egress"]
-        assert sorted(each["port"] for each in egress[4]["ports"]) == (asked or [443, 6443])
+        assert sorted(each["port"] for each in egress[5]["ports"]) == (asked or [443, 6443])
     server = case("fenced").one("NetworkPolicy", "valkey")["spec"]
     assert server["egress"] == []
     assert len(server["ingress"][0]["from"]) == 2
@@ -505,7 +520,7 @@ def test_names_that_yaml_takes_for_something_else_stay_names(schemas: Path) -> N
     """Kubernetes allows `no`, `1e3` and `123` as names, and YAML has ideas of its own about them."""
     values: dict[str, Any] = {
         "pool": {"name": "1e3", "namespace": "on"},
-        "fullnameOverride": "123",
+        "fullnameOverride": "no",
         "priorityClassName": "null",
         "secretFiles": {"gateway.token_file": {"secret": "123", "key": "1"}},
         "monitoring": {
@@ -562,6 +577,13 @@ def test_sidecar_joins_the_picker_and_takes_nothing_from_it(tmp_path: Path, sche
     ours, picker = sorted(pod["containers"], key=lambda each: str(each["name"]))
     assert picker == yaml.safe_load(PICKER)["spec"]["template"]["spec"]["containers"][0]
     assert {each["name"] for each in pod["volumes"]} >= {"config", "dispatcher-config"}
+    (tmp_path / "remove.yaml").write_text(str(release.one("ConfigMap", "-sidecar")["data"]["remove.yaml"]))
+    kustomization["patches"] = [{"path": "patch.yaml"}, {"path": "remove.yaml"}]
+    (tmp_path / "kustomization.yaml").write_text(json.dumps(kustomization))
+    back = yaml.safe_load(subprocess.run(build, capture_output=True, text=True, check=True).stdout)
+    back["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] = 130
+    back["spec"]["template"]["metadata"].pop("annotations", None)
+    assert back == yaml.safe_load(PICKER), "nothing of the dispatcher is left in the picker's Deployment"
     assert not {"readinessProbe", "startupProbe"} & set(ours), "the picker's pod must not wait for a queue"
     assert ours["securityContext"]["runAsNonRoot"] is True, "the pod's own context is the picker's"
     assert ours["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -674,10 +696,10 @@ def scraped(job: Mapping[str, Any], labels: Mapping[str, str], port: str) -> dic
 
 
 def test_dashboard_leads_to_the_same_runbook() -> None:
-    monitoring = {"runbook": 'https://wiki/"runbook".md', "dashboard": {"enabled": True}}
+    monitoring = {"runbookUrl": 'https://wiki/"runbook".md', "dashboard": {"enabled": True}}
     (text,) = render({"monitoring": monitoring}).one("ConfigMap", "-dashboard")["data"].values()
     variables = json.loads(text)["templating"]["list"]
-    assert [each["query"] for each in variables if each["name"] == "runbook"] == [monitoring["runbook"]]
+    assert [each["query"] for each in variables if each["name"] == "runbook"] == [monitoring["runbookUrl"]]
 
 
 def test_keda_asks_prometheus_what_it_can_answer(tmp_path: Path) -> None:

@@ -86,6 +86,9 @@ def same(release: Release) -> dict[str, Any]:
         for labels in labels_of(spec):
             for name in OF_HELM & set(labels):
                 del labels[name]
+        spec["metadata"].get("annotations", {}).pop("helm.sh/resource-policy", None)
+        if not spec["metadata"].get("annotations", {"": ""}):
+            del spec["metadata"]["annotations"]
         annotations = spec.get("spec", {}).get("template", {}).get("metadata", {}).get("annotations", {})
         annotations.pop("checksum/restart", None)
         if spec["kind"] == "Deployment":

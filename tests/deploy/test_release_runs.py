@@ -20,6 +20,8 @@ from tests.deploy.release import CHART, Release, environment, render
 from tests.support import free_port, running, wait_until_sync
 
 HOST = "night-batch-dispatcher-valkey.llm.svc:6379"
+SERVICE = ("night-batch-dispatcher.llm.svc", "8080")
+"""Host and port by which the test pod reaches the dispatcher, whatever port that listens on."""
 
 
 class Kubelet:
@@ -29,6 +31,7 @@ class Kubelet:
         self._mount = directory / "config"
         self._mount.mkdir()
         (self._mount / "config.yaml").write_text(release.config_text().replace(HOST, queue))
+        self._admin = str(release.settings().admin.port)
 
     def command(self, container: dict[str, Any]) -> list[str]:
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
@@ -40,7 +43,14 @@ class Kubelet:
         clean = {
             name: value for name, value in os.environ.items() if not name.startswith("BATCH_DISPATCHER__")
         }
-        return {**clean, **environment(container), "HOME": str(home)}
+        given = environment(container)
+        if "BATCH_DISPATCHER__ADMIN__HOST" in given:
+            assert (given["BATCH_DISPATCHER__ADMIN__HOST"], given["BATCH_DISPATCHER__ADMIN__PORT"]) == SERVICE
+            given |= {
+                "BATCH_DISPATCHER__ADMIN__HOST": "127.0.0.1",
+                "BATCH_DISPATCHER__ADMIN__PORT": self._admin,
+            }
+        return {**clean, **given, "HOME": str(home)}
 
 
 @pytest.fixture
@@ -129,3 +139,69 @@ def test_valkey_s_service_is_where_the_settings_look_for_it() -> None:
     assert f"{service['metadata']['name']}.{service['metadata']['namespace']}.svc" == HOST.partition(":")[0]
     assert service["spec"]["ports"][0]["port"] == 6379
     assert yaml.safe_load((CHART / "values.yaml").read_text())["valkey"]["enabled"] is None
+
+
+@pytest.mark.parametrize("observe", [False, True])
+def test_helm_test_says_in_a_sentence_why_nothing_was_sent(tmp_path: Path, observe: bool) -> None:
+    """The endpoint picker cannot be reached, so the dispatcher is never ready and sends nothing."""
+    try:
+        server = find_server()
+    except EmbeddedError as error:
+        pytest.skip(str(error))
+    admin, queue, nobody = free_port(), free_port(), free_port()
+    release = render(
+        {
+            "gateway": {"url": f"http://127.0.0.1:{nobody}"},
+            "kubernetes": {"enabled": False},
+            "observe": observe,
+            "config": {
+                "admin": {"port": admin},
+                "signals": {"epp": {"urls": [f"http://127.0.0.1:{nobody}"]}},
+            },
+            "test": {"deadline": 4},
+        }
+    )
+    kubelet = Kubelet(release, tmp_path, f"127.0.0.1:{queue}")
+    (test,) = release.one("Pod")["spec"]["containers"]
+    environ = kubelet.environ(release.container, tmp_path)
+    with (
+        running(server, "--port", str(queue), "--bind", "127.0.0.1", "--save", "", cwd=tmp_path),
+        running(*kubelet.command(release.container), env=environ, stop_s=30),
+        httpx.Client(base_url=f"http://127.0.0.1:{admin}", timeout=5) as client,
+    ):
+        wait_until_sync(partial(is_well, client, "/livez"), 30, what="/livez", every_s=0.1)
+        done = subprocess.run(
+            kubelet.command(test),
+            env=kubelet.environ(test, tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1, done.stdout
+    assert f"no reading yet of saturation and requests: 127.0.0.1:{nobody}: connection refused" in done.stderr
+    assert done.stderr.startswith("not ready after 4 s: ") == observe
+    assert ("DEADLINE_EXCEEDED" in done.stderr) != observe
+
+
+def test_helm_test_says_that_no_dispatcher_answers(tmp_path: Path) -> None:
+    try:
+        server = find_server()
+    except EmbeddedError as error:
+        pytest.skip(str(error))
+    queue = free_port()
+    release = render({"test": {"deadline": 1}, "config": {"admin": {"port": free_port()}}})
+    kubelet = Kubelet(release, tmp_path, f"127.0.0.1:{queue}")
+    (test,) = release.one("Pod")["spec"]["containers"]
+    with running(server, "--port", str(queue), "--bind", "127.0.0.1", "--save", "", cwd=tmp_path):
+        done = subprocess.run(
+            kubelet.command(test),
+            env=kubelet.environ(test, tmp_path),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 1
+    (last,) = (line for line in done.stderr.splitlines() if line.startswith("no result for "))
+    assert "within 11 s: no dispatcher answers: nobody on" in last

@@ -15,7 +15,8 @@ from dispatcher.queue.redis.connect import connect
 from dispatcher.settings import Settings
 from dispatcher.settings.load import key_paths, parse
 from dispatcher.settings.values import secret_name
-from tests.deploy.cases import BASIC, CASES, REFUSED
+from tests.deploy.cases import BASIC, CASES
+from tests.deploy.refused import REFUSED
 from tests.deploy.release import CHART, ROOT, helm, render
 from tests.support import require_tool
 

@@ -29,6 +29,7 @@ from dispatcher.core.outcome import (
 )
 from dispatcher.core.request import Request, encode_member, parse
 from dispatcher.core.routing import Route
+from dispatcher.core.stranger import Stranger
 from dispatcher.forward import HttpGateway
 from dispatcher.standin.live import Config, LiveWorld
 from tests.forward.envoy import envoy_before
@@ -105,6 +106,50 @@ async def test_each_answer_behind_a_real_envoy_leads_where_the_table_says(
         for number, (status, reason, body, expected) in enumerate(ANSWERS):
             request = a_request(endpoint="/v1/plain", headers={"x-row": str(number)})
             assert in_words(await outcome(gateway, request)) == expected, (status, reason, body)
+
+
+PLAIN, ELSEWHERE = "/v1/plain", "/v1/plain/elsewhere"
+BEFORE: dict[str, list[tuple[int, str, str]]] = {
+    "nothing": [],
+    "2xx for it": [(200, PLAIN, "m")],
+    "2xx for another model": [(200, PLAIN, "n")],
+    "2xx on another path": [(200, ELSEWHERE, "m")],
+    "2xx for another model, and an empty 404 for that": [(200, PLAIN, "n"), (404, PLAIN, "n")],
+}
+"""Status, path and model of the requests before it."""
+NOT_FOUND = list(rows(PAGE, "body of the 404"))
+
+
+async def judged_in_order(gateway: HttpGateway, body: str, before: str) -> str:
+    """Return what the 404 of the last of these requests comes to, in words."""
+    stranger = Stranger()
+    found: Outcome
+    for status, path, model, text in [*((*each, "") for each in BEFORE[before]), (404, PLAIN, "m", body)]:
+        sim = {"kind": "status", "status": status, "reason": "", "body": text}
+        request = a_request(json.dumps({"model": model, "sim": sim}).encode(), endpoint=path)
+        found = stranger.judged(await outcome(gateway, request), path, request.payload, 1.0)
+    return in_words(found)
+
+
+@pytest.mark.parametrize(("body", "before", "expected"), NOT_FOUND)
+async def test_each_404_of_the_stand_in_leads_where_the_table_says(
+    gateway_to: MakeGateway, body: str, before: str, expected: str
+) -> None:
+    async with LiveWorld(Config()) as world:
+        assert await judged_in_order(gateway_to(world.gateway_url), body, before) == expected
+
+
+async def test_each_404_behind_a_real_envoy_leads_where_the_table_says(
+    gateway_to: MakeGateway, tmp_path: Path
+) -> None:
+    async def pool(connection: Connection) -> None:
+        while True:
+            said = json.loads((await connection.receive()).body)["sim"]
+            await connection.answer(said["body"].encode(), status=f"{said['status']} Said")
+
+    async with serving(pool) as server, envoy_before(server.port, tmp_path) as url:
+        for body, before, expected in NOT_FOUND:
+            assert await judged_in_order(gateway_to(url), body, before) == expected, (body, before)
 
 
 @pytest.mark.parametrize(("endpoint", "expected"), list(rows(PAGE, "endpoint")))

@@ -163,7 +163,8 @@ def test_every_alert_and_every_link_of_the_dashboard_has_its_section_of_the_runb
     sections = anchors(RUNBOOK)
     base = yaml.safe_load((FILES / "alerts.yaml").read_text())["settings"]["runbook"]
     assert (ROOT / base).samefile(RUNBOOK), "the default leads to the page in the repository"
-    linked = {rule["annotations"]["runbook_url"] for rule in alerts().values()}
+    assert not any("runbook_url" in rule["annotations"] for rule in alerts().values()), "it would be no URL"
+    linked = {rule["annotations"]["runbook"] for rule in alerts().values()}
     linked |= {link["url"] for panel in panels() for link in panel["links"]}
     assert {url.partition("#")[2] for url in linked} - sections == set()
     assert {url.partition("#")[0] for url in linked} == {base, "${runbook}"}

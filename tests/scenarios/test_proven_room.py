@@ -11,6 +11,7 @@ import asyncio
 
 import pytest
 
+from dispatcher.core.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
 
 ROOM = 10
@@ -54,3 +55,32 @@ async def test_answers_that_a_late_event_loop_sees_late_lift_no_limit(
 @ROOM_FOR_TEN
 async def test_slow_calls_to_the_queue_lift_no_limit(stage: Stage, replicas: int, call_s: float) -> None:
     assert await most_in_the_pool(stage) == ROOM
+
+
+def of_four(request: Request) -> int:
+    return 4 if request.id.startswith("four") else 1
+
+
+@scenario(realtime=[(0.0, 1e6)] * 20, weigh=of_four)
+async def test_calls_of_several_items_lift_no_limit_where_the_pool_counts_calls(stage: Stage) -> None:
+    """As calls of four they would seem to be four each in the readings, and single ones follow them."""
+    await stage.submit(400, "four")
+    await asyncio.sleep(15)
+    assert stage.in_flight > 0
+    await stage.submit(3000, deadline_s=1e5)  # sooner, so they go first
+    ends_at, most = stage.now + SECONDS, 0
+    while stage.now < ends_at:
+        await asyncio.sleep(0.02)
+        most = max(most, stage.in_flight)
+    assert most == ROOM
+
+
+@scenario(realtime=[(0.0, 1e6)] * 20, weigh=of_four)
+async def test_realtime_is_shown_beside_calls_of_several_items(stage: Stage) -> None:
+    await stage.submit(400, "four")
+    await asyncio.sleep(20)
+    limiter = stage.alive[0].limiter
+    assert limiter.in_flight > stage.in_flight
+    assert limiter.not_ours == (20.0, 0.0)
+    units, calls = limiter.counted_as_calls(stage.now) or (0, 0)
+    assert (units, calls) == (4 * stage.in_flight, stage.in_flight)

@@ -8,6 +8,7 @@ import pytest
 
 from dispatcher.core.allowance import explain
 from dispatcher.core.budget import Reason
+from dispatcher.core.modelnames import model_of
 from dispatcher.core.outcome import Outcome, RetryPolicy, classify
 from dispatcher.core.request import Request
 from tests.scenarios.virtual_stage import Stage, scenario
@@ -79,3 +80,44 @@ async def test_requests_of_a_wrong_model_among_others_end_with_their_404(stage: 
     assert stage.statuses() == {200: 20, 404: 5}
     took_s = await stage.until_answered(1, await stage.submit(3, "wrong"))
     assert stage.statuses() == {200: 20, 404: 8}, "it is known by now"
+
+
+def says_no_model(model: str) -> bytes:
+    return b'{"error": {"message": "The model %b does not exist.", "type": "NotFoundError"}}' % model.encode()
+
+
+@scenario()
+async def test_model_that_a_server_does_not_have_closes_no_gate(stage: Stage) -> None:
+    """First in line of a new dispatcher, and alone there."""
+
+    async def fault(request: Request) -> Outcome | None:
+        await asyncio.sleep(0.001)
+        return classify(404, {}, says_no_model(model_of(request.payload)), 0.0)
+
+    stage.fault = fault
+    await stage.submit(40, model="gone")
+    assert await stage.until_answered(40) < 5
+    assert stage.statuses() == {404: 40}
+    assert Reason.GATEWAY_UNREACHABLE not in stage.reasons()
+
+
+@scenario(retry=RetryPolicy(base_s=1.0, max_s=2.0, max_attempts=4))
+async def test_model_without_a_route_closes_no_gate_while_others_have_one(stage: Stage) -> None:
+    """Envoy answers its requests 404 with an empty body, and its requests alone are left after a while."""
+
+    async def fault(request: Request) -> Outcome | None:
+        await asyncio.sleep(0.001)
+        return classify(404, {}, b"", 0.0) if b"gone" in request.payload else None
+
+    stage.fault = fault
+    await stage.until_answered(1, await stage.submit(1))
+    await stage.submit(40, model="gone")
+    seen: set[Reason] = set()
+
+    def all_answered() -> bool:
+        seen.update(stage.reasons())
+        return stage.answered == 41
+
+    await stage.until(all_answered, 60)
+    assert Reason.GATEWAY_UNREACHABLE not in seen
+    assert stage.statuses() == {200: 1, 404: 40}

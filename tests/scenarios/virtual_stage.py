@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf, nan
 from typing import Any
@@ -22,7 +22,8 @@ from dispatcher.core.poll import Poll
 from dispatcher.core.request import Request, encode_member
 from dispatcher.core.result import PoppedResult, decode_result
 from dispatcher.core.score import score_of
-from dispatcher.dispatch import Options
+from dispatcher.core.units import units_of
+from dispatcher.dispatch import Journal, Options
 from dispatcher.ports import Forwarded, Submission
 from dispatcher.queue.memory import MemoryStore
 from dispatcher.sim import virtual
@@ -31,6 +32,7 @@ from dispatcher.sim.metrics import Exporter, Signals
 from dispatcher.sim.road import Road, RoadGateway
 from dispatcher.sim.world import Job, World
 from dispatcher.telemetry.events import Event, diverted
+from dispatcher.telemetry.metrics import Metrics as Counters
 
 TOKEN = "0" * 32
 
@@ -65,6 +67,8 @@ class Setting:
     """Transit time of answers, if it differs from that of requests."""
     late_s: float = 0.0
     """Delay that the dispatchers' event loops report."""
+    journal: bool = False
+    """Whether tries are counted, which the health needs."""
     call_s: float = 0.0
     """Duration of calls to the queue."""
     work_s: float = 0.5
@@ -78,6 +82,8 @@ class Setting:
     max_age_s: float = 10.0
     tenant_from: str = ""
     observe: bool = False
+    weigh: Callable[[Request], int] = units_of
+    """What a request counts of the limit. The pool, and its metrics, count each once."""
 
     @property
     def policy(self) -> Policy:
@@ -200,6 +206,8 @@ class Stage:
             [Signal.SATURATION],
             self.setting.options,
             call_s=self.setting.call_s,
+            weigh=self.setting.weigh,
+            journal=Journal(Counters()) if self.setting.journal else None,
         )
         replica.limiter.looped(self.setting.late_s)
         # No two replicas scrape at the same moment.
@@ -223,7 +231,8 @@ class Stage:
             await asyncio.sleep(phase_s + nth * setting.scrape_s - self.now)
             nth += 1
             self.road.now()
-            readings = list(self._exporter.read(self.world.observe()).readings)
+            found = self._exporter.read(self.world.observe()).readings
+            readings = [replace(reading, exact=True, beyond_calls=0.0) for reading in found]
             self._loop.call_later(setting.lag_s, self._tell, replica, readings, self.metrics)
 
     def _poll(self, readings: list[Reading]) -> Poll:
@@ -246,15 +255,22 @@ class Stage:
     # The producers.
 
     async def submit(
-        self, count: int, prefix: str = "r", *, deadline_s: float = 1e6, **metadata: str
+        self,
+        count: int,
+        prefix: str = "r",
+        *,
+        deadline_s: float = 1e6,
+        model: str = "",
+        **metadata: str,
     ) -> list[str]:
         """Put requests into the queue and wake the dispatchers."""
         deadline = int(EPOCH + self.now + deadline_s)
         first = len(self.submitted)
+        payload = b'{"model": "%b"}' % model.encode() if model else b"{}"
         names = [f"{prefix}-{first + i:06d}" for i in range(count)]
         submissions = [
             Submission(
-                encode_member(name, b"{}", deadline, created=0, token=TOKEN, metadata=metadata),
+                encode_member(name, payload, deadline, created=0, token=TOKEN, metadata=metadata),
                 score_of(deadline),
                 name,
                 TOKEN,

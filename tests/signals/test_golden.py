@@ -140,6 +140,20 @@ def test_only_a_true_count_is_exact() -> None:
     assert verdict.detector == "counts requests, maxConcurrency 100"
 
 
+def test_it_is_known_how_far_a_reading_counts_beyond_calls() -> None:
+    """What the picker sent are calls; what the model servers have more than that may be items of them."""
+    (counted,) = judge([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140)).readings
+    assert counted.beyond_calls == 0.0
+    lessons = Lessons()
+    lessons.outside.requests = 12.0
+    (made,) = seen("router-newest-flow-control-off")
+    (sent,) = judge([made], "requests", POLICY, "epp", lessons).readings
+    assert sent.beyond_calls == 12.0
+    of_servers = replace(made, in_flight=None, of_now=True)
+    (averaged,) = judge([of_servers], "requests", POLICY, "vllm", lessons).readings
+    assert averaged.beyond_calls == math.inf
+
+
 def test_the_name_of_a_detector_is_not_its_kind() -> None:
     verdict = read("router-newest-misnamed-detector")
     assert set(verdict.signals) == {SATURATION, REQUESTS}

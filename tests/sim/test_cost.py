@@ -10,13 +10,13 @@ from dispatcher.sim.setting import STEP_S, Setting
 from dispatcher.standin import shapes
 from dispatcher.standin.trace import BUNDLED, load
 
-CALLS_MOST = 645
+CALLS_MOST = 646
 """Three hours at 400 slots are 400,000 batch requests and as many of realtime."""
 
 STEPPED_MOST = 425
 """The same in steps, in which turns are shared."""
 
-GRAINED_MOST = 208
+GRAINED_MOST = 209
 """The same in grains, as three hours at 400 slots are played."""
 
 

@@ -2,14 +2,16 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" -}}
 {{- end -}}
 
+{{/* The prefix of all names. The longest label made of it is the StatefulSet's revision: 45 characters, "-valkey" and a
+     hash of up to 11 fill 63. A name that is cut ends in a hash of the whole name, so that two long names differ. */}}
 {{- define "batch-dispatcher.fullname" -}}
+{{- $name := printf "%s-%s" .Release.Name (include "batch-dispatcher.name" .) -}}
 {{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- $name = .Values.fullnameOverride -}}
 {{- else if contains (include "batch-dispatcher.name" .) .Release.Name -}}
-{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
-{{- else -}}
-{{- printf "%s-%s" .Release.Name (include "batch-dispatcher.name" .) | trunc 50 | trimSuffix "-" -}}
+{{- $name = .Release.Name -}}
 {{- end -}}
+{{- if gt (len $name) 45 -}}{{ trunc 36 $name | trimSuffix "-" }}-{{ sha256sum $name | trunc 8 }}{{- else -}}{{ $name }}{{- end -}}
 {{- end -}}
 
 {{- define "batch-dispatcher.serviceAccount" -}}
@@ -54,10 +56,11 @@ app.kubernetes.io/component: {{ index . 1 }}
 {{- if .Values.sidecar.enabled -}}{{ toYaml .Values.sidecar.podLabels }}{{- else -}}{{ include "batch-dispatcher.selector" (list . "dispatcher") }}{{- end -}}
 {{- end -}}
 
-{{/* No version among them: a new chart alone restarts nothing. */}}
+{{/* list: the root, the component, labels of its own. The version is not a label of pods: a new chart alone restarts
+     nothing. */}}
 {{- define "batch-dispatcher.podLabels" -}}
 {{ include "batch-dispatcher.selector" . }}
-{{- with (index . 0).Values.commonLabels }}
+{{- with mergeOverwrite dict (default dict (index . 0).Values.commonLabels) (default dict (index (append . dict) 2)) }}
 {{ toYaml . }}
 {{- end }}
 {{- end -}}
@@ -83,5 +86,6 @@ annotations: {{- toYaml . | nindent 2 }}
 {{/* list: the values of an image, its default tag */}}
 {{- define "batch-dispatcher.image" -}}
 {{- $image := index . 0 -}}
-{{- if $image.digest -}}{{ $image.repository }}@{{ $image.digest }}{{- else -}}{{ $image.repository }}:{{ default (index . 1) $image.tag }}{{- end -}}
+{{- $name := list $image.registry $image.repository | compact | join "/" -}}
+{{- if $image.digest -}}{{ $name }}@{{ $image.digest }}{{- else -}}{{ $name }}:{{ default (index . 1) $image.tag }}{{- end -}}
 {{- end -}}

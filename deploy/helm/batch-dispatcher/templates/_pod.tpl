@@ -1,9 +1,10 @@
 {{/* What every pod that runs our program has: environment, files, rights. */}}
 
-{{/* list: the root, a Secret with another URL of the queue */}}
+{{/* list: the root, a Secret with another URL of the queue, variables that win over extraEnv */}}
 {{- define "batch-dispatcher.env" -}}
 {{- $queue := "BATCH_DISPATCHER__QUEUE__URL" -}}
 {{- $other := index (append . dict) 1 -}}
+{{- $more := index (concat . (list dict dict)) 2 -}}
 {{- with index . 0 -}}
 {{- if $other.name }}
 - name: {{ $queue }}
@@ -21,9 +22,13 @@
   value: redis://:$(VALKEY_PASSWORD)@{{ include "batch-dispatcher.ownQueueHost" . }}:6379
 {{- end }}
 {{- range .Values.extraEnv }}
-{{- if not (and $other.name (eq .name $queue)) }}
+{{- if not (or (and $other.name (eq .name $queue)) (hasKey $more .name)) }}
 {{ list . | toYaml }}
 {{- end }}
+{{- end }}
+{{- range $name, $value := $more }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
 {{- end }}
 {{- end -}}
 {{- end -}}
@@ -94,13 +99,27 @@ resources: {{- toYaml .Values.resources | nindent 2 }}
 image: {{ include "batch-dispatcher.image" (list .Values.image .Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 {{- /* in another's pod nothing of the pod's own context is ours */}}
-{{- $ofPod := ternary (omit (default dict .Values.podSecurityContext) "fsGroup") dict .Values.sidecar.enabled }}
+{{- $ofPod := ternary (omit (include "batch-dispatcher.podSecurityContext" . | fromYaml) "fsGroup") dict .Values.sidecar.enabled }}
 securityContext: {{- merge (deepCopy (default dict .Values.securityContext)) $ofPod | toYaml | nindent 2 }}
 {{- with $env }}
 env: {{- . | nindent 2 }}
 {{- end }}
+{{- with .Values.envFrom }}
+envFrom: {{- toYaml . | nindent 2 }}
+{{- end }}
 volumeMounts: {{- include "batch-dispatcher.mounts" . | nindent 2 }}
 {{- end -}}
+{{- end -}}
+
+{{/* OpenShift gives each namespace ids of users and groups and refuses others: there the chart's own are left out. */}}
+{{- define "batch-dispatcher.podSecurityContext" -}}
+{{- $context := deepCopy (default dict .Values.podSecurityContext) -}}
+{{- if .Capabilities.APIVersions.Has "security.openshift.io/v1" -}}
+{{- range list "runAsUser" "runAsGroup" "fsGroup" -}}
+{{- if eq (toString (get $context .)) "65532" -}}{{- $_ := unset $context . -}}{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $context -}}
 {{- end -}}
 
 {{/* list: the root, whether it asks Kubernetes. Of a pod, beside its containers. */}}
@@ -113,9 +132,21 @@ enableServiceLinks: false
 {{- with .Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
 {{- end }}
-securityContext: {{- toYaml .Values.podSecurityContext | nindent 2 }}
+securityContext: {{- include "batch-dispatcher.podSecurityContext" . | nindent 2 }}
 {{- with .Values.priorityClassName }}
 priorityClassName: {{ . | quote }}
+{{- end }}
+{{- with .Values.runtimeClassName }}
+runtimeClassName: {{ . | quote }}
+{{- end }}
+{{- if .Values.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- with default (ternary "ClusterFirstWithHostNet" "" .Values.hostNetwork) .Values.dnsPolicy }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- with .Values.dnsConfig }}
+dnsConfig: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector: {{- toYaml . | nindent 2 }}

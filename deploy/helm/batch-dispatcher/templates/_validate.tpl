@@ -1,3 +1,10 @@
+{{/* A quantity of Kubernetes, such as 512Mi or 100m, as a number. */}}
+{{- define "batch-dispatcher.quantity" -}}
+{{- $factors := dict "" 1 "m" 0.001 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "P" 1e15 "E" 1e18 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "Pi" 1125899906842624 "Ei" 1152921504606846976 -}}
+{{- $unit := regexFind "([KMGTPE]i|[mkMGTPE])?$" (toString .) -}}
+{{- mulf (trimSuffix $unit (toString .) | float64) (get $factors $unit) -}}
+{{- end -}}
+
 {{/* What no schema can say: all of it at once, each a sentence that says what to do. Whoever comes first tells it:
      `helm lint` goes on after a failure, and would tell it once for each template. */}}
 {{- define "batch-dispatcher.validate" -}}
@@ -112,6 +119,62 @@
 {{- $wrong = append $wrong (printf "terminationGracePeriodSeconds: must be above shutdown.drain_s (%v), or what runs is killed and runs again" $drain) -}}
 {{- end -}}
 
+{{/* what Kubernetes would refuse, or take for something else */}}
+{{- $name := include "batch-dispatcher.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- $wrong = append $wrong (printf "fullnameOverride: the release's objects would be called %q, which Kubernetes refuses for a Service: set a name of lower-case letters, digits and - that begins with a letter" $name) -}}
+{{- end -}}
+{{- range $where := list "image" "valkey.image" -}}
+{{- $image := ternary $.Values.image $.Values.valkey.image (eq $where "image") -}}
+{{- $whole := list $image.registry $image.repository | compact | join "/" -}}
+{{- if not (regexMatch "^([a-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$" $whole) -}}
+{{- $wrong = append $wrong (printf "%s.repository: %q is not the name of an image (lower-case letters, digits, dots, dashes, slashes): put the host of your registry into %s.registry, and a tag or digest into %s.tag or %s.digest" $where $whole $where $where $where) -}}
+{{- end -}}
+{{- end -}}
+{{- $ours := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component" "app.kubernetes.io/version" "app.kubernetes.io/managed-by" "app.kubernetes.io/part-of" "helm.sh/chart" -}}
+{{- range $where, $labels := dict "commonLabels" .Values.commonLabels "podLabels" .Values.podLabels "service.labels" .Values.service.labels "monitoring.podMonitor.labels" .Values.monitoring.podMonitor.labels "monitoring.serviceMonitor.labels" .Values.monitoring.serviceMonitor.labels "monitoring.rules.labels" .Values.monitoring.rules.labels "monitoring.dashboard.labels" .Values.monitoring.dashboard.labels -}}
+{{- range $label, $_ := $labels -}}
+{{- if has $label $ours -}}
+{{- $wrong = append $wrong (printf "%s: %s is a label that the chart sets itself, and selectors ask for it: remove it from %s" $where $label $where) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- range $where, $resources := dict "resources" .Values.resources "valkey.resources" .Values.valkey.resources -}}
+{{- range $name, $asked := (default dict $resources).requests -}}
+{{- $limit := dig "limits" $name nil $resources -}}
+{{- if and (not (kindIs "invalid" $limit)) (gt (include "batch-dispatcher.quantity" $asked | float64) (include "batch-dispatcher.quantity" $limit | float64)) -}}
+{{- $wrong = append $wrong (printf "%s.requests.%s: %v is above %s.limits.%s (%v): raise the limit, or remove it by null" $where $name $asked $where $name $limit) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- if and (eq .Values.dnsPolicy "None") (not (default dict .Values.dnsConfig).nameservers) -}}
+{{- $wrong = append $wrong "dnsConfig.nameservers: is required with dnsPolicy None" -}}
+{{- end -}}
+{{- if and .Values.hostNetwork .Values.networkPolicy.enabled -}}
+{{- $wrong = append $wrong "networkPolicy.enabled: a NetworkPolicy has no effect on pods in the network of their node: set hostNetwork or networkPolicy.enabled to false" -}}
+{{- end -}}
+{{- if and $own .Release.IsUpgrade -}}
+{{- $server := printf "%s-valkey" $name -}}
+{{- /* Nothing is found by `helm template`, nor where the StatefulSet is gone. */ -}}
+{{- with (lookup "apps/v1" "StatefulSet" .Release.Namespace $server).spec -}}
+{{- $claims := .volumeClaimTemplates -}}
+{{- $volume := $.Values.valkey.persistence -}}
+{{- $remedy := printf "which Kubernetes lets no upgrade change: keep it, or delete the StatefulSet without its pod first (kubectl -n %s delete statefulset %s --cascade=orphan)" $.Release.Namespace $server -}}
+{{- if ne $volume.enabled (not (empty $claims)) -}}
+{{- $wrong = append $wrong (printf "valkey.persistence.enabled: is %v, and this release was installed with %v, %s" $volume.enabled (not $volume.enabled) $remedy) -}}
+{{- else if $claims -}}
+{{- $claim := (first $claims).spec -}}
+{{- $size := $claim.resources.requests.storage -}}
+{{- if ne (include "batch-dispatcher.quantity" $size) (include "batch-dispatcher.quantity" $volume.size) -}}
+{{- $wrong = append $wrong (printf "valkey.persistence.size: is %s, and this release was installed with %s, %s" $volume.size $size $remedy) -}}
+{{- end -}}
+{{- if ne (default "" $claim.storageClassName) $volume.storageClass -}}
+{{- $wrong = append $wrong (printf "valkey.persistence.storageClass: is %q, and this release was installed with %q, %s" $volume.storageClass (default "" $claim.storageClassName) $remedy) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
 {{/* the rest of the chart */}}
 {{- if and .Values.test.payload (hasKey (fromJson .Values.test.payload) "Error") -}}
 {{- $wrong = append $wrong "test.payload: is no JSON object" -}}
@@ -151,8 +214,10 @@
 {{- $wrong = append $wrong (printf "%s.enabled: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
 {{- end -}}
 {{- end -}}
-{{- if .Values.extraContainers -}}
-{{- $wrong = append $wrong "extraContainers: cannot be had with sidecar.enabled: the pods are the endpoint picker's" -}}
+{{- range $name := list "extraContainers" "extraInitContainers" "runtimeClassName" "hostNetwork" "dnsPolicy" "dnsConfig" -}}
+{{- if get $.Values $name -}}
+{{- $wrong = append $wrong (printf "%s: cannot be had with sidecar.enabled: the pods are the endpoint picker's" $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- if $wrong -}}

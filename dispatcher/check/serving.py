@@ -1,0 +1,46 @@
+"""The model servers that are asked which models they serve: each is asked once, as the dispatcher does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from dispatcher.check.addresses import Address, addresses, all_away
+from dispatcher.check.finding import Finding, Findings, Probe, known
+from dispatcher.core.plain import shortened
+from dispatcher.settings import SecretUrl, Settings
+from dispatcher.signals.cluster import NO_CLUSTER
+
+if TYPE_CHECKING:
+    from dispatcher.core.served import Listing
+
+_WHERE = "serving.urls"
+_HINT = "serving.urls, which names the list of each model server: http://HOST:PORT/v1/models"
+_NAMES_CHARS = 100
+
+
+def urls(settings: Settings) -> tuple[SecretUrl, ...]:
+    """Return the model servers that the settings have asked for their models."""
+    return settings.asks.urls if settings.observes_models else ()
+
+
+def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
+    """Return the probe of all these model servers. Those that are `away` are not asked."""
+    why = all_away(addresses(urls(settings)), away)
+    if why is not None:
+        return known(Finding("failed", _WHERE, why, _HINT))
+    from dispatcher.signals.models import ModelWatch  # its client library is slow to import
+
+    watch = ModelWatch(settings, lambda _: None, access=NO_CLUSTER)
+
+    async def ask() -> Findings:
+        return [_judged(listing) for listing in await watch.ask_once()]
+
+    return ask
+
+
+def _judged(listing: Listing) -> Finding:
+    if listing.models is None:
+        return Finding("failed", _WHERE, f"{listing.endpoint}: {listing.problem}", _HINT)
+    names = shortened(", ".join(listing.models), _NAMES_CHARS)
+    return Finding("ok", _WHERE, f"{listing.endpoint}: serves {names or 'no model'}")
