@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -463,7 +464,7 @@ async def test_axe_finds_nothing_serious(page: Page, tmp_path: Path, width: int,
         for health in Health:
             stage.told |= {"health": str(health), "max_sys": None, "realtime": None}
             word = str(health).capitalize()
-            await soon(lambda word=word: says(page, "#state", word), what=word)
+            await soon(partial(says, page, "#state", word), what=word)
             assert await serious(page) == [], f"{health}, and the pool is unknown"
     await soon(lambda: says(page, "#link", "disconnected"), what="the page to notice")
     assert await serious(page) == [], "disconnected"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,7 +142,7 @@ async def test_only_a_change_of_the_health_is_announced(page: Page) -> None:
         for reason in ("no-room", "full", "backpressure", "idle"):
             stage.told |= {"reason": reason, "open": reason in ("full", "idle"), "pending": 7}
             stage.told |= {"health_sentence": f"{reason}: 3 requests wait.", "health_since_s": 80.0}
-            await soon(lambda reason=reason: says(page, "#badge", reason), what=reason)
+            await soon(partial(says, page, "#badge", reason), what=reason)
         stage.told |= FAILING | {"health_since_s": 1.0}
         await soon(lambda: says(page, "#state", "Failing for 1 s"), what="a failure of one second")
         assert await page.ask("spoken.length") == 0
@@ -152,7 +153,8 @@ async def test_only_a_change_of_the_health_is_announced(page: Page) -> None:
 
 async def test_nothing_on_the_page_moves_by_itself(page: Page) -> None:
     """An animated dot and a gliding bar took a fifth of a core of everybody who looked."""
-    await page.look(**{"prefers-reduced-motion": "no-preference"})
+    motion: dict[str, Any] = {"prefers-reduced-motion": "no-preference"}
+    await page.look(**motion)
     stage = Stage()
     stage.second("full")
     async with shown(stage, page, ticking=False):
