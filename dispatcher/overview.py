@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from dispatcher.core.allowance import Allowance, explain
 from dispatcher.core.budget import Budget, Reason
-from dispatcher.core.health import COUNTED_WITHIN_S, HealthRecord
+from dispatcher.core.health import COUNTED_WITHIN_S, Health, HealthRecord
 from dispatcher.core.lengths import little_reserve
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.price import Price
@@ -16,7 +16,7 @@ from dispatcher.dispatch.access import QueueView
 from dispatcher.dispatch.batching import Batching
 from dispatcher.dispatch.models import Models
 from dispatcher.dispatch.sequences import LineUp
-from dispatcher.ports import ModelMarks
+from dispatcher.ports import Counts, ModelMarks
 from dispatcher.settings import Settings
 from dispatcher.signals.capacity import Endpoints
 from dispatcher.signals.poller import SourcePoll
@@ -53,18 +53,19 @@ def overview(
         else show.BudgetStatus(reserve=settings.budget.reserve)
     )
     failing = None if recent is None else _tries_failing(recent, limiter, now)
+    counts = _current_counts(queue, now)
     told = [
         _explained(allowance, limiter.in_flight, observe=process.observe),
         *([f"{failing}."] if failing else []),
         *_failing(allowance, signals),
         *_fitted(budget, settings),
-        *(_awaited(models) if models else ()),
+        *(_awaited(models) if models and counts else ()),
         *(f"Kubernetes: {each}." for each in (*watched.problems, *watched.notices)),
-        *_in_turn(queue, settings),
+        *_in_turn(counts, settings),
         *_counted_as_calls(limiter, now),
         *(f"Beware: {each}." for each in (slow, little) if each),
     ]
-    line = _line(queue, now)
+    line = _line(queue, counts, now)
     return Status(
         health=_health(health or HealthRecord(), line, now),
         process=process,
@@ -91,11 +92,11 @@ def overview(
         price=_price(poll.price) if poll else show.PriceStatus(),
         batching=_batching(batching) if batching else show.BatchingStatus(),
         sequences=show.SequencesStatus(
-            sequences=asdict(queue.counts.sequences) if queue.counts else None,
+            sequences=asdict(counts.sequences) if counts else None,
             sequence_turns=dict(lineup.turns) if lineup else {},
             sequence_servers=dict(lineup.servers) if lineup else {},
         ),
-        models=_models(models, now) if models else show.ModelsStatus(),
+        models=_models(models, now, counted=counts is not None) if models else show.ModelsStatus(),
     )
 
 
@@ -107,15 +108,24 @@ def _health(record: HealthRecord, line: show.LineStatus, now: float) -> show.Hea
         health_sentence=newest.sentence,
         health_since_s=None if record.since is None else round(now - record.since, 1),
         health_look_at=newest.cause.look_at,
-        done_in_s=round(line.pending / rate, 1) if rate and line.pending else None,
+        # The rate falls slowly when a fault stops all requests, and promises an end that does not come.
+        done_in_s=round(line.pending / rate, 1)
+        if rate and line.pending and newest.health is not Health.FAILING
+        else None,
     )
 
 
-def _in_turn(queue: QueueView, settings: Settings) -> list[str]:
+def _current_counts(queue: QueueView, now: float) -> Counts | None:
+    """Return the counts of the queue, or `None` if they are too old or the queue cannot be used."""
+    old = queue.counted_at is not None and now - queue.counted_at > COUNTED_WITHIN_S
+    return None if old or queue.problem is not None else queue.counts
+
+
+def _in_turn(counts: Counts | None, settings: Settings) -> list[str]:
     """What sequences keep back, whatever the gate says."""
-    if queue.counts is None:
+    if counts is None:
         return []
-    told, some = queue.counts.sequences, []
+    told, some = counts.sequences, []
     if told.waiting:
         some.append(f"{told.waiting} {'request waits' if told.waiting == 1 else 'requests wait'} for a turn")
     if told.held:
@@ -298,11 +308,8 @@ def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.Sign
     )
 
 
-def _line(queue: QueueView, now: float) -> show.LineStatus:
-    counts, ahead = queue.counts, queue.outlook
-    old = queue.counted_at is not None and now - queue.counted_at > COUNTED_WITHIN_S
-    if old or queue.problem is not None:
-        counts = ahead = None
+def _line(queue: QueueView, counts: Counts | None, now: float) -> show.LineStatus:
+    ahead = queue.outlook if counts else None
     replicas = ahead.replicas if ahead else ()
     return show.LineStatus(
         pending=counts.pending if counts else None,
@@ -350,7 +357,7 @@ def _awaited(models: Models) -> list[str]:
     return [*told, f"And {more} more such models."] if more > 0 else told
 
 
-def _models(models: Models, now: float) -> show.ModelsStatus:
+def _models(models: Models, now: float, *, counted: bool) -> show.ModelsStatus:
     return show.ModelsStatus(
         models=[
             {
@@ -359,7 +366,7 @@ def _models(models: Models, now: float) -> show.ModelsStatus:
                 "serving": seen.serving,
                 "endpoints": seen.endpoints,
                 "unread": seen.unread,
-                "waiting": waiting,
+                "waiting": waiting if counted else None,
                 "since_s": round(now - seen.since, 1),
                 "named": seen.named,
                 "denied": seen.denied,
@@ -369,6 +376,7 @@ def _models(models: Models, now: float) -> show.ModelsStatus:
             }
             for seen, waiting in models.seen()
         ],
+        model_count=len(models.names()),
         model_requests=dict(models.requests),
         model_problems=[f"{endpoint}: {problem}" for endpoint, problem in models.problems.items()],
         model_marks_problem=models.marks_problem or None,

@@ -20,7 +20,12 @@ def test_cluster_test_asks_for_its_tools_before_it_builds(tmp_path: Path) -> Non
     """The first command of the plan is the check, and it fails where a tool is not there."""
     make = require_tool("make")
     plan = subprocess.run(
-        [make, "--no-print-directory", "--dry-run", "cluster-test"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+        [make, "--no-print-directory", "--dry-run", "cluster-test"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     assert plan.startswith("for tool in etcd unshare ip;")
     for name in ("sh", "getconf", "python3"):

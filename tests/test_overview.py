@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dispatcher.core.budget import Policy, Reading, Signal
+from dispatcher.core.health import Assessment, Cause, Health, HealthRecord
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.outcome import Failed
 from dispatcher.core.outlook import Outlook
@@ -35,7 +36,8 @@ def status(
         limiter.sent(number, 0.0)
     limiter.reading(Reading(Signal.REQUESTS, 1.0, 1.0, f_sys=f_sys, f_epp=0.0, max_sys=64), 1.1)
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}, "budget": {"reserve": reserve}})
-    queue = QueueView(shared=shared, outlook=Outlook(None, None, 0, 1.0, service_s))
+    outlook = Outlook(None, None, 0, 1.0, service_s)
+    queue = QueueView(Counts(0, ours, 0, 0), 1.1, shared=shared, outlook=outlook)
     return status_of(limiter, 1.2, settings, queue=queue, running=ours)
 
 
@@ -174,6 +176,27 @@ def tried(*, gone: bool = False, at: float = 3.0) -> Status:
         limiter.unreachable(1.0, "no connection: refused")
     settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
     return status_of(limiter, at, settings, recent=recent)
+
+
+def test_counts_of_a_queue_that_does_not_answer_are_unknown_wherever_they_are_shown() -> None:
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    counts = Counts(8, 0, 0, 0, sequences=SequenceCounts(active=2, parked=0, held=1, aborted=0, waiting=7))
+    view = QueueView(counts=counts, counted_at=1.0)
+    at_once, late = (status_of(Limiter(Policy(), []), at, settings, queue=view) for at in (2.0, 60.0))
+    assert (at_once.line.pending, at_once.sequences.number("waiting")) == (8, 7)
+    assert "7 requests wait for a turn" in at_once.gate.explanation
+    assert (late.line.pending, late.sequences.sequences) == (None, None)
+    assert "for a turn" not in late.gate.explanation
+
+
+def test_no_end_is_promised_while_everything_fails() -> None:
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    view = QueueView(Counts(100, 0, 0, 0), 1.0, outlook=Outlook(None, None, 0, 2.0, 1.0))
+    record = HealthRecord()
+    for health, done_in_s in ((Health.WORKING, 50.0), (Health.FAILING, None)):
+        record.newest = Assessment(health, Cause.NONE, "")
+        shown = status_of(Limiter(Policy(), []), 2.0, settings, queue=view, health=record).health
+        assert (shown.health, shown.done_in_s) == (health, done_in_s)
 
 
 def test_gateway_that_fails_what_it_gets_is_told_though_the_gate_is_open() -> None:

@@ -37,7 +37,9 @@ EVENT_BYTES = 4096
 STREAMS_MOST = 32
 FRAMES_BEHIND = 64
 """A reader that has so much to take is too slow: about half a minute."""
-DEAD_SHOWN = 20
+DEAD_READ = 100
+"""Number of dead requests that are read, the newest. They are shown in groups by their reason."""
+DEAD_GROUPS = 10
 RETRY_MS = 1000
 NUMBER_DIGITS = 15
 """No number has more; what a reader sends may."""
@@ -132,7 +134,7 @@ class Feed:
         self._totals: Mapping[str, float] = {}
         self._sampled_at = clock()
         self._generation: object = None
-        self._dead_told: Sequence[Json] = ()
+        self._dead_told: Json | None = None
         self._dead_count: object = 0
         """How many there were when `_dead_told` was read."""
         self._dead_wanted = asyncio.Event()
@@ -231,7 +233,7 @@ class Feed:
             self._dead_wanted.clear()
             with self._guarded("the dead for the live page"), suppress(QueueUnavailableError):
                 count = self._status().get("dead")
-                self._dead_told = [_shown(one) for one in await self._dead(DEAD_SHOWN)]
+                self._dead_told = group_dead(await self._dead(DEAD_READ))
                 self._dead_count = count
                 self._tell(self._frame("dead", self._dead_told))
             await asyncio.sleep(SAMPLE_S)  # where it could not be read the next sample asks again
@@ -288,7 +290,12 @@ def measures(status: Json) -> dict[str, Any]:
         if (value := _number(status.get(name))) is not None
     }
     told["reason"] = status.get("reason")
-    told["max_sys"], told["ours"] = _short(max_sys), _short(_number(status.get("in_flight")))
+    # Without counts of the queue, what other replicas have in flight is not known.
+    counted = _number(status.get("leased")) is not None
+    told["max_sys"], told["ours"] = (
+        _short(max_sys),
+        _short(_number(status.get("in_flight")) if counted else None),
+    )
     told["realtime"], told["waiting"] = (
         _short(_number(status.get(name))) for name in ("realtime", "realtime_waiting")
     )
@@ -310,8 +317,21 @@ def _short(value: float | None) -> float | int | None:
     return int(rounded) if rounded == int(rounded) else rounded
 
 
+def group_dead(newest: Sequence[Dead]) -> Json:
+    """Return the newest dead requests by their reason, the most frequent reason first.
+
+    Each group has the number of its requests and the newest of them.
+    """
+    groups: dict[str, list[Dead]] = {}
+    for dead in newest:
+        groups.setdefault(dead.reason, []).append(dead)
+    frequent = sorted(groups.values(), key=len, reverse=True)
+    shown = [{"count": len(group), "newest": _shown(group[0])} for group in frequent[:DEAD_GROUPS]]
+    return {"read": len(newest), "reasons": len(groups), "groups": shown}
+
+
 def _shown(dead: Dead) -> Json:
-    """A dead request without its payload, and what can be done about it."""
+    """Return a dead request without its payload, with the commands that apply to it."""
     id_ = parse(dead.member).id
     return {
         "entry": dead.entry,

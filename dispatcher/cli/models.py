@@ -51,7 +51,7 @@ def list_(
     Exit code 1: neither does.
     """
     found, watched = _found(where)
-    chosen = [each for each in found if each["waiting"] or not waiting]
+    chosen = [each for each in found if each["waiting"] != 0 or not waiting]
     if json_output:
         answer(chosen)
     elif chosen:
@@ -131,7 +131,7 @@ def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
         str(each["name"]),
         str(each["state"]),
         _endpoints(each),
-        f"{each['waiting']:,}",
+        "unknown" if each["waiting"] is None else f"{each['waiting']:,}",
         "" if each["since_s"] is None else told(each["since_s"]),
         str(each["sentence"]),
     ]

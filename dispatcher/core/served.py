@@ -112,9 +112,10 @@ class GoesToModel:
 
 @dataclass(frozen=True, slots=True)
 class AwaitsModel:
-    """It is expected, and not served now."""
+    """The model is expected, and not served now."""
 
     why: str
+    """Why it cannot be used, with its name, such as `model 'm' is being loaded`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +246,7 @@ class PoolModels:
             return _GOES
         rule = self._rule(model)
         if rule is WhenAbsent.WAIT:
-            return AwaitsModel(f"its model {quoted(model)} {self._why(model, state)}")
+            return AwaitsModel(f"model {quoted(model)} {self._why(model, state)}")
         if state is ModelState.ABSENT or (rule is not None and state is ModelState.LOADING):
             return NoSuchModel(f"no model {quoted(model)} is served here: {self._names()}")
         return _GOES

@@ -129,7 +129,7 @@ class Models:
                 return endings.returned(held.lease, after_s=ELSEWHERE_S)
             case AwaitsModel(why):
                 self.requests["waits"] += 1
-                return endings.awaiting(held.lease, request, held.model, f"not sent, for {why}")
+                return endings.awaiting(held.lease, request, held.model, f"not sent, for its {why}")
             case NoSuchModel(why):
                 self.requests["unknown"] += 1
                 return endings.error(held.lease, request, ErrorCode.MODEL_NOT_FOUND, why)
@@ -154,7 +154,7 @@ class Models:
         match self._verdict(self._pool, model):
             case AwaitsModel(why):
                 self.requests["denied"] += len(tried.riders)
-                return WithoutModel(f"not sent again, for {why}", awaits=model)
+                return WithoutModel(f"not sent again, for its {why}", awaits=model)
             case GoesToModel() if version != model or self._pool.partly(model):
                 self.requests["denied"] += len(tried.riders)
                 return WithoutModel("it came to a server without its model", rest_s=ELSEWHERE_S)
@@ -163,16 +163,16 @@ class Models:
     def _verdict(self, pool: PoolModels, model: str) -> ModelVerdict:
         """What becomes of a request for this model."""
         if drained := self.versions.drained(model):
-            return AwaitsModel(f"its model {quoted(model)} is drained {drained}")
+            return AwaitsModel(f"model {quoted(model)} is drained {drained}")
         family, found = self.versions.family(model), pool.verdict(model, now())
         if family is None:
             why = self.versions.gives_way(model) if isinstance(found, GoesToModel) else ""
-            return AwaitsModel(f"its model {quoted(model)} {why}") if why else found
+            return AwaitsModel(f"model {quoted(model)} {why}") if why else found
         if family.opened:
             return _GOES
         if isinstance(found, NoSuchModel) and not family.listed:
             return found
-        return AwaitsModel(f"its model {quoted(model)} has no version that it could go to: {family.why()}")
+        return AwaitsModel(f"model {quoted(model)} has no version that can be used: {family.why()}")
 
     async def recalling(self) -> None:
         """See to it that nothing waits for a model that is there; who only observes looks, and no more."""
@@ -216,17 +216,22 @@ class Models:
 
     # For people.
 
-    def seen(self) -> list[tuple[ModelSeen, int]]:
-        """The models that are known, each with how many requests wait for it, most first; bounded. A version
-        is told of with its model, and apart only where it is named or somebody waits for it by its name."""
+    def names(self) -> list[str]:
+        """Return the names of the models that are known, most waited for first. The name of a version is
+        among them only if the settings name it or requests wait for it by its name."""
         if self._pool is None:
             return []
-        pool, at = self._pool, now()
         versions = {each.name for family in self.versions for each in family.versions()}
-        apart = versions - pool.terms.named.keys() - self.awaited.keys()
-        known = [name for name in pool.known() if name not in apart]
-        names = sorted(known, key=lambda name: -self.awaited.get(name, 0))
-        return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names[:SHOWN_MOST]]
+        apart = versions - self._pool.terms.named.keys() - self.awaited.keys()
+        known = [name for name in self._pool.known() if name not in apart]
+        return sorted(known, key=lambda name: -self.awaited.get(name, 0))
+
+    def seen(self) -> list[tuple[ModelSeen, int]]:
+        """Return the first SHOWN_MOST of `names`, each with the number of requests that wait for it."""
+        if self._pool is None:
+            return []
+        pool, at, names = self._pool, now(), self.names()[:SHOWN_MOST]
+        return [(self._look(pool, name, at), self.awaited.get(name, 0)) for name in names]
 
     def _look(self, pool: PoolModels, name: str, at: float) -> ModelSeen:
         """One model; one with versions as they are."""

@@ -259,12 +259,15 @@ class ModelsStatus:
 
     models: Sequence[Mapping[str, Any]] = ()
     """Each that the settings name, that is or was served, or that requests wait for, most waited for first:
-    `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it, `since_s`, the
+    `name`, `state`, endpoints `serving` it of all `endpoints`, requests `waiting` for it (null: not known),
+    `since_s`, the
     `sentence` that says so, and by whom it is drained, `drained_by`. Of one with versions the `policy`, the
     `labels` with the `version` of each and `by` whom it is set (null: the settings), and its `versions`, the
     newest first: of each `name`, `label`, `state`, `since_s`, endpoints `serving` it and those where it is
     `warm` (null: nothing warms it up), whether it is `wanted` and `drained`, `drained_by`, its `share` of the
     work, the `labels` that mean it. Empty: nobody watches them."""
+    model_count: int = 0
+    """Number of models that are known. `models` has the first of them."""
     model_requests: Mapping[str, int] = field(default_factory=dict)
     """In this process: what was said of claimed requests that name a model, by `goes`, `waits`, `unknown`,
     `denied` (by the server)."""
@@ -274,8 +277,9 @@ class ModelsStatus:
     """What is said of versions of models in the queue, and cannot be read: it counts for nothing."""
 
     def of_each(self, field_name: str) -> Mapping[str, float]:
-        """A number of each model."""
-        return {str(each["name"]): float(each[field_name]) for each in self.models[:TABLE_MOST]}
+        """Return a number of each model whose number is known."""
+        values = {str(each["name"]): each[field_name] for each in self.models[:TABLE_MOST]}
+        return {name: float(value) for name, value in values.items() if value is not None}
 
     def of_versions(self, field_name: str) -> Mapping[str, float]:
         """A number of each version that is there, by model and version, where it is known."""

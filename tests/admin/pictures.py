@@ -15,12 +15,13 @@ from pathlib import Path
 
 from PIL import Image
 
-from tests.admin.stage import Stage, dead_request, quarter_of_an_hour
+from tests.admin.stage import FAILING, Stage, dead_request, quarter_of_an_hour
 from tests.browser import chromium
 from tests.support import wait_until
 
 SIZES = {"wide": (1280, 1290), "phone": (390, 1080)}
-STATES = {"open": "open", "closed": "no-room", "disconnected": "full"}
+STATES = {"working": "full", "waiting": "no-room", "failing": "full", "disconnected": "full"}
+"""Each state that is shown, with the reason of the gate in it."""
 
 
 async def main(folder: Path) -> None:
@@ -34,15 +35,17 @@ async def main(folder: Path) -> None:
             )
             stage.now = time.time()
             quarter_of_an_hour(stage, reason)
-            async with browser.page() as page, AsyncExitStack() as stack:
-                url = await stack.enter_async_context(stage.open(ticking=True))
-                await page.open(url)
-                await wait_until(partial(page.text, "#dead tbody"), 30, what="the page")
-                if state == "disconnected":
-                    await stack.aclose()
-                    lost = "document.body.dataset.link === 'lost'"
-                    await wait_until(partial(page.ask, lost), 30, what="the page to notice")
-                for size, (width, height) in SIZES.items():
+            if state == "failing":
+                stage.told |= FAILING
+            for size, (width, height) in SIZES.items():
+                async with browser.page() as page, AsyncExitStack() as stack:
+                    await page.look(width=width, height=height)
+                    await page.open(await stack.enter_async_context(stage.open(ticking=True)))
+                    await wait_until(partial(page.text, "#dead tbody"), 30, what="the page")
+                    if state == "disconnected":
+                        await stack.aclose()
+                        lost = "document.body.dataset.link === 'lost'"
+                        await wait_until(partial(page.ask, lost), 30, what="the page to notice")
                     for dark in (False, True):
                         name = f"{state}-{size}-{'dark' if dark else 'light'}.png"
                         await page.look(width=width, height=height, dark=dark)

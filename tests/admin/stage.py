@@ -12,6 +12,7 @@ from typing import Any
 
 from dispatcher.admin import AdminServer, Limits, Views
 from dispatcher.admin.stream import Feed
+from dispatcher.core.health import Cause
 from dispatcher.core.limiter import REALTIME
 from dispatcher.core.request import encode_member
 from dispatcher.ports import Dead
@@ -56,6 +57,31 @@ class Told:
         return dict(self._told)
 
 
+def healthy(told: Mapping[str, Any], *, closed: bool) -> dict[str, Any]:
+    """Return the health of a dispatcher without a fault."""
+    waits = f"{told['pending']:,} requests wait and {told['delayed']} wait for a retry"
+    return {
+        "health": "waiting" if closed else "working",
+        "health_cause": "room" if closed else "none",
+        "health_sentence": f"The pool has no room for batch work, {waits}."
+        if closed
+        else f"{told['in_flight']} requests are in flight, {waits}.",
+        "health_since_s": 75.0,
+        "health_look_at": Cause.ROOM.look_at if closed else "",
+        "done_in_s": round(told["pending"] / 4.4, 1),
+    }
+
+
+FAILING: dict[str, Any] = {
+    "health": "failing",
+    "health_cause": "failures",
+    "health_sentence": "Every try fails. Of the last 20 tries 20 failed: 500 (20); 893 requests wait.",
+    "health_since_s": 95.0,
+    "health_look_at": Cause.FAILURES.look_at,
+    "done_in_s": None,
+}
+
+
 def status(reason: str = "open", **more: Any) -> dict[str, Any]:
     """A /status as a dispatcher has it."""
     closed = reason not in ("open", "full", "idle", "saturated")
@@ -92,6 +118,7 @@ def status(reason: str = "open", **more: Any) -> dict[str, Any]:
         "config_problem": None,
         "loop_lag_s": 0.002,
     } | more
+    told = healthy(told, closed=closed) | told
     if told["max_sys"] and math.isfinite(told["max_sys"]):
         runs, waits = told["f_sys"] * told["max_sys"], told["f_epp"] * told["max_sys"]
         beside = max(0.0, runs + waits - told["in_flight"])

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import get_type_hints
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.health import Health
 from dispatcher.telemetry.status import Status
 
 PAGE = Path(__file__).parents[2] / "dispatcher" / "admin" / "page"
 SCRIPT = (PAGE / "page.js").read_text()
 
 
-def test_each_reason_has_a_shape_that_there_is() -> None:
-    table = SCRIPT.partition("const SHAPE_OF = {\n")[2].partition("};")[0]
-    shapes = dict(re.findall(r'"([a-z-]+)": "([a-z]+)"', table))
-    assert list(shapes) == [str(reason) for reason in Reason]
-    drawn = set(re.findall(r"^  ([a-z]+): \"M", SCRIPT, re.MULTILINE))
-    assert set(shapes.values()) <= drawn
+def test_each_health_has_a_symbol_and_a_colour_of_its_own() -> None:
+    table = SCRIPT.partition("const HEALTH = {\n")[2].partition("\n};")[0]
+    found = re.findall(r'^  ([a-z]+): \["(--[a-z]+)", "(M[^"]+)"\],$', table, re.MULTILINE)
+    assert [name for name, _, _ in found] == [str(health) for health in Health]
+    assert len({shape for _, _, shape in found}) == len(Health), "the colour alone says nothing"
+    defined = set(re.findall(r"(--[a-z]+): #", (PAGE / "page.css").read_text()))
+    assert {colour for _, colour, _ in found} <= defined
 
 
 def test_each_reason_has_a_colour_by_day_and_by_night() -> None:

@@ -10,12 +10,14 @@ from typing import Any
 
 from dispatcher.admin.stream import (
     COLUMNS,
+    DEAD_GROUPS,
     EVENT_BYTES,
     EVENTS_KEPT,
     FRAMES_BEHIND,
     SAMPLES_KEPT,
     STREAMS_MOST,
     Stream,
+    group_dead,
     measures,
 )
 from dispatcher.ports import QueueUnavailableError
@@ -211,19 +213,32 @@ async def test_dead_are_read_when_somebody_looks_and_again_when_their_number_cha
 
         async def told(count: int) -> bool:
             seen.extend(data for kind, _, data in await taken(stream) if kind == "dead")
-            return bool(seen) and len(seen[-1]) == count
+            return bool(seen) and seen[-1] is not None and seen[-1]["read"] == count
 
         await wait_until(lambda: told(1))
-        [one] = seen[-1]
+        assert seen[0] is None, "they are not read yet"
+        [group] = seen[-1]["groups"]
+        one = group["newest"]
         assert (one["entry"], one["id"], one["reason"]) == (7, "job-7", "8 tries failed")
         assert one["todo"] == ["show", "requeue", "purge"]
         assert "secret" not in json.dumps(seen), "no payload"
         stage.dead.append(dead_request(9, "not JSON", readable=False))
         stage.second(dead=2)
         await wait_until(lambda: told(2))
-        assert [each["entry"] for each in seen[-1]] == [9, 7]
-        assert (seen[-1][0]["id"], seen[-1][0]["todo"]) == (None, ["show", "purge"])
+        newest = [group["newest"] for group in seen[-1]["groups"]]
+        assert [one["entry"] for one in newest] == [9, 7]
+        assert (newest[0]["id"], newest[0]["todo"]) == (None, ["show", "purge"])
         assert stage.asked_for_dead == 2
+
+
+def test_dead_requests_are_grouped_by_their_reason_the_most_frequent_first() -> None:
+    newest = [dead_request(n, "RETRIES_EXHAUSTED: 500" if n % 3 else f"reason {n}") for n in range(60, 0, -1)]
+    grouped = group_dead(newest)
+    assert (grouped["read"], grouped["reasons"], len(grouped["groups"])) == (60, 21, DEAD_GROUPS)
+    first = grouped["groups"][0]
+    assert (first["count"], first["newest"]["entry"]) == (40, 59)
+    assert [group["newest"]["entry"] for group in grouped["groups"][1:3]] == [60, 57], "the newest of equals"
+    assert group_dead([]) == {"read": 0, "reasons": 0, "groups": []}
 
 
 async def test_queue_that_is_away_costs_the_list_of_the_dead_and_nothing_else() -> None:
@@ -317,6 +332,8 @@ def test_measures_of_what_is_not_known_are_none() -> None:
     assert [told[name] for name in ("max_sys", "realtime", "pending", "limit", "configured_max_sys")] == [
         None
     ] * 5
+    assert measures(status(in_flight=14))["ours"] == 14
+    assert measures(status(in_flight=14, leased=None))["ours"] is None, "others may have ended meanwhile"
 
 
 async def test_results_are_told_as_rates_by_code() -> None:

@@ -97,9 +97,9 @@ def test_a_model_that_any_endpoint_names_is_ready() -> None:
 def test_a_named_model_that_nobody_serves_is_waited_for() -> None:
     pool = Pool(named(m=WAIT))
     pool.round(a="", b="x")
-    assert pool.why("m") == "its model 'm' is served by none of 2 endpoints"
+    assert pool.why("m") == "model 'm' is served by none of 2 endpoints"
     pool.round(a="+m", b="x")
-    assert pool.why("m") == "its model 'm' is being loaded"
+    assert pool.why("m") == "model 'm' is being loaded"
     assert pool.state("m") is ModelState.LOADING
 
 
@@ -140,7 +140,7 @@ def test_one_endpoint_that_cannot_be_read_holds_back_nothing_that_others_serve()
     pool.round(a=None, b="m")
     assert pool.verdict("m") is GoesToModel
     assert pool.why("n") == (
-        "its model 'n' cannot be known: 1 of 2 endpoints cannot be read: a: it does not answer"
+        "model 'n' cannot be known: 1 of 2 endpoints cannot be read: a: it does not answer"
     )
     assert pool.verdict("other") is GoesToModel, "it may be served there: the server is to say"
     assert pool.models.problems == {"a": "it does not answer"}
@@ -148,9 +148,9 @@ def test_one_endpoint_that_cannot_be_read_holds_back_nothing_that_others_serve()
 
 def test_before_the_first_round_and_without_endpoints_a_named_model_is_not_known() -> None:
     pool = Pool(named(m=WAIT))
-    assert pool.why("m") == "its model 'm' is not known yet: no endpoint was asked"
+    assert pool.why("m") == "model 'm' is not known yet: no endpoint was asked"
     pool.round()
-    assert pool.why("m") == "its model 'm' cannot be served: the pool has no endpoint"
+    assert pool.why("m") == "model 'm' cannot be served: the pool has no endpoint"
     assert pool.verdict("other") is GoesToModel
     assert pool.verdict("") is GoesToModel, "it names none"
 
@@ -179,7 +179,7 @@ def test_an_answer_that_it_is_not_there_counts_until_a_newer_listing() -> None:
     pool.round(a="m")
     pool.models.denied("m", pool.now, pool.now + 0.5)
     pool.now += 0.5
-    assert pool.why("m") == "its model 'm' is listed, and the server answers that it is not there"
+    assert pool.why("m") == "model 'm' is listed, and the server answers that it is not there"
     assert pool.models.look("m", pool.now).denied
     pool.now += DENIED_S
     assert pool.verdict("m") is AwaitsModel, "no listing since"

@@ -74,7 +74,7 @@ def test_request_waits_for_its_model_beside_others_and_goes_once_it_is_there() -
         assert sorted(gateway.sent) == ["d1", "d2"]
         await asyncio.sleep(RECALL_EACH_S)
         assert scene.dispatcher.models.awaited == {"night": 30}
-        assert scene.dispatcher.models.held_back() == [("night", 30, "its model 'night' is not served")]
+        assert scene.dispatcher.models.held_back() == [("night", 30, "model 'night' is not served")]
         told(scene, a="day night")
         await asyncio.sleep(2)
         assert len(gateway.sent) == 32

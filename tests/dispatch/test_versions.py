@@ -46,7 +46,8 @@ def told_of(scene: Scene) -> ModelsStatus:
     """What /status says of models."""
     settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
     at = asyncio.get_running_loop().time()
-    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).models
+    view, models = scene.dispatcher.view, scene.dispatcher.models
+    return status_of(scene.limiter, at, settings, queue=view, models=models).models
 
 
 async def used(scene: Scene) -> set[str]:
@@ -185,7 +186,7 @@ def test_request_that_names_a_version_itself_is_waited_for_where_resources_are_k
         assert gateway.sent_as == {"o1": "qwen-v1"}
         waits = {name: why for name, _, why in scene.dispatcher.models.held_back()}
         assert "'qwen-v1' is drained first" in waits["qwen"]
-        assert waits["qwen-v2"] == "its model 'qwen-v2' waits: 'qwen-v1' is drained first"
+        assert waits["qwen-v2"] == "model 'qwen-v2' waits: 'qwen-v1' is drained first"
         assert scene.dispatcher.models.sentence("qwen-v2").endswith("; waits: 'qwen-v1' is drained first")
         await asyncio.sleep(25)
         assert gateway.sent_as == {"o1": "qwen-v1", "r1": "qwen-v2", "n1": "qwen-v2"}
@@ -208,7 +209,7 @@ def test_who_names_the_old_version_for_ever_does_not_keep_the_new_one_closed() -
             await asyncio.sleep(3)
             if number == 4:
                 waits = {name: why for name, _, why in scene.dispatcher.models.held_back()}
-                assert waits["qwen-v1"] == "its model 'qwen-v1' gives way to 'qwen-v2'"
+                assert waits["qwen-v1"] == "model 'qwen-v1' gives way to 'qwen-v2'"
                 assert list(gateway.sent_as) == ["o0", "o1", "o2", "o3"]
         await asyncio.sleep(20)
         assert (gateway.sent_as["r1"], states(scene, "qwen-v2")) == ("qwen-v2", ["cold", "open"])
@@ -487,7 +488,8 @@ def test_operator_drains_a_whole_model_by_the_name_that_requests_have() -> None:
 def explained(scene: Scene) -> str:
     settings = Settings.model_validate({"gateway": {"url": "http://gateway"}})
     at = asyncio.get_running_loop().time()
-    return status_of(scene.limiter, at, settings, models=scene.dispatcher.models).gate.explanation
+    view, models = scene.dispatcher.view, scene.dispatcher.models
+    return status_of(scene.limiter, at, settings, queue=view, models=models).gate.explanation
 
 
 def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
@@ -498,7 +500,7 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
         told(scene, a="qwen-v1")
         await submit(scene, "w1")
         await asyncio.sleep(EACH_S + 1)
-        assert "1 request waits: its model 'qwen' has no version" in explained(scene)
+        assert "1 request waits: model 'qwen' has no version" in explained(scene)
         assert "'qwen-v1' is being warmed up." in explained(scene)
 
     async def draining(scene: Scene) -> None:
@@ -508,7 +510,7 @@ def test_explanation_says_what_of_the_versions_holds_work_back() -> None:
         told(scene, a="qwen-v1 qwen-v2")
         await submit(scene, "r2", "r3")
         await asyncio.sleep(EACH_S + 1)
-        assert "2 requests wait: its model 'qwen' has no version" in explained(scene)
+        assert "2 requests wait: model 'qwen' has no version" in explained(scene)
         assert "'qwen-v1' is drained first." in explained(scene)
         await asyncio.sleep(60)
         assert gateway.sent_as["r2"] == "qwen-v2"

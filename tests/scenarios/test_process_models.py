@@ -65,7 +65,7 @@ def test_request_waits_for_an_adapter_and_others_go_on(stage: Stage) -> None:
     stage.producer.wait_for_all(day)
     wait_until_sync(lambda: waiting(one, "night") == 40, 30, what="all to wait")
     assert not set(night) & set(stage.producer.collect())
-    assert "40 requests wait: its model 'night' is not served." in one.status()["explanation"]
+    assert "40 requests wait: model 'night' is not served." in one.status()["explanation"]
     one.kill()
     one.start()  # what waits is in the queue
     wait_until_sync(lambda: waiting(one, "night") == 40, 30, what="all to wait")

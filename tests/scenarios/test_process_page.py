@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,13 +25,15 @@ CORE_SHARE = 0.03
 SETTLES_S = 5.0
 """After a submission: its requests are answered, and their connections (files, too) are still kept alive."""
 
+STATE = "document.querySelector('#state').textContent"
+
 
 def url_of(dispatcher: Dispatcher) -> str:
     return f"http://127.0.0.1:{dispatcher.events('started')[-1]['admin_port']}"
 
 
 async def shows(page: Page, reason: str) -> bool:
-    return (await page.text("#badge")).startswith(reason)
+    return f": {reason}." in await page.text("#badge")
 
 
 async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, browser: Browser) -> None:
@@ -44,7 +47,10 @@ async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, 
         world.control(metrics="gone")
         await wait_until(lambda: shows(page, "unreadable"), 20)
         assert one.status()["reason"] == "unreadable"
-        assert await page.text("#sentence") in one.status()["explanation"]
+        assert one.status()["explanation"].startswith(await page.text("#explanation"))
+        await wait_until(lambda: _has(page, STATE, "Failing"), 20, what="the health on the page")
+        assert await page.text("#sentence") == one.status()["health_sentence"]
+        assert await page.text("#bar") == "unknown", "nothing of the last reading remains"
         assert "unreadable" in await page.text("#events"), "with the events, the gate's among them"
         world.control(metrics="ok")
         await wait_until(lambda: asyncio.to_thread(lambda: one.status()["open"]), 20)
@@ -57,10 +63,14 @@ async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, 
         await wait_until(lambda: _has(page, "document.querySelector('#outcomes').textContent", "2xx"), 20)
         assert page.console == []
         assert page.network == []
+        one.send(signal.SIGSTOP)
+        await wait_until(lambda: _has(page, STATE, "No contact"), 60, what="the page to notice that it hangs")
+        one.send(signal.SIGCONT)
+        await wait_until(lambda: _has(page, "document.body.dataset.link", "live"), 60, what="the page")
         began = time.monotonic()
         assert await asyncio.to_thread(one.terminate) == 0
         assert time.monotonic() - began < 5, "an open page holds nothing up"
-        await wait_until(lambda: _has(page, "document.querySelector('#link').textContent", "disconnected"))
+        await wait_until(lambda: _has(page, STATE, "No contact"))
         assert await page.ask("samples.at(-1).reason") in ("draining", "idle", "full", "saturated", "open")
 
 

@@ -39,38 +39,19 @@ const BY = {
   "query": "signals.prometheus.queries.capacity"
 };
 // }}}
-// The shapes say what the colours say.
-const SHAPE_OF = {
-  "draining": "hold",
-  "paused": "hold",
-  "queue-unreachable": "broken",
-  "starting": "clock",
-  "unreadable": "broken",
-  "stale": "clock",
-  "no-endpoints": "broken",
-  "implausible": "broken",
-  "gateway-unreachable": "broken",
-  "backpressure": "guard",
-  "no-room": "guard",
-  "saturated": "half",
-  "full": "square",
-  "idle": "ring",
-  "open": "play",
-};
-const SHAPES = {
-  hold: "M3 2h3.5v12H3zM9.5 2H13v12H9.5z",
-  broken: "M5 1h6l4 4v6l-4 4H5l-4-4V5zM4.2 5.6 6.6 8l-2.4 2.4 1.4 1.4L8 9.4l2.4 2.4 1.4-1.4L9.4 8l2.4-2.4-1.4-1.4L8 6.6 5.6 4.2z",
-  clock: "M8 .8a7.2 7.2 0 1 0 0 14.4A7.2 7.2 0 0 0 8 .8zm0 2a5.2 5.2 0 1 1 0 10.4A5.2 5.2 0 0 1 8 2.8zM7.1 4h1.8v3.7l2.5 1.5-.9 1.5-3.4-2z",
-  guard: "M8 1 15.5 14.5H.5zM7.1 6v4.2h1.8V6zm0 5.4v1.8h1.8v-1.8z",
-  half: "M8 1a7 7 0 1 0 0 14A7 7 0 0 0 8 1zm0 2v10A5 5 0 0 1 8 3z",
-  square: "M2 2h12v12H2z",
-  ring: "M8 1a7 7 0 1 0 0 14A7 7 0 0 0 8 1zm0 2a5 5 0 1 1 0 10A5 5 0 0 1 8 3z",
-  play: "M3 1.5 14 8 3 14.5z",
+// A symbol and the word say what the colour says.
+const HEALTH = {
+  working: ["--good", "M3 1.5 14 8 3 14.5z"],
+  idle: ["--soft", "M8 1a7 7 0 1 0 0 14A7 7 0 0 0 8 1zm0 2a5 5 0 1 1 0 10A5 5 0 0 1 8 3z"],
+  waiting: ["--accent", "M8 .8a7.2 7.2 0 1 0 0 14.4A7.2 7.2 0 0 0 8 .8zm0 2a5.2 5.2 0 1 1 0 10.4A5.2 5.2 0 0 1 8 2.8zM7.1 4h1.8v3.7l2.5 1.5-.9 1.5-3.4-2z"],
+  degraded: ["--warn", "M8 1 15.5 14.5H.5zM7.1 6v4.2h1.8V6zm0 5.4v1.8h1.8v-1.8z"],
+  failing: ["--bad", "M5 1h6l4 4v6l-4 4H5l-4-4V5zM4.2 5.6 6.6 8l-2.4 2.4 1.4 1.4L8 9.4l2.4 2.4 1.4-1.4L9.4 8l2.4-2.4-1.4-1.4L8 6.6 5.6 4.2z"],
+  unknown: ["--soft", "M4 5.5a4 4 0 1 1 5 3.9V11H7V7.6h1a2 2 0 1 0-2-2.1zM7 12.5h2v2H7z"],
 };
 const CODES = { "2xx": "--good", "4xx": "--waiting", "CANCELLED": "--realtime", "DEADLINE_EXCEEDED": "--r-stale" };
 const MORE = ["--r-unreadable", "--r-paused", "--r-implausible", "--r-saturated", "--r-no-room"];
 
-// ── small things ────────────────────────────────────────────────────────────────────────────────────────────
+// -- small things
 
 function make(tag, more = {}, ...inside) {
   const made = document.createElement(tag);
@@ -90,8 +71,6 @@ function draw(tag, more, ...inside) {
   made.append(...inside);
   return made;
 }
-const icon = (reason) => draw("svg", { viewBox: "0 0 16 16", "aria-hidden": "true", tone: tone(reason) },
-  draw("path", { d: SHAPES[SHAPE_OF[reason] || "ring"], fill: "currentColor", "fill-rule": "evenodd" }));
 const tone = (reason) => (MEANINGS[reason] ? `--r-${reason}` : "--soft");
 const known = (value) => value !== null && value !== undefined;
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -102,6 +81,11 @@ const clock = (at, seconds = true) => new Date(at * 1000).toLocaleTimeString("en
   { hour: "2-digit", minute: "2-digit", ...(seconds ? { second: "2-digit" } : {}) });
 const day = (at) => new Date(at * 1000).toLocaleString("en-GB",
   { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", second: "2-digit" });
+
+const plural = (number, one, more) => `${count(number)} ${number === 1 ? one : more}`;
+const cut = (text, most = 240) => (text.length > most ? `${text.slice(0, most)}… (${whole.format(text.length - most)} more characters)` : text);
+const withCode = (text) => text.split("`").map((part, n) => (n % 2 ? make("code", {}, part) : part));
+const age = (seconds) => (seconds < 10 ? `${Math.round(seconds)} s` : span(seconds));
 
 function span(seconds) {
   const s = Math.abs(seconds);
@@ -116,7 +100,7 @@ function span(seconds) {
 }
 
 const shown = {};
-function changed(what, value) { // so that what stands is not torn away while somebody reads or selects it
+function changed(what, value) { // an unchanged part stays as it is while somebody reads or selects it
   const text = JSON.stringify(value);
   if (shown[what] === text) return false;
   shown[what] = text;
@@ -129,7 +113,7 @@ function facts(id, rows) {
 }
 function table(id, heads, rows) {
   const cell = (tag, column, inside) => make(tag, { class: column.startsWith("#") ? "n" : undefined,
-    scope: tag === "th" ? "row" : undefined }, ...[inside].flat());
+    scope: tag === "th" ? "row" : undefined }, ...[inside].flat().map((part) => (typeof part === "string" ? cut(part) : part)));
   $(id).replaceChildren(
     make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", {
       scope: "col", class: head.startsWith("#") ? "n" : undefined }, head.replace("#", ""))))),
@@ -137,7 +121,7 @@ function table(id, heads, rows) {
       ...row.map((inside, at) => cell(at ? "td" : "th", heads[at], inside))))));
 }
 
-// ── what is known ───────────────────────────────────────────────────────────────────────────────────────────
+// -- what is known
 
 let status = null, settings = null, dead = null, totals = {}, samples = [], events = [], keep = 900;
 
@@ -167,11 +151,11 @@ function trim() {
   events = events.slice(-200);
 }
 
-// ── the connection ──────────────────────────────────────────────────────────────────────────────────────────
+// -- the connection
 
 const SILENT_MS = 8000; // a status comes each second
 const PAUSE_MS = [1000, 8000];
-let token = "", lastId = "", heardAt = Date.now(), pause = PAUSE_MS[0];
+let token = "", lastId = "", heardAt = Date.now(), lostWhy = "", pause = PAUSE_MS[0];
 
 async function follow() {
   for (;;) {
@@ -250,21 +234,56 @@ function ask() {
 function link(state, why = "") {
   const before = document.body.dataset.link;
   document.body.dataset.link = state;
+  lostWhy = why;
   const text = {
     live: "live", asking: "a token is needed", connecting: "connecting",
-    lost: `disconnected since ${clock(heardAt / 1000)}, trying again${why ? ` (${why})` : ""}`,
+    lost: `disconnected since ${clock(heardAt / 1000)}, trying again`,
   }[state];
   if (changed("link", text)) $("link-text").textContent = text;
+  $("health").hidden = state !== "live" && state !== "lost";
   if (state === "live") { $("data").hidden = false; $("ask").hidden = true; }
-  if (state === "lost" && before === "live") {
-    say(`Disconnected since ${clock(heardAt / 1000)}. What is shown is of then.`);
-    document.title = `disconnected · ${status ? status.pool : ""}`;
-    soon();
+  if (state === "lost" && before !== "lost") {
+    document.body.style.setProperty("--as-of", `" as of ${clock(heardAt / 1000)}"`);
+    showHealth();
   }
-  if (state === "live" && before === "lost") say(status.explanation);
+}
+setInterval(() => { if (document.body.dataset.link === "lost") showHealth(); }, 1000);
+
+// -- the health
+
+const ANNOUNCED_AFTER_S = 5; // a health that holds for less is not announced to screen readers
+
+function showHealth() {
+  const lost = document.body.dataset.link === "lost";
+  const [tone, shape] = HEALTH[lost ? "failing" : status.health] || HEALTH.unknown;
+  const word = lost ? "No contact" : status.health[0].toUpperCase() + status.health.slice(1);
+  if (changed("state", word)) {
+    $("health").style.setProperty("--tone", `var(${tone})`);
+    $("state").replaceChildren(draw("svg", { viewBox: "0 0 16 16", "aria-hidden": "true" },
+      draw("path", { d: shape, fill: "currentColor", "fill-rule": "evenodd" })), word, make("em"));
+  }
+  $("state").lastChild.textContent = !lost && known(status.health_since_s) ? ` for ${age(status.health_since_s)}` : "";
+  const silent = age((Date.now() - heardAt) / 1000);
+  const sentence = !lost ? cut(status.health_sentence, 400)
+    : `No contact with the dispatcher for ${silent}${lostWhy && ` (${lostWhy})`}${status ? "; the last known state is not shown as current" : ""}.`;
+  if (changed("sentence", sentence)) $("sentence").textContent = sentence;
+  const rows = lost ? [] : [
+    status.health_look_at && ["Look at", ...withCode(status.health_look_at)],
+    status.pending !== 0 && ["Done in", known(status.done_in_s) ? `about ${age(status.done_in_s)} at the present rate` : "unknown"],
+  ].filter(Boolean);
+  if (changed("lead", rows.map((row) => row.map((part) => part.textContent || part)))) {
+    $("lead").replaceChildren(...rows.flatMap(([name, ...text]) => [make("dt", {}, name), make("dd", {}, ...text)]));
+  }
+  document.title = [word.toLowerCase(), status && status.pool].filter(Boolean).join(" · ");
+  const announced = lost ? word : [status.health, status.health_cause];
+  if ((lost || status.health_since_s >= ANNOUNCED_AFTER_S) && changed("announced", announced)) {
+    $("say").textContent = lost ? "No contact with the dispatcher." : `${word}: ${sentence}`;
+  }
 }
 
-// ── the page ────────────────────────────────────────────────────────────────────────────────────────────────
+// -- the page
+
+for (const each of document.querySelectorAll("details.open")) each.open = innerWidth >= 900;
 
 let due = false;
 function soon() {
@@ -274,12 +293,11 @@ function soon() {
 }
 document.addEventListener("visibilitychange", soon);
 
-function say(text) { $("say").textContent = text; }
-
 function render() {
   $("pool").textContent = status.pool;
   $("owner").textContent = `queue ${status.queue}`;
   $("version").textContent = `Version ${status.version}, owner ${status.owner}`;
+  showHealth();
   gate();
   const now = samples.at(-1);
   if (now) capacity(now);
@@ -289,38 +307,35 @@ function render() {
   outcomes();
   models();
   batching();
-  theDead();
+  showDead();
   replicas();
   eventList();
   settingsTable();
 }
 
+const NOTICES_MOST = 4;
 function gate() {
-  const { reason, explanation } = status;
-  if (document.body.dataset.link === "live") document.title = `${reason} · ${status.pool}`;
-  if (changed("badge", [reason, status.open])) {
-    $("badge").style.setProperty("--tone", `var(${tone(reason)})`);
-    $("badge").replaceChildren(icon(reason), reason, make("em", {}, status.open ? "gate open" : "gate closed"));
-    say(explanation);
-  }
-  const [, sentence, terms] = explanation.match(/^(.*?) (\([a-z]+: pool .*)$/) || [null, explanation, ""];
-  $("sentence").textContent = sentence;
-  $("terms").textContent = terms;
+  const { reason, explanation, health_sentence: sentence } = status;
+  $("badge").textContent = `${status.open ? "Open" : "Closed"}: ${reason}.`;
+  $("explanation").textContent = cut(explanation, 400);
+  const shown = `${sentence} ${explanation}`;
   const notices = [
     status.config_problem && `The changed configuration is refused, the one before is in force: ${status.config_problem}`,
     ...[["Queue", status.queue_problem], ["Gateway", status.gateway_problem], ["Signals", status.signals_problem]]
-      .map(([part, problem]) => problem && !explanation.includes(problem) && `${part}: ${problem}`),
+      .map(([part, problem]) => problem && !shown.includes(problem) && `${part}: ${problem}`),
     each(),
-    status.model_marks_problem && `Marks of models in the queue count for nothing: ${status.model_marks_problem}`,
+    status.model_marks_problem && `Labels and drains of models in the queue cannot be read and are ignored: ${status.model_marks_problem}`,
     ...ended(),
   ].filter(Boolean);
-  if (changed("notices", notices)) $("notices").replaceChildren(...notices.map((each) => make("li", {}, each)));
-  $("notices").hidden = !notices.length;
+  const more = notices.length - NOTICES_MOST;
+  const list = more > 0 ? [...notices.slice(0, NOTICES_MOST), `And ${more} more on /status.`] : notices;
+  if (changed("notices", list)) $("notices").replaceChildren(...list.map((each) => make("li", {}, cut(each, 160))));
+  $("notices").hidden = !list.length;
 }
 
 const partsOf = (one) => {
-  if (!known(one.max_sys) || !known(one.realtime)) return null;
-  const used = one.realtime + one.waiting + (one.ours || 0), reserve = one.reserve || 0;
+  if (!known(one.max_sys) || !known(one.realtime) || !known(one.ours)) return null;
+  const used = one.realtime + one.waiting + one.ours, reserve = one.reserve || 0;
   const free = Math.max(0, one.max_sys - reserve - used);
   return { used, free, left: Math.max(0, Math.min(reserve, one.max_sys - used)), over: Math.max(0, used - one.max_sys) };
 };
@@ -338,9 +353,9 @@ function ended() {
 function each() {
   const { per_endpoint: runs, per_endpoint_from: from, picker_max_concurrency: k } = status;
   if (from === "setting" && known(k) && k !== runs) return `budget.per_endpoint is ${count(runs)}, the endpoint picker counts with ${k}: one of them is wrong.`;
-  if (from === "suggestion") return `The picker's page suggests ${count(runs)} requests per endpoint; not proven yet.`;
-  if (from === "server") return `An endpoint is taken to run ${count(runs)} requests, as the model servers' pages say.`;
-  if (status.max_sys_by === "search") return `Nobody names the capacity: the search started at ${count(runs)} requests per endpoint, and the estimate grows while requests run and nobody waits.`;
+  if (from === "suggestion") return `The endpoint picker's metrics suggest ${count(runs)} requests per endpoint; readings have not confirmed it yet.`;
+  if (from === "server") return `Each endpoint is assumed to run ${count(runs)} requests at once, as the model servers' metrics say.`;
+  if (status.max_sys_by === "search") return `No setting or metric names the capacity: the search started at ${count(runs)} requests per endpoint, and the estimate grows while requests run and none waits.`;
   return "";
 }
 
@@ -367,14 +382,17 @@ function capacity(now) {
       make("dd", { class: value === null ? "unknown" : undefined }, value === null ? "unknown" : value, of ? make("small", {}, of) : null))));
   }
   const bar = $("bar");
+  bar.classList.toggle("unmeasured", !parts || !now.max_sys);
   if (!parts || !now.max_sys) {
-    bar.replaceChildren();
-    bar.setAttribute("aria-label", "The pool's capacity is unknown");
+    const text = now.max_sys === 0 ? "no capacity" : "unknown";
+    if (bar.textContent !== text) bar.replaceChildren(make("span", {}, text));
+    bar.setAttribute("aria-label", `The pool's capacity: ${text}`);
     return;
   }
+  if (bar.firstChild && bar.firstChild.tagName === "SPAN") bar.replaceChildren();
   const learned = known(now.configured_max_sys) && now.configured_max_sys > now.max_sys;
   const most = Math.max(learned ? now.configured_max_sys : now.max_sys, parts.used), at = (value) => `${(value / most) * 100}%`;
-  const pieces = [["realtime", now.realtime], ["waiting", now.waiting], ["ours", now.ours || 0], ["free", parts.free], ["reserve", parts.left]];
+  const pieces = [["realtime", now.realtime], ["waiting", now.waiting], ["ours", now.ours], ["free", parts.free], ["reserve", parts.left]];
   while (bar.children.length < pieces.length) bar.append(make("i"));
   let left = 0;
   pieces.forEach(([kind, value], n) => {
@@ -398,11 +416,11 @@ function capacity(now) {
     mark.firstChild.textContent = `${name} ${count(value)}`;
   });
   bar.setAttribute("aria-label", `Of ${count(now.max_sys)} requests: realtime ${count(now.realtime)}, waiting in the picker `
-    + `${count(now.waiting)}, ours ${count(now.ours || 0)}, free ${count(parts.free)}, reserve ${count(now.reserve || 0)}`
+    + `${count(now.waiting)}, ours ${count(now.ours)}, free ${count(parts.free)}, reserve ${count(now.reserve || 0)}`
     + (learned ? `; configured are ${count(now.configured_max_sys)}` : "") + (parts.over ? "; more than there is" : ""));
 }
 
-// ── the charts ──────────────────────────────────────────────────────────────────────────────────────────────
+// -- the charts
 
 const LEFT = 38, BOTTOM = 24, TOP = 8, RIBBON = 6;
 let hoverAt = null;
@@ -524,7 +542,7 @@ function charts() {
 
 function drawLoad(all, one) {
   const base = (s) => s.realtime, middle = (s) => (known(s.realtime) ? s.realtime + s.waiting : null);
-  const top = (s) => (known(s.realtime) ? s.realtime + s.waiting + (s.ours || 0) : null);
+  const top = (s) => (known(s.realtime) && known(s.ours) ? s.realtime + s.waiting + s.ours : null);
   const mayBe = (s) => (known(s.realtime) && known(s.limit) ? s.realtime + s.waiting + s.limit : null);
   load.begin(Math.max(1, ...samples.map((s) => Math.max(s.max_sys || 0, top(s) || 0))));
   const points = thinned(load.width);
@@ -548,10 +566,10 @@ function drawLoad(all, one) {
     ["p-reserve", "reserve"], ["line", "capacity", "--ink"], ["line dash", "limit: ours may fill up to here", "--limit"]]);
   if (changed("reasons", spent)) {
     $("reasons").replaceChildren(...spent.map(([reason, s]) => make("li", { title: MEANINGS[reason] || "" },
-      icon(reason), make("span", {}, make("strong", {}, reason), ` ${s}`))));
+      make("span", { class: "swatch reason", tone: tone(reason) }), make("span", {}, make("strong", {}, reason), ` ${s}`))));
   }
-  const words = (s) => `${clock(s.at)}: ${s.reason}, realtime ${known(s.realtime) ? count(s.realtime) : "unknown"}, `
-    + `waiting ${known(s.waiting) ? count(s.waiting) : "unknown"}, ours ${count(s.ours || 0)}, limit ${count(s.limit || 0)}`;
+  const words = (s) => `${clock(s.at)}: ${s.reason}, ${["realtime", "waiting", "ours", "limit"]
+    .map((name) => `${name} ${known(s[name]) ? count(s[name]) : "unknown"}`).join(", ")}`;
   $("load-read").textContent = one ? words(one) : "last 15 minutes, in requests";
 }
 
@@ -644,7 +662,7 @@ function minuteTable() {
 }
 $("table-details").addEventListener("toggle", () => $("table-details").open && minuteTable());
 
-// ── the rest ────────────────────────────────────────────────────────────────────────────────────────────────
+// -- the rest
 
 const maybe = (value, how) => (known(value) ? how(value) : null);
 
@@ -689,15 +707,22 @@ function outcomes() {
   $("outcomes-note").textContent = `Results that this process wrote${known(status.started_at) ? ` since ${day(status.started_at)}` : ""}.`;
 }
 
+const ROWS_MOST = 20, VERSIONS_MOST = 5, PROBLEMS_MOST = 3;
+
 function models() {
-  const told = status.models || [];
-  const rows = told.flatMap((each) => [
-    [each.name, each.state, `${each.serving} of ${each.endpoints}`, count(each.waiting), span(each.since_s), each.sentence],
-    ...(each.versions || []).filter((one) => one.state !== "gone").map((one) => ["", one.state, String(one.serving), "", span(one.since_s), version(one, each.labels || {}), one.name]),
-  ]);
-  const waiting = told.reduce((sum, each) => sum + each.waiting, 0);
-  const sum = waiting ? `${count(waiting)} requests wait for their model` : "";
-  const note = (status.model_problems || []).slice(0, 3).map((each) => `${each.replace(/\.$/, "")}.`).join(" ");
+  const all = status.models || [], rows = [];
+  for (const each of all.slice(0, ROWS_MOST)) {
+    rows.push([each.name, each.state, `${each.serving} of ${each.endpoints}`, known(each.waiting) ? count(each.waiting) : "unknown", span(each.since_s), each.sentence]);
+    const versions = (each.versions || []).filter((one) => one.state !== "gone"), more = versions.length - VERSIONS_MOST;
+    for (const one of versions.slice(0, VERSIONS_MOST)) rows.push(["", one.state, String(one.serving), "", span(one.since_s), version(one, each.labels || {}), one.name]);
+    if (more > 0) rows.push(["", "", "", "", "", `and ${more} more versions`]);
+  }
+  const number = status.model_count || all.length, waiting = all.reduce((sum, each) => sum + each.waiting, 0);
+  const sum = [number && `${count(number)} known`, waiting && `${plural(waiting, "request waits for its", "requests wait for their")} model`].filter(Boolean).join(", ");
+  const problems = status.model_problems || [], unread = problems.length - PROBLEMS_MOST;
+  const note = [number > ROWS_MOST && `And ${number - Math.min(ROWS_MOST, all.length)} more models; /status has ${all.length}.`,
+    ...problems.slice(0, PROBLEMS_MOST).map((each) => `${cut(each).replace(/\.$/, "")}.`),
+    unread > 0 && `And ${plural(unread, "more endpoint", "more endpoints")} cannot be read.`].filter(Boolean).join(" ");
   $("models-card").hidden = !rows.length;
   if (!changed("models", [rows, sum, note])) return;
   $("models-sum").textContent = sum;
@@ -715,12 +740,12 @@ function version(one, labels) {
 
 function batching() {
   const told = [...status.batching || []].sort((one, other) => !!other.why_off - !!one.why_off);
-  const rows = told.slice(0, 50).map((each) => [
+  const rows = told.slice(0, ROWS_MOST).map((each) => [
     each.path, each.model || "none", String(each.size), known(each.takes) ? String(each.takes) : "unknown",
     known(each.gain) ? `${each.gain.toFixed(2)} ×` : "unknown", String(each.checked), each.sentence]);
   const calls = Object.values(status.batching_calls || {}).reduce((sum, each) => sum + each, 0);
   const sum = `${whole.format(status.batching_requests || 0)} requests in ${whole.format(calls)} merged calls, `
-    + `${whole.format(status.batching_waiting || 0)} wait for company`;
+    + `${whole.format(status.batching_waiting || 0)} wait to be merged`;
   $("batching-card").hidden = !rows.length;
   if (!changed("batching", [rows, sum])) return;
   $("batching-sum").textContent = sum;
@@ -728,16 +753,18 @@ function batching() {
   $("batching-note").textContent = told.length > rows.length ? `And ${told.length - rows.length} more on /status.` : "";
 }
 
-function theDead() {
-  const told = dead || [];
-  $("dead-count").textContent = known(status.dead) && status.dead > told.length && told.length ? `the newest ${told.length} of ${count(status.dead)}` : "";
-  if (!changed("dead", [told, status.dead])) return;
-  $("dead").parentNode.hidden = !told.length;
-  $("dead-note").textContent = told.length
-    ? "Each whose id could be read has had its error result; requeue accepts it anew, so that a second one comes. Add --config FILE to the commands."
-    : known(status.dead) ? (status.dead ? "Not read yet." : "None: nothing was put aside.") : "Unknown: the queue has not been read yet.";
-  table("dead", ["#Entry", "Request", "Reason", "#Tries", "Died", "What to do"], told.map((one) => [
-    String(one.entry), one.id === null ? make("span", { class: "unknown" }, "unreadable") : one.id, one.reason,
+function showDead() {
+  const { read = 0, reasons = 0, groups = [] } = dead || {};
+  const sum = status.dead && read ? [plural(status.dead, "request", "requests"), read < status.dead && `the newest ${read} by reason`].filter(Boolean).join(", ") : "";
+  if (!changed("dead", [dead, sum, status.dead])) return;
+  $("dead-sum").textContent = sum;
+  $("dead").parentNode.hidden = !sum;
+  const note = !known(status.dead) ? "Unknown: the queue is not counted." : !status.dead ? "No request is dead." : !read ? "Not read yet."
+    : [reasons > groups.length && `And ${reasons - groups.length} more reasons: see \`batch-dispatcher dead list\`.`,
+      "Each with a readable id has an error result; after `dead requeue` a second result comes. Add `--config FILE` to the commands."].filter(Boolean).join(" ");
+  $("dead-note").replaceChildren(...withCode(note));
+  table("dead", ["#Requests", "Reason", "Newest", "#Tries", "Died", "Commands for the newest"], groups.map(({ count: number, newest: one }) => [
+    count(number), one.reason, one.id === null ? make("span", { class: "unknown" }, "unreadable") : one.id,
     String(one.attempts + one.refusals), day(one.died_at), one.todo.map((verb) => make("code", {}, `batch-dispatcher dead ${verb} ${one.entry}`))]));
 }
 
@@ -746,6 +773,7 @@ function replicas() {
   const rows = told.length ? told.map((one) => [one.owner, maybe(one.leases, String), maybe(status.queue_problem ? null : one.silent_s, (s) => `${span(s)} ago`)])
     : [[status.owner, String(status.running), "now"]];
   const more = (status.replica_count || 0) - told.length;
+  $("replicas-sum").textContent = known(status.replica_count) ? count(status.replica_count) : "";
   $("replicas-note").textContent = !told.length ? "Others are unknown." : more > 0 ? `And ${more} more.` : "";
   if (changed("replicas", rows)) {
     table("replicas", ["Owner", "#In flight", "#Last sign"], rows.map(([owner, leases, sign]) => [
@@ -763,9 +791,22 @@ function eventList() {
     return make("li", { class: one.level, title: one.meaning }, make("time", { datetime: new Date(one.at * 1000).toISOString() }, clock(one.at)),
       make("span", {}, make("strong", {}, one.event), explanation ? `: ${reason}` : one.level === "info" ? "" : ` (${one.level})`, make("small", {}, more.slice(0, 400))));
   }));
+  $("events-sum").textContent = newest.length ? `of this process; the newest: ${newest[0].event} at ${clock(newest[0].at)}` : "of this process";
   if (!newest.length) $("events").append(make("li", {}, make("span"), "none yet"));
 }
 
+const VALUE_MOST = 600;
+function shorten(value) { // the value of a setting; of a long list as many items as fit
+  if (typeof value === "string") return cut(value, VALUE_MOST);
+  const text = JSON.stringify(value);
+  if (!Array.isArray(value) || text.length <= VALUE_MOST) return cut(text, VALUE_MOST);
+  const items = value.map((each) => cut((each && each.name) || JSON.stringify(each)));
+  let shown = items[0], n = 1;
+  while (n < items.length && shown.length + items[n].length < VALUE_MOST) shown += `, ${items[n++]}`;
+  return n < items.length ? `${shown} and ${whole.format(items.length - n)} more` : shown;
+}
+
+const SETTINGS_MOST = 400;
 function settingsTable() {
   if (!settings) return;
   const everything = $("all-settings").checked, defaults = new Set(settings.defaults), rows = [];
@@ -774,15 +815,16 @@ function settingsTable() {
       const here = path ? `${path}.${name}` : name;
       const section = value !== null && typeof value === "object" && !Array.isArray(value) && !defaults.has(here);
       if (section && Object.keys(value).length) walk(value, here);
-      else rows.push([here, typeof value === "string" ? value : JSON.stringify(value), !defaults.has(here)]);
+      else rows.push([here, shorten(value), !defaults.has(here)]);
     }
   };
   walk(settings.settings, "");
   const some = rows.filter(([, , set]) => everything || set);
-  $("settings-note").textContent = `${rows.filter(([, , set]) => set).length} of ${rows.length} settings are set; the others are defaults. `
+  $("settings-sum").textContent = `${rows.filter(([, , set]) => set).length} of ${rows.length} settings are set`;
+  $("settings-note").textContent = `${some.length > SETTINGS_MOST ? `And ${some.length - SETTINGS_MOST} more settings. ` : ""}`
     + `Configuration ${status.config_generation}${status.config_hash ? ` (${status.config_hash})` : ""} since the process began.`;
   if (!changed("settings", some)) return;
-  table("settings", ["Setting", "Value", "From"], some.map(([path, value, set]) => [
+  table("settings", ["Setting", "Value", "From"], some.slice(0, SETTINGS_MOST).map(([path, value, set]) => [
     make("span", { class: "mono" }, path), make("code", {}, value === "" ? "(empty)" : value), set ? make("span", { class: "set" }, "✓ set") : "default"]));
 }
 $("all-settings").addEventListener("change", soon);
