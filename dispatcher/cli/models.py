@@ -131,12 +131,17 @@ def _rows(each: Mapping[str, Any]) -> list[Sequence[str]]:
         str(each["name"]),
         str(each["state"]),
         _endpoints(each),
-        "unknown" if each["waiting"] is None else f"{each['waiting']:,}",
+        _waiting(each),
         "" if each["since_s"] is None else told(each["since_s"]),
         str(each["sentence"]),
     ]
     there = [one for one in each["versions"] if one["state"] not in ("gone", "absent")]
     return [row, *(_version_row(one, each["labels"]) for one in there)]
+
+
+def _waiting(each: Mapping[str, Any]) -> str:
+    """Return how many requests wait for a model, which is not known while the queue is not counted."""
+    return "unknown" if each["waiting"] is None else f"{each['waiting']:,}"
 
 
 def _version_row(one: Mapping[str, Any], labels: Mapping[str, Any]) -> Sequence[str]:
@@ -180,7 +185,7 @@ def _details(each: Mapping[str, Any]) -> list[tuple[str, str]]:
                 "; ".join(filter(None, [f"{one['name']} ({one['label']}): {stands}", _version(one, {})])),
             )
         )
-    return [*rows, ("waiting", f"{each['waiting']:,}")]
+    return [*rows, ("waiting", _waiting(each))]
 
 
 def _label(name: str, labels: Mapping[str, Any]) -> str:

@@ -393,6 +393,17 @@ async def test_show_tells_policy_labels_and_all_versions(world: World) -> None:
     )
 
 
+async def test_models_are_listed_while_nobody_knows_how_many_requests_wait(world: World) -> None:
+    world.models = [model("early", waiting=None), model("other", waiting=0)]
+    for options in ((), ("--waiting",)):
+        told = await world.verb("list", *options)
+        assert (told.code, "other" in told.out) == (0, not options)
+        row = next(line for line in told.out.splitlines() if line.startswith("early"))
+        assert " unknown " in row
+    shown = (await world.verb("show", "early")).out.splitlines()
+    assert [line.split()[-1] for line in shown if "waiting" in line] == ["unknown"]
+
+
 async def test_without_a_dispatcher_the_queue_tells_what_verbs_have_said(world: World) -> None:
     world.answers = False
     member = encode_member("early", b'{"model": "qwen"}', LATER)

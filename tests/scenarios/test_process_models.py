@@ -93,4 +93,4 @@ def test_what_is_no_model_ends_at_once_and_what_waits_in_vain_says_for_what(stag
 
 
 def waiting(one: Dispatcher, model: str) -> int:
-    return sum(int(each["waiting"]) for each in one.status()["models"] if each["name"] == model)
+    return sum(int(each["waiting"] or 0) for each in one.status()["models"] if each["name"] == model)
