@@ -77,6 +77,22 @@ def test_a_watch_that_is_lost_is_shown_with_its_age(stage: Stage, cluster: Clust
     assert "Kubernetes" not in one.wait_for(watch_problems=[], watch_unsure_s=None)["explanation"]
 
 
+def test_a_server_that_asks_to_wait_is_shown_as_that_and_not_as_a_problem(
+    stage: Stage, cluster: Cluster
+) -> None:
+    one = dispatcher(stage, cluster)
+    one.wait_for(max_sys_by="watch", watch_endpoints=3)
+    cluster.do(lambda server: setattr(server.faults, "busy_s", 5))
+    cluster.do(lambda server: server.cut())
+    says = "Kubernetes: the Kubernetes API server asks to wait 5 s"
+    wait_until_sync(lambda: says in one.status()["explanation"], 10)
+    shown = one.status()
+    assert (shown["max_sys_by"], shown["watch_problems"]) == ("watch", [])
+    assert one.metrics()["watch_failing"] == 0
+    assert [each["ready"] for each in one.events("kubernetes-throttled")] == [3]
+    assert one.events("kubernetes-problem") == []
+
+
 def test_a_pool_that_is_deleted_is_named(stage: Stage, cluster: Cluster) -> None:
     one = dispatcher(stage, cluster)
     one.wait_for(watch_endpoints=3)
