@@ -15,6 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "deploy" / "helm" / "batch-dispatcher" / "files"
 RULES, DASHBOARD, RUNBOOK = FILES / "rules.yaml", FILES / "dashboard.json", ROOT / "docs" / "runbook.md"
+INHIBIT = FILES / "inhibit.yaml"
 
 VARIABLES: Mapping[str, str] = {
     "job": ".+",
