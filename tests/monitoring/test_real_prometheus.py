@@ -36,6 +36,7 @@ from tests.scenarios.processes import POOL, Stage
 from tests.support import wait_until_sync
 
 NOT_HERE = {
+    "ALERTS",  # none is pending
     "batch_dispatcher_model_endpoints",  # no models are watched
     "batch_dispatcher_model_version_endpoints",
     "batch_dispatcher_model_version_share",
