@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.health import Health
 
 SELECTED = 'job=~"$job", namespace=~"$namespace", pool=~"$pool", instance=~"$instance"'
 OF_PROCESS = 'job=~"$job", instance=~"$instance"'
@@ -40,8 +43,17 @@ COLOURS = {
     Reason.IDLE: GREY,
     Reason.OPEN: GREEN,
 }
-CODES = {reason: len(Reason) - reason.rank for reason in Reason}
-"""The gate as one number, the worst of several replicas the greatest."""
+HEALTH_COLOURS = {
+    str(Health.FAILING): RED,
+    str(Health.DEGRADED): ORANGE,
+    str(Health.UNKNOWN): PURPLE,
+    str(Health.WAITING): BLUE,
+    str(Health.WORKING): GREEN,
+    str(Health.IDLE): GREY,
+}
+"""From the worst to the best."""
+OPEN_ROWS = ("Now", "Queue")
+"""Rows that are not collapsed."""
 RUNBOOK = "docs/runbook.md"
 
 
@@ -57,16 +69,44 @@ def _with_matchers(matchers: str, found: re.Match[str]) -> str:
     return f"{found[1]}{{{matchers}, " if found[2] else f"{found[1]}{{{matchers}}}"
 
 
-def gate() -> str:
-    """The gate's reason by pool, as its code."""
-    each = (f'batch_dispatcher_gate{{reason="{reason}"}} * {code}' for reason, code in CODES.items())
-    return f"max by (@) ({' or '.join(each)})"
+@dataclass(frozen=True)
+class States:
+    """States of which one holds at a time, drawn as one number: of several replicas the worst wins."""
+
+    series: str
+    label: str
+    colours: Mapping[str, str]
+    """By state, from the worst to the best."""
+
+    @property
+    def codes(self) -> dict[str, int]:
+        return {state: len(self.colours) - place for place, state in enumerate(self.colours)}
+
+    def query(self) -> str:
+        each = (f'{self.series}{{{self.label}="{state}"}} * {code}' for state, code in self.codes.items())
+        return f"max by (@) ({' or '.join(each)})"
+
+    def mappings(self) -> list[dict[str, Any]]:
+        shown = {
+            str(code): {"text": state, "color": self.colours[state]} for state, code in self.codes.items()
+        }
+        return [{"type": "value", "options": shown}]
+
+
+STATES = {
+    "gate": States(
+        "batch_dispatcher_gate",
+        "reason",
+        {str(reason): COLOURS[reason] for reason in Reason},
+    ),
+    "health": States("batch_dispatcher_health", "state", HEALTH_COLOURS),
+}
 
 
 def queries(panel: Mapping[str, Any]) -> dict[str, str]:
     """Of a panel, by legend."""
-    if panel.get("gate"):
-        return {"": gate()}
+    if states := panel.get("states"):
+        return {"": STATES[states].query()}
     if name := panel.get("quantiles"):
         bucket = f"sum by (@, le) (rate(batch_dispatcher_{name}_bucket[$__rate_interval]))"
         return {f"p{q * 100:g}": f"histogram_quantile({q}, {bucket})" for q in (0.5, 0.95, 0.99)}
@@ -95,7 +135,7 @@ def drawn(panel: Mapping[str, Any]) -> dict[str, Any]:
         "description": panel["about"],
         "datasource": DATASOURCE,
         "targets": targets,
-        "gridPos": {"w": panel.get("width", 8), "h": panel.get("height", 5 if kind == "stat" else 8)},
+        "gridPos": {"w": panel.get("width", 8), "h": panel.get("height", 4 if kind == "stat" else 8)},
         "links": [{"title": "Runbook", "url": f"${{runbook}}#{panel['link']}", "targetBlank": True}],
         "fieldConfig": {"defaults": _defaults(kind, panel), "overrides": list(_overrides(kind, panel))},
         "options": _OPTIONS[kind],
@@ -138,6 +178,8 @@ def _defaults(kind: str, panel: Mapping[str, Any]) -> dict[str, Any]:
         "custom": custom,
         "thresholds": {"mode": "absolute", "steps": steps},
     }
+    if kind == "state-timeline":
+        custom["spanNulls"] = False
     if kind == "graph":
         custom |= {"fillOpacity": 60 if panel.get("stacked") else 8, "showPoints": "auto", "spanNulls": False}
         if panel.get("stacked"):
@@ -149,9 +191,8 @@ def _defaults(kind: str, panel: Mapping[str, Any]) -> dict[str, Any]:
     if "line" in panel:
         steps.append({"color": RED, "value": panel["line"]})
         custom["thresholdsStyle"] = {"mode": "line"}
-    if panel.get("gate"):
-        said = {str(code): {"text": reason, "color": COLOURS[reason]} for reason, code in CODES.items()}
-        defaults["mappings"] = [{"type": "value", "options": said}]
+    if states := panel.get("states"):
+        defaults["mappings"] = STATES[states].mappings()
     return defaults
 
 
@@ -163,9 +204,6 @@ def _overrides(kind: str, panel: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for legend, unit in panel.get("units", {}).items():
         axis = [("custom.axisPlacement", "right")] if kind == "graph" else []
         yield named(legend, ("unit", unit), *axis)
-    for legend, least in panel.get("least", {}).items():
-        steps = [{"color": RED, "value": None}, {"color": GREEN, "value": least}]
-        yield named(legend, ("thresholds", {"mode": "absolute", "steps": steps}))
     if kind == "graph" and any("gate_seconds" in query for query in queries(panel).values()):
         for reason, colour in COLOURS.items():
             yield named(reason, ("color", {"mode": "fixed", "fixedColor": colour}))
@@ -193,29 +231,31 @@ def dashboard() -> str:
 
 
 def _placed(rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Row by row, 24 wide."""
-    number = down = 0
+    """Yield the rows one below the other, 24 wide. A collapsed row has its panels inside it."""
+    numbers = count(1)
+    down = 0
     for title, panels in rows.items():
-        number += 1
+        row = {"type": "row", "id": next(numbers), "title": title}
         place = {"x": 0, "y": down, "w": 24, "h": 1}
-        yield {
-            "type": "row",
-            "id": number,
-            "title": title,
-            "collapsed": False,
-            "panels": [],
-            "gridPos": place,
-        }
-        down, across, tallest = down + 1, 0, 0
-        for panel in panels:
-            made = drawn(panel)
-            size = made["gridPos"]
-            if across + size["w"] > 24:
-                down, across, tallest = down + tallest, 0, 0
-            number += 1
-            yield {**made, "id": number, "gridPos": {"x": across, "y": down, **size}}
-            across, tallest = across + size["w"], max(tallest, size["h"])
-        down += tallest
+        inside = list(_row(panels, down + 1, numbers))
+        is_open = title in OPEN_ROWS
+        yield {**row, "collapsed": not is_open, "panels": [] if is_open else inside, "gridPos": place}
+        down += 1
+        if is_open:
+            yield from inside
+            down = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in inside)
+
+
+def _row(panels: Sequence[Mapping[str, Any]], down: int, numbers: Iterator[int]) -> Iterator[dict[str, Any]]:
+    """Yield the panels of a row from left to right, in as many lines as they need."""
+    across = tallest = 0
+    for panel in panels:
+        made = drawn(panel)
+        size = made["gridPos"]
+        if across + size["w"] > 24:
+            down, across, tallest = down + tallest, 0, 0
+        yield {**made, "id": next(numbers), "gridPos": {"x": across, "y": down, **size}}
+        across, tallest = across + size["w"], max(tallest, size["h"])
 
 
 def _variables() -> Iterator[dict[str, Any]]:

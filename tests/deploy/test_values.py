@@ -311,8 +311,9 @@ def test_package_holds_what_the_templates_read(tmp_path: Any) -> None:
     assert done.returncode == 0, done.stderr
     (archive,) = tmp_path.glob("*.tgz")
     names = subprocess.run(["tar", "-tzf", archive], capture_output=True, text=True, check=True).stdout
-    for name in ("values.schema.json", "files/alerts.yaml", "files/dashboard.json", "files/settings.json"):
-        assert f"batch-dispatcher/{name}" in names
+    for name in ("alerts.yaml", "dashboard.json", "inhibit.yaml", "settings.json"):
+        assert f"batch-dispatcher/files/{name}" in names
+    assert "batch-dispatcher/values.schema.json" in names
 
 
 def helm_package(directory: Any) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "deploy" / "helm" / "batch-dispatcher" / "files"
 RULES, DASHBOARD, RUNBOOK = FILES / "rules.yaml", FILES / "dashboard.json", ROOT / "docs" / "runbook.md"
+INHIBIT = FILES / "inhibit.yaml"
 
 VARIABLES: Mapping[str, str] = {
     "job": ".+",
@@ -64,8 +65,10 @@ def dashboard() -> dict[str, Any]:
 
 
 def panels() -> list[dict[str, Any]]:
-    """Without the rows."""
-    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    """Return every panel but the rows, those inside collapsed rows included."""
+    every = dashboard()["panels"]
+    inside = [panel for row in every if row["type"] == "row" for panel in row["panels"]]
+    return [panel for panel in every if panel["type"] != "row"] + inside
 
 
 def rule_queries() -> Iterator[Query]:

@@ -12,7 +12,7 @@ from tests.monitoring.promql import named
 
 TARGET = {"job", "namespace", "pool", "instance"}
 """What the scrape, and every series of ours, has."""
-FOREIGN = {"up": TARGET - {"pool"}} | dict.fromkeys(
+FOREIGN = {"up": TARGET - {"pool"}, "ALERTS": TARGET | {"alertname", "alertstate"}} | dict.fromkeys(
     ("process_start_time_seconds", "process_cpu_seconds_total", "process_resident_memory_bytes"),
     TARGET - {"pool"},
 )

@@ -78,7 +78,7 @@ def _change(world: World, changes: Mapping[str, Any]) -> None:
 
 
 def draw(prometheus: Prometheus, began: float, ended: float, path: Path) -> None:
-    """Every panel at its place."""
+    """Draw what is open when the dashboard is loaded, each panel at its place."""
     panels = dashboard()["panels"]
     rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
     wide, high = 15.0, rows * 0.215 + 0.5
@@ -94,9 +94,10 @@ def draw(prometheus: Prometheus, began: float, ended: float, path: Path) -> None
         left, bottom = place["x"] / 24, top * (1 - (place["y"] + place["h"]) / rows)
         width, height = place["w"] / 24, top * place["h"] / rows
         if panel["type"] == "row":
-            figure.text(
-                0.012, bottom + height * 0.3, panel["title"], color=INK, fontsize=10, fontweight="bold"
-            )
+            title = panel["title"]
+            if panel["collapsed"]:
+                title = f"▸ {title}   ({len(panel['panels'])} panels)"
+            figure.text(0.012, bottom + height * 0.3, title, color=INK, fontsize=10, fontweight="bold")
             continue
         box = (left + 0.002, bottom + 0.03 / high, width - 0.004, height - 0.06 / high)
         figure.add_artist(Rectangle(box[:2], *box[2:], facecolor=BOX, edgecolor="none", zorder=-1))

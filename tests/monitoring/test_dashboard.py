@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.health import Health
 from tests.monitoring.files import (
     RULES,
     VARIABLES,
@@ -26,15 +27,23 @@ from tests.support import require_tool
 
 ROWS = [
     "Now",
-    "Budget",
-    "Gate",
-    "Queue and deadlines",
-    "Sequences",
-    "Models",
+    "Queue",
+    "Budget and gate",
     "Gateway",
+    "Models",
+    "Sequences",
     "Batching",
     "Harvest and price",
     "Replicas",
+]
+FIRST_LINE = [
+    "Health",
+    "Firing alerts",
+    "Results per second",
+    "Error share",
+    "Refusals per second",
+    "Dead",
+    "Time until done",
 ]
 ROOT = Path(__file__).parents[2]
 UNITS = {"short", "none", "percentunit", "s", "reqps", "cps", "bytes"}
@@ -43,6 +52,25 @@ each_panel = pytest.mark.parametrize("panel", panels(), ids=lambda panel: panel[
 
 def test_rows_are_in_the_order_in_which_one_asks() -> None:
     assert [panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"] == ROWS
+
+
+def test_all_rows_but_the_first_two_are_collapsed_around_their_panels() -> None:
+    every = dashboard()["panels"]
+    for row in (panel for panel in every if panel["type"] == "row"):
+        is_open = row["title"] in ROWS[:2]
+        assert row["collapsed"] is not is_open
+        assert bool(row["panels"]) is not is_open
+    shown = [panel["title"] for panel in every if panel["type"] != "row"]
+    assert shown[: len(FIRST_LINE)] == FIRST_LINE
+    assert len({panel["gridPos"]["y"] for panel in every[1 : len(FIRST_LINE) + 1]}) == 1
+
+
+def test_values_that_are_not_known_leave_a_gap() -> None:
+    for panel in panels():
+        if panel["type"] in ("timeseries", "state-timeline"):
+            assert panel["fieldConfig"]["defaults"]["custom"]["spanNulls"] is False, panel["title"]
+        else:
+            assert all(target["instant"] for target in panel["targets"]), panel["title"]
 
 
 def test_variables_choose_datasource_job_namespace_pool_and_replica() -> None:
@@ -88,6 +116,8 @@ def test_queries_of_a_panel_ask_for_what_was_chosen(panel: dict[str, Any]) -> No
             wanted = {(name, "=~", f"${name}") for name in ("job", "namespace", "pool", "instance")}
             if selector.name.startswith("process_"):
                 wanted = {(name, "=~", f"${name}") for name in ("job", "instance")}
+            elif selector.name == "ALERTS":  # an alert may have neither label
+                wanted = {(name, "=~", f"${name}|") for name in ("namespace", "pool")}
             assert wanted <= chosen, selector.name
     assert len(legends) == len(set(legends))
 
@@ -105,27 +135,43 @@ def test_rates_follow_the_scrape_and_counters_are_not_drawn_bare(panel: dict[str
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own() -> None:
-    every = dashboard()["panels"]
-    assert len({panel["id"] for panel in every}) == len(every)
-    taken: set[tuple[int, int]] = set()
-    for panel in every:
-        place = panel["gridPos"]
-        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-        assert not taken & cells, panel["title"]
-        taken |= cells
+    shown = dashboard()["panels"]
+    rows = [panel for panel in shown if panel["type"] == "row"]
+    numbers = [panel["id"] for panel in [*rows, *panels()]]
+    assert len(set(numbers)) == len(numbers)
+    for together in [shown, *([row, *row["panels"]] for row in rows)]:
+        taken: set[tuple[int, int]] = set()
+        for panel in together:
+            place = panel["gridPos"]
+            cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+            assert not taken & cells, panel["title"]
+            taken |= cells
 
 
-def test_the_gate_is_shown_in_words_for_every_reason() -> None:
-    shown = [panel for panel in panels() if "mappings" in panel["fieldConfig"]["defaults"]]
-    assert len(shown) == 2
-    for panel in shown:
-        (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
-        (target,) = panel["targets"]
-        codes = dict(re.findall(r'reason="([\w-]+)"\} \* (\d+)', target["expr"]))
-        assert {option["text"]: code for code, option in mapping["options"].items()} == codes
-        assert list(codes) == list(Reason)
-        by_rank = sorted(Reason, key=lambda reason: -int(codes[reason]))
-        assert by_rank == list(Reason), "of several replicas the reason that comes first wins"
+WORST_FIRST = [
+    Health.FAILING,
+    Health.DEGRADED,
+    Health.UNKNOWN,
+    Health.WAITING,
+    Health.WORKING,
+    Health.IDLE,
+]
+
+
+@pytest.mark.parametrize(
+    ("title", "states"),
+    [("Health", WORST_FIRST), ("Health over time", WORST_FIRST), ("Gate over time", list(Reason))],
+)
+def test_states_are_shown_in_words_and_the_worst_of_the_replicas_wins(
+    title: str, states: list[Health] | list[Reason]
+) -> None:
+    (panel,) = (panel for panel in panels() if panel["title"] == title)
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    (target,) = panel["targets"]
+    codes = dict(re.findall(r'(?:reason|state)="([\w-]+)"\} \* (\d+)', target["expr"]))
+    assert {option["text"]: code for code, option in mapping["options"].items()} == codes
+    assert set(states) == set(type(states[0]))
+    assert sorted(codes, key=lambda state: -int(codes[state])) == states
 
 
 def test_annotations_tell_of_closed_gates_and_reloads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,12 +28,15 @@ from dispatcher.telemetry.status import (
     Terms,
     Watch,
 )
+from tests.monitoring.alertmanager import Alertmanager
 from tests.monitoring.cases import IDLE, MERGED
 from tests.monitoring.files import Query, alerts, recorded
 from tests.monitoring.prometheus import Prometheus, hurried, moved_of_catalogue, seen_of_catalogue
 from tests.scenarios.processes import POOL, Stage
+from tests.support import wait_until_sync
 
 NOT_HERE = {
+    "ALERTS",  # none is pending
     "batch_dispatcher_model_endpoints",  # no models are watched
     "batch_dispatcher_model_version_endpoints",
     "batch_dispatcher_model_version_share",
@@ -61,7 +65,7 @@ ALL_KNOWN = replace(
     signals=replace(IDLE.signals, signals_problem="timed out", signals_failing_s=3.0, signals_close_in_s=1.0),
     watch=Watch(watch_endpoints=1, watch_unsure_s=5.0, watch_problems=["one"]),
     line=LineStatus(
-        pending=9, leased=2, delayed=1, dead=3, paused=True, oldest_pending_age_s=30.0,
+        pending=20, leased=2, delayed=1, dead=3, paused=True, oldest_pending_age_s=30.0,
         earliest_deadline_s=-5.0, at_risk=4, service_rate=0.5, replica_count=2,
     ),
     price=PriceStatus(0.2, 0.9, 0.02, 0.05, batch_share=0.4),
@@ -188,6 +192,39 @@ def test_an_alert_fires_with_its_texts_whole(stage: Stage, tmp_path: Path) -> No
     assert (down["labels"]["pool"], down["labels"]["namespace"]) == (POOL, "batch")
     assert down["annotations"]["summary"] == f"No dispatcher runs for pool {POOL}"
     assert "<" not in "".join(down["annotations"].values())
+
+
+@pytest.mark.parametrize(
+    ("status", "follows"), [(429, "BatchDispatcherRefusals"), (500, "BatchDispatcherDeadRequests")]
+)
+def test_a_gateway_that_answers_no_request_well_raises_one_alert(
+    status: int, follows: str, stage: Stage, tmp_path: Path
+) -> None:
+    """With the rules in a hurry: the cause notifies, and a real Alertmanager silences what follows."""
+    world = stage.world(slots=32, seconds=0.3)
+    dispatcher = stage.dispatcher(stage.settings(world, retry={"max_attempts": 1}))
+    for name in ("prometheus", "alertmanager"):
+        (tmp_path / name).mkdir()
+    # A 500 without a body would count as an answer of no gateway.
+    reason = "rejected-saturated" if status == 429 else ""
+    answer = {"status": status, "reason": reason, "body": "out of order"}
+    with (
+        Prometheus(tmp_path / "prometheus", scrape_s=0.5, hurry=40) as prometheus,
+        Alertmanager(tmp_path / "alertmanager") as alertmanager,
+    ):
+        prometheus.scrape({"a": dispatcher.admin_port})
+        prometheus.wait_for('batch_dispatcher_gate{reason="idle"} == 1')
+        stage.producer.submit(9000, json.dumps({"sim": answer}).encode(), created=int(time.time()))
+        for name in ("BatchDispatcherNothingSucceeds", follows):
+            prometheus.wait_for(f'ALERTS{{alertname="{name}",alertstate="firing"}}', 90)
+        firing = [each["labels"] for each in prometheus.alerts() if each["state"] == "firing"]
+        alertmanager.raise_alerts(firing)
+
+        def silenced() -> bool:
+            notify, silenced = ({each["alertname"] for each in part} for part in alertmanager.by_inhibition())
+            return "BatchDispatcherNothingSucceeds" in notify and follows in silenced
+
+        wait_until_sync(silenced, 20, what=f"{follows} is silenced", every_s=0.1)
 
 
 def test_hurried_rules_are_the_same_rules() -> None:
