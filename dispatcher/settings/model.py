@@ -314,6 +314,15 @@ class Settings(Section, BaseSettings):
     log: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
 
+    @field_validator("budget")
+    @classmethod
+    def _limited(cls, budget: BudgetSettings, info: ValidationInfo) -> BudgetSettings:
+        signals = info.data.get("signals")
+        fixed = isinstance(signals, SignalsSettings) and signals.source == "fixed"
+        if fixed and budget.max_in_flight is None:
+            raise refuse("max_in_flight is required when signals.source is fixed: it is the limit")
+        return budget
+
     @field_validator("serving")
     @classmethod
     def _no_header_twice(cls, serving: ServingSettings, info: ValidationInfo) -> ServingSettings:
@@ -381,13 +390,16 @@ class Settings(Section, BaseSettings):
     def policy(self, source: Source | None = None) -> Policy:
         """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""
         if source is None:
+            chosen = self.signals.source
             direct: Source = "vllm" if self.signals.vllm else "epp"
-            source = "prometheus" if self.signals.source == "prometheus" else direct
+            source = chosen if chosen in ("prometheus", "fixed") else direct
         budget = self.budget
+        # Without readings nothing is known of the pool, so shares of its capacity mean nothing.
+        fixed = source == "fixed"
         return Policy(
-            reserve=budget.reserve,
-            upper=budget.upper,
-            max_sys=budget.max_sys,
+            reserve=0.0 if fixed else budget.reserve,
+            upper=None if fixed else budget.upper,
+            max_sys=budget.max_in_flight if fixed else budget.max_sys,
             per_endpoint=budget.per_endpoint,
             initial_per_endpoint=budget.initial_per_endpoint,
             max_in_flight=budget.max_in_flight,

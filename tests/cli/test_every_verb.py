@@ -122,7 +122,7 @@ ROWS = {
     "init": Row(
         happy=("--output", "{folder}/new.yaml", "--gateway", "http://gw"),
         wrong=((), ("--gateway", "http://gw", "--reserve", "2"), ("--gateway", "no url")),
-        fields={"": {"written", "pool", "gateway"}},
+        fields={"": {"written", "pool", "gateway", "way"}},
         asks=False,
     ),
     "check": Row(
