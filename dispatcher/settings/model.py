@@ -20,7 +20,7 @@ from dispatcher.core.budget import Policy
 from dispatcher.core.headers import plain
 from dispatcher.settings.batching import BatchingSettings
 from dispatcher.settings.families import MODELS_MOST, Models, ModelSettings
-from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.queue import QueueSettings, named
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.serving import ServingSettings, observes, with_servers_of
@@ -279,16 +279,6 @@ class TracingSettings(Section):
     )
 
 
-def named(queue: QueueSettings, pool: PoolSettings) -> QueueSettings:
-    """With the names that derive from the pool's, which are not marked as set by the operator."""
-    values = {
-        **dict(queue),
-        "name": queue.name or f"batch:{{{pool.name}}}:requests",
-        "results": queue.results or f"batch:{{{pool.name}}}:results",
-    }
-    return QueueSettings.model_construct(_fields_set=queue.model_fields_set, **values)
-
-
 class Settings(Section, BaseSettings):
     """The whole configuration of one dispatcher."""
 
@@ -317,9 +307,8 @@ class Settings(Section, BaseSettings):
     @field_validator("budget")
     @classmethod
     def _limited(cls, budget: BudgetSettings, info: ValidationInfo) -> BudgetSettings:
-        signals = info.data.get("signals")
-        fixed = isinstance(signals, SignalsSettings) and signals.source == "fixed"
-        if fixed and budget.max_in_flight is None:
+        signals = info.data.get("signals", SignalsSettings())
+        if signals.source == "fixed" and budget.max_in_flight is None:
             raise refuse("max_in_flight is required when signals.source is fixed: it is the limit")
         return budget
 
@@ -374,7 +363,7 @@ class Settings(Section, BaseSettings):
     @model_validator(mode="after")
     def _name_the_queue(self) -> Self:
         # Once, before anybody else sees the object: frozen from here on.
-        object.__setattr__(self, "queue", named(self.queue, self.pool))
+        object.__setattr__(self, "queue", named(self.queue, self.pool.name))
         return self
 
     @property
@@ -389,10 +378,7 @@ class Settings(Section, BaseSettings):
 
     def policy(self, source: Source | None = None) -> Policy:
         """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""
-        if source is None:
-            chosen = self.signals.source
-            direct: Source = "vllm" if self.signals.vllm else "epp"
-            source = chosen if chosen in ("prometheus", "fixed") else direct
+        source = source or self.signals.preferred
         budget = self.budget
         # Without readings nothing is known of the pool, so shares of its capacity mean nothing.
         fixed = source == "fixed"

@@ -162,6 +162,13 @@ class SignalsSettings(Section):
         return vllm
 
     @property
+    def preferred(self) -> Source:
+        """The source that is followed while it can be read."""
+        if self.source in ("prometheus", "fixed"):
+            return self.source
+        return "vllm" if self.vllm else "epp"
+
+    @property
     def watches_pool(self) -> bool:
         """Whether the InferencePool is watched in Kubernetes.
 
