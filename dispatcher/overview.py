@@ -218,7 +218,7 @@ def _budget(
         # Nothing could be read just now: the capacity is that of the reading before, and so is its origin.
         per_endpoint, per_endpoint_from = settings.budget.per_endpoint, "setting"
     return show.BudgetStatus(
-        reserve=settings.budget.reserve,
+        reserve=settings.policy().reserve,
         signal=str(allowance.signal) if allowance.signal else None,
         f_sys=budget.f_sys if budget else None,
         f_epp=budget.f_epp if budget else None,
@@ -264,7 +264,7 @@ def _max_sys(
         return budget.max_sys, "learned"
     if not budget.known:
         return budget.max_sys, "search" if limiter.learned.ceiling is None else "learned"
-    setting = settings.budget.max_sys
+    setting = settings.policy().max_sys
     if setting is not None and budget.max_sys >= setting:
         return budget.max_sys, "setting"
     reading = next(each for each in limiter.readings if each.signal is budget.signal)

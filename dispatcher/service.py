@@ -189,7 +189,7 @@ class Service:
             self._gateway.reconfigure(settings.gateway, subset_header=subset_header)
         if settings.signals != before.signals or settings.budget != before.budget:
             self.poller.reconfigure(asked, settings.signals, settings.policy())
-        if bool(settings.signals.vllm) == bool(before.signals.vllm):
+        if settings.signals.watches_pool == before.signals.watches_pool:
             self.watch.reconfigure(settings.signals.epp)
         else:
             self.watch = self._watch_of(settings)
@@ -515,8 +515,7 @@ def _digest(text: str) -> str:
 
 
 def _access(settings: Settings) -> ClusterAccess:
-    # Model servers that the settings name are in no InferencePool, whose absence would close the gate.
-    return NO_CLUSTER if settings.signals.vllm else ClusterAccess()
+    return ClusterAccess() if settings.signals.watches_pool else NO_CLUSTER
 
 
 def _now() -> float:

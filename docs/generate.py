@@ -263,6 +263,8 @@ _INNER = {"arrived", "item", "number", "waiters"}
 
 
 _NO_KINDS = ("Exception", "Generic[T, R]")
+_OF_CORE = ("turns.py", "streams.py")
+"""Modules of the core with classes that the client offers."""
 _OF_FILES = ("FileOptions", "FileProgress", "InputError", "BadInputError", "JournalError", "SinkError")
 """What `run_file` takes, returns and raises: of `dispatcher.client.files`."""
 
@@ -271,7 +273,7 @@ def reference() -> str:
     """docs/python-reference.md, from the classes that the client offers."""
     offered = _assigned(ast.parse((_CLIENT / "__init__.py").read_text()))
     classes: dict[str, ast.ClassDef] = {}
-    for module in (_CLIENT.parent / "core" / "turns.py", *sorted(_CLIENT.rglob("*.py"))):
+    for module in (*(_CLIENT.parent / "core" / name for name in _OF_CORE), *sorted(_CLIENT.rglob("*.py"))):
         classes |= {
             each.name: each for each in ast.parse(module.read_text()).body if isinstance(each, ast.ClassDef)
         }

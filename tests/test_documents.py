@@ -93,7 +93,7 @@ def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
     for tool in ("redis-server", "redis-cli", "curl"):
         require_tool(tool)
     quickstart = examples(ROOT / "docs" / "quickstart.md")
-    assert list(quickstart) == ["redis", "config", "work", "result", "producer", "look"]
+    assert list(quickstart) == ["redis", "config", "work", "result", "producer", "look", "plain"]
     told = run("\n".join(quickstart.values()), tmp_path, ports("6379", "8000", "9090"))
     assert "ok: gateway.url" in told
     assert told.count('"choices"') == 1  # the awaited one; the others come as results, quoted once more
@@ -101,6 +101,7 @@ def test_quickstart_does_what_it_says(tmp_path: Path) -> None:
         True
     ] * 2
     assert 'batch_dispatcher_gate{pool="qwen",reason="idle"} 1.0' in told
+    assert "ok: signals.vllm: 1 model server" in told
     assert "Traceback" not in told
 
 

@@ -71,6 +71,9 @@ def payload_for(path: str, model: str) -> bytes:
 
 async def measure(settings: Settings, plan: ProbePlan) -> Finding:
     """Run the probe and return what it found. No request of the probe is left when this returns or raises."""
+    if settings.signals.source == "fixed":
+        what = "cannot be measured: signals.source is fixed, so nothing shows what runs and what waits"
+        return Finding("failed", WHERE, what)
     signals = settings.signals.model_copy(update={"interval_s": INTERVAL_S})
     settings = settings.model_copy(update={"signals": signals})
     # The events are those of a dispatcher's log; the operator of `check` reads the finding instead.
@@ -87,7 +90,7 @@ async def measure(settings: Settings, plan: ProbePlan) -> Finding:
 
 async def _picker_addresses(settings: Settings) -> tuple[str, ...] | None:
     """The picker's pods, where Kubernetes knows them."""
-    if settings.signals.vllm or not ClusterAccess():
+    if not settings.signals.watches_pool or not ClusterAccess():
         return None
     from dispatcher.check import kubernetes  # its client library takes long to import
 

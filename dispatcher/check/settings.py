@@ -24,7 +24,7 @@ def doubts(settings: Settings) -> Iterator[Finding]:
     for where in key_paths(Settings):
         if where.endswith(".insecure_skip_verify") and attrgetter(where)(settings):
             yield Finding("warning", where, "anybody on the way can read and answer")
-    if not settings.gateway.objective:
+    if not settings.gateway.objective and settings.signals.watches_pool:
         what = "none named: batch requests compete with everything of priority 0"
         yield Finding("warning", "gateway.objective", what)
     if settings.tracing.endpoint:

@@ -16,6 +16,8 @@ _WHERE = "signals.epp.urls, signals.epp.service, signals.prometheus.url or signa
 def urls(settings: Settings) -> list[SecretUrl]:
     """The addresses that the settings give for the signals."""
     signals = settings.signals
+    if signals.source == "fixed":
+        return []
     if signals.vllm:
         return [*signals.vllm.urls]
     through = signals.source == "prometheus" or (signals.source == "auto" and signals.prometheus.url)
@@ -26,7 +28,11 @@ def urls(settings: Settings) -> list[SecretUrl]:
 def probe(settings: Settings, away: Mapping[Address, str]) -> Probe:
     """What asks Kubernetes, where there is one, and then each source; nothing that is `away`."""
     signals, given = settings.signals, urls(settings)
-    direct, watched = signals.direct, bool(ClusterAccess()) and not signals.vllm
+    if signals.source == "fixed":
+        limit = settings.budget.max_in_flight
+        what = f"nothing is measured: up to {limit} requests are in flight whatever other users send"
+        return known(Finding("warning", "signals.source", what))
+    direct, watched = signals.direct, bool(ClusterAccess()) and signals.watches_pool
     by_watch = direct is not None and not direct.urls and not direct.service
     if by_watch and not watched and not given:
         what = "nothing says where the endpoint picker is: no URL, no service, no Kubernetes to ask"

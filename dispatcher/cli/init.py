@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, get_args
 
 import typer
 
@@ -21,11 +21,24 @@ EXAMPLES = {
         "batch-dispatcher init                # asks",
         "batch-dispatcher init --from-cluster --namespace llm",
         "batch-dispatcher init --pool qwen --gateway http://127.0.0.1:8000 --epp http://127.0.0.1:9090",
+        "batch-dispatcher init --pool qwen --server http://127.0.0.1:8000 --per-endpoint 256",
+        "batch-dispatcher init --pool qwen --gateway http://127.0.0.1:8000 --fixed-limit 16",
     ]
 }
+Way = Literal["epp", "servers", "prometheus", "fixed"]
+"""How the dispatcher learns how full the pool is."""
+_WAYS = (
+    "How full the pool is can be read from:",
+    "  epp         the endpoint picker of llm-d or of the Gateway API Inference Extension",
+    "  servers     plain model servers: vLLM, SGLang, TensorRT-LLM",
+    "  prometheus  a Prometheus that has the endpoint picker's series",
+    "  fixed       nothing: a fixed limit, which does not follow other users' load",
+)
 _OPTIONS = {
     "gateway.url": "--gateway (gateway.url)",
     "signals.epp.urls[0]": "--epp (signals.epp.urls[0])",
+    "signals.prometheus.url": "--prometheus (signals.prometheus.url)",
+    "signals.vllm.urls": "--server (signals.vllm.urls)",
     "queue.url": "--queue-url (queue.url)",
     "pool.name": "--pool (pool.name)",
     "pool.namespace": "--namespace (pool.namespace)",
@@ -46,15 +59,28 @@ class Answers:
     epp: str = ""
     per_endpoint: int | None = None
     reserve: float = 0.05
+    way: Way = "epp"
+    servers: tuple[str, ...] = ()
+    prometheus: str = ""
+    fixed_limit: int | None = None
+
+    @property
+    def in_pool(self) -> bool:
+        """Whether the model servers are in an InferencePool."""
+        return self.way in ("epp", "prometheus")
 
 
 def init(
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="What to write.")] = Path(
         "config.yaml"
     ),
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The InferencePool.")] = "",
+    pool: Annotated[
+        str, typer.Option(metavar="NAME", help="The InferencePool; it names the queue, too.")
+    ] = "",
     namespace: Annotated[str, typer.Option(metavar="NAME", help="Its namespace.")] = "",
-    gateway: Annotated[str, typer.Option(metavar="URL", help="Where requests go.")] = "",
+    gateway: Annotated[
+        str, typer.Option(metavar="URL", help="Where requests go. Default: the --server, if there is one.")
+    ] = "",
     objective: Annotated[
         str, typer.Option(metavar="NAME", help="An InferenceObjective with a negative priority.")
     ] = "",
@@ -68,6 +94,22 @@ def init(
             help="The endpoint picker's metrics. Default: found through the pool, in a cluster.",
         ),
     ] = "",
+    server: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A plain model server (vLLM, SGLang, TensorRT-LLM), whose page is read. May be repeated.",
+        ),
+    ] = None,
+    prometheus: Annotated[
+        str, typer.Option(metavar="URL", help="A Prometheus that has the endpoint picker's series.")
+    ] = "",
+    fixed_limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Nothing is read: at most N requests in flight, whatever others send."
+        ),
+    ] = None,
     per_endpoint: Annotated[
         int | None,
         typer.Option(
@@ -90,30 +132,39 @@ def init(
     """
     if output.exists():
         raise fail(f"{output} exists and is not overwritten: name another with --output")
+    named: dict[Way, object] = {
+        "epp": epp or from_cluster,
+        "servers": server,
+        "prometheus": prometheus,
+        "fixed": fixed_limit,
+    }
+    ways = [way for way, value in named.items() if value]
+    if len(ways) > 1:
+        raise fail("give one of --epp (or --from-cluster), --server, --prometheus and --fixed-limit", 2)
     if from_cluster:
         pool, namespace, gateway, objective = _in_cluster(pool, namespace, gateway, objective)
-    asked = sys.stdin.isatty() and not json_output
-    if asked and not from_cluster:
-        pool = pool or typer.prompt("Name of the InferencePool", "default")
-    if asked and not gateway:
-        gateway = typer.prompt("URL of the inference gateway", value_proc=_http)
-    if asked and not from_cluster:
-        objective = objective or _optional("InferenceObjective with a negative priority")
-        queue_url = queue_url or _optional("redis://… of the queue (none: a Valkey of our own)")
-        epp = epp or _optional("URL of the endpoint picker's metrics (none: found through the pool)", _http)
-    if not gateway:
-        raise fail("no gateway is named: give --gateway URL", 2)
-    secret = "@" in queue_url
     answers = Answers(
         gateway,
-        pool or "default",
+        pool,
         namespace or "default",
         objective,
-        "" if secret else queue_url,
+        queue_url,
         epp,
         per_endpoint,
         reserve,
+        ways[0] if ways else "epp",
+        tuple(server or ()),
+        prometheus,
+        fixed_limit,
     )
+    if sys.stdin.isatty() and not json_output:
+        answers = _asked(answers, way_known=bool(ways), from_cluster=from_cluster)
+    if not answers.gateway and len(answers.servers) == 1:
+        answers = replace(answers, gateway=answers.servers[0])
+    if not answers.gateway:
+        raise fail("no gateway is named: give --gateway URL", 2)
+    secret = "@" in answers.queue
+    answers = replace(answers, pool=answers.pool or "default", queue="" if secret else answers.queue)
     text = written(answers, secret=secret)
     found = parse(text, {}, name=str(output))
     if not isinstance(found, Settings):
@@ -131,10 +182,69 @@ def init(
     if secret:
         warn("the queue's URL holds a password and is not in the file: export BATCH_DISPATCHER__QUEUE__URL")
     if json_output:
-        answer({"written": str(output), "pool": answers.pool, "gateway": answers.gateway})
+        told = {"pool": answers.pool, "gateway": answers.gateway, "way": answers.way}
+        answer({"written": str(output), **told})
     else:
         option = "" if output == Path("config.yaml") else f" --config {output}"
         say(f"{output} is written. Next: batch-dispatcher check{option}")
+
+
+def _asked(given: Answers, *, way_known: bool, from_cluster: bool) -> Answers:
+    """Return the answers with those that were not given by options, asked on the terminal."""
+    if not way_known:
+        say(*_WAYS)
+        given = replace(given, way=typer.prompt("Which", "epp", value_proc=_one_way))
+    if not from_cluster and not given.pool:
+        what = "Name of the InferencePool" if given.in_pool else "Name of the pool (it names the queue)"
+        given = replace(given, pool=typer.prompt(what, "default"))
+    if given.way == "servers" and not given.servers:
+        what = "URLs of the model servers, with spaces between"
+        given = replace(given, servers=typer.prompt(what, value_proc=_several_http))
+    if not given.gateway and len(given.servers) != 1:
+        what = "inference gateway" if given.in_pool else "server, or of the load balancer before them"
+        given = replace(given, gateway=typer.prompt(f"URL of the {what}", value_proc=_http))
+    if from_cluster:
+        return given
+    if given.in_pool and not given.objective:
+        given = replace(given, objective=_optional("InferenceObjective with a negative priority"))
+    if not given.queue:
+        given = replace(given, queue=_optional("redis://… of the queue (none: a Valkey of our own)"))
+    match given.way:
+        case "epp" if not given.epp:
+            what = "URL of the endpoint picker's metrics (none: found through the pool)"
+            return replace(given, epp=_optional(what, _http))
+        case "servers" if given.per_endpoint is None:
+            what = "Requests that one server runs at once, --max-num-seqs of vLLM (none: searched for)"
+            number = _optional(what, _number)
+            return replace(given, per_endpoint=int(number) if number else None)
+        case "prometheus" if not given.prometheus:
+            return replace(given, prometheus=typer.prompt("URL of Prometheus", value_proc=_http))
+        case "fixed" if given.fixed_limit is None:
+            return replace(
+                given, fixed_limit=int(typer.prompt("Requests in flight at most", value_proc=_number))
+            )
+    return given
+
+
+def _one_way(given: str) -> str:
+    """Return the answer if it is a way; else it is asked for again."""
+    if given.strip() not in get_args(Way):
+        raise typer.BadParameter(f"it must be one of {', '.join(get_args(Way))}")
+    return given.strip()
+
+
+def _several_http(given: str) -> tuple[str, ...]:
+    """Return the URLs of the answer; if one is none, they are asked for again."""
+    if not given.split():
+        raise typer.BadParameter("it must be at least one URL")
+    return tuple(_http(each) for each in given.split())
+
+
+def _number(given: str) -> str:
+    """Return the answer if it is a number of requests; else it is asked for again."""
+    if not given.strip().isdecimal() or not int(given):
+        raise typer.BadParameter("it must be a whole number above 0")
+    return given.strip()
 
 
 def _optional(question: str, checked: Callable[[str], str] = str.strip) -> str:
@@ -170,18 +280,40 @@ def _in_cluster(pool: str, namespace: str, gateway: str, objective: str) -> tupl
 
 
 def written(answers: Answers, *, secret: bool = False) -> str:
-    """The file."""
+    """Return the text of the file."""
     queue = "  # url: is in $BATCH_DISPATCHER__QUEUE__URL, for it holds a password"
     if not secret:
         queue = f"  url: {_scalar(answers.queue)}" if answers.queue else "  # url: redis://redis:6379"
-    objective = f"objective: {_scalar(answers.objective)}" if answers.objective else "# objective: batch"
-    epp = f"urls: [{json.dumps(answers.epp)}]" if answers.epp else '# urls: ["http://127.0.0.1:9090"]'
-    each = answers.per_endpoint
-    per_endpoint = f"per_endpoint: {each}" if each is not None else "# per_endpoint: 256"
     return f"""\
 # The batch dispatcher's configuration. Every setting: docs/configuration.md.
 # Check it: batch-dispatcher check. Watch it before you trust it: batch-dispatcher run --observe.
 
+{_pool(answers)}
+queue:
+  # Without a URL: a Valkey of our own beside the dispatcher, for one dispatcher. Passwords belong in
+  # the environment: BATCH_DISPATCHER__QUEUE__URL=redis://:secret@redis
+{queue}
+  # data_dir: ./batch-dispatcher-data    # of that Valkey, relative to this file
+
+{_signals(answers)}
+{_budget(answers)}
+# admin:
+#   port: 8080    # health, metrics, status and the page, on this machine alone
+"""
+
+
+def _pool(answers: Answers) -> str:
+    """Return the sections `pool` and `gateway`."""
+    if not answers.in_pool:
+        return f"""\
+pool:
+  name: {_scalar(answers.pool)}    # it names the queue
+
+gateway:
+  url: {_scalar(answers.gateway)}    # the model server, or a load balancer before several
+"""
+    objective = f"objective: {_scalar(answers.objective)}" if answers.objective else "# objective: batch"
+    return f"""\
 pool:
   name: {_scalar(answers.pool)}    # your InferencePool; it names the queue, too
   namespace: {_scalar(answers.namespace)}
@@ -190,29 +322,60 @@ gateway:
   url: {_scalar(answers.gateway)}
   # An InferenceObjective with a negative priority: without one batch work competes with everybody.
   {objective}
+"""
 
-queue:
-  # Without a URL: a Valkey of our own beside the dispatcher, for one dispatcher. Passwords belong in
-  # the environment: BATCH_DISPATCHER__QUEUE__URL=redis://:secret@redis
-{queue}
-  # data_dir: ./batch-dispatcher-data    # of that Valkey, relative to this file
 
+def _signals(answers: Answers) -> str:
+    """Return the section `signals`."""
+    match answers.way:
+        case "servers":
+            return f"""\
+signals:
+  # How full the servers are, by the page of each: vLLM, SGLang (--enable-metrics) or TensorRT-LLM.
+  vllm:
+    urls: {json.dumps(answers.servers)}    # or service: the DNS name of a headless Service
+"""
+        case "prometheus":
+            return f"""\
+signals:
+  # How full the pool is, by the endpoint picker's series. Without a picker: docs/signals.md, own queries.
+  source: prometheus
+  prometheus:
+    url: {_scalar(answers.prometheus)}
+"""
+        case "fixed":
+            return """\
+signals:
+  # Nothing is read. The limit below holds whatever other users send: batch work yields to them only when
+  # the server refuses requests (429, or 503 as overloaded).
+  source: fixed
+"""
+    epp = f"urls: [{json.dumps(answers.epp)}]" if answers.epp else '# urls: ["http://127.0.0.1:9090"]'
+    return f"""\
 signals:
   # How full the pool is. In a cluster leave all of it out: the endpoint picker is found through the pool.
   epp:
     {epp}
-  # prometheus:
+  # prometheus:    # stands in while the picker's pages cannot be read
   #   url: http://prometheus:9090
-  # vllm:    # with neither: the model servers' own pages (vLLM, SGLang, TensorRT-LLM)
-  #   urls: ["http://127.0.0.1:8000"]    # or service: the DNS name of a headless Service
+"""
 
+
+def _budget(answers: Answers) -> str:
+    """Return the section `budget`."""
+    if answers.way == "fixed":
+        return f"""\
+budget:
+  max_in_flight: {answers.fixed_limit}    # requests in flight at most, of all dispatchers together
+"""
+    each = answers.per_endpoint
+    per_endpoint = f"per_endpoint: {each}" if each is not None else "# per_endpoint: 256"
+    default = "what the picker shows" if answers.in_pool else "it is searched for"
+    return f"""\
 budget:
   reserve: {answers.reserve:g}    # share of the capacity that batch work never takes; takes effect at once
-  # Requests that one model server runs at once (vLLM: --max-num-seqs). Default: what the picker shows.
+  # Requests that one model server runs at once (vLLM: --max-num-seqs). Default: {default}.
   {per_endpoint}
-
-# admin:
-#   port: 8080    # health, metrics, status and the page, on this machine alone
 """
 
 

@@ -39,6 +39,7 @@ from dispatcher.client.result import (
     TokenUsage,
 )
 from dispatcher.client.sequence import OpenSequence
+from dispatcher.core.streams import StreamRequest, StreamState, StreamStatus
 from dispatcher.core.turns import OnError, SequenceSeen, SequenceStatus, Turn
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ __all__ = [
     "SequenceIndexError",
     "SequenceSeen",
     "SequenceStatus",
+    "StreamRequest",
+    "StreamState",
+    "StreamStatus",
     "TokenUsage",
     "TooManyPendingError",
     "Turn",

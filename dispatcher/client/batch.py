@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
 import secrets
-import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -16,13 +13,15 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeVar
 from dispatcher.client.blocking import BlockingBatchClient
 from dispatcher.client.errors import NoResultError, QueueAwayError, TooManyPendingError
 from dispatcher.client.item import Body, Deadline, Handle, Item, Tokens, item_of, submission_of
-from dispatcher.client.mailbox import WAIT_S, Mailbox
+from dispatcher.client.mailbox import WAIT_S, Mailbox, check_name, whoami
+from dispatcher.client.named_stream import NamedStreams
 from dispatcher.client.outage import Outage
 from dispatcher.client.result import HookError, Result, called, of_error
 from dispatcher.client.sequence import CarryWord, OnErrorWord, OpenSequence, SequenceDoors, mapped
 from dispatcher.client.sequence_calls import SequenceCalls
 from dispatcher.client.stream import Items, streamed
 from dispatcher.client.submitter import SUBMITTED_MOST, Submitter
+from dispatcher.core.streams import StreamStatus
 from dispatcher.core.submission import QueueUnavailableError, Submission
 from dispatcher.core.turns import SequenceSeen, Turn
 from dispatcher.queue.keys import Names
@@ -41,13 +40,13 @@ Before = Callable[[Item], "Item | Awaitable[Item | None] | None"]
 After = Callable[[Item, Result], "Awaitable[None] | None"]
 
 CALLS_AT_ONCE = 2
-"""Beside the submitter's call and the reader's: so a client has four connections at the most."""
+"""Beside the submitter's call and the reader's: so a client has four connections at the most, and one more
+for each named stream that runs."""
 CLOSE_S = 5.0
 """What is pending when a client closes is cancelled within this, or not."""
 UNKNOWN_S = 2.0
 """What was neither in line nor kept for so long is not to come: on a Cluster results are under way for a
 moment."""
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _NO_STRINGS: Mapping[str, str] = {}
 
 
@@ -94,8 +93,8 @@ class BatchClient:
         retry_for: float | None = None,
         cancel_on_close: bool = True,
     ) -> None:
-        if name and not _NAME.fullmatch(name):
-            raise ValueError(f"name {name!r}: 1 to 64 letters, digits, dots, dashes and underscores")
+        if name:
+            check_name(name)
         if max_pending < 1:
             raise ValueError(f"max_pending {max_pending}: must be at least 1")
         queue = queue or f"batch:{{{pool}}}:requests"
@@ -110,18 +109,12 @@ class BatchClient:
         self._backend = Backend(redis, names)
         self._outage = Outage(retry_for, place_of(url))
         self._submitter = Submitter(self._backend, self._outage)
-        me = f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}" if name else ""
-        self._mailbox = Mailbox(
-            self._backend.scripts,
-            Scripts(redis, try_s=WAIT_S + 3.0),
-            Box(f"batch-results:{{{name or secrets.token_hex(8)}}}"),
-            self._outage,
-            self._backend.names,
-            me=me,
-        )
+        self._redis = redis
+        box = Box(f"batch-results:{{{name or secrets.token_hex(8)}}}")
+        self._mailbox = self._mailbox_at(box, whoami() if name else "")
         self._tokens = Tokens()
         self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
-        self._redis = redis
+        self._streams = NamedStreams(self._backend, self._mailbox_at, self._call, self._made)
         self._sequences = SequenceCalls(self._call, self._desk, self._tokens)
         self._doors = SequenceDoors(
             self.enqueue,
@@ -249,6 +242,7 @@ class BatchClient:
         *,
         max_pending: int = 1000,
         ordered: bool = False,
+        name: str = "",
     ) -> AsyncGenerator[Result, None]:
         """Submit all of these, never more than `max_pending` at a time, and yield their results as they come,
         or in the order of the items.
@@ -256,12 +250,43 @@ class BatchClient:
         Each item has exactly one result. What goes wrong with one alone is told by its result:
         INVALID_REQUEST, HOOK_FAILED, NO_RESULT. Raises QueueAwayError and NameInUseError. A result of a
         client with a name is given back when the next one is asked for.
+
+        `name`: the stream goes on where it was when it is run again under this name, after a crash, too. Each
+        item needs an `id`, by which it is known again. Results of items that earlier runs submitted come
+        first; items that were consumed are passed over. A result is consumed when the next one is asked for,
+        so that after a crash only the result that the program was at comes a second time. One process at a
+        time runs a stream of a name. A client with the hook `after` cannot run one.
         """
-        return self._stream(items, max_pending, ordered, self._mailbox.give_back)
+        most = min(max_pending, self._max_pending)
+        if name:
+            if self._after is not None:  # a run that goes on has results of items that nobody has any more
+                raise ValueError("a named stream cannot run in a client with the hook after")
+            return self._streams.run(name, items, most=most, ordered=ordered)
+
+        async def given(result: Result) -> None:
+            self._mailbox.give_back(result)
+
+        return self._stream(items, most, ordered, given)
+
+    async def stream_status(
+        self, name: str, *, consumed: bool = False, after: str = "", most: int = 1000
+    ) -> StreamStatus:
+        """What is noted of the stream of this name: counts, and a page of some `most` requests that are not
+        consumed, or that are. `after`: that of the page before."""
+        return await self._streams.status(name, after, most, consumed=consumed)
+
+    async def forget_stream(self, name: str) -> None:
+        """Cancel what is pending of the stream of this name, and remove its results and all that is noted, so
+        that it begins anew. Raises NameInUseError while a program runs it."""
+        await self._streams.forget(name)
 
     async def map(self, items: Items) -> list[Result]:
         """All their results, in the order of the items, each as `stream` tells it."""
-        stream = self._stream(items, self._max_pending, True, lambda result: None)
+
+        async def keep(result: Result) -> None:
+            """Give none back before all are there."""
+
+        stream = self._stream(items, self._max_pending, True, keep)
         results = [result async for result in stream]
         for result in results:
             self._mailbox.give_back(result)
@@ -357,6 +382,7 @@ class BatchClient:
         if self._closed:
             return
         self._closed = True
+        await self._streams.aclose()
         await self._submitter.aclose()
         for task in self._cancelling:
             task.cancel()
@@ -479,8 +505,12 @@ class BatchClient:
         async with self._calls:
             return await self._outage.borne(act, until)
 
+    def _mailbox_at(self, box: Box, me: str) -> Mailbox:
+        long = Scripts(self._redis, try_s=WAIT_S + 3.0)
+        return Mailbox(self._backend.scripts, long, box, self._outage, self._backend.names, me=me)
+
     def _stream(
-        self, items: Items, max_pending: int, ordered: bool, given: Callable[[Result], None]
+        self, items: Items, most: int, ordered: bool, given: Callable[[Result], Awaitable[None]]
     ) -> AsyncGenerator[Result, None]:
         async def enqueue(some: Sequence[Item | Body]) -> Sequence[Handle]:
             made = [
@@ -497,9 +527,7 @@ class BatchClient:
             except (HookError, NoResultError) as error:
                 return of_error(handle.id, error)
 
-        return streamed(
-            items, enqueue, take, given, most=min(max_pending, self._max_pending), ordered=ordered
-        )
+        return streamed(items, enqueue, take, given, most=most, ordered=ordered)
 
     def _forsake(self, handles: Iterable[Handle], submitted: asyncio.Future[None] | None = None) -> None:
         """Nobody awaits these any more: cancel them where nobody else can, once they are `submitted`: what is

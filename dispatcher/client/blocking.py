@@ -14,6 +14,7 @@ from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
 from dispatcher.client.sequence import OpenSequence
 from dispatcher.client.stream import Items
+from dispatcher.core.streams import StreamStatus
 from dispatcher.core.turns import SequenceSeen
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class AwaitedVerbs(Protocol):
     def result(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Result]: ...
     def submit(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, Result]: ...
     def stream(self, *arguments: Any, **options: Any) -> AsyncGenerator[Result, None]: ...
+    def stream_status(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, StreamStatus]: ...
+    def forget_stream(self, name: str) -> Coroutine[Any, Any, None]: ...
     def map(self, items: Items) -> Coroutine[Any, Any, list[Result]]: ...
     def run_file(self, *arguments: Any, **options: Any) -> Coroutine[Any, Any, FileProgress]: ...
     def cancel(self, handle: Handle | str) -> Coroutine[Any, Any, bool]: ...
@@ -87,16 +90,27 @@ class BlockingBatchClient:
         """Submit one request and await its result."""
         return self._run(self._client.submit(body, timeout=timeout, **options))
 
-    def stream(self, items: Items, *, max_pending: int = 1000, ordered: bool = False) -> Iterator[Result]:
-        """Submit all of these, and yield their results as they come, or in their order."""
+    def stream(
+        self, items: Items, *, max_pending: int = 1000, ordered: bool = False, name: str = ""
+    ) -> Iterator[Result]:
+        """Submit all of these, and yield their results as they come, or in their order. `name`: go on where
+        the stream of this name was."""
         source: _OpenStream[Result] = _OpenStream(
-            self._client.stream(items, max_pending=max_pending, ordered=ordered)
+            self._client.stream(items, max_pending=max_pending, ordered=ordered, name=name)
         )
         try:
             while (result := self._run(source.next())) is not _END:
                 yield result
         finally:
             self._run(source.aclose())
+
+    def stream_status(self, name: str, **options: Any) -> StreamStatus:
+        """What is noted of the stream of this name."""
+        return self._run(self._client.stream_status(name, **options))
+
+    def forget_stream(self, name: str) -> None:
+        """Have the stream of this name begin anew."""
+        self._run(self._client.forget_stream(name))
 
     def map(self, items: Items) -> list[Result]:
         """All their results, in the order of the items."""

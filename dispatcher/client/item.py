@@ -132,7 +132,7 @@ def submission_of(item: Item, token: str, *, queue: str, results: str) -> Submis
     deadline = int(now + seconds_from(item.deadline, now))
     score = score_of(deadline, item.priority)
     request_id = item.id or f"r-{secrets.token_hex(8)}"
-    body = _body(item.body)
+    body = body_of(item.body)
     try:
         with sending(queue, request_id, item.metadata) as metadata:
             member = encode_member(
@@ -181,7 +181,8 @@ def _no_number(value: Any, path: str = "") -> str | None:
     return next((each for each in told if each is not None), None)
 
 
-def _body(body: Body) -> bytes:
+def body_of(body: Body) -> bytes:
+    """The body as it goes to the gateway. Raises ValueError or TypeError for what is no JSON object."""
     if isinstance(body, Mapping):
         return encoded(body)
     if not isinstance(body, bytes | bytearray | memoryview):

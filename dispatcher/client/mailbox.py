@@ -11,6 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
+import secrets
+import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -32,8 +36,22 @@ WAIT_S = 5.0
 """One blocking wait takes at most this long; then another one follows."""
 OWNER_S = 15
 """A client that did not collect for so long has lost its name to the next one."""
+_LONG_S = 86_400.0
+"""The wait for a look into the list ends by that look, or by what it raises, and not by its time."""
 GRACE_S = 10.0
 """Past its deadline the dispatcher has answered a request by then, if there is one."""
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+def check_name(name: str) -> None:
+    """Raise ValueError for what cannot be the name of a client or of a stream."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"name {name!r}: 1 to 64 letters, digits, dots, dashes and underscores")
+
+
+def whoami() -> str:
+    """Return who takes results that others of the same name may take, too."""
+    return f"{socket.gethostname()}, process {os.getpid()}, {secrets.token_hex(4)}"
 
 
 class Mailbox:
@@ -59,6 +77,8 @@ class Mailbox:
         """For calls that may take WAIT_S."""
         self._outage = outage
         self._me = me
+        self.keeps_name = False
+        """The name is kept also while nobody awaits anything."""
         self._handles: WeakValueDictionary[str, Handle] = WeakValueDictionary()
         """By token."""
         self._pending: dict[str, tuple[str, int]] = {}
@@ -69,6 +89,8 @@ class Mailbox:
         self._swept_at = 0.0
         self._seen = 0
         self._settled = False
+        self._looks = self._settled_look = 0
+        """Looks into the list that have begun, and the last one that found it empty."""
         self._waiters: set[asyncio.Future[None]] = set()
         self._wake = asyncio.Event()
         self._changing: list[asyncio.Future[None]] = []
@@ -147,6 +169,18 @@ class Mailbox:
         self._changing.append(future)
         await self._awaited(future, time.monotonic() + within_s)
 
+    async def settle(self) -> None:
+        """Return when all results that are in the list now are known. Raises NameInUseError."""
+        wanted = self._looks + 1
+        while self._settled_look < wanted:
+            await self.change(_LONG_S)
+
+    async def scan(self) -> None:
+        """Take in all that is in the keep: what clients of this name before this one have left there."""
+        self._seen = await producer.last_kept(self._scripts, self.box)
+        async for number, raw in producer.kept(self._scripts, self.box):
+            self._came(number, raw)
+
     def give_back(self, result: Result) -> None:
         """Whoever awaited it has it."""
         if result.number:
@@ -217,7 +251,7 @@ class Mailbox:
         while True:
             try:
                 if rescan:
-                    await self._scan()
+                    await self.scan()
                     rescan = False
                 found = await self._collect()
                 if found.holder:
@@ -247,7 +281,8 @@ class Mailbox:
                 await self._outage.pause()
 
     async def _collect(self) -> producer.Collected:
-        giving_back = self._given_back[:5000]
+        self._looks += 1
+        look, giving_back = self._looks, self._given_back[:5000]
         found = await producer.collect(
             self._scripts,
             self.box,
@@ -265,6 +300,8 @@ class Mailbox:
             self._came(number, raw)
         self.reading = True
         self._settled = not found.results and not found.other
+        if self._settled:
+            self._settled_look = look
         self._changed()
         return found
 
@@ -272,7 +309,7 @@ class Mailbox:
         """Until there may be something to do."""
         if self._given_back:
             return
-        if not self._waiters and not self._pending:
+        if not self._waiters and not self._pending and not self.keeps_name:
             await self._called()
             return
         if not await producer.arrival(self._long, self.box, WAIT_S):
@@ -294,12 +331,6 @@ class Mailbox:
         """Until somebody awaits something."""
         self._wake.clear()
         await self._wake.wait()
-
-    async def _scan(self) -> None:
-        """What clients of this name before this one have left in the keep."""
-        self._seen = await producer.last_kept(self._scripts, self.box)
-        async for number, raw in producer.kept(self._scripts, self.box):
-            self._came(number, raw)
 
     async def _match(self, handle: Handle) -> None:
         """A handle made anew, of a request whose result lies in the keep."""

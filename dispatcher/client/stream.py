@@ -11,9 +11,11 @@ from collections.abc import (
     Awaitable,
     Callable,
     Iterable,
+    Iterator,
     Sequence,
 )
 from itertools import islice
+from typing import Any
 
 from dispatcher.client.item import Body, Handle, Item
 from dispatcher.client.result import Result
@@ -28,13 +30,15 @@ async def streamed(
     items: Items,
     enqueue: Callable[[Sequence[Item | Body]], Awaitable[Sequence[Handle]]],
     take: Callable[[Handle], Awaitable[Result]],
-    given: Callable[[Result], None],
+    given: Callable[[Result], Awaitable[None]],
     *,
     most: int,
     ordered: bool,
+    earlier: list[Handle] | None = None,
 ) -> AsyncGenerator[Result, None]:
     """`most`: so many are submitted and not `given` at any time; a result is given when the next one is asked
-    for.
+    for. `enqueue` returns a handle for each item that is to have a result. `earlier`: requests that were
+    submitted before; their results come first.
 
     What `items` or `enqueue` raises is raised after the results of those before it; what `take` raises, at
     once.
@@ -42,20 +46,29 @@ async def streamed(
     if most < 1:
         raise ValueError(f"max_pending {most}: must be at least 1")
     came: asyncio.Queue[asyncio.Task[Result] | None] = asyncio.Queue()
-    room = _Room(most)
+    earlier = earlier or []
+    room = _Room(most - len(earlier))
     under_way: set[asyncio.Task[Result]] = set()
+
+    def begin(handle: Handle) -> None:
+        task = asyncio.ensure_future(take(handle))
+        under_way.add(task)
+        task.add_done_callback(under_way.discard)
+        if ordered:
+            came.put_nowait(task)
+        else:
+            task.add_done_callback(came.put_nowait)
 
     async def feed() -> None:
         try:
+            for handle in earlier:
+                begin(handle)
+            earlier.clear()  # their results are not kept in memory once they were yielded
             async for some in _portions(items, room):
-                for handle in await enqueue(some):
-                    task = asyncio.ensure_future(take(handle))
-                    under_way.add(task)
-                    task.add_done_callback(under_way.discard)
-                    if ordered:
-                        came.put_nowait(task)
-                    else:
-                        task.add_done_callback(came.put_nowait)
+                handles = await enqueue(some)
+                room.give(len(some) - len(handles))
+                for handle in handles:
+                    begin(handle)
         finally:
             if under_way:
                 await asyncio.wait(under_way)
@@ -66,19 +79,27 @@ async def streamed(
         while (task := await came.get()) is not None:
             result = await task
             yield result
-            given(result)
-            room.give()
+            await given(result)
+            room.give(1)
         await feeder
     finally:
         tasks = [feeder, *under_way]
         for each in tasks:
             each.cancel()
         await asyncio.wait(tasks)
-        while not came.empty():
-            if (task := came.get_nowait()) is not None:
-                tasks.append(task)
-        for each in tasks:  # what they raised was raised, or nobody wants to know
-            _ = each.cancelled() or each.exception()
+        _forget_errors([*tasks, *_left_in(came)])
+
+
+def _left_in(came: asyncio.Queue[asyncio.Task[Result] | None]) -> Iterator[asyncio.Task[Result]]:
+    while not came.empty():
+        if (task := came.get_nowait()) is not None:
+            yield task
+
+
+def _forget_errors(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """What these raised was raised, or nobody wants to know."""
+    for each in tasks:
+        _ = each.cancelled() or each.exception()
 
 
 class _Room:
@@ -89,14 +110,14 @@ class _Room:
         self._freed = asyncio.Event()
 
     async def wait(self) -> int:
-        """How many are free, once one is."""
-        while not self.free:
+        """How many are free, once one is. Fewer than none are where more were submitted earlier."""
+        while self.free <= 0:
             self._freed.clear()
             await self._freed.wait()
         return self.free
 
-    def give(self) -> None:
-        self.free += 1
+    def give(self, count: int) -> None:
+        self.free += count
         self._freed.set()
 
 

@@ -80,7 +80,7 @@ _OF_A_BOX = re.compile(
     rf"{re.escape(OURS.removesuffix('*'))}.*:(?:{BOX_KEPT}|{BOX_OWNER})|.*:(?:{'|'.join(_OF_GO_CLIENTS)})",
     re.DOTALL,
 )
-_PASSING = ("reply", "posted", "active", "cancel", "sequences:cancelled")
+_PASSING = ("reply", "posted", "active", "cancel", "sequences:cancelled", "streams")
 """Keys that expire have more behind these."""
 _OF_A_QUEUE = re.compile(
     rf"batch:\{{[^{{}}]*\}}:requests|[^}}]*\}}.*:(?:{'|'.join(_SUFFIXES)})|[^}}]*\}}.*:(?:{'|'.join(_PASSING)}):.*",
@@ -204,6 +204,18 @@ class Names:
         """The result list of one request alone, where whoever knows the id finds its result."""
         text = f"{self.queue}\0{request_id}".encode(errors="surrogatepass")
         return f"{OURS.removesuffix('*')}{{{tag_of(self.queue)}}}:id:{hashlib.sha256(text).hexdigest()[:32]}"
+
+    def stream(self, name: str) -> tuple[str, str]:
+        """Return the keys with the requests of a named stream: those that are pending, and the consumed ones
+        (lua/streams.lua)."""
+        return f"{self.prefix}:streams:{name}:pending", f"{self.prefix}:streams:{name}:consumed"
+
+    def stream_results(self, name: str) -> str:
+        """Return the result list of a named stream.
+
+        It is in the slot of the queue's keys, so that one script can note a result as consumed and remove it.
+        """
+        return f"{OURS.removesuffix('*')}{self.prefix}:stream-{name}"
 
     def is_clients_own(self, name: str) -> bool:
         """The list of a client without a name, which nobody reads once that has ended."""

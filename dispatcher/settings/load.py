@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from dispatcher.core.duration import seconds_of
-from dispatcher.settings.model import AdminSettings, PoolSettings, Settings, named
-from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.model import AdminSettings, PoolSettings, Settings
+from dispatcher.settings.queue import QueueSettings, named
 from dispatcher.settings.reading import read_in_time, read_regular
 from dispatcher.settings.source import (
     ENVIRONMENT,
@@ -90,7 +90,7 @@ def load_client(
         admin = AdminSettings.model_validate(given.get("admin"))
     except ValidationError:
         return None, whole
-    return ClientSettings(pool, _beside(named(queue, pool), directory), admin), whole
+    return ClientSettings(pool, _beside(named(queue, pool.name), directory), admin), whole
 
 
 def read(path: Path | str | None) -> str | Problem:

@@ -20,7 +20,7 @@ from dispatcher.core.budget import Policy
 from dispatcher.core.headers import plain
 from dispatcher.settings.batching import BatchingSettings
 from dispatcher.settings.families import MODELS_MOST, Models, ModelSettings
-from dispatcher.settings.queue import QueueSettings
+from dispatcher.settings.queue import QueueSettings, named
 from dispatcher.settings.section import Section
 from dispatcher.settings.sequences import SequenceSettings
 from dispatcher.settings.serving import ServingSettings, observes, with_servers_of
@@ -279,16 +279,6 @@ class TracingSettings(Section):
     )
 
 
-def named(queue: QueueSettings, pool: PoolSettings) -> QueueSettings:
-    """With the names that derive from the pool's, which are not marked as set by the operator."""
-    values = {
-        **dict(queue),
-        "name": queue.name or f"batch:{{{pool.name}}}:requests",
-        "results": queue.results or f"batch:{{{pool.name}}}:results",
-    }
-    return QueueSettings.model_construct(_fields_set=queue.model_fields_set, **values)
-
-
 class Settings(Section, BaseSettings):
     """The whole configuration of one dispatcher."""
 
@@ -313,6 +303,14 @@ class Settings(Section, BaseSettings):
     admin: AdminSettings = AdminSettings()
     log: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
+
+    @field_validator("budget")
+    @classmethod
+    def _limited(cls, budget: BudgetSettings, info: ValidationInfo) -> BudgetSettings:
+        signals = info.data.get("signals", SignalsSettings())
+        if signals.source == "fixed" and budget.max_in_flight is None:
+            raise refuse("max_in_flight is required when signals.source is fixed: it is the limit")
+        return budget
 
     @field_validator("serving")
     @classmethod
@@ -365,7 +363,7 @@ class Settings(Section, BaseSettings):
     @model_validator(mode="after")
     def _name_the_queue(self) -> Self:
         # Once, before anybody else sees the object: frozen from here on.
-        object.__setattr__(self, "queue", named(self.queue, self.pool))
+        object.__setattr__(self, "queue", named(self.queue, self.pool.name))
         return self
 
     @property
@@ -380,14 +378,14 @@ class Settings(Section, BaseSettings):
 
     def policy(self, source: Source | None = None) -> Policy:
         """What the limiter needs, for readings from `source` (None: the configured one; `auto`: direct)."""
-        if source is None:
-            direct: Source = "vllm" if self.signals.vllm else "epp"
-            source = "prometheus" if self.signals.source == "prometheus" else direct
+        source = source or self.signals.preferred
         budget = self.budget
+        # Without readings nothing is known of the pool, so shares of its capacity mean nothing.
+        fixed = source == "fixed"
         return Policy(
-            reserve=budget.reserve,
-            upper=budget.upper,
-            max_sys=budget.max_sys,
+            reserve=0.0 if fixed else budget.reserve,
+            upper=None if fixed else budget.upper,
+            max_sys=budget.max_in_flight if fixed else budget.max_sys,
             per_endpoint=budget.per_endpoint,
             initial_per_endpoint=budget.initial_per_endpoint,
             max_in_flight=budget.max_in_flight,

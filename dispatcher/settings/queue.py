@@ -116,3 +116,14 @@ class QueueSettings(Section):
     def timeout_s(self) -> float:
         """Seconds of silence after which a dispatcher is taken for dead."""
         return min(OWNER_TIMEOUT_S, self.lease_s) if self.owner_timeout_s is None else self.owner_timeout_s
+
+
+def named(queue: QueueSettings, pool: str) -> QueueSettings:
+    """Return the settings with the names that derive from the pool's, which are not marked as set by the
+    operator."""
+    values = {
+        **dict(queue),
+        "name": queue.name or f"batch:{{{pool}}}:requests",
+        "results": queue.results or f"batch:{{{pool}}}:results",
+    }
+    return QueueSettings.model_construct(_fields_set=queue.model_fields_set, **values)

@@ -10,8 +10,8 @@ from dispatcher.settings.section import Section
 from dispatcher.settings.tls import TlsSettings
 from dispatcher.settings.values import Headers, HttpUrl, SecretUrl, Text, mask_headers, refuse
 
-Source = Literal["epp", "prometheus", "vllm"]
-MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0, "vllm": 10.0}
+Source = Literal["epp", "prometheus", "vllm", "fixed"]
+MAX_AGE_S: dict[Source, float] = {"epp": 10.0, "prometheus": 60.0, "vllm": 10.0, "fixed": 10.0}
 
 
 class PrometheusSettings(Section):
@@ -93,11 +93,12 @@ class VllmSettings(Section):
 class SignalsSettings(Section):
     """How it is known how full the pool is."""
 
-    source: Literal["auto", "prometheus", "epp", "vllm"] = Field(
+    source: Literal["auto", "prometheus", "epp", "vllm", "fixed"] = Field(
         "auto",
         description="`epp`: direct scrape of the endpoint picker. `prometheus`. `vllm`: the model servers "
         "themselves. `auto`: `vllm` where `signals.vllm` says where they are, else `epp` with Prometheus as "
-        "its stand-in.",
+        "its stand-in. `fixed`: nothing is read, and `budget.max_in_flight`, which is required then, is the "
+        "limit, with nothing else of `budget` but `overload_backoff`: it does not follow other users' load.",
     )
     interval_s: float = Field(1.0, ge=0.05, le=3600, description="Seconds between readings.")
     max_age_s: float | None = Field(
@@ -111,7 +112,8 @@ class SignalsSettings(Section):
         description="`saturation`: the EPP's pool saturation and queue. `requests`: running and waiting "
         "requests, counted. `both`: the smaller limit wins. `auto`: both, unless the EPP's pages show "
         "that its saturation counts requests; then saturation alone. The default detector can read near 0 "
-        "while every slot is taken: `saturation` alone suits the concurrency detector only.",
+        "while every slot is taken: `saturation` alone suits the concurrency detector only. With `source: "
+        "fixed` only `auto`.",
     )
     prometheus: PrometheusSettings = PrometheusSettings()
     epp: EppSettings = EppSettings()
@@ -126,6 +128,13 @@ class SignalsSettings(Section):
                 f"must be at least two intervals ({2 * interval_s:g} s), or every other reading is stale"
             )
         return max_age_s
+
+    @field_validator("use")
+    @classmethod
+    def _measured(cls, use: str, info: ValidationInfo) -> str:
+        if info.data.get("source") == "fixed" and use != "auto":
+            raise refuse(f"is {use}, and signals.source is fixed, which measures nothing: it must be auto")
+        return use
 
     @field_validator("prometheus")
     @classmethod
@@ -142,7 +151,7 @@ class SignalsSettings(Section):
             raise refuse("urls or service is required when signals.source is vllm")
         if not vllm:
             return vllm
-        if source in ("epp", "prometheus"):
+        if source in ("epp", "prometheus", "fixed"):
             raise refuse(
                 f"says where model servers are, and signals.source is {source}: it must be vllm or auto"
             )
@@ -153,9 +162,25 @@ class SignalsSettings(Section):
         return vllm
 
     @property
+    def preferred(self) -> Source:
+        """The source that is followed while it can be read."""
+        if self.source in ("prometheus", "fixed"):
+            return self.source
+        return "vllm" if self.vllm else "epp"
+
+    @property
+    def watches_pool(self) -> bool:
+        """Whether the InferencePool is watched in Kubernetes.
+
+        Model servers that the settings name, and a server behind a fixed limit, are in no InferencePool, and
+        a pool that does not exist would close the gate.
+        """
+        return not self.vllm and self.source != "fixed"
+
+    @property
     def direct(self) -> EppSettings | VllmSettings | None:
-        """Whose pages are scraped; None: Prometheus alone is asked."""
-        if self.source == "prometheus":
+        """Whose pages are scraped; None: Prometheus alone is asked, or nobody."""
+        if self.source in ("prometheus", "fixed"):
             return None
         return self.vllm or self.epp
 

@@ -50,8 +50,11 @@ _BY_REASON = "vllm:num_requests_waiting_by_reason"
 """Series of newer versions of vLLM with the waiting requests by reason. Requests with the reason `capacity`
 wait because the server is full; those with `deferred` wait for a grammar, a remote KV cache or a LoRA
 adapter."""
+_GRAMMAR = "sglang:num_grammar_queue_reqs"
+"""Requests that SGLang counts neither as running nor as waiting, because their grammar is not ready."""
 _PAGE = Sought(
-    frozenset(name for kind in ModelServer for names in kind.value for name in names) | {_SWAPPED, _BY_REASON}
+    frozenset(name for kind in ModelServer for names in kind.value for name in names)
+    | {_SWAPPED, _BY_REASON, _GRAMMAR}
 )
 _RANKS = ("tp_rank", "pp_rank")
 """Of the processes that serve the same requests together (SGLang may show each): the first one's count."""
@@ -114,10 +117,14 @@ def _served(target: ScrapeTarget, page: Page, opened_at: float, closed_at: float
         if not running or not waiting:
             missing = kind.value[1 if running else 0][0]
             return unread(target, f"{missing} is not there", "a model server that shows both")
-        swapped = _of(page.samples, (_SWAPPED,)) if kind is ModelServer.VLLM else []
         used = largest(kv_cache) if kv_cache else None
-        queued = total([*waiting, *swapped])
-        deferred = _deferred(page.samples, total(waiting)) if kind is ModelServer.VLLM else 0.0
+        queued, deferred = total(waiting), 0.0
+        if kind is ModelServer.VLLM:
+            deferred = _deferred(page.samples, queued)
+            queued = total([queued, *_of(page.samples, (_SWAPPED,))])
+        elif kind is ModelServer.SGLANG:
+            deferred = total(_of(page.samples, (_GRAMMAR,)))
+            queued = total([queued, deferred])
         return _ServerPage(opened_at, closed_at, total(running), queued, deferred, used, _limit(limits))
     return unread(
         target,
@@ -132,7 +139,10 @@ def _of(samples: Sequence[Sample], names: Sequence[str]) -> list[float]:
         values = [
             sample.value
             for sample in samples
-            if sample.name == name and all(sample.labels.get(rank, "0") == "0" for rank in _RANKS)
+            if sample.name == name
+            and all(sample.labels.get(rank, "0") == "0" for rank in _RANKS)
+            # With priority scheduling SGLang shows the total under an empty priority, and parts of it beside.
+            and not sample.labels.get("priority")
         ]
         if values:
             return values

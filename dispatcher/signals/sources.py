@@ -6,6 +6,7 @@ from pathlib import Path
 
 from dispatcher.settings import Settings, TlsSettings
 from dispatcher.signals.epp import SERVICE_ACCOUNT_TOKEN, EppSource
+from dispatcher.signals.fixed import FixedSource
 from dispatcher.signals.poller import Source
 from dispatcher.signals.prometheus import PrometheusSource
 from dispatcher.signals.scrape import Targets
@@ -25,6 +26,8 @@ def sources(settings: Settings) -> tuple[Source, ...]:
     """
     chosen = settings.signals.source
     timeout_s = TIMEOUT_SHARE * max(settings.signals.interval_s, 1.0)
+    if chosen == "fixed":
+        return (FixedSource(),)
     if settings.signals.vllm:
         return (_servers(settings, timeout_s),)
     made: list[Source] = []

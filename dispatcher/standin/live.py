@@ -39,6 +39,7 @@ from dispatcher.standin.serving import Adapter, ModelServers, Roll, parse_models
 from dispatcher.standin.shapes import parse_steps
 from dispatcher.standin.trace import TraceError, load
 from dispatcher.standin.traffic import Realtime
+from dispatcher.standin.vllm import Engine
 from dispatcher.standin.wire import Exchange, Server
 
 __all__ = ["Adapter", "Answer", "Config", "Control", "Fault", "LiveWorld", "LogEntry", "Roll", "main"]
@@ -120,6 +121,9 @@ class Config(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             "which refuses connections while it is gone."
         ),
     ] = False
+    engine: Annotated[Engine, Meta(description="As which kind of server each model server shows itself.")] = (
+        "vllm"
+    )
     lag_s: Annotated[float, Meta(description="The page tells the state of so many seconds ago.")] = 0.0
     look_s: Annotated[
         float,
@@ -248,6 +252,7 @@ class LiveWorld:
             kv_at_full=config.kv_at_full,
             token=config.metrics_token,
             apart=config.apart,
+            engine=config.engine,
         )
         self.gateway.subset_header = config.subset_header.lower()
         self.gateway.labels = lambda: self.ports.addresses

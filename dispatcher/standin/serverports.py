@@ -23,6 +23,7 @@ from dispatcher.standin.gateway import Gateway
 from dispatcher.standin.picker import Picker
 from dispatcher.standin.pool import Pool
 from dispatcher.standin.serving import ModelServers
+from dispatcher.standin.vllm import Engine
 from dispatcher.standin.vllm import page as server_page
 from dispatcher.standin.wire import Exchange, Server
 
@@ -43,6 +44,7 @@ class ServerPorts:
         kv_at_full: float,
         token: str,
         apart: bool,
+        engine: Engine,
     ) -> None:
         self.scraped_at: deque[float] = deque(maxlen=10_000)
         """When the newest pages were handed out."""
@@ -53,6 +55,7 @@ class ServerPorts:
         self._kv_at_full = kv_at_full
         self._token = token
         self._apart = apart
+        self._engine = engine
         self._own: dict[int, Server] = {}
         """By the server's number; each keeps its address for as long as the world is there."""
         self._listening: set[int] = set()
@@ -117,6 +120,7 @@ class ServerPorts:
                 place,
                 len(present),
                 kv_at_full=self._kv_at_full,
+                engine=self._engine,
                 adapters=self._servers.adapters(number),
             )
             for place, number in enumerate(present)

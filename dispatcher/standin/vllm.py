@@ -1,11 +1,22 @@
-"""What one model server shows of itself on its /metrics page, under vLLM's names: always of now."""
+"""What one model server shows of itself on its /metrics page, as vLLM or SGLang does: always of now."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from dispatcher.standin.pool import Pool
+
+Engine = Literal["vllm", "sglang"]
+_GAUGES: dict[Engine, tuple[str, str, str]] = {
+    "vllm": ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+    "sglang": ("num_running_reqs", "num_queue_reqs", "token_usage"),
+}
+_LABELS: dict[Engine, str] = {
+    "vllm": 'engine="0",model_name="m"',
+    "sglang": 'engine_type="unified",model_name="m",pp_rank="0",tp_rank="0"',
+}
 
 
 def page(
@@ -14,6 +25,7 @@ def page(
     servers: int,
     *,
     kv_at_full: float,
+    engine: Engine = "vllm",
     adapters: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> bytes:
     """The page of the server with this number, from 0 on; the pool's requests are spread evenly over all.
@@ -27,14 +39,14 @@ def page(
     running = share(pool.running)
     used = min(1.0, kv_at_full * running * servers / pool.slots) if pool.slots else 1.0
     gauges = (
-        ("num_requests_running", "Number of requests in model execution batches.", running),
-        ("num_requests_waiting", "Number of requests waiting to be processed.", share(pool.waiting_inside)),
-        ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", used),
+        ("Number of requests in model execution batches.", running),
+        ("Number of requests waiting to be processed.", share(pool.waiting_inside)),
+        ("KV-cache usage. 1 means 100 percent usage.", used),
     )
     shown = "".join(
-        f"# HELP vllm:{name} {text}\n# TYPE vllm:{name} gauge\n"
-        f'vllm:{name}{{engine="0",model_name="m"}} {float(value)!r}\n'
-        for name, text, value in gauges
+        f"# HELP {engine}:{name} {text}\n# TYPE {engine}:{name} gauge\n"
+        f"{engine}:{name}{{{_LABELS[engine]}}} {float(value)!r}\n"
+        for name, (text, value) in zip(_GAUGES[engine], gauges, strict=True)
     )
     if adapters is not None:
         runs, waits = (",".join(names) for names in adapters)

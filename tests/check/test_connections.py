@@ -74,6 +74,18 @@ async def gateway(answer: bytes, tls: ssl.SSLContext | None = None) -> AsyncIter
         yield standing
 
 
+async def test_a_fixed_limit_is_told_with_what_it_does_not_see(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")  # no InferencePool is looked for there
+    told = await found(tmp_path, signals={"source": "fixed"}, budget={"max_in_flight": 16})
+    finding = about(told, "signals.source")
+    assert (finding.level, "up to 16 requests" in finding.what) == ("warning", True)
+    assert [each.where for each in told if each.where.startswith(("signals", "kubernetes"))] == [
+        "signals.source"
+    ]
+
+
 @pytest.mark.parametrize(
     ("answer", "level", "what", "hint"),
     [

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from dispatcher.check.probe import payload_for
+from dispatcher.check.probe import ProbePlan, measure, payload_for
 from dispatcher.check.ramp import LOOK_S, READINGS, SUGGESTED_S, PoolSample, ProbeEnd, Ramp, counts_of
 from dispatcher.core.budget import Reading, Signal
+from dispatcher.settings import Settings, parse
 from tests.warm import warm_run
 
 MOST = 100
@@ -44,6 +45,14 @@ def ramp() -> Ramp:
     made.sent = 1
     assert made.may_send
     return made
+
+
+async def test_probe_sends_nothing_where_nothing_shows_what_runs() -> None:
+    text = "gateway: {url: 'http://127.0.0.1:1'}\nsignals: {source: fixed}\nbudget: {max_in_flight: 4}\n"
+    settings = parse(text, {})
+    assert isinstance(settings, Settings)
+    finding = await measure(settings, ProbePlan("m"))
+    assert (finding.level, "signals.source is fixed" in finding.what) == ("failed", True)
 
 
 def test_probe_watches_the_pool_before_it_sends() -> None:

@@ -32,6 +32,21 @@ def test_rules_of_batching_that_can_count_are_no_doubt(text: str) -> None:
     assert told(text) == []
 
 
+@pytest.mark.parametrize(
+    ("signals", "doubted"),
+    [
+        ("{}", True),
+        ("{vllm: {urls: ['http://a']}}", False),
+        ("{source: fixed}", False),
+    ],
+)
+def test_a_missing_objective_is_a_doubt_only_in_an_inference_pool(signals: str, *, doubted: bool) -> None:
+    text = f"gateway: {{url: http://gw}}\nbudget: {{max_in_flight: 4}}\nsignals: {signals}\n"
+    settings = parse(text, {})
+    assert isinstance(settings, Settings)
+    assert [finding.where for finding in doubts(settings)] == ["gateway.objective"] * doubted
+
+
 def test_a_path_that_is_not_allowed_is_told_and_one_that_an_earlier_rule_has() -> None:
     first = "{paths: [/other/rerank, /v1/rerank]}"
     rules = f"[{first}, {{paths: ['/v1/*'], shape: predict}}, {{paths: [/v1/embeddings]}}]"

@@ -122,7 +122,7 @@ ROWS = {
     "init": Row(
         happy=("--output", "{folder}/new.yaml", "--gateway", "http://gw"),
         wrong=((), ("--gateway", "http://gw", "--reserve", "2"), ("--gateway", "no url")),
-        fields={"": {"written", "pool", "gateway"}},
+        fields={"": {"written", "pool", "gateway", "way"}},
         asks=False,
     ),
     "check": Row(
@@ -226,6 +226,20 @@ ROWS = {
     ),
     "sequences forget": Row(
         happy=("chat-8",), empty=1, wrong=((), ("a", "b")), fields={"": {"id", "forgotten", "why"}}
+    ),
+    "streams show": Row(
+        happy=("nightly",),
+        also=(("nightly", "--consumed"),),
+        empty=1,
+        wrong=((), ("a", "b"), ("a b",), ("nightly", "-n", "0")),
+        fields={
+            "": {"name", "unconsumed", "consumed", "kept", "requests"},
+            "requests": {"id", "state", "deadline"},
+        },
+        table=True,
+    ),
+    "streams forget": Row(
+        happy=("nightly",), empty=1, wrong=((), ("a", "b"), ("a:kept",)), fields={"": {"name", "forgotten"}}
     ),
     "models list": Row(wrong=(("--nonsense",), ("qwen",)), fields={"": MODEL}, table=True),
     "models show": Row(happy=("qwen",), empty=1, wrong=((), ("a", "b")), fields={"": MODEL}),
@@ -348,6 +362,9 @@ async def furnish(place: Place) -> None:
         client.lpush(NAMES.results, answered("shared", 200, b'{"text": "hello"}'))
         for name in ("answered", "dead"):
             client.lpush(NAMES.answers(name), answered(name, 200, b'{"text": "hello"}'))
+        pending, consumed = NAMES.stream("nightly")
+        client.hset(pending, "row-1", f"token {LATER} digest")
+        client.hset(consumed, "row-2", "digest")
     async with queues(place.server.url, "owner", names=NAMES) as (queue,):
         await furnish_sequence(queue)
         await queue.submit([Submission(encode_member("early", b'{"model": "qwen"}', LATER), LATER)])

@@ -10,13 +10,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dispatcher.cli.init import Answers, written
+from dispatcher.cli.init import Answers, Way, written
 from dispatcher.cli.kubectl import FoundPool, pool_of
 from dispatcher.settings import Settings, parse
 from tests.warm import warm_run
@@ -82,6 +82,13 @@ def test_nothing_is_overwritten(init: Init, tmp_path: Path) -> None:
         (["--gateway", "http://gw", "--queue-url", "http://h"], "--queue-url (queue.url)"),
         (["--gateway", "http://gw", "--pool", "a b"], "--pool (pool.name)"),
         (["--gateway", "http://gw", "--reserve", "2"], "--reserve"),
+        (["--server", "a:8000"], "--gateway (gateway.url): must begin with"),
+        (["--server", "http://a", "--server", "b"], "give --gateway"),
+        (["--gateway", "http://gw", "--server", "http://a", "--server", "http://a/"], "--server"),
+        (["--gateway", "http://gw", "--prometheus", "p"], "--prometheus (signals.prometheus.url)"),
+        (["--gateway", "http://gw", "--fixed-limit", "0"], "--fixed-limit"),
+        (["--server", "http://a", "--fixed-limit", "4"], "give one of --epp"),
+        (["--from-cluster", "--prometheus", "http://p"], "give one of --epp"),
     ],
 )
 def test_a_wrong_answer_is_named_and_nothing_is_written(
@@ -93,9 +100,8 @@ def test_a_wrong_answer_is_named_and_nothing_is_written(
     assert not (tmp_path / "config.yaml").exists()
 
 
-def test_on_a_terminal_what_is_no_url_is_asked_for_again_at_once(init: Init, tmp_path: Path) -> None:
-    """After the last question all answers would be lost."""
-    answers = "qwen", "gw:8000", "http://gw:8000", "batch", "", "picker:9090", "http://picker:9090"
+def asked(tmp_path: Path, *answers: str) -> Settings:
+    """Run `init` on a terminal, give these answers, and return the settings that it wrote."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.execvp(sys.executable, [sys.executable, "-m", "dispatcher", "init"])
@@ -106,8 +112,38 @@ def test_on_a_terminal_what_is_no_url_is_asked_for_again_at_once(init: Init, tmp
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     found = parse((tmp_path / "config.yaml").read_text(), {})
     assert isinstance(found, Settings)
+    return found
+
+
+def test_on_a_terminal_what_is_no_url_is_asked_for_again_at_once(init: Init, tmp_path: Path) -> None:
+    """After the last question all answers would be lost."""
+    answers = "qwen", "gw:8000", "http://gw:8000", "batch", "", "picker:9090", "http://picker:9090"
+    found = asked(tmp_path, "", *answers)
     assert found.gateway.url.reveal() == "http://gw:8000"
     assert [each.reveal() for each in found.signals.epp.urls] == ["http://picker:9090"]
+
+
+def test_on_a_terminal_plain_servers_are_asked_for(init: Init, tmp_path: Path) -> None:
+    servers = "http://a:8000 b", "http://a:8000 http://b:8000"
+    found = asked(tmp_path, "vllm", "servers", "qwen", *servers, "http://balancer", "", "many", "256")
+    assert [each.reveal() for each in found.signals.vllm.urls] == ["http://a:8000", "http://b:8000"]
+    assert (found.gateway.url.reveal(), found.budget.per_endpoint) == ("http://balancer", 256)
+
+
+def test_on_a_terminal_one_plain_server_is_the_gateway_too(init: Init, tmp_path: Path) -> None:
+    found = asked(tmp_path, "servers", "qwen", "http://a:8000", "", "")
+    assert (found.gateway.url.reveal(), found.budget.per_endpoint) == ("http://a:8000", None)
+
+
+def test_on_a_terminal_prometheus_is_asked_for(init: Init, tmp_path: Path) -> None:
+    found = asked(tmp_path, "prometheus", "qwen", "http://gw", "batch", "", "http://prometheus:9090")
+    assert (found.signals.source, found.gateway.objective) == ("prometheus", "batch")
+    assert found.signals.prometheus.url.reveal() == "http://prometheus:9090"
+
+
+def test_on_a_terminal_a_fixed_limit_is_asked_for(init: Init, tmp_path: Path) -> None:
+    found = asked(tmp_path, "fixed", "qwen", "http://gw", "", "0", "16")
+    assert (found.signals.source, found.budget.max_in_flight) == ("fixed", 16)
 
 
 def test_a_password_stays_out_of_the_file(init: Init, tmp_path: Path) -> None:
@@ -119,15 +155,33 @@ def test_a_password_stays_out_of_the_file(init: Init, tmp_path: Path) -> None:
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=40)
 
 
-@given(TEXT, TEXT, TEXT, TEXT)
-def test_no_answer_can_say_more_than_its_own_value(pool: str, gateway: str, objective: str, epp: str) -> None:
+@given(st.sampled_from(get_args(Way)), TEXT, TEXT, TEXT, TEXT)
+def test_no_answer_can_say_more_than_its_own_value(
+    way: Way, pool: str, gateway: str, objective: str, url: str
+) -> None:
     """What is no URL or name is refused, and what is taken stands where it was given."""
-    given_ = Answers(f"http://{gateway}", pool=pool, objective=objective, epp=f"http://{epp}")
+    url = f"http://{url}"
+    given_ = Answers(
+        f"http://{gateway}",
+        pool=pool,
+        objective=objective,
+        way=way,
+        epp=url,
+        servers=(url,),
+        prometheus=url,
+        fixed_limit=4,
+    )
     found = parse(written(given_), {})
     if isinstance(found, Settings):
         assert found.gateway.url.reveal() == given_.gateway
-        assert (found.pool.name, found.gateway.objective) == (pool, objective)
-        assert len(found.signals.epp.urls) == 1
+        assert (found.pool.name, found.gateway.objective) == (pool, objective if given_.in_pool else "")
+        signals = found.signals
+        named = [
+            *signals.epp.urls,
+            *signals.vllm.urls,
+            *([signals.prometheus.url] if signals.prometheus.url else []),
+        ]
+        assert [each.reveal() for each in named] == ([] if way == "fixed" else [url])
         assert found.budget.reserve == 0.05
 
 

@@ -37,6 +37,8 @@ FRAGMENTS = {
     "line",
     "markers",
     "models",
+    "room",
+    "streams",
     "need",
     "results",
     "rights",
@@ -104,7 +106,7 @@ async def test_listed_keys_are_the_keys_there_are(queue: OwnerAndDesk, client: r
     assert set(own) == {*QWEN.keys, *QWEN.board, QWEN.sequence_secret}
     passing = [key.partition("<")[0] for key in listed if key.startswith(f"{QWEN.prefix}:") and "<" in key]
     cancels = {f"{QWEN.prefix}:cancel:", f"{QWEN.prefix}:sequences:cancelled:"}
-    assert set(passing) == {QWEN.reply(""), QWEN.active(""), *cancels}
+    assert set(passing) == {QWEN.reply(""), QWEN.active(""), f"{QWEN.prefix}:streams:", *cancels}
 
     await queue.submit([submission(f"r-{number}", token="t") for number in range(8)])
     assert await queue.cancel("r-7", "t")

@@ -14,7 +14,7 @@ import pytest
 import redis
 from redis.exceptions import NoPermissionError
 
-from dispatcher.client import BatchClient, NoResultError, QueueAwayError
+from dispatcher.client import BatchClient, Item, NoResultError, QueueAwayError
 from dispatcher.core.request import Request, parse
 from dispatcher.core.result import answered
 from dispatcher.ports import (
@@ -119,7 +119,7 @@ def test_each_step_asks_for_all_that_any_step_runs() -> None:
     assert set(asked) == {name for step in steps for name in called(step)}
 
 
-@pytest.mark.parametrize("script", ["submit", "requeue", "cancel", "dead", "push"])
+@pytest.mark.parametrize("script", ["submit", "enlist", "consume", "requeue", "cancel", "dead", "push"])
 def test_every_other_script_that_writes_asks_before_it_does(script: str) -> None:
     before, asked, after = re.split(
         r"^need\((.*)\)$", (LUA / f"{script}.lua").read_text(encoding="utf-8"), flags=re.MULTILINE
@@ -127,6 +127,7 @@ def test_every_other_script_that_writes_asks_before_it_does(script: str) -> None
     assert not set(re.findall(r"call\('([A-Z]+)'", before)) & WRITES
     forget = {"HDEL"} if "forget(" in after else set()  # of common.lua
     forget |= {"SET", "GETRANGE", "DEL"} if "mark(" in after else set()  # of markers.lua
+    forget |= {"TTL", "EXPIRE"} if "keep_stream(" in after else set()  # of streams.lua
     needs = set(re.findall(r"call\('([A-Z]+)'", after)) - {"PUBLISH"}  # nobody misses a wake-up
     assert needs | forget == set(re.findall(r"'([A-Z]+)'", asked))
 
@@ -298,6 +299,13 @@ async def test_an_operator_can_do_all_that_the_client_and_the_command_line_do(
         async with BatchClient(url, pool="qwen", name="nightly") as nightly:
             with pytest.raises(NoResultError):
                 await nightly.result("never-submitted", timeout=0.1)
+            stream = nightly.stream([Item({"prompt": "hi"}, id="r-1")], name="nightly")
+            waiting = asyncio.create_task(anext(stream))
+            await wait_until(lambda: admin.exists(QWEN.stream("nightly")[0]))
+            waiting.cancel()
+            await asyncio.wait([waiting])
+            assert (await nightly.stream_status("nightly")).unconsumed == 1
+            await nightly.forget_stream("nightly")
         oldest, _ = await desk.read_results(QWEN.results, 9)
         assert await desk.take_result(QWEN.results, oldest)
     await desk.aclose()

@@ -156,6 +156,28 @@ SGLANG_LIMITED = SGLANG + "".join(
 )
 
 
+def sglang_gauge(name: str, value: float, priority: str = "") -> str:
+    """Return a line of SGLang's page as a version with priority scheduling writes it."""
+    return f'sglang:{name}{{model_name="m",pp_rank="0",priority="{priority}",tp_rank="0"}} {value}\n'
+
+
+async def test_sglangs_parts_by_priority_are_not_added_to_their_total() -> None:
+    page = "".join(
+        sglang_gauge(name, value, priority)
+        for name, values in {"num_running_reqs": (6, 4, 2), "num_queue_reqs": (3, 0, 3)}.items()
+        for value, priority in zip(values, ("", "0", "10"), strict=True)
+    )
+    view = await view_of(page)
+    assert (view.running, view.waiting) == (6, 3)
+
+
+async def test_requests_that_wait_for_a_grammar_in_sglang_are_load_but_no_sign_of_a_full_server() -> None:
+    page = SGLANG + sglang_gauge("num_grammar_queue_reqs", 2)
+    (reading,) = judge([await view_of(page)], "auto", Policy(per_endpoint=32), "vllm").readings
+    assert reading.load == pytest.approx(6 + 1 + 2)
+    assert reading.waiting == 1
+
+
 async def test_limits_that_all_servers_show_are_the_capacity() -> None:
     """The limits of engines add up, and of the ranks of one engine the first counts, as for what runs."""
     view = await view_of(limited(128, 64), SGLANG_LIMITED)

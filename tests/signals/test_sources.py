@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 
+from dispatcher.core.budget import assess
+from dispatcher.core.poll import Unread
 from dispatcher.settings import Settings
+from dispatcher.settings.model import BudgetSettings
 from dispatcher.signals.sources import sources
+from dispatcher.signals.verdict import judge
 
 
 def settings(**signals: Any) -> Settings:
     return Settings.model_validate(
-        {"pool": {"name": "qwen"}, "gateway": {"url": "http://gateway"}, "signals": signals}
+        {
+            "pool": {"name": "qwen"},
+            "gateway": {"url": "http://gateway"},
+            "signals": signals,
+            "budget": {"max_in_flight": 16},
+        }
     )
 
 
@@ -24,10 +33,25 @@ def settings(**signals: Any) -> Settings:
         ({"source": "epp", "prometheus": {"url": "http://p"}}, ["epp"]),
         ({"prometheus": {"url": "http://p"}}, ["epp", "prometheus"]),
         ({"source": "prometheus", "prometheus": {"url": "http://p"}}, ["prometheus"]),
+        ({"source": "fixed"}, ["fixed"]),
     ],
 )
 def test_the_settings_say_which_sources_and_which_first(signals: dict[str, Any], names: list[str]) -> None:
     assert [source.name for source in sources(settings(**signals))] == names
+
+
+async def test_a_fixed_limit_is_all_of_an_empty_pool_whatever_else_the_budget_says() -> None:
+    given = settings(source="fixed")
+    given = given.model_copy(
+        update={"budget": BudgetSettings(max_in_flight=16, reserve=0.5, upper=0.5, max_sys=4)}
+    )
+    (source,) = sources(given)
+    seen = await source.poll()
+    assert not isinstance(seen, Unread)
+    policy = given.policy()
+    (reading,) = judge(seen, given.signals.use, policy, source.name).readings
+    budget = assess(reading, policy)
+    assert (budget.fault, budget.headroom, policy.most(budget.max_sys)) == (None, 16, 16)
 
 
 def test_a_missing_authority_file_is_an_error_of_the_operating_system(tmp_path: Path) -> None:

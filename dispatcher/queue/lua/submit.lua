@@ -8,12 +8,7 @@
 local REPLY = KEYS[OWN + 1]
 local recorded = call('GET', REPLY)
 if recorded then return tonumber(recorded) end
--- Each sweep of a dispatcher writes queue.max_pending here. Producers that call ZADD themselves are not limited.
-local most, there = tonumber(call('HGET', CONTROL, 'max_pending:' .. PENDING) or 0), call('ZCARD', DELAYED)
-for _, set in ipairs(WAITING) do there = there + call('ZCARD', set) end
-if most > 0 and there + tonumber(ARGV[3]) > most then
-  error({err = 'QUEUEFULL ' .. there .. ' requests wait, and queue.max_pending is ' .. string.format('%.0f', most)})
-end
+refuse_if_full(tonumber(ARGV[3]))
 need('ZADD', 'SET', 'GETRANGE', 'DEL')
 local added, chunk, last, now = 0, 2000, 3 + 2 * tonumber(ARGV[3]), clock()
 for at = 4, last, chunk do

@@ -48,7 +48,10 @@ _FRAGMENTS = {
     "sweep": (*_STEP, "markers", "sequences", "models"),
     "line_up": (*_STEP, "sequences"),
     "sequence": (*_DESK, "sequences"),
-    "submit": (*_DESK, "markers"),
+    "submit": (*_DESK, "markers", "room"),
+    "enlist": (*_DESK, "markers", "room", "streams"),
+    "stream": (*_DESK, "markers", "streams"),
+    "consume": ("need", "streams"),
     "requeue": (*_DESK, "markers"),
     "cancel": (*_DESK, "markers"),
     "cancelled": (*_DESK, "markers"),
@@ -86,6 +89,7 @@ _REFUSALS = {
     "NOPERM": "does not permit this user what the queue needs (docs/security.md, `batch-dispatcher check`)",
     "BUSY": "is busy with a script that does not end",
     "QUEUEFULL": "has a queue that takes no more requests now",
+    "STREAMFULL": "has a stream that takes no more requests",
     "WRONGKEY": "holds something else under one of the queue's keys",
 }
 _KINDS: dict[type[Exception], str] = {
@@ -161,7 +165,11 @@ class WrongKeyError(QueueUnavailableError):
     """A key of another program is in the place of one of ours. Retrying does not help."""
 
 
-_ERRORS: Mapping[str, type[QueueUnavailableError]] = {"WRONGKEY": WrongKeyError, "QUEUEFULL": QueueFullError}
+_ERRORS: Mapping[str, type[QueueUnavailableError]] = {
+    "WRONGKEY": WrongKeyError,
+    "QUEUEFULL": QueueFullError,
+    "STREAMFULL": CallRefusedError,
+}
 
 
 class ForbiddenError(CallRefusedError):

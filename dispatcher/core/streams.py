@@ -1,0 +1,44 @@
+"""What is known of a named stream of a client. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class StreamState(StrEnum):
+    """What has become of a request that a named stream submitted."""
+
+    PENDING = "pending"
+    """It is in the queue or at work."""
+    ANSWERED = "answered"
+    """It has left the queue, or its deadline has passed, and its result is not consumed."""
+    CONSUMED = "consumed"
+    """The program took its result, and asked the stream for the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRequest:
+    """A request that a named stream submitted."""
+
+    id: str
+    state: StreamState
+    deadline: int | None
+    """Unix seconds. `None` if it is consumed."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatus:
+    """What is noted of a named stream: counts of all its requests, and a page of them."""
+
+    unconsumed: int
+    """Number of requests that are pending or answered."""
+    consumed: int
+    """Number of requests whose results were consumed."""
+    kept: int
+    """Number of results that wait in Redis for the stream."""
+    requests: Sequence[StreamRequest]
+    """A page of the unconsumed requests, or of the consumed ones, in no order."""
+    after: str
+    """Where the next page begins. Empty if there is none."""

@@ -1,0 +1,32 @@
+"""No signals: a pool that nothing shows, behind a limit that the operator has fixed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from dispatcher.signals.series import View
+
+
+class FixedSource:
+    """Says at each poll that the pool is empty, so that the capacity (`budget.max_in_flight`) is the limit.
+
+    A refusal by the gateway still closes the gate, and lowers what is taken for the capacity.
+    """
+
+    name: Final = "fixed"
+    interval_least_s: Final = 0.0
+
+    async def poll(self) -> tuple[View, ...]:
+        """Return a view of an empty pool."""
+        now = asyncio.get_running_loop().time()
+        return (View(now, now, saturation=0.0, own=True),)
+
+    async def latency(self) -> None:
+        """Return `None`: nobody measures latencies."""
+
+    def discovered(self, addresses: tuple[str, ...] | None) -> None:
+        """Ignore the endpoint picker's pods: no InferencePool is watched."""
+
+    async def close(self) -> None:
+        """Do nothing: there are no connections."""
