@@ -204,7 +204,7 @@ CASES = [
          "12m", "8m"),
     Case("every try is refused", {**until_fault(backpressure=0.9, open=0.1), REFUSED: "0x20 0+30x4000",
          "delayed": "0x20 100+30x4000", "deadline_slack_seconds": "20000-30x4000", "deadline_at_risk": "0x22 99x4000"},
-         {"BatchDispatcherNothingSucceeds": ""}, "29m", silenced={
+         {"BatchDispatcherNothingSucceeds": ""}, "31m", silenced={
              "BatchDispatcherRefusals": "", "BatchDispatcherGateClosed": "reason=backpressure"}),
     Case("every try fails, and requests die", {**until_fault(open=1), FAILED: "0x20 0+30x4000",
          BURIED: "0x28 0+4x4000", "delayed": "0x20 100x4000", "expired_total": "0x40 0+2x4000"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import signal
 import threading
 import time
@@ -119,7 +118,7 @@ class Day:
             "events": self._listener.reasons[-1] if self._listener.reasons else "",
             "stream": str(self._listener.status.get("reason")),
             "gauge": gauge[0].labels["reason"] if gauge else "",
-            "page": re.split("gate (?:open|closed)", await self._page.text("#badge"))[0].strip(),
+            "page": (await self._page.text("#badge")).partition(": ")[2].removesuffix("."),
         }
         if queue:
             found["explain"] = json.loads(await self.run("explain", "--json"))["dispatcher"]["reason"]
