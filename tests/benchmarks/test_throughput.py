@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(600)
 BARE = Path(__file__).with_name("bare_client.py")
 ANSWER_S = 0.01
 SHORT, LONG = 600, 10_000
-PAIRS = 9
+PAIRS = 21
 TRIES = 3
 
 
@@ -94,7 +94,7 @@ def bare_client(world: World, workers: int) -> Iterator[Callable[[int], Cost]]:
 @pytest.mark.parametrize(
     ("limit", "most", "requests"),
     [
-        pytest.param(256, 2.0, SHORT, id="short-256"),
+        pytest.param(256, 2.0, SHORT, id="short-256", marks=pytest.mark.serial),
         pytest.param(256, 2.0, LONG, id="long-256", marks=pytest.mark.long),
         pytest.param(64, 2.3, LONG, id="long-64", marks=pytest.mark.long),
     ],
