@@ -279,7 +279,8 @@ def _max_sys(
 
 def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.SignalsStatus:
     readings = limiter.readings
-    realtime, waiting = limiter.not_ours if limiter.knows_pool(now) else (None, None)
+    counted = limiter.knows_pool(now) and (poll is None or poll.source != "fixed")
+    realtime, waiting = limiter.not_ours if counted else (None, None)
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None
     since = failing.failing_since if failing else None

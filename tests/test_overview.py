@@ -17,6 +17,7 @@ from dispatcher.core.verdicts import SequenceCounts
 from dispatcher.dispatch.access import QueueView
 from dispatcher.ports import Counts, Shared
 from dispatcher.settings import Settings
+from dispatcher.signals.poller import SourcePoll
 from dispatcher.telemetry.status import Status
 from tests.overviews import status_of
 
@@ -218,3 +219,15 @@ def test_tries_of_long_ago_are_told_no_more() -> None:
     told = tried(at=1000.0).gate
     assert told.tries_problem is None
     assert "failed" not in told.explanation
+
+
+def test_fixed_limit_says_nothing_of_realtime() -> None:
+    limiter = Limiter(Policy(per_endpoint=64), [Signal.REQUESTS])
+    limiter.reading(read(0.0), 1.1)
+    settings = Settings.model_validate({"gateway": {"url": "http://gw"}})
+    polls = {
+        source: SourcePoll(at=1.1, signals=(Signal.REQUESTS,), source=source) for source in ("fixed", "epp")
+    }
+    shown = {name: status_of(limiter, 1.2, settings, poll=poll).signals for name, poll in polls.items()}
+    assert (shown["fixed"].realtime, shown["fixed"].realtime_waiting) == (None, None)
+    assert shown["epp"].realtime == 0.0
