@@ -51,7 +51,7 @@ HEALTH_COLOURS = {
     str(Health.WORKING): GREEN,
     str(Health.IDLE): GREY,
 }
-"""From the worst to the best."""
+"""States of the health, the worst first."""
 OPEN_ROWS = ("Now", "Queue")
 """Rows that are not collapsed."""
 RUNBOOK = "docs/runbook.md"
@@ -76,7 +76,7 @@ class States:
     series: str
     label: str
     colours: Mapping[str, str]
-    """By state, from the worst to the best."""
+    """Return a value for each state of the health, the worst first."""
 
     @property
     def codes(self) -> dict[str, int]:

@@ -138,7 +138,7 @@ def _in_turn(counts: Counts | None, settings: Settings) -> list[str]:
 
 
 def _counted_as_calls(limiter: Limiter, now: float) -> list[str]:
-    """Where readings count calls and a rule for batching counts items: what to change."""
+    """Return advice where readings count calls but a batching rule counts items."""
     counted = limiter.counted_as_calls(now)
     if counted is None:
         return []

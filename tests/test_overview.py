@@ -87,7 +87,8 @@ def test_realtime_is_of_the_signal_that_counts_requests() -> None:
 
 
 def merging(*, beyond_calls: float, seconds: int) -> Status:
-    """Of a pool of 64 in which each second a reading showed 20 of realtime and 8 calls of 6 items of ours."""
+    """Return the status of a pool of 64. Each second a reading showed 20 requests of realtime and 8 calls of
+    6 items of ours."""
     limiter = Limiter(Policy(per_endpoint=64), [Signal.REQUESTS])
     for number in range(8):
         limiter.sent(number, 0.0, 6)

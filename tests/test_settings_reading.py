@@ -46,7 +46,7 @@ def test_only_regular_files_are_read(irregular: Path) -> None:
 
 
 def test_links_to_a_file_are_followed(tmp_path: Path) -> None:
-    """In a mounted ConfigMap, a file is a link into a directory that is itself a link."""
+    """A file of a mounted ConfigMap is a link into a directory that is itself a link."""
     (tmp_path / "..2026").mkdir()
     (tmp_path / "..2026" / "file").write_bytes(b"text")
     (tmp_path / "..data").symlink_to("..2026")

@@ -26,7 +26,7 @@ EXAMPLES = {
     ]
 }
 Way = Literal["epp", "servers", "prometheus", "fixed"]
-"""How the dispatcher learns how full the pool is."""
+"""Ways in which the dispatcher learns how full the pool is."""
 _WAYS = (
     "How full the pool is can be read from:",
     "  epp         the endpoint picker of llm-d or of the Gateway API Inference Extension",

@@ -271,8 +271,8 @@ class BatchClient:
     async def stream_status(
         self, name: str, *, consumed: bool = False, after: str = "", most: int = 1000
     ) -> StreamStatus:
-        """What is noted of the stream of this name: counts, and a page of some `most` requests that are not
-        consumed, or that are. `after`: that of the page before."""
+        """Return the notes about the stream of this name: counts, and a page of about `most` requests that
+        are not consumed, or that are. `after` is that of the page before."""
         return await self._streams.status(name, after, most, consumed=consumed)
 
     async def forget_stream(self, name: str) -> None:

@@ -105,7 +105,7 @@ class BlockingBatchClient:
             self._run(source.aclose())
 
     def stream_status(self, name: str, **options: Any) -> StreamStatus:
-        """What is noted of the stream of this name."""
+        """Return the notes about the stream of this name."""
         return self._run(self._client.stream_status(name, **options))
 
     def forget_stream(self, name: str) -> None:

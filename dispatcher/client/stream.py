@@ -97,7 +97,7 @@ def _left_in(came: asyncio.Queue[asyncio.Task[Result] | None]) -> Iterator[async
 
 
 def _forget_errors(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """What these raised was raised, or nobody wants to know."""
+    """Retrieve the errors of these tasks, so that asyncio does not report them a second time."""
     for each in tasks:
         _ = each.cancelled() or each.exception()
 
@@ -110,7 +110,8 @@ class _Room:
         self._freed = asyncio.Event()
 
     async def wait(self) -> int:
-        """How many are free, once one is. Fewer than none are where more were submitted earlier."""
+        """Wait until a place is free and return the number of free places. `free` is negative while more
+        requests are pending than may be."""
         while self.free <= 0:
             self._freed.clear()
             await self._freed.wait()

@@ -77,7 +77,7 @@ class LoadLedger:
     _starts: array[float] = field(default_factory=lambda: array("d"))
     _units: array[int] = field(default_factory=lambda: array("q"))
     _several_at: float = float("-inf")
-    """When the newest call of several units ended."""
+    """Time at which the newest call of several units ended."""
     _others: list[_LeaseCount] = field(default_factory=list)
     queue_call_s: float = 0.0
     """Longest time that a recent call took that writes to the queue."""

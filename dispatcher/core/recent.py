@@ -56,8 +56,8 @@ class RecentTries:
 
     def __init__(self) -> None:
         self._ended: deque[tuple[float, str, str]] = deque(maxlen=KEPT)
-        """For each try that was not refused: its end, the kind of its failure, and the status of an answer
-        that rejects the request (4xx). Both are empty for a success."""
+        """End of each try that was not refused, the kind of its failure, and the status of an answer that
+        rejects the request (4xx). Kind and status are empty for a success."""
         self.unanswered: UnansweredTries | None = None
         """`None` if the last try was answered, or there was none."""
         self.answered_at: float | None = None

@@ -115,7 +115,7 @@ class AwaitsModel:
     """The model is expected, and not served now."""
 
     why: str
-    """Why it cannot be used, with its name, such as `model 'm' is being loaded`."""
+    """Reason why the model cannot be used, with its name, such as `model 'm' is being loaded`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,8 @@ class Stranger:
     def __init__(self) -> None:
         self.known = False
         self._routed: tuple[float, str, bytes] | None = None
-        """When a request was answered with 2xx last, its path and its body. `None` if none was, or if one for
-        the same path and model got an empty 404 since."""
+        """Time, path and body of the last request that was answered with 2xx. `None` if none was, or if one
+        for the same path and model got an empty 404 since."""
 
     def judged(self, outcome: Outcome, path: str = "", payload: bytes = b"", at: float = 0.0) -> Outcome:
         """Return the outcome as it counts, by what is known of the server that gave it at `at`.

@@ -1,4 +1,4 @@
-"""What is known of a named stream of a client. Pure."""
+"""State of a named stream of a client. Pure."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from enum import StrEnum
 
 
 class StreamState(StrEnum):
-    """What has become of a request that a named stream submitted."""
+    """State of a request that a named stream submitted."""
 
     PENDING = "pending"
-    """It is in the queue or at work."""
+    """The request waits in the queue or is in flight."""
     ANSWERED = "answered"
-    """It has left the queue, or its deadline has passed, and its result is not consumed."""
+    """The request has left the queue, or its deadline has passed, and its result is not consumed."""
     CONSUMED = "consumed"
     """The program took its result, and asked the stream for the next one."""
 
@@ -30,7 +30,7 @@ class StreamRequest:
 
 @dataclass(frozen=True, slots=True)
 class StreamStatus:
-    """What is noted of a named stream: counts of all its requests, and a page of them."""
+    """Status of a named stream: counts of all its requests, and a page of them."""
 
     unconsumed: int
     """Number of requests that are pending or answered."""
@@ -41,4 +41,4 @@ class StreamStatus:
     requests: Sequence[StreamRequest]
     """A page of the unconsumed requests, or of the consumed ones, in no order."""
     after: str
-    """Where the next page begins. Empty if there is none."""
+    """Cursor of the next page. Empty if there is none."""

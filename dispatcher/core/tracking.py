@@ -305,7 +305,8 @@ class Tracking(Revised):
         return interval if reachable else interval.unsure_of_own()
 
     def _ours_between(self, reading: Reading, opened_at: float, delta_s: float) -> Interval:
-        """What of ours it contains as it counts, if its window begins then and travel takes so long."""
+        """Return the bounds on our own load in the reading, counted as the reading counts, for a window that
+        opened at `opened_at` and a transit time of `delta_s`."""
         return self.held.between(opened_at, reading.closed_at, delta_s, reading.beyond_calls)
 
     def _shows(self, reading: Reading, delta_s: float) -> bool:

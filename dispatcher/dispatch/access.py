@@ -51,7 +51,7 @@ class QueueView:
 
     counts: Counts | None = None
     counted_at: float | None = None
-    """When these were counted, by the clock of the loop."""
+    """Time at which these were counted, by the clock of the loop."""
     shared: Shared | None = None
     outlook: Outlook | None = None
     problem: str | None = None

@@ -179,7 +179,7 @@ class SignalsSettings(Section):
 
     @property
     def direct(self) -> EppSettings | VllmSettings | None:
-        """Whose pages are scraped; None: Prometheus alone is asked, or nobody."""
+        """Settings of the pages that are scraped. `None` if Prometheus alone is asked, or nobody."""
         if self.source in ("prometheus", "fixed"):
             return None
         return self.vllm or self.epp

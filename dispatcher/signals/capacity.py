@@ -56,7 +56,7 @@ class Endpoints:
     problems: tuple[ClusterProblem, ...] = ()
     """All that keeps something from being known, or makes it 0."""
     notices: tuple[ClusterProblem, ...] = ()
-    """That the API server asks to wait, while what was seen counts."""
+    """Requests of the API server to wait, while what was seen still counts."""
     unsure_since: float | None = None
     """When the API was last heard of something that `ready` is counted from and cannot be asked now, on the
     loop's clock; None: all of it is followed."""

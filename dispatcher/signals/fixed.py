@@ -1,4 +1,4 @@
-"""No signals: a pool that nothing shows, behind a limit that the operator has fixed."""
+"""Source for a pool without metrics, whose limit the operator has fixed."""
 
 from __future__ import annotations
 

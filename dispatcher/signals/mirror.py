@@ -35,7 +35,7 @@ import msgspec
 from dispatcher.signals.kube import Api, ApiError, ApiStatus, ClusterProblem
 
 HOLD_S = 60.0
-"""What was seen counts until this long after the API was last heard of it."""
+"""Time for which objects count after the API was last heard of them."""
 WATCH_LEAST_S, WATCH_MOST_S = 300.0, 600.0
 """Range of the time that a watch asks for; a random one, so that replicas do not come back together."""
 SILENCE_S = 75.0
@@ -138,7 +138,8 @@ class Mirror(Generic[V]):
 
     @property
     def holds_until(self) -> float | None:
-        """When what was seen ceases to count, on the loop's clock; None while the collection is followed."""
+        """Time at which the objects seen cease to count, on the loop's clock. `None` while the collection is
+        followed."""
         return None if self.failure is None else self.heard_at + self._hold_s
 
     @property
@@ -158,7 +159,7 @@ class Mirror(Generic[V]):
 
     @property
     def notice(self) -> ClusterProblem | None:
-        """That the API server asks to wait while what was seen counts, which is no problem yet."""
+        """Request of the API server to wait. It is no problem yet while the objects seen still count."""
         return self._complaint if self._throttled else None
 
     @property

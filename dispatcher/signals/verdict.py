@@ -251,7 +251,7 @@ class _Load:
     flushed: bool = False
     """It is of any moment since the last flush."""
     beyond_calls: float = math.inf
-    """As `Reading` has it. The picker counts calls, whatever is in them."""
+    """`Reading.beyond_calls` of the samples. The picker counts calls, however many items they hold."""
 
 
 def _load(

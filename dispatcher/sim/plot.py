@@ -31,7 +31,7 @@ TITLES = {
 }
 """Each begins with the name that the table has for the policy."""
 COLOURS = ("#2b8a3e", "#4f7cac", "#d9480f", "#7048e8", "#c2255c", "#e67700")
-"""Of the policies of a sweep, of which one draws nothing: `none`."""
+"""Colours of the policies of a sweep. The policy `none` draws nothing."""
 
 
 def available() -> bool:

@@ -71,12 +71,12 @@ def parse_sweep(text: str) -> Sweep:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What a sweep came to."""
+    """Result of a sweep."""
 
     option: str
     trace: str
     setting: Setting
-    """All that is the same for each value."""
+    """Settings that are the same for each value."""
     rows: Sequence[tuple[float, Row]]
     """Each value with its row, of each policy in turn."""
 

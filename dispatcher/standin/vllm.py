@@ -1,4 +1,4 @@
-"""What one model server shows of itself on its /metrics page, as vLLM or SGLang does: always of now."""
+"""The /metrics page of one model server, as vLLM or SGLang writes it: its values are current."""
 
 from __future__ import annotations
 

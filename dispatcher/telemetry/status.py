@@ -82,7 +82,7 @@ class HealthStatus:
     health_since_s: float | None = None
     """Age of this health with this cause."""
     health_look_at: str = ""
-    """Where an operator looks first. Empty if nothing needs a look."""
+    """Place where an operator looks first. Empty if nothing needs a look."""
     done_in_s: float | None = None
     """Time until all that waits is done at the present rate. `None` if it is not known."""
 

@@ -35,7 +35,7 @@ async def live(page: Page) -> bool:
 
 
 async def drawn(page: Page) -> None:
-    """What has come is on the screen."""
+    """Wait until the events that have come are on the screen."""
     await page.ask("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
@@ -44,7 +44,7 @@ async def says(page: Page, selector: str, text: str) -> bool:
 
 
 async def quiet(page: Page) -> None:
-    """Nothing broke, nothing was forbidden, nothing was missing."""
+    """Assert that nothing broke, was forbidden or was missing."""
     assert (page.console, page.network) == ([], [])
 
 
@@ -63,7 +63,7 @@ def axe_script() -> str:
 
 
 async def serious(page: Page) -> list[Any]:
-    """What axe objects to."""
+    """Return the objections of axe."""
     found = await page.ask("axe.run().then(found => found.violations)")
     return [
         (one["id"], [(node["target"], node["failureSummary"]) for node in one["nodes"]][:5])

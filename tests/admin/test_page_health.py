@@ -16,7 +16,7 @@ from tests.browser import Page
 UNREAD: dict[str, Any] = {"reason": "unreadable", "open": False, "limit": 0} | dict.fromkeys(
     ("f_sys", "f_epp", "max_sys", "max_sys_by", "configured_max_sys", "realtime", "realtime_waiting")
 )
-"""What a status has without readings of the pool."""
+"""Fields of a status without readings of the pool."""
 NO_COUNTS: dict[str, Any] = dict.fromkeys(("pending", "leased", "delayed", "dead", "at_risk"))
 SCREENS_MOST = 4
 

@@ -10,7 +10,7 @@ REFUSED = "the gateway answered 401: it does not accept our credentials; look at
 
 
 def test_an_hour_of_refused_credentials_is_told_in_three_lines() -> None:
-    """For an hour the request pauses, is tried and is refused again."""
+    """The request pauses, is tried and is refused again for an hour."""
     sentences = WaitingSentences()
     printed = []
     for second in range(3600):

@@ -252,7 +252,7 @@ async def test_the_name_is_kept_while_the_program_works_on_the_last_result(
 async def test_a_program_that_lost_the_name_consumes_nothing(
     answering: Answering, one_redis: Server, raw: redis.Redis
 ) -> None:
-    """It stood still for longer than the name lasts, and another program took it."""
+    """The program stood still for longer than the name lasts, and another one took the name."""
     async with BatchClient(one_redis.url, pool=POOL) as client, answering.always():
         stream = client.stream(items(3), name="nightly")
         await anext(stream)

@@ -1,4 +1,4 @@
-"""What a release leaves behind, and what is refused before the cluster changes, on a real control plane."""
+"""Traces of a removed release, and refusals before the cluster changes, on a real control plane."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ async def test_bookmarks_keep_a_watch_and_what_is_not_served_is_asked_for_seldom
 
 
 def requests(plane: ControlPlane, user: str) -> Counter[tuple[str, str, int]]:
-    """How often a user asked for what, by group, verb and answer."""
+    """Return the number of requests of a user by group, verb and answer."""
 
     def kind(event: Object) -> tuple[str, str, int]:
         code = int(event["responseStatus"]["code"])

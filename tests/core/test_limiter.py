@@ -902,7 +902,7 @@ def test_queues_of_the_model_servers_and_of_the_picker_stop_the_growth() -> None
 
 
 def test_merged_calls_that_are_counted_once_are_no_sign_of_another_pool() -> None:
-    """Of 48 items in eight calls the picker shows eight, and nothing else runs."""
+    """The picker shows eight calls, which hold 48 items of ours. Nothing else runs."""
     pool = Limiter(POLICY, [REQUESTS])
     for key in range(8):
         pool.sent(key, T0, 6)

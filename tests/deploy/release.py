@@ -28,7 +28,7 @@ OPERATOR = [
     for kind in ("PodMonitor", "ServiceMonitor", "PrometheusRule")
     for argument in ("--api-versions", f"monitoring.coreos.com/v1/{kind}")
 ]
-"""What tells `helm template` that the cluster serves the kinds of the Prometheus operator."""
+"""Option that tells `helm template` that the cluster serves the kinds of the Prometheus operator."""
 SECRETS = {"__URL": "redis://:secret@redis", "__HEADERS": '{"X-Api-Key": "secret"}', "": "password"}
 """What the Secrets of value sets hold, by the end of the variable's name."""
 BRIEF = {**os.environ, "GOGC": "off"}

@@ -16,7 +16,7 @@ ENDED = 2000
 
 
 class Away(Answers):
-    """No gateway until `away` is false."""
+    """Have no gateway until `away` is false."""
 
     away = True
 

@@ -18,7 +18,7 @@ import trustme
 
 @dataclass
 class Registry:
-    """What was pushed."""
+    """Stand-in for an image registry. It keeps what was pushed."""
 
     port: int = 0
     blobs: dict[str, bytes] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing: a test says what it asks for."""
+        """Log nothing: a test says what it asks for."""
 
 
 @contextmanager

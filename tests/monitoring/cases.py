@@ -53,7 +53,7 @@ class Case:
     fires: Fires
     """Alerts that fire and notify."""
     at: str
-    """When they fire. With `fires` empty, none fires until then."""
+    """Time at which they fire. With `fires` empty, none fires until then."""
     not_at: str = ""
     """When nothing fires yet."""
     only: tuple[str, ...] = REPLICAS

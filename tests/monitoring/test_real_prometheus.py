@@ -200,7 +200,8 @@ def test_an_alert_fires_with_its_texts_whole(stage: Stage, tmp_path: Path) -> No
 def test_a_gateway_that_answers_no_request_well_raises_one_alert(
     status: int, follows: str, stage: Stage, tmp_path: Path
 ) -> None:
-    """With the rules in a hurry: the cause notifies, and a real Alertmanager silences what follows."""
+    """The alert of the cause notifies, and a real Alertmanager silences its effects. The rules have short
+    times."""
     world = stage.world(slots=32, seconds=0.3)
     dispatcher = stage.dispatcher(stage.settings(world, retry={"max_attempts": 1}))
     for name in ("prometheus", "alertmanager"):

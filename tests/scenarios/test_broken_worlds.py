@@ -1,4 +1,4 @@
-"""What each surface says of a broken world, 30 s and 5 min after it broke.
+"""Every surface says what is wrong with a broken world, 30 s and 5 min after it broke.
 
 A table of worlds: the health and its cause at both times. Each surface (/status, `status`, `top`, `explain`,
 metrics, log) must say that, in the same sentence, and none of them may call the state idle or current where
@@ -91,7 +91,7 @@ async def clock_steps(stage: Stage) -> None:
 
 @dataclass(frozen=True)
 class BrokenWorld:
-    """How a world breaks, and what is said of it 30 s and 5 min later."""
+    """A way in which a world breaks, and the health 30 s and 5 min later."""
 
     name: str
     break_: Break
@@ -204,7 +204,7 @@ def said_by_all(stage: Stage, queue_problem: str | None) -> str:
 
 
 def nothing_stale(status: Status) -> None:
-    """What cannot be known any more is unknown."""
+    """Assert that values which are too old are shown as unknown."""
     if status.health.health_cause == "queue":
         line = status.line
         assert (line.pending, line.leased, line.delayed, line.dead, line.service_rate) == (None,) * 5

@@ -63,7 +63,7 @@ def of_four(request: Request) -> int:
 
 @scenario(realtime=[(0.0, 1e6)] * 20, weigh=of_four)
 async def test_calls_of_several_items_lift_no_limit_where_the_pool_counts_calls(stage: Stage) -> None:
-    """As calls of four they would seem to be four each in the readings, and single ones follow them."""
+    """Calls of four items are followed by single requests. The readings count each call once."""
     await stage.submit(400, "four")
     await asyncio.sleep(15)
     assert stage.in_flight > 0

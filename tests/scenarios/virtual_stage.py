@@ -83,7 +83,7 @@ class Setting:
     tenant_from: str = ""
     observe: bool = False
     weigh: Callable[[Request], int] = units_of
-    """What a request counts of the limit. The pool, and its metrics, count each once."""
+    """Weight of a request in the limit. The pool and its metrics count each request once."""
 
     @property
     def policy(self) -> Policy:

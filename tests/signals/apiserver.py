@@ -183,7 +183,7 @@ class Faults:
     deaf: bool = False
     """Watches begin and then say nothing, not even goodbye, as behind a proxy that buffers."""
     no_bookmarks: bool = False
-    """As of an API server whose etcd notifies of no progress, while nothing changes in the collection."""
+    """No bookmark comes while nothing changes, as where etcd notifies the API server of no progress."""
     mute: bool = False
     """No request is answered at all."""
     busy_s: int | None = None

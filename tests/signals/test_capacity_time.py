@@ -1,4 +1,4 @@
-"""How long what the Kubernetes watch saw counts, and how soon it is back: hours of it in virtual time."""
+"""Endpoints that the Kubernetes watch saw count for a bounded time, and are back soon: in virtual time."""
 
 from __future__ import annotations
 

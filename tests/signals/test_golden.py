@@ -141,7 +141,7 @@ def test_only_a_true_count_is_exact() -> None:
 
 
 def test_it_is_known_how_far_a_reading_counts_beyond_calls() -> None:
-    """What the picker sent are calls; what the model servers have more than that may be items of them."""
+    """The picker counts calls. Requests that the model servers count beyond them may be items of calls."""
     (counted,) = judge([filled(140)], "auto", POLICY, "epp", taught(*KNOWN, 140)).readings
     assert counted.beyond_calls == 0.0
     lessons = Lessons()

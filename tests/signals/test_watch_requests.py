@@ -1,4 +1,4 @@
-"""What the Kubernetes watch costs the API server, and how it waits when it is asked to: in virtual time."""
+"""The Kubernetes watch asks the API server seldom, and waits when it is asked to: in virtual time."""
 
 from __future__ import annotations
 

@@ -22,15 +22,15 @@ from tests.signals.apiserver import ApiServer, access, populate
 from tests.signals.told import QWEN, Seen
 
 LOOK_S = 0.05
-"""So often a test looks, and so exact it knows when."""
+"""Time between two looks of a test, and so the precision of the times that it sees."""
 
 
 class _Jump(selectors.DefaultSelector):
-    """What the loop would have waited is added to its time, once nothing is on its way."""
+    """Selector that adds the time for which the loop would wait to its clock, once nothing is on its way."""
 
     now = 0.0
     threads = 0
-    """At work for the loop."""
+    """Number of threads at work for the loop."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         ready = super().select(0)
@@ -94,7 +94,7 @@ class Stage:
         return asyncio.get_running_loop().time()
 
     async def until(self, condition: Callable[[], Any], within_s: float) -> float:
-        """When it came true; it must before `within_s` are over."""
+        """Return the time at which the condition holds. Fail if that takes longer than `within_s`."""
         end = self.now + within_s
         while not condition():
             assert self.now < end, f"not within {within_s:g} s: {self.seen.now}"

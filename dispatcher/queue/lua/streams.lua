@@ -1,4 +1,4 @@
--- What is noted of a named stream, in two hashes by request id:
+-- Notes about a named stream, in two hashes by request id:
 --   <prefix>:streams:<name>:pending    submitted and not consumed: token, deadline and digest, with spaces between
 --   <prefix>:streams:<name>:consumed   consumed: the digest
 -- The digest is that of path and body. An id is in one of the two at most.

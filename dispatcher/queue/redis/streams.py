@@ -30,7 +30,7 @@ class NotedRequest:
     deadline: int
     digest: str
     queued: bool
-    """It is in the queue or at work."""
+    """The request waits in the queue or is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
