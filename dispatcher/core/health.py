@@ -9,7 +9,8 @@
 
 The gate's reason (`Reason`) says what may be sent now. The health also says what became of what was sent: the
 gate of a gateway that answers 500 to everything is open. `assess` looks at the rules in their order, and the
-first that applies decides. Sentences hold no ages, so that they change only when the situation does.
+first that applies decides. The sentences add no ages of their own, so that they seldom change
+while the situation does not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.counts import Counts
 from dispatcher.core.recent import LEAST, RECENT_S, UnansweredTries
 
 COUNTED_WITHIN_S = 15.0
@@ -32,7 +34,7 @@ SILENT_S = 60.0
 
 
 class Health(StrEnum):
-    """How the work of one dispatcher goes."""
+    """State of the work of one dispatcher."""
 
     WORKING = "working"
     IDLE = "idle"
@@ -43,7 +45,7 @@ class Health(StrEnum):
 
 
 class Cause(StrEnum):
-    """What a health comes from, and where an operator looks first."""
+    """Cause of a health, with the place where an operator looks first."""
 
     look_at: str
 
@@ -81,28 +83,8 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingWork:
-    """Counts of the queue."""
-
-    pending: int
-    delayed: int
-    leased: int
-    """Requests in flight of all replicas."""
-    dead: int
-    awaiting_models: int = 0
-    """Pending requests that wait for a model."""
-    awaiting_turns: int = 0
-    """Pending requests that wait for their turn in a sequence."""
-
-    @property
-    def claimable(self) -> int:
-        """Pending requests that could be sent now."""
-        return self.pending - self.awaiting_models - self.awaiting_turns
-
-
-@dataclass(frozen=True, slots=True)
 class HealthFacts:
-    """What the health is found from."""
+    """Facts from which the health is found."""
 
     now: float
     reason: Reason
@@ -111,22 +93,22 @@ class HealthFacts:
     observing: bool = False
     queue_problem: str | None = None
     signals_problem: str | None = None
-    """Why the signals cannot be read. `None` while they can."""
-    counts: WaitingWork | None = None
+    """Reason why the signals cannot be read. `None` while they can."""
+    counts: Counts | None = None
     counted_at: float | None = None
     models_why: str = ""
-    """Why the model that most requests wait for cannot be used."""
+    """Reason why the model that most requests wait for cannot be used."""
     running: int = 0
     """Requests of this process in flight."""
     unanswered: UnansweredTries | None = None
     all_failed: bool = False
     """Whether none of the last tries was answered."""
     failures: str | None = None
-    """How many of the last tries failed, in words. `None` if few did."""
+    """Sentence about the last tries that failed. `None` if few did."""
     rejections: str | None = None
-    """How many of the last answers rejected their requests, in words. `None` if few did."""
+    """Sentence about the last answers that rejected their requests. `None` if few did."""
     answered_at: float | None = None
-    """When a try was last answered."""
+    """Time of the last answer to a try."""
     usual_s: float = 0.0
     """Duration of an ordinary answered try. 0 if it is not known."""
     mean_s: float = 0.0
@@ -142,7 +124,7 @@ class Assessment:
     sentence: str
 
 
-Rule = Callable[[HealthFacts, WaitingWork], Assessment | None]
+Rule = Callable[[HealthFacts, Counts], Assessment | None]
 
 
 def assess(facts: HealthFacts) -> Assessment:
@@ -167,7 +149,7 @@ def assess(facts: HealthFacts) -> Assessment:
 # ── the rules, in their order ───────────────────────────────────────────────────────────────────────────────
 
 
-def _starting(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _starting(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if facts.reason is not Reason.STARTING or facts.signals_problem is not None:
         return None
     return Assessment(Health.UNKNOWN, Cause.STARTING, f"The dispatcher is starting: {facts.because}.")
@@ -184,7 +166,7 @@ _FAULTS = {
 """Reasons for which the gate is closed by a fault."""
 
 
-def _closed_by_fault(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _closed_by_fault(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if facts.reason not in _FAULTS:
         return None
     cause, what = _FAULTS[facts.reason]
@@ -195,21 +177,21 @@ def _closed_by_fault(facts: HealthFacts, queue: WaitingWork) -> Assessment | Non
     return Assessment(Health.DEGRADED, cause, f"{what}. No request waits, and none would be sent.")
 
 
-def _paused(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _paused(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if facts.reason is not Reason.PAUSED:
         return None
     return Assessment(Health.WAITING, Cause.PAUSED, f"The queue is paused {facts.because}, {_waits(queue)}.")
 
 
-def _observing(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _observing(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if not facts.observing:
         return None
     sentence = f"This dispatcher only observes and sends nothing, {_waits(queue)}."
     return Assessment(Health.WAITING, Cause.OBSERVING, sentence)
 
 
-def _nothing_answered(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
-    """No try was answered since the last one that was, or ever."""
+def _nothing_answered(facts: HealthFacts, queue: Counts) -> Assessment | None:
+    """Judge tries of which none was answered lately."""
     tries = facts.unanswered
     if tries is None or facts.now - tries.newest > RECENT_S or not _unfinished(queue):
         return None
@@ -222,7 +204,7 @@ def _nothing_answered(facts: HealthFacts, queue: WaitingWork) -> Assessment | No
     return Assessment(Health.FAILING, Cause.FAILURES, sentence)
 
 
-def _all_refused(facts: HealthFacts, tries: UnansweredTries, queue: WaitingWork) -> Assessment | None:
+def _all_refused(facts: HealthFacts, tries: UnansweredTries, queue: Counts) -> Assessment | None:
     # A busy pool refuses all new requests too, for as long as those in flight take.
     lasts_s, busy_s = facts.now - tries.since, 2 * facts.mean_s
     if tries.count < LEAST or lasts_s < max(FAILS_S, busy_s):
@@ -232,7 +214,7 @@ def _all_refused(facts: HealthFacts, tries: UnansweredTries, queue: WaitingWork)
     return Assessment(health, Cause.REFUSALS, sentence)
 
 
-def _some_fail(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _some_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
     for cause, what in ((Cause.FAILURES, facts.failures), (Cause.REJECTIONS, facts.rejections)):
         if what is not None:
             dead = f" and {queue.dead:,} in all are dead" if queue.dead else ""
@@ -240,7 +222,7 @@ def _some_fail(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
     return None
 
 
-def _signals_fail(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _signals_fail(facts: HealthFacts, queue: Counts) -> Assessment | None:
     """The gate is still open by the readings of before."""
     if facts.signals_problem is None:
         return None
@@ -248,7 +230,7 @@ def _signals_fail(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
     return Assessment(Health.DEGRADED, Cause.SIGNALS, sentence)
 
 
-def _slow(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _slow(facts: HealthFacts, queue: Counts) -> Assessment | None:
     """Requests run, and their answers are long overdue."""
     if not facts.running or facts.answered_at is None or not facts.usual_s:
         return None
@@ -261,29 +243,29 @@ def _slow(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
     return Assessment(Health.DEGRADED, Cause.SLOW, sentence)
 
 
-def _working(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _working(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if not queue.leased and not facts.running:
         return None
-    held = f"; {facts.models_why}" if queue.awaiting_models and facts.models_why else ""
+    held = f"; {facts.models_why}" if queue.awaiting and facts.models_why else ""
     in_flight = max(queue.leased, facts.running)
     return Assessment(Health.WORKING, Cause.NONE, f"{_running(in_flight)}, {_waits(queue)}{held}.")
 
 
-def _idle(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _idle(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if _unfinished(queue):
         return None
     return Assessment(Health.IDLE, Cause.NONE, "No request waits, is delayed or is in flight.")
 
 
-def _held_back(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _held_back(facts: HealthFacts, queue: Counts) -> Assessment | None:
     """Requests wait, but none of them can be claimed."""
     if queue.claimable > 0:
         return None
-    if queue.awaiting_models:
-        why = facts.models_why or f"{_requests(queue.awaiting_models, 'waits', 'wait')} for a model"
+    if queue.awaiting:
+        why = facts.models_why or f"{_requests(queue.awaiting, 'waits', 'wait')} for a model"
         return Assessment(Health.WAITING, Cause.MODELS, f"{why[0].upper()}{why[1:]}.")
-    if queue.awaiting_turns:
-        why = f"{_requests(queue.awaiting_turns, 'waits', 'wait')} for a turn in a sequence"
+    if queue.sequences.waiting:
+        why = f"{_requests(queue.sequences.waiting, 'waits', 'wait')} for a turn in a sequence"
         return Assessment(Health.WAITING, Cause.SEQUENCES, f"{why}.")
     why = f"{_requests(queue.delayed, 'waits', 'wait')} for the next try after a failure or a refusal"
     return Assessment(Health.WAITING, Cause.RETRIES, f"{why}.")
@@ -292,7 +274,7 @@ def _held_back(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
 _NO_ROOM = (Reason.NO_ROOM, Reason.SATURATED, Reason.FULL)
 
 
-def _no_room(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
+def _no_room(facts: HealthFacts, queue: Counts) -> Assessment | None:
     if facts.reason is Reason.BACKPRESSURE:
         sentence = f"The gateway refused a request as overloaded, {_waits(queue)}."
         return Assessment(Health.WAITING, Cause.REFUSALS, sentence)
@@ -305,7 +287,7 @@ def _no_room(facts: HealthFacts, queue: WaitingWork) -> Assessment | None:
     return None
 
 
-def _about_to_send(facts: HealthFacts, queue: WaitingWork) -> Assessment:
+def _about_to_send(facts: HealthFacts, queue: Counts) -> Assessment:
     return Assessment(Health.WORKING, Cause.NONE, f"Requests are about to be sent, {_waits(queue)}.")
 
 
@@ -325,7 +307,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def _unfinished(queue: WaitingWork) -> int:
+def _unfinished(queue: Counts) -> int:
     """Return the number of requests in the queue that have no result yet."""
     return queue.pending + queue.delayed + queue.leased
 
@@ -338,7 +320,7 @@ def _running(count: int) -> str:
     return _requests(count, "is in flight", "are in flight")
 
 
-def _waits(queue: WaitingWork) -> str:
+def _waits(queue: Counts) -> str:
     parts = [_requests(queue.pending, "waits", "wait")]
     if queue.delayed:
         parts.append(f"{queue.delayed:,} {'waits' if queue.delayed == 1 else 'wait'} for a retry")
@@ -357,7 +339,7 @@ class HealthRecord:
     def __init__(self) -> None:
         self.newest = Assessment(Health.UNKNOWN, Cause.STARTING, "The dispatcher is starting.")
         self.since: float | None = None
-        """When the health and its cause became what they are."""
+        """Time since which this health and this cause hold."""
         self._faulty_at = float("-inf")
         self._logged: tuple[Health, Cause] = (Health.UNKNOWN, Cause.STARTING)
 

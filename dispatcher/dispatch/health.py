@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from dispatcher.core.health import Assessment, Health, HealthFacts, HealthRecord, WaitingWork
+from dispatcher.core.health import Assessment, Health, HealthFacts, HealthRecord
 from dispatcher.core.limiter import Limiter
 from dispatcher.core.recent import RecentTries
 from dispatcher.dispatch.access import QueueView, now
 from dispatcher.dispatch.holding import Holding
 from dispatcher.dispatch.models import Models
-from dispatcher.ports import Counts
 from dispatcher.telemetry.events import Event, emit
 
 EACH_S = 2.0
@@ -60,7 +59,7 @@ class HealthWatch:
                 observing=self.observing,
                 queue_problem=self.view.problem,
                 signals_problem=self.limiter.signals_problem,
-                counts=None if counts is None else _waiting(counts),
+                counts=counts,
                 counted_at=self.view.counted_at,
                 models_why=held_back[0][2] if held_back else "",
                 running=self.holding.running,
@@ -73,14 +72,3 @@ class HealthWatch:
                 mean_s=self.limiter.mean_s,
             )
         )
-
-
-def _waiting(counts: Counts) -> WaitingWork:
-    return WaitingWork(
-        pending=counts.pending,
-        delayed=counts.delayed,
-        leased=counts.leased,
-        dead=counts.dead,
-        awaiting_models=counts.awaiting,
-        awaiting_turns=counts.sequences.waiting,
-    )

@@ -6,6 +6,7 @@ decision ever compares two clocks. Deadlines alone are Unix seconds: ``Queue.uni
 idea of them.
 """
 
+from dispatcher.core.counts import Counts
 from dispatcher.core.submission import CallRefusedError, QueueUnavailableError, Submission
 from dispatcher.ports.desk import (
     Dead,
@@ -20,7 +21,6 @@ from dispatcher.ports.marks import ModelBoard, ModelMarks, PinAsked
 from dispatcher.ports.queue import (
     Burial,
     Claimed,
-    Counts,
     Expired,
     HandedOver,
     Lease,

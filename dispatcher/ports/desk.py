@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dispatcher.core.counts import Counts
 from dispatcher.core.located import FoundRequest, Looked, Whereabouts, Words
 from dispatcher.core.submission import Submission
 from dispatcher.core.turns import SequenceSeen, SequenceStatus
 from dispatcher.core.verdicts import SequencePage
 from dispatcher.ports.marks import ModelMarks
-from dispatcher.ports.queue import Counts
 
 
 @dataclass(frozen=True, slots=True)

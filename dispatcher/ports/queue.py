@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from dispatcher.core.counts import Counts
 from dispatcher.core.lanes import ONE_OF_EACH, Lane
 from dispatcher.core.outlook import LineAhead
 from dispatcher.core.request import parse
 from dispatcher.core.result import ErrorCode
 from dispatcher.core.turns import Turn
 from dispatcher.core.value import Value
-from dispatcher.core.verdicts import Goes, SequenceCounts, SequenceNews, SequenceTerms, TurnEnd, Verdict
+from dispatcher.core.verdicts import Goes, SequenceTerms, TurnEnd, Verdict
 from dispatcher.ports.marks import ModelBoard
 
 
@@ -82,7 +83,7 @@ class Leases(Value, frozen=True):
     others: int
     """Those among them held by other owners than the caller."""
     young: int
-    """Those of `others` claimed or renewed within the last 20 ms: not surely sent yet."""
+    """Units of `others` that were claimed or renewed within the last 20 ms and may not have been sent yet."""
     lost: int
     """Of leases ever taken back from owners that were gone, silent or late (a counter). When it grows, some
     may have been the caller's: `renew` tells."""
@@ -259,28 +260,6 @@ class Swept:
     """Requests of sequences whose turn has come by that, and that may be claimed now."""
     revoked: int = 0
     """Requests that waited for their model and were cancelled: they may be claimed now, to be answered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counts:
-    pending: int
-    """Including those returned to their place, in a lane or not: those in line in their sequences too, and
-    those that wait for their model."""
-    leased: int
-    """Of all lines of the pool."""
-    delayed: int
-    dead: int
-    units: int = field(default=0, repr=False, compare=False)
-    """Of all leases: what they count of the limit."""
-    sequences: SequenceCounts = field(default=SequenceCounts(), repr=False, compare=False)
-    news: SequenceNews = field(default_factory=SequenceNews, repr=False, compare=False)
-    awaiting: int = field(default=0, repr=False, compare=False)
-    """Those of `pending` that wait for their model."""
-
-    @property
-    def claimable(self) -> int:
-        """Those of `pending` that some claim may take."""
-        return self.pending - self.sequences.waiting - self.awaiting
 
 
 class Queue(ModelBoard, Protocol):

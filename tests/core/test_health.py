@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dispatcher.core.budget import Reason
+from dispatcher.core.counts import Counts
 from dispatcher.core.health import (
     COUNTED_WITHIN_S,
     FAILS_S,
@@ -19,19 +20,19 @@ from dispatcher.core.health import (
     Health,
     HealthFacts,
     HealthRecord,
-    WaitingWork,
     assess,
 )
 from dispatcher.core.recent import LEAST, RECENT_S, UnansweredTries
+from dispatcher.core.verdicts import SequenceCounts
 
 NOW = 1000.0
-EMPTY = WaitingWork(pending=0, delayed=0, leased=0, dead=0)
-WORK = WaitingWork(pending=40, delayed=0, leased=0, dead=0)
-BUSY = WaitingWork(pending=40, delayed=0, leased=8, dead=0)
-LATER = WaitingWork(pending=0, delayed=100, leased=0, dead=0)
+EMPTY = Counts(pending=0, delayed=0, leased=0, dead=0)
+WORK = Counts(pending=40, delayed=0, leased=0, dead=0)
+BUSY = Counts(pending=40, delayed=0, leased=8, dead=0)
+LATER = Counts(pending=0, delayed=100, leased=0, dead=0)
 
 
-def facts(reason: Reason = Reason.OPEN, counts: WaitingWork | None = BUSY, **more: Any) -> HealthFacts:
+def facts(reason: Reason = Reason.OPEN, counts: Counts | None = BUSY, **more: Any) -> HealthFacts:
     return HealthFacts(now=NOW, reason=reason, counts=counts, counted_at=NOW - 1.0, **more)
 
 
@@ -189,13 +190,13 @@ CASES = [
         "The queue gives no request: a newer reading leaves a limit of 3.",
     ),
     (
-        facts(Reason.IDLE, WaitingWork(5, 0, 0, 0, awaiting_models=5), models_why="no endpoint serves llama"),
+        facts(Reason.IDLE, Counts(5, 0, 0, 0, awaiting=5), models_why="no endpoint serves llama"),
         "waiting",
         "models",
         "No endpoint serves llama.",
     ),
     (
-        facts(Reason.IDLE, WaitingWork(1, 0, 0, 0, awaiting_turns=1)),
+        facts(Reason.IDLE, Counts(1, 0, 0, 0, sequences=SequenceCounts(waiting=1))),
         "waiting",
         "sequences",
         "1 request waits for a turn in a sequence.",
@@ -250,10 +251,10 @@ def test_slow_answers_are_measured_by_what_is_usual() -> None:
 
 
 counts = st.none() | st.builds(
-    WaitingWork,
+    Counts,
     *[st.integers(0, 10)] * 4,
-    awaiting_models=st.integers(0, 3),
-    awaiting_turns=st.integers(0, 3),
+    awaiting=st.integers(0, 3),
+    sequences=st.builds(SequenceCounts, waiting=st.integers(0, 3)),
 )
 situations = st.builds(
     HealthFacts,
