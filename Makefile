@@ -163,7 +163,7 @@ audit: setup ## Ask what is known against the pins, and list the licences of wha
 constraints: ## Pin every dependency anew, with hashes, keeping what still fits
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/pip install --quiet uv
-	build/lock/bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes \
+	build/lock/bin/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-strip-extras \
 		--no-header --no-emit-index-url --no-emit-find-links --quiet -o constraints.txt
 
 clean: ## Remove what was built or cached, but not the virtual environment

@@ -82,7 +82,9 @@ class Pin:
 def pins(constraints: str) -> dict[str, Pin]:
     """Name → pin, for each entry of constraints.txt."""
     found = {}
-    for entry in re.finditer(r"^([A-Za-z0-9._-]+)==.*\n(?: {4}.*\n)*", constraints, re.MULTILINE):
+    for entry in re.finditer(
+        r"^([A-Za-z0-9._-]+)(?:\[[a-z,-]+\])?==.*\n(?: {4}.*\n)*", constraints, re.MULTILINE
+    ):
         lines = entry[0].splitlines()
         via = {line.split()[-1] for line in lines if line.lstrip().startswith("#")} - {"via"}
         text = "".join(f"{line}\n" for line in lines if not line.lstrip().startswith("#"))

@@ -252,7 +252,9 @@ def test_generated_pages_are_up_to_date() -> None:
 
 def test_dependencies_are_pinned_with_hashes_and_name_no_host() -> None:
     text = (ROOT / "constraints.txt").read_text()
-    pins = re.findall(r"^([A-Za-z0-9._-]+)==\S+(?: ;[^\\]*)? \\\n {4}--hash=sha256:", text, re.MULTILINE)
+    pins = re.findall(
+        r"^([A-Za-z0-9._-]+)(?:\[[a-z,]+\])?==\S+(?: ;[^\\]*)? \\\n {4}--hash=sha256:", text, re.MULTILINE
+    )
     lines = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
     assert len(pins) == len(lines) > 0
     assert "://" not in text
@@ -281,7 +283,8 @@ def test_every_declared_dependency_is_pinned() -> None:
     )
     text = (ROOT / "constraints.txt").read_text()
     pinned = {
-        name.lower().replace("_", "-") for name in re.findall(r"^([A-Za-z0-9._-]+)==", text, re.MULTILINE)
+        name.lower().replace("_", "-")
+        for name in re.findall(r"^([A-Za-z0-9._-]+)(?:\[[a-z,]+\])?==", text, re.MULTILINE)
     }
     assert len(declared) > 20
     assert {name.lower().replace("_", "-") for name in declared} - pinned == set()
