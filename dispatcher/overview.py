@@ -45,7 +45,7 @@ def overview(
     with its pace; `recent`: how its last tries went."""
     allowance = limiter.allowance(now)
     known = limiter.knows_pool(now)
-    signals = _signals(limiter, poll, now)
+    signals = _signals(limiter, poll, now, known=known)
     little = _little_reserve(allowance, limiter, settings, queue)
     budget = (
         _budget(allowance, limiter, settings, poll, watched, little)
@@ -277,9 +277,9 @@ def _max_sys(
     return budget.max_sys, "server" if poll and poll.per_endpoint_from == "server" else "picker"
 
 
-def _signals(limiter: Limiter, poll: SourcePoll | None, now: float) -> show.SignalsStatus:
+def _signals(limiter: Limiter, poll: SourcePoll | None, now: float, *, known: bool) -> show.SignalsStatus:
     readings = limiter.readings
-    counted = limiter.knows_pool(now) and (poll is None or poll.source != "fixed")
+    counted = known and (poll is None or poll.source != "fixed")
     realtime, waiting = limiter.not_ours if counted else (None, None)
     failing = poll if poll and poll.unread else None
     unread = min(failing.unread, key=lambda each: each.reason.rank) if failing else None

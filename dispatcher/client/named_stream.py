@@ -145,7 +145,8 @@ class NamedStream:
             self._mailbox.unexpect(lost)
             await self._call(lambda: streams.forget(self._backend, self._name, [each.id for each in lost]))
             _log.warning("stream %s: %d requests were lost and are submitted again", self._name, len(lost))
-        left = [handle for handle in handles.values() if handle not in lost]
+        lost_ids = {handle.id for handle in lost}
+        left = [handle for handle in handles.values() if handle.id not in lost_ids]
         # A token begins with the time at which it was made.
         return sorted(left, key=lambda handle: handle.token)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from random import Random
 
@@ -16,10 +16,10 @@ Stay = tuple[float, float | None]
 """When a request was sent, and when answered (None: not yet)."""
 
 
-def held_with(stays: list[Stay]) -> LoadLedger:
+def held_with(stays: list[Stay], units: Sequence[int] | None = None) -> LoadLedger:
     held = LoadLedger(HORIZON_S)
     for key, (sent, _) in enumerate(stays):
-        held.sent(key, sent)
+        held.sent(key, sent, 1 if units is None else units[key])
     for key, (_, answered) in enumerate(stays):
         if answered is not None:
             held.answered(key, answered)
@@ -82,12 +82,7 @@ def test_a_request_counts_as_so_many_requests_as_it_has_units(
     stays: list[Stay], units: list[int], one: float, other: float
 ) -> None:
     a, b = sorted((one, other))
-    heavy = LoadLedger(HORIZON_S)
-    for key, (sent, _) in enumerate(stays):
-        heavy.sent(key, sent, units[key])
-    for key, (_, answered) in enumerate(stays):
-        if answered is not None:
-            heavy.answered(key, answered)
+    heavy = held_with(stays, units)
     light = held_with([stay for stay, count in zip(stays, units, strict=False) for _ in range(count)])
     assert heavy.between(a, b) == light.between(a, b)
     assert heavy.own == light.own
@@ -104,12 +99,7 @@ def test_a_reading_shows_each_call_once_and_its_other_units_as_far_as_it_goes_be
     stays: list[Stay], units: list[int], one: float, other: float, beyond: int
 ) -> None:
     a, b = sorted((one, other))
-    heavy = LoadLedger(HORIZON_S)
-    for key, (sent, _) in enumerate(stays):
-        heavy.sent(key, sent, units[key])
-    for key, (_, answered) in enumerate(stays):
-        if answered is not None:
-            heavy.answered(key, answered)
+    heavy = held_with(stays, units)
     all_units, calls = heavy.between(a, b), held_with(stays).between(a, b)
     found = heavy.between(a, b, beyond_calls=beyond)
     assert found == Interval(

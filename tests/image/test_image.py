@@ -49,17 +49,6 @@ print(*(int(told[name], 16) for name in ("CapEff", "CapBnd", "NoNewPrivs", "Secc
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: debootstrap and the build's chroot")
-    directory = ROOT / "build" / "image-test"
-    directory.mkdir(parents=True, exist_ok=True)
-    engine = Engine(directory)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
 def base(engine: Engine) -> str:
     return engine.base(SUITE)
 

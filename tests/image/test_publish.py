@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -128,17 +127,6 @@ def test_registry_is_named_by_host_and_path(tools: Tools, name: str) -> None:
     done = tools.run(name)
     assert done.returncode == 1
     assert f"REGISTRY={name}: name the host of a registry" in done.stderr
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: debootstrap and the build's chroot")
-    directory = ROOT / "build" / "image-test"
-    directory.mkdir(parents=True, exist_ok=True)
-    made = Engine(directory)
-    yield made
-    made.close()
 
 
 @pytest.mark.long

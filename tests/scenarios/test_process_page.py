@@ -73,6 +73,7 @@ async def test_page_tells_what_the_dispatcher_tells_through_a_day(stage: Stage, 
         await wait_until(lambda: _has(page, STATE, "No contact"), 60, what="the page to notice that it hangs")
         one.send(signal.SIGCONT)
         await wait_until(lambda: _has(page, "document.body.dataset.link", "live"), 60, what="the page")
+        await wait_until(lambda: asyncio.to_thread(lambda: one.status()["open"]), 20, what="a new reading")
         began = time.monotonic()
         assert await asyncio.to_thread(one.terminate) == 0
         assert time.monotonic() - began < 5, "an open page holds nothing up"

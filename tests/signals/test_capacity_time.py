@@ -205,6 +205,16 @@ class TestNewCredentials:
         run(scenario())
 
 
+async def served_by_the_older_api(on: Stage) -> None:
+    """Have a pool of one pod in the older API alone, and two pods of the pool that the newer one gets."""
+    on.server.faults.unserved = {POOLS}
+    on.server.put(OLD_POOLS, old_pool())
+    on.server.put(PODS, pod("p0"))
+    on.server.put(PODS, pod("n0", app="newer"))
+    on.server.put(PODS, pod("n1", app="newer"))
+    await on.ready(1, 5.0)
+
+
 class TestTheOlderApi:
     def test_is_not_asked_while_the_newer_has_the_pool(self, tmp_path: Path) -> None:
         async def scenario() -> None:
@@ -218,12 +228,7 @@ class TestTheOlderApi:
     def test_is_left_within_minutes_when_the_newer_gets_the_pool(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with stage(tmp_path, pods=0) as on:
-                on.server.faults.unserved = {POOLS}
-                on.server.put(OLD_POOLS, old_pool())
-                on.server.put(PODS, pod("p0"))
-                on.server.put(PODS, pod("n0", app="newer"))
-                on.server.put(PODS, pod("n1", app="newer"))
-                await on.ready(1, 5.0)
+                await served_by_the_older_api(on)
                 await on.pause(100.0)
                 on.server.faults.unserved = set()
                 on.server.put(POOLS, pool(app="newer"))
@@ -240,12 +245,7 @@ class TestTheOlderApi:
     def test_that_loses_the_pool_has_the_newer_asked_at_once(self, tmp_path: Path) -> None:
         async def scenario() -> None:
             async with stage(tmp_path, pods=0) as on:
-                on.server.faults.unserved = {POOLS}
-                on.server.put(OLD_POOLS, old_pool())
-                on.server.put(PODS, pod("p0"))
-                on.server.put(PODS, pod("n0", app="newer"))
-                on.server.put(PODS, pod("n1", app="newer"))
-                await on.ready(1, 5.0)
+                await served_by_the_older_api(on)
                 await on.pause(1_000.0)
                 on.server.faults.unserved = set()
                 on.server.put(POOLS, pool(app="newer"))

@@ -1,0 +1,21 @@
+"""The engine that builds images, which all tests of a module share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.image.engine import ROOT, Engine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: debootstrap and the build's chroot")
+    directory = ROOT / "build" / "image-test"
+    directory.mkdir(parents=True, exist_ok=True)
+    engine = Engine(directory)
+    yield engine
+    engine.close()
